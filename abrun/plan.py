@@ -1,0 +1,121 @@
+"""From a recipe to the runs it asks for: which, in which order, and what exactly differs between the arms."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from abrun.errors import RecipeError
+from abrun.recipe import BASELINE, Recipe, RunConfig, Sft, dotted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class RunName:
+    """Which run of an experiment: `rerun` 0 is the run itself, j > 0 its j-th same-seed repetition (A/A)."""
+
+    arm: str
+    seed: int
+    rerun: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.arm}/seed-{self.seed}" + (f"-aa{self.rerun}" if self.rerun else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One run to launch."""
+
+    name: RunName
+    config: RunConfig
+    warm_start: str | None  # key into Plan.warm_starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The runs of an experiment in launch order, interleaved by pair so that the first pair finishes first."""
+
+    recipe: Recipe
+    runs: tuple[RunSpec, ...]
+    warm_starts: dict[str, RunConfig]  # hash -> the supervised run that makes the shared initial weights
+    treatment_diff: dict[
+        str, dict[str, tuple[Any, Any]]
+    ]  # arm -> dotted key -> (baseline's value, the arm's)
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """The plan of a recipe. Raises RecipeError where an arm does not differ from the baseline."""
+    configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
+    treatments = [arm for arm in configs if arm != BASELINE]
+    treatment_diff = {arm: config_diff(configs[BASELINE], configs[arm]) for arm in treatments}
+    for arm, diff in treatment_diff.items():
+        if not diff:
+            raise RecipeError(
+                f"{recipe.name}: arms.{arm}: got {recipe.arms[arm]}, which resolves to the baseline's configuration; "
+                "change at least one value (controls.aa_reruns repeats the baseline)"
+            )
+    warm_starts: dict[str, RunConfig] = {}
+    warm_start_of: dict[str, str | None] = {}
+    for arm, config in configs.items():
+        warm_start_of[arm] = None
+        if config.warm_start:
+            shared = _warm_start_run(configs[BASELINE], config)
+            key = _sha256(shared.model_dump(mode="json"))[:16]
+            warm_starts[key] = shared
+            warm_start_of[arm] = key
+    names = [
+        RunName(arm=arm, seed=seed, rerun=rerun)
+        for index, seed in enumerate(recipe.seeds)
+        for arm, rerun in [
+            *((arm, 0) for arm in (BASELINE, *treatments)),
+            *((BASELINE, 1 + j) for j in range(_reruns_of(index, recipe))),
+        ]
+    ]
+    return Plan(
+        recipe=recipe,
+        runs=tuple(
+            RunSpec(name=name, config=configs[name.arm], warm_start=warm_start_of[name.arm]) for name in names
+        ),
+        warm_starts=warm_starts,
+        treatment_diff=treatment_diff,
+    )
+
+
+def config_diff(base: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Every dotted key whose resolved value differs, with both values."""
+    left, right = dotted(base.model_dump(mode="json")), dotted(other.model_dump(mode="json"))
+    keys = [*left, *(key for key in right if key not in left)]
+    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
+
+
+def compare_hash(recipe: Recipe) -> str:
+    """Identifies the declared comparison, so that a later change can be called post hoc."""
+    return _sha256(recipe.compare.model_dump(mode="json"))
+
+
+def _reruns_of(index: int, recipe: Recipe) -> int:
+    """How many of `controls.aa_reruns` fall to the seed at `index`: they go round the seeds in order."""
+    rounds, rest = divmod(recipe.controls.aa_reruns, len(recipe.seeds))
+    return rounds + (index < rest)
+
+
+def _warm_start_run(baseline: RunConfig, config: RunConfig) -> RunConfig:
+    """The supervised run behind an arm's initial weights: the baseline's stack, so that all arms share one run."""
+    warm_start = config.warm_start
+    assert warm_start is not None
+    optimizer = baseline.policy.optimizer.model_copy(update={"learning_rate": warm_start.learning_rate})
+    return baseline.model_copy(
+        update={
+            "algorithm": Sft(type="sft", batch_size=warm_start.batch_size),
+            "model": config.model,
+            "policy": baseline.policy.model_copy(update={"optimizer": optimizer}),
+            "task": config.task,
+            "warm_start": None,
+            "steps": warm_start.steps,
+            "wandb": None,
+            "planted_fault": None,
+        }
+    )
+
+
+def _sha256(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
