@@ -1,0 +1,55 @@
+"""Backends: how a policy is spread over ranks and trained. The loops know only the protocol below.
+
+Letters: B sequences, S positions; entry t of a per-token tensor belongs to token t.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from abrun.rl.batch import Batch
+from abrun.rl.metrics import MetricParts
+
+# (microbatch, log-probs [B, S], entropy [B, S]) -> (this microbatch's share of the global loss, its metrics)
+LossFunction = Callable[[Batch, Tensor, Tensor], tuple[Tensor, MetricParts]]
+
+
+class Backend(Protocol):
+    """A policy on this process's device, one of `data_parallel_size` that share the work.
+
+    `group` spans the ranks that hold different samples: losses and metrics are reduced over it.
+    """
+
+    device: torch.device
+    group: dist.ProcessGroup
+
+    def logprobs(self, batch: Batch, micro_batch_size: int | None) -> Tensor:
+        """Log-probs [B, S] of every token, without gradient."""
+        ...
+
+    def forward_backward(self, batch: Batch, micro_batch_size: int | None, loss: LossFunction) -> MetricParts:
+        """Accumulate gradients of the global loss: the sum of `loss` over all microbatches of all ranks."""
+        ...
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Clip, step, zero the gradients. Returns the L2 norm of the global gradient before clipping."""
+        ...
+
+    def local_state(self) -> dict[str, Tensor]:
+        """This rank's shards of weights and optimizer state: what a checkpoint of this rank holds, in place."""
+        ...
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `local_state` of the same rank of an equal layout gave."""
+        ...
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """All weights under their Hugging Face names, on the CPU of rank 0 (elsewhere empty). Collective."""
+        ...
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        """What lives on the device between steps, for the memory tracker."""
+        ...

@@ -1,0 +1,23 @@
+"""Rollout engines: prompts in, completions and the log-probs of their tokens out."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled for one prompt."""
+
+    token_ids: list[int]  # with the end token, where there is one
+    logprobs: list[float]  # of each token, under the distribution it was drawn from
+    truncated: bool  # stopped by max_new_tokens, not by an end token
+
+
+class RolloutEngine(Protocol):
+    """Samples completions from the policy's current weights."""
+
+    def generate(self, prompts: list[list[int]], uniforms: Tensor) -> list[Completion]:
+        """One completion a prompt. `uniforms` [B, max_new_tokens] float64 in [0, 1) decides every draw."""
+        ...

@@ -1,0 +1,111 @@
+"""How long each phase of a step takes, and how much memory it needs at its peak.
+
+On CUDA the peaks are the allocator's own, reset per phase. On a CPU there is no allocator to ask: `LiveTensors` counts
+the bytes of the storages that the operators hand out, under another key (`peak_live_tensor_bytes`), because the two are
+not comparable: it sees no temporaries inside an operator, no fragmentation, and a parameter that FSDP gathered once
+counts from then on, although FSDP empties and refills its storage.
+"""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveTensors(TorchDispatchMode):
+    """While entered, follows every storage that an operator returns until it is freed.
+
+    `resident` are tensors made earlier (parameters), counted for as long as they live.
+    """
+
+    def __init__(self, resident: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: set[int] = set()
+        for tensor in resident:
+            self._follow(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._follow(result)
+        elif result is not None:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._follow(leaf)
+        return result
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    def _follow(self, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        num_bytes = storage.nbytes()
+        self._known.add(key)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, key, num_bytes)
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= num_bytes
+
+
+class Phases:
+    """Times the phases of a step and records their memory peaks, for one rank.
+
+    Usage: `with phases("logprobs"): ...` any number of times a step, then `phases.collect()`.
+    """
+
+    def __init__(self, device: torch.device, resident: Iterable[Tensor] = ()) -> None:
+        self._device = device
+        self._tracker = None if device.type == "cuda" else LiveTensors(resident)
+        self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str, *, memory: bool = True) -> Iterator[None]:
+        """Time `phase`, and record its peak unless `memory` is False."""
+        start = time.perf_counter()
+        if not memory:
+            yield
+        elif self._tracker is None:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            yield
+            torch.cuda.synchronize(self._device)
+            self._raise(phase, "peak_allocated_bytes", torch.cuda.max_memory_allocated(self._device))
+            self._raise(phase, "peak_reserved_bytes", torch.cuda.max_memory_reserved(self._device))
+        else:
+            self._tracker.reset_peak()
+            with self._tracker:
+                yield
+            self._raise(phase, "peak_live_tensor_bytes", self._tracker.peak_bytes)
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def collect(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds (`timing/train/...`) and peaks (`memory/...`, bytes) since the last call, then start anew."""
+        now = time.perf_counter()
+        seconds = {f"timing/train/{phase}_s": value for phase, value in self._seconds.items()}
+        seconds["timing/train/total_step_time_s"] = now - self._started
+        peaks = {key: float(value) for key, value in self._peaks.items()}
+        self._seconds, self._peaks, self._started = {}, {}, now
+        return seconds, peaks
+
+    def _raise(self, phase: str, kind: str, num_bytes: int) -> None:
+        key = f"memory/{phase}/{kind}"
+        self._peaks[key] = max(self._peaks.get(key, 0), num_bytes)

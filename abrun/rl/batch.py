@@ -1,0 +1,71 @@
+"""The batch a policy trains on: one rank's sequences, right-padded, with everything known of their tokens.
+
+Letters: B sequences, S positions. Entry t of a per-token tensor belongs to token t of the sequence.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences of prompt and completion. Every tensor has B rows, so that a batch can be cut by rows."""
+
+    token_ids: Tensor  # [B, S] int64
+    token_mask: Tensor  # [B, S] bool, True on completion tokens (the end token included)
+    advantages: Tensor | None = None  # [B, S] float32
+    inference_logprobs: Tensor | None = None  # [B, S] float32, of the rollout engine
+    old_logprobs: Tensor | None = None  # [B, S] float32, of the policy at the start of the step
+    reference_logprobs: Tensor | None = None  # [B, S] float32
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def having(self, **per_token: Tensor) -> "Batch":
+        """The same sequences with more known of their tokens."""
+        return replace(self, **per_token)
+
+    def to(self, device: torch.device) -> "Batch":
+        return self._mapped(lambda tensor: tensor.to(device))
+
+    def split(self, size: int | None) -> Iterator["Batch"]:
+        """Microbatches of at most `size` sequences, cut to their own longest sequence; None: the whole
+        batch."""
+        for start in range(0, len(self), size or len(self)):
+            rows = slice(start, start + (size or len(self)))
+            length = last_token(self.token_mask[rows]) + 1
+            yield self._mapped(lambda tensor, rows=rows, length=length: tensor[rows, :length])
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{name: None if value is None else function(value) for name, value in values.items()})
+
+
+def last_token(token_mask: Tensor) -> int:  # [B, S] bool
+    """The last position that any sequence completes; at least 1, so that there is a token to predict."""
+    return max(int(token_mask.any(dim=0).nonzero().max()) if bool(token_mask.any()) else 1, 1)
+
+
+def collate(
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    *,
+    pad_id: int,
+    logprobs: list[list[float]] | None = None,
+) -> Batch:
+    """Prompts and completions as one right-padded batch on the CPU; `logprobs` of completion tokens go
+    along."""
+    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    shape = (len(prompts), max(lengths))
+    token_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    token_mask = torch.zeros(shape, dtype=torch.bool)
+    inference_logprobs = torch.zeros(shape) if logprobs is not None else None
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        token_ids[row, : lengths[row]] = torch.tensor(prompt + completion)
+        token_mask[row, len(prompt) : lengths[row]] = True
+        if logprobs is not None and inference_logprobs is not None:
+            inference_logprobs[row, len(prompt) : lengths[row]] = torch.tensor(logprobs[row])
+    return Batch(token_ids=token_ids, token_mask=token_mask, inference_logprobs=inference_logprobs)

@@ -1,0 +1,119 @@
+"""Policy metrics of a step, exact however the global batch is cut into microbatches and spread over ranks.
+
+Letters: B sequences, S positions; g inference, p old, c trainer, r reference log-probs (see `losses`).
+<x> is the mean over the completion tokens of the global batch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from abrun.rl.batch import Batch
+from abrun.rl.losses import PolicyLoss, k3, masked_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricParts:
+    """One microbatch's contributions: 0-dim float64 tensors.
+
+    `sums` are already divided by global counts and add up to the metric; `maxima` and `minima` reduce with max and
+    min, and are -inf and inf where there is no token to contribute.
+    """
+
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+    minima: dict[str, Tensor]
+
+
+def merge(parts: Sequence[MetricParts]) -> MetricParts:
+    """The contributions of several microbatches together."""
+    first = parts[0]
+    return MetricParts(
+        sums={key: torch.stack([part.sums[key] for part in parts]).sum() for key in first.sums},
+        maxima={key: torch.stack([part.maxima[key] for part in parts]).amax() for key in first.maxima},
+        minima={key: torch.stack([part.minima[key] for part in parts]).amin() for key in first.minima},
+    )
+
+
+def all_reduce(parts: MetricParts, group: dist.ProcessGroup) -> dict[str, float]:
+    """The global metrics from every rank's contributions. Collective; every rank brings the same keys.
+
+    An extreme to which no rank contributed is NaN: there is no such token.
+    """
+    metrics: dict[str, float] = {}
+    for values, operation in (
+        (parts.sums, dist.ReduceOp.SUM),
+        (parts.maxima, dist.ReduceOp.MAX),
+        (parts.minima, dist.ReduceOp.MIN),
+    ):
+        if values:
+            stacked = torch.stack([value.detach().double() for value in values.values()])
+            dist.all_reduce(stacked, op=operation, group=group)
+            extreme = values is not parts.sums
+            for key, value in zip(values, stacked.tolist(), strict=True):
+                metrics[key] = math.nan if extreme and math.isinf(value) else value
+    return metrics
+
+
+@torch.no_grad()
+def policy_metrics(
+    batch: Batch,
+    trainer_logprobs: Tensor,  # [B, S]
+    entropy: Tensor,  # [B, S] exact, nats
+    policy_loss: PolicyLoss,
+    *,
+    num_tokens: float,
+    num_sequences: float,
+) -> MetricParts:
+    """Every `train/` metric that follows from one microbatch's tokens; counts are of the global batch."""
+    mask = batch.token_mask
+    assert batch.inference_logprobs is not None and batch.old_logprobs is not None and batch.advantages is not None
+    # Masked entries become 0 before any arithmetic, so that what they hold cannot turn into NaN.
+    inference = torch.where(mask, batch.inference_logprobs, 0.0).double()  # g
+    old = torch.where(mask, batch.old_logprobs, 0.0).double()  # p
+    trainer = torch.where(mask, trainer_logprobs, 0.0).double()  # c
+    advantages = torch.where(mask, batch.advantages, 0.0).double()
+    mult_prob_error = (inference - old).abs().exp()
+    mixture = torch.logaddexp(old, inference) - math.log(2)
+    means = {
+        "token_mult_prob_error": mult_prob_error,
+        "gen_kl_error": k3(old - inference),
+        "policy_kl_error": k3(inference - old),
+        "js_divergence_error": (k3(old - mixture) + k3(inference - mixture)) / 2,
+        "sampling_importance_ratio": (old - inference).exp(),
+        "probs_ratio": policy_loss.ratio.double(),
+        "probs_ratio_clamped": policy_loss.clipped_ratio.double(),
+        "clip_fraction": policy_loss.clipped.double(),
+        "approx_entropy": -(trainer - inference).exp() * trainer,
+        "entropy": entropy.double(),
+        "advantages/mean": advantages,
+    }
+    sums = {f"train/{key}": masked_mean(value, mask, num_tokens) for key, value in means.items()}
+    lengths = mask.sum(dim=1)
+    counted = lengths > 0
+    per_sequence = torch.where(mask, mult_prob_error, 0.0).sum(dim=1) / lengths.clamp(min=1)  # [B]
+    sums["train/mean_seq_mult_prob_error"] = masked_mean(per_sequence, counted, num_sequences)
+    ratio = policy_loss.ratio.double()
+    return MetricParts(
+        sums=sums,
+        maxima={
+            "train/probs_ratio_max": _extreme(ratio, mask, -math.inf),
+            "train/advantages/max": _extreme(advantages, mask, -math.inf),
+            "train/max_seq_mult_prob_error": _extreme(per_sequence, counted, -math.inf),
+        },
+        minima={
+            "train/probs_ratio_min": _extreme(ratio, mask, math.inf),
+            "train/advantages/min": _extreme(advantages, mask, math.inf),
+            "train/min_seq_mult_prob_error": _extreme(per_sequence, counted, math.inf),
+        },
+    )
+
+
+def _extreme(values: Tensor, mask: Tensor, nothing: float) -> Tensor:
+    """The largest (nothing = -inf) or smallest (nothing = inf) counted value."""
+    counted = torch.where(mask, values, nothing)
+    return counted.amax() if nothing < 0 else counted.amin()

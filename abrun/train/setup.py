@@ -1,0 +1,96 @@
+"""What every training loop starts from: the policy on its backend, the task, and this rank's share of the batch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from abrun.backends.dtensor import DtensorBackend
+from abrun.errors import RecipeError
+from abrun.memory.peaks import Phases
+from abrun.models import LanguageModel, load_model
+from abrun.recipe import RunConfig, Sft
+from abrun.tasks import Example, Task, make_task
+from abrun.train.seeds import derive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One rank's view of a run."""
+
+    config: RunConfig
+    seed: int
+    device: torch.device
+    initial_weights: Path | None
+    model: LanguageModel
+    backend: DtensorBackend
+    task: Task
+    phases: Phases
+
+    def make_backend(self, *, trainable: bool) -> DtensorBackend:
+        """Another policy with the run's initial weights (the frozen reference)."""
+        return _backend(self.config, _load(self.config, self.initial_weights, self.seed), self.device, trainable)
+
+    def global_examples(self, step: int) -> list[Example]:
+        """The examples of a step's global batch, in order."""
+        size = self.batch_size
+        return self.task.examples(derive(self.seed, "data"), (step - 1) * size, size)
+
+    def share(self, num_rows: int) -> slice:
+        """This rank's consecutive rows of `num_rows` of the global batch."""
+        count = num_rows // dist.get_world_size()
+        return slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of a global batch."""
+        algorithm = self.config.algorithm
+        return algorithm.batch_size if isinstance(algorithm, Sft) else algorithm.prompts_per_step
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up to the recipe's learning rate, then constant."""
+        optimizer = self.config.policy.optimizer
+        return optimizer.learning_rate * min(1.0, step / max(optimizer.warmup_steps, 1))
+
+    def total(self, *values: float) -> list[float]:
+        """Sums over all ranks."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals, group=self.backend.group)
+        return totals.tolist()
+
+
+def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, device: torch.device) -> Setup:
+    """Load the model and the task of a run. Raises RecipeError where they do not fit together."""
+    task = make_task(config.task)
+    model = _load(config, initial_weights, seed)
+    backend = _backend(config, model, device, trainable=True)
+    return Setup(
+        config=config,
+        seed=seed,
+        device=device,
+        initial_weights=initial_weights,
+        model=model,
+        backend=backend,
+        task=task,
+        phases=Phases(device, backend.resident_tensors()),
+    )
+
+
+def _load(config: RunConfig, initial_weights: Path | None, seed: int) -> LanguageModel:
+    return load_model(config.model, weights=initial_weights, seed=derive(seed, "init"))
+
+
+def _backend(config: RunConfig, model: LanguageModel, device: torch.device, trainable: bool) -> DtensorBackend:
+    return DtensorBackend(model, config.policy, config.rollout, device, trainable=trainable)
+
+
+def check_length(config: RunConfig, model: Any, longest: int) -> None:
+    """Raises RecipeError where a sequence of `longest` tokens does not fit the model's positions."""
+    positions = getattr(model.network.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise RecipeError(
+            f"rollout.max_new_tokens: got {config.rollout.max_new_tokens}, which makes sequences of {longest} tokens; "
+            f"this model takes {positions}: lower it or shorten the prompts"
+        )
