@@ -32,14 +32,13 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The runs of an experiment in launch order, interleaved by pair so that the first pair finishes first."""
+    """The runs of an experiment in launch order: by pair, so that the first pair finishes first."""
 
     recipe: Recipe
     runs: tuple[RunSpec, ...]
     warm_starts: dict[str, RunConfig]  # hash -> the supervised run that makes the shared initial weights
-    treatment_diff: dict[
-        str, dict[str, tuple[Any, Any]]
-    ]  # arm -> dotted key -> (baseline's value, the arm's)
+    # arm -> dotted key -> (baseline's value, the arm's)
+    treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
 
 
 def make_plan(recipe: Recipe) -> Plan:
@@ -50,8 +49,8 @@ def make_plan(recipe: Recipe) -> Plan:
     for arm, diff in treatment_diff.items():
         if not diff:
             raise RecipeError(
-                f"{recipe.name}: arms.{arm}: got {recipe.arms[arm]}, which resolves to the baseline's configuration; "
-                "change at least one value (controls.aa_reruns repeats the baseline)"
+                f"{recipe.name}: arms.{arm}: got {recipe.arms[arm]}, which resolves to the baseline's "
+                "configuration; change at least one value (controls.aa_reruns repeats the baseline)"
             )
     warm_starts: dict[str, RunConfig] = {}
     warm_start_of: dict[str, str | None] = {}
@@ -99,7 +98,7 @@ def _reruns_of(index: int, recipe: Recipe) -> int:
 
 
 def _warm_start_run(baseline: RunConfig, config: RunConfig) -> RunConfig:
-    """The supervised run behind an arm's initial weights: the baseline's stack, so that all arms share one run."""
+    """The supervised run behind an arm's initial weights: the baseline's stack, so that arms share it."""
     warm_start = config.warm_start
     assert warm_start is not None
     optimizer = baseline.policy.optimizer.model_copy(update={"learning_rate": warm_start.learning_rate})
@@ -110,6 +109,7 @@ def _warm_start_run(baseline: RunConfig, config: RunConfig) -> RunConfig:
             "policy": baseline.policy.model_copy(update={"optimizer": optimizer}),
             "task": config.task,
             "warm_start": None,
+            "checkpoint": baseline.checkpoint.model_copy(update={"final_weights": True}),
             "steps": warm_start.steps,
             "wandb": None,
             "planted_fault": None,

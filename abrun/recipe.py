@@ -1,15 +1,17 @@
 """Recipes: what an experiment is, as strict models, and how a YAML file becomes one.
 
-A recipe is a `RunConfig` (what one training run sees) plus the experiment around it: arms as dotted differences,
-seeds, controls, and the comparison declared before the runs. `load_recipe` resolves `defaults:` inheritance and
-`--set` overrides; every refusal is one `RecipeError` line.
+A recipe is a `RunConfig` (what one training run sees) plus the experiment around it: arms as dotted
+differences, seeds, controls, and the comparison declared before the runs. `load_recipe` resolves `defaults:`
+inheritance and `--set` overrides; every refusal is one `RecipeError` line.
 """
 
 import difflib
+import os
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -20,7 +22,7 @@ BASELINE = "baseline"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d*-[1-9]\d*"
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -34,7 +36,7 @@ class Section(BaseModel):
 
 
 class Grpo(Section):
-    """Group-relative policy optimisation (arXiv:2402.03300), one optimizer step for each batch of rollouts."""
+    """Group-relative policy optimisation (arXiv:2402.03300), one optimizer step for each rollout batch."""
 
     type: Literal["grpo"]
     prompts_per_step: Count = 32
@@ -52,8 +54,8 @@ class Grpo(Section):
     def _group_has_a_baseline(self) -> Self:
         if self.group_size == 1 and (self.normalize_advantages or self.advantage_baseline != "none"):
             raise ValueError(
-                "algorithm.group_size: got 1 with advantages relative to their group, which are then all zero; "
-                "use 2 or more, or set advantage_baseline: none and normalize_advantages: false"
+                "algorithm.group_size: got 1 with advantages relative to their group, which are then all "
+                "zero; use 2 or more, or set advantage_baseline: none and normalize_advantages: false"
             )
         return self
 
@@ -68,7 +70,7 @@ class Sft(Section):
 class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
-    preset: Literal["qwen2-tiny"] | None = None
+    preset: Literal["qwen2-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
     path: str | None = None
 
     @model_validator(mode="after")
@@ -127,10 +129,10 @@ class Rollout(Section):
 
 
 class Arithmetic(Section):
-    """Generated additions of numbers with up to `digits` digits, verified exactly."""
+    """Generated additions of two numbers from 0 to `max_operand`, verified exactly."""
 
     type: Literal["arithmetic"]
-    digits: Annotated[int, Field(ge=1, le=9)] = 2
+    max_operand: Annotated[int, Field(ge=1, lt=10**9)] = 99
 
 
 class Gsm8k(Section):
@@ -162,6 +164,7 @@ class Checkpoint(Section):
 
     every: Count = 50
     keep: Count = 2
+    final_weights: bool = False  # also keep the trained model, as a Hugging Face checkpoint
 
 
 class Cluster(Section):
@@ -239,8 +242,8 @@ class RunConfig(Section):
 class Primary(Section):
     """One declared claim: arms agree on `metric` over `window` within `margin` (verdict.md's T3).
 
-    `margin` is absolute, in units of the transformed metric. `sigma` (over seeds) and `correlation` (between paired
-    arms) are assumptions that only the power shown before launch depends on.
+    `margin` is absolute, in units of the transformed metric. `sigma` (over seeds) and `correlation` (between
+    paired arms) are assumptions that only the power shown before launch depends on.
     """
 
     metric: str
@@ -280,7 +283,7 @@ class Compare(Section):
 class Controls(Section):
     """`aa_reruns`: baseline runs repeated with their own seed, the noise floor of the machine."""
 
-    aa_reruns: Annotated[int, Field(ge=0)] = 0
+    aa_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
 
 
 class Recipe(RunConfig):
@@ -288,7 +291,7 @@ class Recipe(RunConfig):
 
     name: str
     arms: dict[str, dict[str, Any]]
-    seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1)
+    seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=1000)
     controls: Controls = Controls()
     compare: Compare = Compare()
 
@@ -307,18 +310,18 @@ class Recipe(RunConfig):
             raise ValueError(f"got an arm named {bad[0]!r}; allowed: letters, digits, '.', '_' and '-'")
         if BASELINE not in arms or len(arms) < 2:
             raise ValueError(
-                f"got {', '.join(arms) or 'no arms'}; an experiment needs an arm named 'baseline' and at least one more"
+                f"got {_short(list(arms))}; an experiment needs an arm named 'baseline' and at least one more"
             )
         return arms
 
     @model_validator(mode="after")
     def _seeds_can_carry_the_claim(self) -> Self:
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds: got {self.seeds} with a seed twice; every seed once")
+            raise ValueError(f"seeds: got {_short(self.seeds)} with a seed twice; every seed once")
         if self.compare.primary and len(self.seeds) == 1:
             raise ValueError(
-                "seeds: got one seed with an equivalence margin (compare.primary), which needs the spread over "
-                "seeds; give two or more, or compare.primary: [] for the step-one check alone"
+                "seeds: got one seed with an equivalence margin (compare.primary), which needs the spread "
+                "over seeds; give two or more, or compare.primary: [] for the step-one check alone"
             )
         return self
 
@@ -333,14 +336,17 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
 
     Raises RecipeError: one line with field, value received, what is allowed, what to do.
     """
-    raw = _read_with_defaults(path, ())
-    for override in overrides:
-        raw = merge(raw, _parse_override(override))
-    arms = raw.get("arms")
-    if isinstance(arms, dict):
-        raw["arms"] = {
-            arm: dotted(change) if isinstance(change, dict) else change for arm, change in arms.items()
-        }
+    try:
+        raw = _read_with_defaults(path, ())
+        for override in overrides:
+            raw = merge(raw, _parse_override(override))
+        arms = raw.get("arms")
+        if isinstance(arms, dict):
+            raw["arms"] = {
+                arm: dotted(change) if isinstance(change, dict) else change for arm, change in arms.items()
+            }
+    except RecursionError:
+        raise RecipeError(f"{path}: nested too deeply to be a recipe; a few levels are enough") from None
     recipe = _validate(Recipe, raw, str(path))
     for arm, change in recipe.arms.items():
         for key in change:
@@ -348,6 +354,22 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
                 raise RecipeError(f"{path}: arms.{arm}.{key}: {_unknown(key.split('.')[0], RunConfig)}")
         recipe.run_config(arm)
     return recipe
+
+
+def parse_primary(text: str) -> Primary:
+    """A claim given as METRIC:WINDOW:MARGIN on the command line."""
+    metric, _, rest = text.partition(":")
+    window, colon, margin = rest.partition(":")
+    try:
+        number = float(margin)
+    except ValueError:
+        number = None
+    if not metric or not colon or number is None:
+        raise RecipeError(
+            f"--primary: got {_short(text)}; allowed: METRIC:WINDOW:MARGIN, "
+            "such as 'train/reward:last 20%:0.05'"
+        )
+    return _validate(Primary, {"metric": metric, "window": window, "margin": number}, "--primary")
 
 
 def dotted(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -372,7 +394,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`change` laid over `base`, mapping by mapping. A mapping of another `type` replaces the whole of the old one."""
+    """`change` laid over `base`, mapping by mapping; a mapping of another `type` replaces the old one."""
     merged = dict(base)
     for key, value in change.items():
         old = merged.get(key)
@@ -388,19 +410,26 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people read it: `1e-6` is a number (YAML 1.2), and a key given twice is refused."""
+    """YAML as people read it: `1e-6` is a number (YAML 1.2), and a key given twice is refused.
+
+    So are aliases (`*name`): `defaults:` shares values, and a few lines of aliases can mean gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            problem = "aliases (*name) are not supported: write the value out, or share it through defaults:"
+            raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore[reportArgumentType]
+        keys: list[Any] = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
+        seen: set[str] = set()
         for key in keys:
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is not text", node.start_mark
-                )
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", node.start_mark
-                )
+            readable = isinstance(key, str) and key.isprintable()
+            if not readable or key in seen:
+                problem = "is given twice" if readable else "is not a line of text"
+                raise yaml.MarkedYAMLError(None, None, f"key {_short(key)} {problem}", node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -422,10 +451,11 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 
 def _read_with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))
     if resolved in chain:
         raise RecipeError(
-            f"{chain[-1]}: defaults: a cycle of recipes ({' > '.join(p.name for p in (*chain, resolved))}); drop one link"
+            f"{chain[-1]}: defaults: a cycle of recipes ({' > '.join(p.name for p in (*chain, resolved))}); "
+            "drop one link"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -439,7 +469,9 @@ def _read_with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"{path}: got {_short(raw)}; a recipe is a mapping of keys to values")
     parents = raw.pop("defaults", [])
     parents = [parents] if isinstance(parents, str) else parents
-    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+    if not isinstance(parents, list) or not all(
+        isinstance(parent, str) and parent.isprintable() for parent in parents
+    ):
         raise RecipeError(f"{path}: defaults: got {_short(parents)}; allowed: a path or a list of paths")
     merged: dict[str, Any] = {}
     for parent in parents:
@@ -449,8 +481,10 @@ def _read_with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 def _parse_override(override: str) -> dict[str, Any]:
     key, equals, value = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise RecipeError(f"--set: got {override!r}; allowed: key=value with a dotted key, such as steps=20")
+    if not equals or not all(key.split(".")) or not key.isprintable():
+        raise RecipeError(
+            f"--set: got {_short(override)}; allowed: key=value with a dotted key, such as steps=20"
+        )
     return nested({key: _parse_yaml(value, f"--set {key}")})
 
 
@@ -486,7 +520,7 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
     if error["type"] == "union_tag_not_found":
         return f"{field}.type: missing; allowed: {error['ctx'].get('expected_tags') or _tags(sections)}"
     if error["type"] == "union_tag_invalid":
-        return f"{field}.type: got {error['ctx']['tag']!r}; allowed: {error['ctx']['expected_tags']}"
+        return f"{field}.type: got {_short(error['ctx']['tag'])}; allowed: {error['ctx']['expected_tags']}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":  # written above, by a validator of a field or of a section
         return f"{field}: {message}" if message.startswith("got") else message
@@ -506,7 +540,7 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 def _tag(section: type[BaseModel]) -> str | None:
     kind = section.model_fields.get("type")
-    return kind.annotation.__args__[0] if kind and kind.annotation else None
+    return get_args(kind.annotation)[0] if kind else None
 
 
 def _tags(sections: Iterable[type[BaseModel]]) -> str:
@@ -521,5 +555,8 @@ def _unknown(key: str, section: type[BaseModel]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    """A value as one bounded line, however long or deep it is."""
+    bounded = reprlib.Repr()
+    bounded.maxlevel, bounded.maxstring, bounded.maxother = 3, 60, 60
+    text = bounded.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -40,9 +40,13 @@ class PolicyModule(nn.Module):
         config = self.network.config
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma
         # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
-        self._scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        self._scale = getattr(config, "logit_scale", None) or 1.0 / (
+            getattr(config, "logits_scaling", None) or 1.0
+        )
         if self.network.get_output_embeddings().bias is not None:
-            raise RecipeError("model: got an LM head with a bias; the log-prob kernels take heads without one")
+            raise RecipeError(
+                "model: got an LM head with a bias; the log-prob kernels take heads without one"
+            )
 
     def forward(
         self,
@@ -95,7 +99,13 @@ class DtensorBackend:
     """See abrun.backends.Backend."""
 
     def __init__(
-        self, model: LanguageModel, policy: Policy, rollout: Rollout, device: torch.device, *, trainable: bool = True
+        self,
+        model: LanguageModel,
+        policy: Policy,
+        rollout: Rollout,
+        device: torch.device,
+        *,
+        trainable: bool = True,
     ) -> None:
         self.device = device
         self._policy = policy
@@ -199,7 +209,11 @@ class DtensorBackend:
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
-            groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.eps
+            groups,
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            fused=True,
         )
 
 

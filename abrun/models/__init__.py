@@ -21,7 +21,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from abrun.errors import RecipeError
 from abrun.recipe import Model
 
-# Architecture only: vocabulary and special tokens come from the character tokenizer below.
+# Architectures, with random weights. Every preset reads with the character tokenizer below; a larger vocabulary has
+# tokens that no text contains.
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2-tiny": {
         "hidden_size": 96,
@@ -31,7 +32,29 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
-    }
+    },
+    # As much LM head for its body as a real small model has: what memory-profile can show on a laptop.
+    "qwen2-wide-vocab": {
+        "vocab_size": 32_768,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    # The shape of Qwen2.5-1.5B, for measurements on a GPU without its weights.
+    "qwen2.5-1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+    },
 }
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -60,7 +83,9 @@ class LanguageModel:
         """Token ids of a prompt, as a user's turn where the tokenizer has a chat template."""
         if self.tokenizer.chat_template:
             turn = [{"role": "user", "content": prompt}]
-            encoded: Any = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)
+            encoded: Any = self.tokenizer.apply_chat_template(
+                turn, add_generation_prompt=True, return_dict=True
+            )
         else:
             encoded = self.tokenizer(prompt)
         return list(encoded["input_ids"])
@@ -93,7 +118,9 @@ def load_model(config: Model, *, weights: Path | None, seed: int) -> LanguageMod
         return _preset(config.preset, seed)
     try:
         tokenizer = _load_tokenizer(source)
-        network = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
+        network = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, attn_implementation="sdpa"
+        )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(
@@ -129,12 +156,11 @@ def _load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 def _preset(name: str, seed: int) -> LanguageModel:
     tokenizer = character_tokenizer()
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
+        **({"vocab_size": len(tokenizer)} | PRESETS[name]),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         attn_implementation="sdpa",
-        **PRESETS[name],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -53,7 +53,9 @@ class TorchEngine:
             if not running.any():
                 break
             token_ids = sampled[-1][:, None]
-        return self._collect(torch.stack(sampled, dim=1), torch.stack(logprobs, dim=1), running, attention_mask)
+        return self._collect(
+            torch.stack(sampled, dim=1), torch.stack(logprobs, dim=1), running, attention_mask
+        )
 
     def _collect(
         self,
@@ -65,13 +67,14 @@ class TorchEngine:
         lengths = attention_mask[:, -sampled.shape[1] :].sum(dim=1).tolist()
         rows = zip(sampled.tolist(), logprobs.tolist(), running.tolist(), lengths, strict=True)
         for tokens, token_logprobs, unfinished, length in rows:
-            yield Completion(token_ids=tokens[:length], logprobs=token_logprobs[:length], truncated=unfinished)
+            yield Completion(
+                token_ids=tokens[:length], logprobs=token_logprobs[:length], truncated=unfinished
+            )
 
     def _left_padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         longest = max(len(prompt) for prompt in prompts)
-        token_ids = torch.full((len(prompts), longest), self._pad_id)
-        attention_mask = torch.zeros((len(prompts), longest), dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            token_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            attention_mask[row, longest - len(prompt) :] = 1
-        return token_ids.to(self._backend.device), attention_mask.to(self._backend.device)
+        padding = [longest - len(prompt) for prompt in prompts]
+        token_ids = [[self._pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+        attention_mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
+        device = self._backend.device
+        return torch.tensor(token_ids, device=device), torch.tensor(attention_mask, device=device)

@@ -32,7 +32,7 @@ def make_task(config: Arithmetic | Gsm8k | Jsonl) -> Task:
     if isinstance(config, Arithmetic):
         from abrun.tasks.arithmetic import ArithmeticTask
 
-        return ArithmeticTask(config.digits)
+        return ArithmeticTask(config.max_operand)
     from abrun.tasks.problems import gsm8k, jsonl
 
     return gsm8k(config) if isinstance(config, Gsm8k) else jsonl(config)

@@ -8,9 +8,9 @@ from abrun.tasks import Example
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticTask:
-    """Sums of two numbers below 10**digits, drawn uniformly."""
+    """Sums of two numbers from 0 to `max_operand`, drawn uniformly."""
 
-    digits: int
+    max_operand: int
 
     def examples(self, seed: int, start: int, count: int) -> list[Example]:
         return [self._example(random.Random(f"arithmetic-{seed}-{i}")) for i in range(start, start + count)]
@@ -19,6 +19,6 @@ class ArithmeticTask:
         return float(completion.strip() == example.answer)
 
     def _example(self, draw: random.Random) -> Example:
-        left, right = draw.randrange(10**self.digits), draw.randrange(10**self.digits)
+        left, right = draw.randint(0, self.max_operand), draw.randint(0, self.max_operand)
         total = str(left + right)
         return Example(prompt=f"{left}+{right}=", completion=total, answer=total)

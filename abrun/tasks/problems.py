@@ -22,7 +22,10 @@ class ProblemFile:
 
     def examples(self, seed: int, start: int, count: int) -> list[Example]:
         size = len(self.problems)
-        orders = {epoch: _order(seed, epoch, size) for epoch in range(start // size, (start + count - 1) // size + 1)}
+        orders = {
+            epoch: _order(seed, epoch, size)
+            for epoch in range(start // size, (start + count - 1) // size + 1)
+        }
         return [self.problems[orders[i // size][i % size]] for i in range(start, start + count)]
 
     def reward(self, example: Example, completion: str) -> float:
@@ -58,7 +61,9 @@ def _read(path: str, fields: tuple[str, str], example: Callable[[dict[str, Any]]
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"task.path: got {path!r}, which cannot be read: {error}; give a JSON-lines file") from None
+        raise RecipeError(
+            f"task.path: got {path!r}, which cannot be read: {error}; give a JSON-lines file"
+        ) from None
     problems = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -69,7 +74,9 @@ def _read(path: str, fields: tuple[str, str], example: Callable[[dict[str, Any]]
                 raise ValueError(f"text fields {' and '.join(map(repr, fields))} are expected")
             problems.append(example(row))
         except ValueError as error:
-            raise RecipeError(f"task.path: {path}, line {number}: {error}; correct or remove the line") from None
+            raise RecipeError(
+                f"task.path: {path}, line {number}: {error}; correct or remove the line"
+            ) from None
     if not problems:
         raise RecipeError(f"task.path: got {path!r}, which has no problems; give a JSON-lines file with some")
     return ProblemFile(problems)

@@ -66,7 +66,9 @@ def restore(directory: Path, backend: Backend) -> int:
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise StoreError(f"{file}: does not load: {error}; remove {newest} to resume from the one before") from error
+        raise StoreError(
+            f"{file}: does not load: {error}; remove {newest} to resume from the one before"
+        ) from error
     _restore_rng(tensors)
     backend.load_local_state(tensors)
     return state["step"]

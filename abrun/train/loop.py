@@ -13,7 +13,7 @@ import torch.distributed as dist
 from abrun import store
 from abrun.errors import AbrunError
 from abrun.recipe import RunConfig
-from abrun.tasks import Task
+from abrun.rl.batch import Batch
 from abrun.train import checkpoint
 from abrun.train.recorder import Recorder
 from abrun.train.setup import Setup, make_setup
@@ -24,8 +24,14 @@ class Interrupted(AbrunError):
 
 
 class Algorithm(Protocol):
+    """What one step is."""
+
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
+        ...
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """The part of a step that follows the rollouts, on this rank's `batch`."""
         ...
 
 
@@ -43,7 +49,7 @@ def train(directory: Path, device: torch.device) -> None:
         weights = record["initial_weights"]
         setup = make_setup(config, record["seed"], directory / weights if weights else None, device)
         recorder.environment(config, device, _prompts(setup))
-        _train(setup, _algorithm(setup), recorder, requests)
+        _train(setup, make_algorithm(setup), recorder, requests)
     except Interrupted:
         recorder.event("interrupted")
         raise
@@ -68,7 +74,9 @@ def _train(setup: Setup, algorithm: Algorithm, recorder: Recorder, requests: "Re
             saved = step
             recorder.event("checkpoint", step=step)
         if stop and step < config.steps:
-            raise Interrupted(f"{recorder.directory}: stopped after step {saved}; launch with --resume to go on")
+            raise Interrupted(
+                f"{recorder.directory}: stopped after step {saved}; launch with --resume to go on"
+            )
     if config.checkpoint.final_weights:
         _save_final_weights(setup, checkpoints / "final")
     recorder.finish(config.steps)
@@ -95,7 +103,8 @@ class Requests:
         self._asked[signal.Signals(number)] = True
 
 
-def _algorithm(setup: Setup) -> Algorithm:
+def make_algorithm(setup: Setup) -> Algorithm:
+    """The algorithm that the recipe names."""
     if setup.config.algorithm.type == "grpo":
         from abrun.train.policy_gradient import PolicyGradient
 

@@ -11,7 +11,7 @@ from abrun.recipe import Grpo
 from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import Batch, collate
 from abrun.rl.losses import clipped_policy_loss, kl_penalty, reduce_loss
-from abrun.rl.metrics import MetricParts, all_reduce, merge, policy_metrics
+from abrun.rl.metrics import MetricParts, policy_metrics
 from abrun.rollout import Completion
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.tasks import Example
@@ -32,8 +32,12 @@ class PolicyGradient:
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
-        setup, phases = self._setup, self._setup.phases
         batch, rollout_metrics = self._rollout(step)
+        return {**rollout_metrics, **self.update(batch, step)}
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """Everything after the rollouts: log-probs of this rank's `batch`, gradients, one optimizer step."""
+        setup, phases = self._setup, self._setup.phases
         micro_batch_size = setup.config.policy.micro_batch_size
         with phases("logprobs"):
             batch = batch.having(old_logprobs=setup.backend.logprobs(batch, micro_batch_size))
@@ -42,22 +46,11 @@ class PolicyGradient:
                 reference = self._reference.logprobs(batch, micro_batch_size)
             batch = batch.having(reference_logprobs=reference)
         num_tokens, num_sequences = setup.total(float(batch.token_mask.sum()), len(batch))
-        with phases("policy_training", memory=False):
-            with phases("forward_backward"):
-                parts = setup.backend.forward_backward(
-                    batch,
-                    micro_batch_size,
-                    lambda microbatch, logprobs, entropy: self._loss(
-                        microbatch, logprobs, entropy, num_tokens, num_sequences
-                    ),
-                )
-            with phases("optimizer"):
-                grad_norm = setup.backend.optimizer_step(setup.learning_rate(step))
-        return {
-            **rollout_metrics,
-            **all_reduce(parts, setup.backend.group),
-            "train/grad_norm": grad_norm,
-            "train/lr": setup.learning_rate(step),
+
+        def loss(microbatch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, MetricParts]:
+            return self._loss(microbatch, logprobs, entropy, num_tokens, num_sequences)
+
+        return setup.train_on(batch, loss, step) | {
             "train/num_valid_samples": num_sequences,
             "train/global_valid_toks": num_tokens,
         }
@@ -85,7 +78,9 @@ class PolicyGradient:
     def _rewards(self, examples: list[Example], completions: list[Completion]) -> Tensor:
         decode = self._setup.model.decode
         pairs = zip(examples, completions, strict=True)
-        rewards = [self._setup.task.reward(example, decode(completion.token_ids)) for example, completion in pairs]
+        rewards = [
+            self._setup.task.reward(example, decode(completion.token_ids)) for example, completion in pairs
+        ]
         return torch.tensor(rewards)
 
     def _with_advantages(self, batch: Batch, rewards: Tensor) -> Batch:

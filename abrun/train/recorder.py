@@ -42,7 +42,9 @@ class Recorder:
             self._metrics = store.LineWriter(directory / "metrics.jsonl")
             self._events = store.LineWriter(directory / "events.jsonl")
             if config.wandb:
-                self._mirror = WandbMirror(config, record, directory, lambda text: self.event("wandb", message=text))
+                self._mirror = WandbMirror(
+                    config, record, directory, lambda text: self.event("wandb", message=text)
+                )
 
     def environment(self, config: RunConfig, device: torch.device, prompts: Iterable[str]) -> None:
         """Record what the run depends on besides its configuration. Collective."""
@@ -104,7 +106,9 @@ class Recorder:
     def _check_fence(self) -> None:
         owner = store.current_attempt(self.directory)
         if owner != self.attempt:
-            raise FencedError(f"{self.directory}: attempt {owner} owns this run now; attempt {self.attempt} stops")
+            raise FencedError(
+                f"{self.directory}: attempt {owner} owns this run now; attempt {self.attempt} stops"
+            )
 
 
 def _version(package: str) -> str | None:

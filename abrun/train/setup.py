@@ -7,11 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from abrun.backends import LossFunction
 from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
 from abrun.memory.peaks import Phases
 from abrun.models import LanguageModel, load_model
 from abrun.recipe import RunConfig, Sft
+from abrun.rl.batch import Batch
+from abrun.rl.metrics import all_reduce
 from abrun.tasks import Example, Task, make_task
 from abrun.train.seeds import derive
 
@@ -31,7 +34,9 @@ class Setup:
 
     def make_backend(self, *, trainable: bool) -> DtensorBackend:
         """Another policy with the run's initial weights (the frozen reference)."""
-        return _backend(self.config, _load(self.config, self.initial_weights, self.seed), self.device, trainable)
+        return _backend(
+            self.config, _load(self.config, self.initial_weights, self.seed), self.device, trainable
+        )
 
     def global_examples(self, step: int) -> list[Example]:
         """The examples of a step's global batch, in order."""
@@ -53,6 +58,20 @@ class Setup:
         """Linear warm-up to the recipe's learning rate, then constant."""
         optimizer = self.config.policy.optimizer
         return optimizer.learning_rate * min(1.0, step / max(optimizer.warmup_steps, 1))
+
+    def train_on(self, batch: Batch, loss: LossFunction, step: int) -> dict[str, float]:
+        """One optimizer step on this rank's `batch`; the metrics of all ranks. Collective."""
+        learning_rate = self.learning_rate(step)
+        with self.phases("policy_training", memory=False):
+            with self.phases("forward_backward"):
+                parts = self.backend.forward_backward(batch, self.config.policy.micro_batch_size, loss)
+            with self.phases("optimizer"):
+                grad_norm = self.backend.optimizer_step(learning_rate)
+        return {
+            **all_reduce(parts, self.backend.group),
+            "train/grad_norm": grad_norm,
+            "train/lr": learning_rate,
+        }
 
     def total(self, *values: float) -> list[float]:
         """Sums over all ranks."""
@@ -82,7 +101,9 @@ def _load(config: RunConfig, initial_weights: Path | None, seed: int) -> Languag
     return load_model(config.model, weights=initial_weights, seed=derive(seed, "init"))
 
 
-def _backend(config: RunConfig, model: LanguageModel, device: torch.device, trainable: bool) -> DtensorBackend:
+def _backend(
+    config: RunConfig, model: LanguageModel, device: torch.device, trainable: bool
+) -> DtensorBackend:
     return DtensorBackend(model, config.policy, config.rollout, device, trainable=trainable)
 
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from abrun.rl.batch import Batch, collate
 from abrun.rl.losses import masked_mean
-from abrun.rl.metrics import MetricParts, all_reduce
+from abrun.rl.metrics import MetricParts
 from abrun.train.setup import Setup, check_length
 
 
@@ -22,7 +22,11 @@ class Supervised:
         completions = [model.encode_completion(example.completion) for example in examples]
         batch = collate(prompts, completions, pad_id=model.pad_id).to(setup.device)
         check_length(setup.config, model, batch.token_ids.shape[1])
-        num_tokens, num_sequences = setup.total(float(batch.token_mask.sum()), len(batch))
+        return self.update(batch, step)
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """Gradients of this rank's `batch` and one optimizer step."""
+        num_tokens, num_sequences = self._setup.total(float(batch.token_mask.sum()), len(batch))
 
         def loss(microbatch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, MetricParts]:
             share = masked_mean(-logprobs, microbatch.token_mask, num_tokens)
@@ -30,15 +34,7 @@ class Supervised:
             sums = {"train/loss": share.detach().double(), "train/entropy": uncertainty.double()}
             return share, MetricParts(sums=sums, maxima={}, minima={})
 
-        with setup.phases("policy_training", memory=False):
-            with setup.phases("forward_backward"):
-                parts = setup.backend.forward_backward(batch, setup.config.policy.micro_batch_size, loss)
-            with setup.phases("optimizer"):
-                grad_norm = setup.backend.optimizer_step(setup.learning_rate(step))
-        return {
-            **all_reduce(parts, setup.backend.group),
-            "train/grad_norm": grad_norm,
-            "train/lr": setup.learning_rate(step),
+        return self._setup.train_on(batch, loss, step) | {
             "train/num_valid_samples": num_sequences,
             "train/global_valid_toks": num_tokens,
         }

@@ -1,0 +1,168 @@
+"""memory-profile: peak memory by phase and arm over a sweep of sequence lengths, measured on this machine's device.
+
+Each arm is measured by its own torchrun process group, one after the other, so that each has the device to itself.
+"""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from abrun import store
+from abrun.errors import LaunchError, RecipeError
+from abrun.launch.devices import this_machine
+from abrun.launch.local import environment
+from abrun.recipe import BASELINE, Recipe, RunConfig
+
+DEFAULT_LENGTHS = (128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """One arm at one length: peak bytes by phase, the largest of any rank; no phases where memory ran out."""
+
+    arm: str
+    length: int
+    by_phase: dict[str, int]
+
+    @property
+    def highest(self) -> tuple[str, int] | None:
+        """The phase with the highest peak, and the peak."""
+        return max(self.by_phase.items(), key=lambda item: item[1]) if self.by_phase else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """The measured sweep."""
+
+    name: str
+    num_sequences: int
+    kind: str  # peak_allocated_bytes (CUDA) or peak_live_tensor_bytes (CPU)
+    peaks: list[Peaks]  # by length, then by arm, the baseline first
+
+    def ratio(self, peaks: Peaks) -> float | None:
+        """The arm's highest peak over the baseline's at the same length."""
+        base = next(p for p in self.peaks if p.arm == BASELINE and p.length == peaks.length).highest
+        return peaks.highest[1] / base[1] if base and peaks.highest else None
+
+    def table(self) -> Table:
+        """Peaks in MiB, where the highest is, and the ratio to the baseline."""
+        phases = list(dict.fromkeys(phase for peaks in self.peaks for phase in peaks.by_phase))
+        title = f"{self.name}: {self.kind}, MiB, {self.num_sequences} sequence(s) a rank and microbatch"
+        table = Table(title=title, title_justify="left")
+        for heading in ("length", "arm", *phases, "highest in", "ratio"):
+            table.add_column(heading, justify="left" if heading in ("arm", "highest in") else "right")
+        for peaks in self.peaks:
+            highest, ratio = peaks.highest, self.ratio(peaks)
+            table.add_row(
+                f"{peaks.length:,}",
+                peaks.arm,
+                *(f"{peaks.by_phase[phase] / 2**20:,.1f}" if phase in peaks.by_phase else "-" for phase in phases),
+                highest[0] if highest else "out of memory",
+                f"{ratio:.3f}" if ratio else "-",
+                end_section=peaks is self.peaks[-1] or peaks.length != self._after(peaks).length,
+            )
+        return table
+
+    def _after(self, peaks: Peaks) -> Peaks:
+        return self.peaks[self.peaks.index(peaks) + 1]
+
+
+def memory_profile(
+    recipe: Recipe, output: Path, *, lengths: list[int] | None = None, num_sequences: int | None = None
+) -> MemoryProfile:
+    """Measure every arm of `recipe` and write peaks.json, memory.png and memory.svg into `output`.
+
+    `lengths` are tokens of a sequence (prompt and completion); `num_sequences` a rank's microbatch, by default the
+    recipe's `policy.micro_batch_size`, or 1. Raises LaunchError where an arm cannot be measured here.
+    """
+    lengths = sorted(set(lengths or DEFAULT_LENGTHS))
+    if lengths[0] < 2:
+        raise RecipeError(f"--lengths: got {lengths[0]}; a sequence has at least 2 tokens")
+    measured: dict[str, list[Peaks]] = {}
+    kind = ""
+    num_sequences = num_sequences or recipe.policy.micro_batch_size or 1
+    for arm in sorted(recipe.arms, key=lambda arm: arm != BASELINE):
+        rows = _measure(recipe.run_config(arm), output / "arms" / arm, lengths, num_sequences)
+        kind = next((key.rsplit("/", 1)[1] for row in rows for key in row if key.startswith("memory/")), kind)
+        measured[arm] = [_peaks(arm, row) for row in rows]
+    profile = MemoryProfile(
+        name=recipe.name,
+        num_sequences=num_sequences,
+        kind=kind,
+        peaks=[p for length in lengths for arm in measured for p in measured[arm] if p.length == length],
+    )
+    store.write_json(
+        output / "peaks.json",
+        {
+            "schema_version": store.SCHEMA_VERSION,
+            "recipe": recipe.name,
+            "kind": kind,
+            "num_sequences": num_sequences,
+            "peaks": [{"arm": p.arm, "length": p.length, "by_phase": p.by_phase} for p in profile.peaks],
+        },
+    )
+    plot(profile, output)
+    return profile
+
+
+def plot(profile: MemoryProfile, output: Path) -> None:
+    """Highest peak against length, a line an arm, as memory.png and memory.svg."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "abrun"
+    from matplotlib import pyplot
+
+    figure, ax = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    arms = list(dict.fromkeys(p.arm for p in profile.peaks))
+    for arm, colour in zip(arms, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00") * 9, strict=False):
+        points = [(p.length, p.highest[1] / 2**20) for p in profile.peaks if p.arm == arm and p.highest]
+        if points:
+            ax.plot(*zip(*points, strict=True), marker="o", color=colour, label=arm)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([p.length for p in profile.peaks], [f"{p.length:,}" for p in profile.peaks])
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(f"sequence length, tokens ({profile.num_sequences} sequence(s) a rank and microbatch)")
+    ax.set_ylabel(f"highest {profile.kind.removesuffix('_bytes').replace('_', ' ')}, MiB")
+    ax.set_title(f"{profile.name}: peak memory of a training step", loc="left")
+    ax.grid(alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    with store.explained(output):
+        figure.savefig(output / "memory.png", dpi=150)
+        figure.savefig(output / "memory.svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _peaks(arm: str, row: dict[str, int]) -> Peaks:
+    allocated = {key: value for key, value in row.items() if key.endswith(("allocated_bytes", "tensor_bytes"))}
+    by_phase = {key.split("/")[1]: int(value) for key, value in allocated.items()}
+    return Peaks(arm=arm, length=int(row["length"]), by_phase=by_phase)
+
+
+def _measure(config: RunConfig, directory: Path, lengths: list[int], num_sequences: int) -> list[dict[str, int]]:
+    """The rows that abrun.memory.measure writes for one arm."""
+    with store.explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "peaks.jsonl").unlink(missing_ok=True)
+    job = {"config": config.model_dump(mode="json"), "lengths": lengths, "num_sequences": num_sequences}
+    store.write_json(directory / "job.json", job)
+    gpus = this_machine().gpus[: config.cluster.gpus_per_node]
+    if len(gpus) < config.cluster.gpus_per_node or config.cluster.nodes > 1:
+        raise LaunchError(
+            f"cluster: got {config.cluster.nodes} node(s) x {config.cluster.gpus_per_node} GPU(s); "
+            f"memory-profile measures on this machine ({this_machine()}): use --set cluster.gpus_per_node=..."
+        )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(config.cluster.ranks_per_node), "-m", "abrun.memory.measure", str(directory)]
+    process = subprocess.run(
+        command, env=environment(gpus), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    (directory / "stdout.log").write_text(process.stdout)
+    if process.returncode:
+        said = [line.removeprefix("error: ") for line in process.stdout.splitlines() if line.startswith("error: ")]
+        raise LaunchError(said[0] if said else f"{directory.name}: not measured; see {directory / 'stdout.log'}")
+    return store.read_lines(directory / "peaks.jsonl")
