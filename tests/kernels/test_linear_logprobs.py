@@ -1,0 +1,693 @@
+"""linear_logprobs against a float64 oracle: it may err no more than naive code in the same dtypes, plus
+rounding.
+
+The oracle shares no code with the package: plain autograd, one log_softmax over all logits, targets picked in
+a loop.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from abrun.kernels import chunked, linear_logprobs
+from abrun.kernels.head import Head
+from tests.spawn import run_ranks
+
+IMPLS = ["logits", "chunked"]
+IGNORE = -100
+DTYPES = {  # hidden, weight, head_dtype
+    "float32": (torch.float32, torch.float32, None),
+    "bfloat16": (torch.bfloat16, torch.bfloat16, None),
+    "mixed": (torch.float32, torch.bfloat16, None),
+    "float32_head": (torch.bfloat16, torch.bfloat16, torch.float32),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "logit_scale": {"logit_scale": 0.25},
+    "logit_softcap": {"logit_softcap": 3.0},
+    "vocab_size": {"vocab_size": 140},
+    "all": {"temperature": 1.6, "logit_scale": 0.5, "logit_softcap": 2.0, "vocab_size": 140},
+}
+EPSILON = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Problem:
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    target: Tensor  # [N]
+    grad_logprobs: Tensor  # [N]
+    grad_entropies: Tensor  # [N]
+    head_dtype: torch.dtype | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    logprobs: Tensor  # [N]
+    entropies: Tensor  # [N]
+    d_hidden: Tensor  # [N, H]
+    d_weight: Tensor  # [V, H]
+
+
+def make_problem(
+    num_tokens: int, num_vocabulary: int, dtypes: str = "float32", *, hidden_size: int = 8, **settings: Any
+) -> Problem:
+    """Random but for a few targets: the first and last id, one ignored, one beyond the vocabulary, one
+    negative."""
+    generator = torch.Generator().manual_seed(1000 * num_tokens + num_vocabulary)
+    normal = functools.partial(torch.randn, generator=generator)
+    hidden_dtype, weight_dtype, head_dtype = DTYPES[dtypes]
+    vocab_size = settings.get("vocab_size", num_vocabulary)
+    target = torch.randint(vocab_size, (num_tokens,), generator=generator)
+    for row, special in enumerate([vocab_size - 1, IGNORE, vocab_size, 0, -7]):
+        if num_tokens > 1 and row < num_tokens:
+            target[row] = special
+    return Problem(
+        hidden=normal(num_tokens, hidden_size).to(hidden_dtype),
+        weight=normal(num_vocabulary, hidden_size).to(weight_dtype),
+        target=target,
+        grad_logprobs=normal(num_tokens),
+        grad_entropies=normal(num_tokens),
+        head_dtype=head_dtype,
+        settings=settings,
+    )
+
+
+def plain_answer(problem: Problem, *, exact: bool) -> Answer:
+    """The definition, written down; in float64 the oracle, otherwise naive code in the problem's own dtypes.
+
+    Both start from the hidden as the projection gets it: rounded to the weight's dtype, where that is lower.
+    """
+    widen = (lambda values: values.double()) if exact else (lambda values: values)
+    hidden = problem.hidden.clone().requires_grad_()
+    weight = widen(problem.weight).clone().requires_grad_()
+    projection = problem.head_dtype or problem.weight.dtype
+    if exact:
+        hidden = problem.hidden.to(projection).double().requires_grad_()
+        projection = torch.float64
+    settings = problem.settings
+    logits = hidden.to(projection) @ weight[: settings.get("vocab_size")].to(projection).T
+    logits = logits if exact else logits.float()
+    logits = logits * settings.get("logit_scale", 1.0)
+    if "logit_softcap" in settings:
+        logits = torch.tanh(logits / settings["logit_softcap"]) * settings["logit_softcap"]
+    logits = logits / settings.get("temperature", 1.0)
+    log_softmax = torch.log_softmax(logits, dim=-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    columns, has_logprob, has_gradient = [], [], []
+    for token in problem.target.tolist():
+        in_vocabulary = 0 <= token < logits.shape[1]
+        columns.append(token if in_vocabulary else 0)
+        has_logprob.append(in_vocabulary)
+        has_gradient.append(token != IGNORE)
+    column = torch.tensor(columns, dtype=torch.int64, device=logits.device)
+    inside = torch.tensor(has_logprob, dtype=torch.bool, device=logits.device)
+    live = torch.tensor(has_gradient, dtype=torch.bool, device=logits.device)
+    picked = log_softmax.gather(1, column[:, None]).squeeze(1)
+    # Outside the vocabulary the gradient is that of minus the log of the softmax's denominator.
+    minus_log_denominator = log_softmax[:, 0] - logits[:, 0]
+    source = torch.where(inside, picked, minus_log_denominator)
+    grad_logprobs, grad_entropies = widen(problem.grad_logprobs) * live, widen(problem.grad_entropies) * live
+    d_hidden, d_weight = torch.autograd.grad(
+        (grad_logprobs * source + grad_entropies * entropy).sum(), (hidden, weight)
+    )
+    return Answer(
+        logprobs=picked.detach() * inside,
+        entropies=entropy.detach() * live,
+        d_hidden=d_hidden,
+        d_weight=d_weight,
+    )
+
+
+@functools.cache
+def expected(
+    num_tokens: int, num_vocabulary: int, dtypes: str, name: str = "all"
+) -> tuple[Problem, Answer, Answer]:
+    problem = make_problem(num_tokens, num_vocabulary, dtypes, **SETTINGS[name])
+    return problem, plain_answer(problem, exact=True), plain_answer(problem, exact=False)
+
+
+def kernel_answer(problem: Problem, impl: str, **options: Any) -> Answer:
+    hidden = problem.hidden.clone().requires_grad_()
+    weight = problem.weight.clone().requires_grad_()
+    logprobs, entropies = linear_logprobs(
+        hidden,
+        weight,
+        problem.target,
+        impl=impl,
+        entropy=True,
+        head_dtype=problem.head_dtype,
+        **problem.settings,
+        **options,
+    )
+    assert entropies is not None
+    grads = torch.autograd.grad(
+        [logprobs, entropies],
+        [hidden, weight],
+        [problem.grad_logprobs.to(logprobs.dtype), problem.grad_entropies.to(logprobs.dtype)],
+    )
+    return Answer(logprobs.detach(), entropies.detach(), *grads)
+
+
+def check(
+    answer: Answer, oracle: Answer, naive: Answer, slack: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """|answer - oracle| <= |naive - oracle| + 4e-6 of the largest value, for all four parts.
+
+    That is 32 units of float32 rounding: two float32 sums over 32,003 rows in different orders differ by 10.
+    `slack` allows a part more, in its own units.
+    """
+    assert (answer.logprobs <= 0).all(), "a log-prob exceeds 0"
+    for part in ("logprobs", "entropies", "d_hidden", "d_weight"):
+        exact = getattr(oracle, part)
+        error = largest(getattr(answer, part).double() - exact)
+        allowed = largest(getattr(naive, part).double() - exact)
+        tolerance = 32 * EPSILON * max(largest(exact), 1.0) + slack.get(part, 0.0)
+        assert error <= allowed + tolerance, (
+            f"{part}: error {error:.3g}, naive {allowed:.3g} + {tolerance:.3g}"
+        )
+
+
+def largest(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+# Agreement
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize(
+    "num_tokens, num_vocabulary", [(1, 151), (7, 151), (513, 151), (1, 32003), (7, 32003)]
+)
+def test_agrees_with_the_oracle(impl: str, dtypes: str, num_tokens: int, num_vocabulary: int) -> None:
+    problem, oracle, naive = expected(num_tokens, num_vocabulary, dtypes)
+    answer = kernel_answer(problem, impl)
+    check(answer, oracle, naive)
+    assert answer.logprobs.dtype == answer.entropies.dtype == torch.float32
+    assert answer.d_hidden.dtype == problem.hidden.dtype
+    assert answer.d_weight.dtype == problem.weight.dtype
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_agrees_on_many_tokens_of_a_large_vocabulary(impl: str) -> None:
+    problem, oracle, naive = expected(513, 32003, "bfloat16", "plain")
+    check(kernel_answer(problem, impl), oracle, naive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 513])
+def test_agrees_on_a_vocabulary_of_151936(impl: str, dtypes: str, num_tokens: int) -> None:
+    problem = make_problem(num_tokens, 151936, dtypes, temperature=0.8)
+    check(kernel_answer(problem, impl), plain_answer(problem, exact=True), plain_answer(problem, exact=False))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_agrees_under_each_setting(impl: str, dtypes: str, name: str) -> None:
+    problem, oracle, naive = expected(7, 151, dtypes, name)
+    check(kernel_answer(problem, impl), oracle, naive)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 13, 64, 140, 1000])
+@pytest.mark.parametrize("tile_bytes", [4, 4 * 64 * 5, 2**28])
+def test_answer_does_not_depend_on_chunks_and_tiles(
+    monkeypatch: pytest.MonkeyPatch, chunk_size: int, tile_bytes: int
+) -> None:
+    monkeypatch.setattr(chunked, "TILE_BUDGET_BYTES", tile_bytes)
+    for dtypes in ("float32", "bfloat16"):
+        problem, oracle, naive = expected(7, 151, dtypes)
+        check(kernel_answer(problem, "chunked", chunk_size=chunk_size), oracle, naive)
+
+
+def test_chunked_keeps_float32_logits_of_bfloat16_inputs() -> None:
+    problem, oracle, naive = expected(513, 151, "bfloat16", "plain")
+    answer = kernel_answer(problem, "chunked")
+    assert (answer.logprobs - oracle.logprobs).abs().max() < 3e-6
+    assert (naive.logprobs - oracle.logprobs).abs().max() > 3e-3
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_float32_head_is_as_good_as_float32(impl: str) -> None:
+    problem, oracle, _ = expected(513, 151, "float32_head", "plain")
+    answer = kernel_answer(problem, impl)
+    assert (answer.logprobs - oracle.logprobs).abs().max() < 3e-6
+    assert (answer.entropies - oracle.entropies).abs().max() < 3e-6
+    in_bfloat16 = kernel_answer(replace(problem, head_dtype=None), "logits")
+    assert (in_bfloat16.logprobs - oracle.logprobs).abs().max() > 3e-3
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_float64_stays_float64(impl: str) -> None:
+    problem, oracle, _ = expected(7, 151, "float32")
+    wide = replace(problem, hidden=problem.hidden.double(), weight=problem.weight.double())
+    answer = kernel_answer(wide, impl)
+    assert answer.logprobs.dtype == answer.entropies.dtype == torch.float64
+    for part in ("logprobs", "entropies", "d_hidden", "d_weight"):
+        torch.testing.assert_close(getattr(answer, part), getattr(oracle, part), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_by_finite_differences(impl: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([9, IGNORE, 0])
+
+    def answer(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = linear_logprobs(
+            hidden,
+            weight,
+            target,
+            impl=impl,
+            entropy=True,
+            temperature=0.7,
+            logit_scale=1.3,
+            logit_softcap=2.0,
+            vocab_size=10,
+            chunk_size=4,
+        )
+        assert entropies is not None
+        return logprobs, entropies
+
+    assert torch.autograd.gradcheck(answer, (hidden, weight))
+
+
+# Examples small enough to know
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_three_tokens_by_hand(impl: str) -> None:
+    # With the identity for weight the logits are the hidden: probabilities 1/6, 2/6, 3/6 of every token.
+    hidden = torch.tensor([[0.0, math.log(2), math.log(3)]]).expand(3, 3).clone().requires_grad_()
+    logprobs, entropies = linear_logprobs(
+        hidden, torch.eye(3), torch.tensor([0, 2, 1]), impl=impl, entropy=True, chunk_size=2
+    )
+    torch.testing.assert_close(logprobs, torch.tensor([1 / 6, 3 / 6, 2 / 6]).log())
+    assert entropies is not None
+    entropy = math.log(6) - (2 * math.log(2) + 3 * math.log(3)) / 6
+    torch.testing.assert_close(entropies, torch.full((3,), entropy))
+    (d_hidden,) = torch.autograd.grad(logprobs[1], hidden)  # onehot - p, on one row only
+    torch.testing.assert_close(d_hidden, torch.tensor([[0, 0, 0], [-1 / 6, -2 / 6, 3 / 6], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ignored_target_is_silent(impl: str) -> None:
+    problem = make_problem(7, 151)
+    answer = kernel_answer(problem, impl)
+    assert answer.logprobs[1] == 0 and answer.entropies[1] == 0
+    assert (answer.d_hidden[1] == 0).all()
+    others = problem.target != IGNORE
+    without = replace(
+        problem,
+        **{
+            name: getattr(problem, name)[others]
+            for name in ("hidden", "target", "grad_logprobs", "grad_entropies")
+        },
+    )
+    torch.testing.assert_close(kernel_answer(without, impl).d_weight, answer.d_weight)
+    # A loss over garbage at that token has a NaN gradient there, which must end at the log-prob.
+    garbage = replace(
+        problem,
+        grad_logprobs=problem.grad_logprobs.masked_fill(~others, math.nan),
+        grad_entropies=problem.grad_entropies.masked_fill(~others, math.inf),
+    )
+    torch.testing.assert_close(kernel_answer(garbage, impl).d_weight, answer.d_weight)
+    # The ignored id may be one that the vocabulary has, such as a padding token's.
+    logprobs, _ = linear_logprobs(
+        problem.hidden, problem.weight, problem.target.clamp(0, 150), impl=impl, ignore_index=150
+    )
+    assert logprobs[0] == 0 and logprobs[2] == 0 and logprobs[3] < 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_target_outside_the_vocabulary(impl: str) -> None:
+    problem = make_problem(7, 151, vocab_size=140)
+    assert problem.target[2] == 140  # a padded row is no token either
+    hidden = problem.hidden.clone().requires_grad_()
+    logprobs, _ = linear_logprobs(hidden, problem.weight, problem.target, impl=impl, vocab_size=140)
+    assert logprobs[2] == 0 and logprobs[4] == 0
+    (d_hidden,) = torch.autograd.grad(3 * logprobs[2], hidden)
+    softmax = torch.softmax(problem.hidden[2] @ problem.weight[:140].T, 0)
+    torch.testing.assert_close(d_hidden[2], -3 * softmax @ problem.weight[:140])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_padded_rows_take_no_probability_and_no_gradient(impl: str) -> None:
+    problem = make_problem(7, 151, vocab_size=140)
+    tall = problem.weight.clone()
+    tall[140:] = math.nan  # never read
+    answer, clean = kernel_answer(replace(problem, weight=tall), impl), kernel_answer(problem, impl)
+    assert torch.equal(answer.logprobs, clean.logprobs) and torch.equal(answer.entropies, clean.entropies)
+    assert torch.equal(answer.d_hidden, clean.d_hidden)
+    assert (answer.d_weight[140:] == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16"])
+def test_large_logits(impl: str, dtypes: str) -> None:
+    """Logits of exactly +-80: exp(80) does not fit float32 twice, and the entropy is a difference of
+    eighties."""
+    problem = make_problem(16, 151, dtypes)
+    signs = torch.randn(151, 8, generator=torch.Generator().manual_seed(3)).sign()
+    hidden = torch.zeros(16, 8)
+    hidden[torch.arange(16), torch.arange(16) % 8] = 80.0 * torch.tensor([1.0, -1.0]).repeat(8)
+    problem = replace(problem, hidden=hidden.to(problem.hidden.dtype), weight=signs.to(problem.weight.dtype))
+    answer = kernel_answer(problem, impl, chunk_size=10)
+    check(answer, plain_answer(problem, exact=True), plain_answer(problem, exact=False))
+    assert (answer.entropies >= 0).all()
+    assert all(getattr(answer, part).isfinite().all() for part in ("logprobs", "d_hidden", "d_weight"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_peaked_row(impl: str) -> None:
+    """One logit 80 above the rest, in turn first, in the middle and last: log-prob 0, entropy 0, and no
+    gradient."""
+    peak = torch.tensor([0, 75, 150])
+    problem = replace(make_problem(3, 151), hidden=80 * torch.eye(3), target=peak)
+    weight = torch.zeros(151, 3)
+    weight[peak, torch.arange(3)] = 1.0
+    problem = replace(problem, weight=weight)
+    answer = kernel_answer(problem, impl, chunk_size=50)
+    check(answer, plain_answer(problem, exact=True), plain_answer(problem, exact=False))
+    assert (answer.logprobs.abs() < 1e-30).all() and (answer.entropies.abs() < 1e-30).all()
+    off_peak, _ = linear_logprobs(problem.hidden, weight, torch.tensor([1, 1, 1]), impl=impl, chunk_size=50)
+    torch.testing.assert_close(off_peak, torch.full((3,), -80.0))
+
+
+def test_temperature_divides_the_logits_not_the_logprobs() -> None:
+    problem, oracle, _ = expected(7, 151, "float32", "temperature")
+    wrong = plain_answer(replace(problem, settings={}), exact=True).logprobs / 0.7
+    for impl in IMPLS:
+        answer = kernel_answer(problem, impl)
+        valid = answer.logprobs != 0
+        assert ((answer.logprobs - wrong)[valid].abs() > 0.01).all()
+        assert ((answer.logprobs - oracle.logprobs)[valid].abs() < 1e-5).all()
+
+
+# Shapes, gradients that nobody asked for, memory
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_any_leading_shape(impl: str) -> None:
+    problem = make_problem(24, 151)
+    flat = kernel_answer(problem, impl)
+    shape = (2, 3, 4)
+    folded = replace(
+        problem,
+        hidden=problem.hidden.view(*shape, 8),
+        target=problem.target.view(shape),
+        grad_logprobs=problem.grad_logprobs.view(shape),
+        grad_entropies=problem.grad_entropies.view(shape),
+    )
+    answer = kernel_answer(folded, impl)
+    assert torch.equal(answer.logprobs, flat.logprobs.view(shape))
+    assert torch.equal(answer.entropies, flat.entropies.view(shape))
+    assert torch.equal(answer.d_hidden, flat.d_hidden.view(*shape, 8))
+    assert torch.equal(answer.d_weight, flat.d_weight)
+    single, _ = linear_logprobs(problem.hidden[0], problem.weight, problem.target[0], impl=impl)
+    torch.testing.assert_close(single, flat.logprobs[0])
+    # Not contiguous, as hidden[:, :-1] is.
+    strided = replace(folded, hidden=folded.hidden.transpose(0, 1).contiguous().transpose(0, 1))
+    torch.testing.assert_close(kernel_answer(strided, impl).d_weight, flat.d_weight)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0)])
+def test_empty_batch(impl: str, shape: tuple[int, ...]) -> None:
+    empty = replace(
+        make_problem(1, 151),
+        hidden=torch.zeros(*shape, 8),
+        target=torch.zeros(shape, dtype=torch.int64),
+        grad_logprobs=torch.zeros(shape),
+        grad_entropies=torch.zeros(shape),
+    )
+    answer = kernel_answer(empty, impl)
+    assert answer.logprobs.shape == answer.entropies.shape == shape
+    assert (answer.d_weight == 0).all()  # zeros of the weight's shape, not None and not garbage
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_only_the_gradients_that_are_needed(impl: str) -> None:
+    problem = make_problem(7, 151, "mixed")
+    both = kernel_answer(problem, impl)
+    num_products = {}
+    for frozen in ("neither", "hidden", "weight"):
+        hidden = problem.hidden.clone().requires_grad_(frozen != "hidden")
+        weight = problem.weight.clone().requires_grad_(frozen != "weight")
+        with _Tensors() as seen:
+            logprobs, entropies = linear_logprobs(
+                hidden, weight, problem.target, impl=impl, entropy=True, chunk_size=40
+            )
+            assert entropies is not None
+            torch.autograd.backward([logprobs, entropies], [problem.grad_logprobs, problem.grad_entropies])
+        num_products[frozen] = seen.num_products
+        assert (hidden.grad is None) == (frozen == "hidden")
+        assert (weight.grad is None) == (frozen == "weight")
+        if hidden.grad is not None:
+            torch.testing.assert_close(hidden.grad, both.d_hidden)
+        if weight.grad is not None:
+            torch.testing.assert_close(weight.grad, both.d_weight)
+    chunks = 1 if impl == "logits" else 4
+    assert num_products["neither"] - num_products["hidden"] == chunks
+    assert num_products["neither"] - num_products["weight"] == chunks
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradient_of_either_result_alone(impl: str) -> None:
+    problem = make_problem(7, 151)
+    for place, (name, other) in enumerate(
+        [("grad_logprobs", "grad_entropies"), ("grad_entropies", "grad_logprobs")]
+    ):
+        hidden = problem.hidden.clone().requires_grad_()
+        result = linear_logprobs(hidden, problem.weight, problem.target, impl=impl, entropy=True)[place]
+        assert result is not None
+        (alone,) = torch.autograd.grad(result, hidden, getattr(problem, name))
+        silent = replace(problem, **{other: torch.zeros(7)})
+        torch.testing.assert_close(alone, plain_answer(silent, exact=False).d_hidden)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_entropy(impl: str) -> None:
+    problem = make_problem(7, 151)
+    with_entropy = kernel_answer(replace(problem, grad_entropies=torch.zeros(7)), impl)
+    hidden = problem.hidden.clone().requires_grad_()
+    logprobs, entropies = linear_logprobs(hidden, problem.weight, problem.target, impl=impl)
+    assert entropies is None
+    torch.testing.assert_close(logprobs.detach(), with_entropy.logprobs)
+    (d_hidden,) = torch.autograd.grad(logprobs, hidden, problem.grad_logprobs)
+    torch.testing.assert_close(d_hidden, with_entropy.d_hidden)
+
+
+def test_chunked_saves_no_logits_and_without_gradients_nothing() -> None:
+    problem = make_problem(64, 1000)
+
+    def saved_numels(impl: str, needs_grad: bool, grad_mode: bool) -> list[int]:
+        numels: list[int] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            numels.append(tensor.numel())
+            return tensor
+
+        hidden, weight = (
+            values.clone().requires_grad_(needs_grad) for values in (problem.hidden, problem.weight)
+        )
+        with (
+            torch.set_grad_enabled(grad_mode),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            logprobs, _ = linear_logprobs(hidden, weight, problem.target, impl=impl, entropy=True)
+        assert logprobs.requires_grad == (needs_grad and grad_mode)
+        return numels
+
+    assert saved_numels("chunked", needs_grad=True, grad_mode=False) == []
+    assert saved_numels("chunked", needs_grad=False, grad_mode=True) == []
+    assert 0 < max(saved_numels("chunked", needs_grad=True, grad_mode=True)) <= 1000 * 8
+    assert max(saved_numels("logits", needs_grad=True, grad_mode=True)) == 64 * 1000
+
+
+class _Tensors(TorchDispatchMode):
+    """Watches every operation: the largest tensor that one returned, and how many products there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.num_products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize(
+    "num_vocabulary, chunk_size", [(151, None), (151, 150), (151, 20), (3000, None), (3000, 700)]
+)
+def test_chunked_never_holds_the_logits(dtypes: str, num_vocabulary: int, chunk_size: int | None) -> None:
+    problem = make_problem(64, num_vocabulary, dtypes, logit_softcap=5.0, temperature=0.9)
+    with _Tensors() as seen:
+        kernel_answer(problem, "chunked", chunk_size=chunk_size)
+    assert 0 < seen.largest < 64 * num_vocabulary
+    with _Tensors() as seen:
+        kernel_answer(problem, "logits")
+    assert seen.largest == 64 * num_vocabulary  # so the watch does see logits
+
+
+def test_tiles_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "TILE_BUDGET_BYTES", 4 * 4096)
+    monkeypatch.setattr(chunked, "PREFERRED_CHUNK", 256)
+    problem = make_problem(50, 1000, hidden_size=2)
+    with _Tensors() as seen:
+        answer = kernel_answer(problem, "chunked")
+    assert seen.largest <= 4096
+    check(answer, plain_answer(problem, exact=True), plain_answer(problem, exact=False))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_autocast_changes_nothing(impl: str) -> None:
+    problem = make_problem(7, 151)
+    plain = kernel_answer(problem, impl)
+    weight = problem.weight.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, entropies = linear_logprobs(problem.hidden, weight, problem.target, impl=impl, entropy=True)
+    assert torch.equal(plain.logprobs, logprobs) and entropies is not None
+    torch.autograd.backward([logprobs, entropies], [problem.grad_logprobs, problem.grad_entropies])
+    assert weight.grad is not None and torch.equal(plain.d_weight, weight.grad)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"impl": "triton"}, "'triton' is not built yet; available are 'logits', 'chunked'"),
+        ({"impl": "liger"}, "'liger' is unknown"),
+        ({"chunk_size": 0}, "chunk_size: got 0"),
+        ({"temperature": 0.0}, "temperature: got 0.0"),
+        ({"logit_softcap": -1.0}, "logit_softcap: got -1.0"),
+        ({"vocab_size": 152}, "vocab_size: got 152"),
+        ({"target": torch.zeros(6, dtype=torch.int64)}, r"target: got shape \[6\]; need \[7\]"),
+        ({"target": torch.zeros(7, dtype=torch.int32)}, "target: got torch.int32"),
+        ({"weight": torch.zeros(151, 9)}, r"hidden, weight: got \[7, 8\] and \[151, 9\]"),
+    ],
+)
+def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+    problem = make_problem(7, 151)
+    arguments = {
+        "hidden": problem.hidden,
+        "weight": problem.weight,
+        "target": problem.target,
+        "impl": "logits",
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(**{**arguments, **change})
+
+
+# Vocabulary shards: one set of four processes computes everything, as 4 shards, as 2 x 2 and as 4 x 1
+
+SHARD_CASES: dict[str, Callable[[], Problem]] = {
+    "float32": lambda: make_problem(7, 152, "float32", **SETTINGS["all"]),
+    "bfloat16": lambda: make_problem(7, 152, "bfloat16", **SETTINGS["all"]),
+    "mixed": lambda: make_problem(513, 152, "mixed"),
+    "large": lambda: make_problem(7, 32004, "float32", vocab_size=32003),
+    "one_shard_all_padding": lambda: make_problem(7, 8, "float32", vocab_size=5),
+    "empty": lambda: make_problem(0, 152, "float32"),
+}
+
+
+def _shard_answers(rank: int, world_size: int) -> dict[tuple[str, str, int], Answer]:
+    answers = {}
+    for num_shards in (1, 2, 4):
+        groups = [
+            dist.new_group(list(range(start, start + num_shards)))
+            for start in range(0, world_size, num_shards)
+        ]
+        group = groups[rank // num_shards]
+        for name, make in SHARD_CASES.items():
+            for impl in IMPLS:
+                problem = _shard(make(), rank % num_shards, num_shards)
+                answers[name, impl, num_shards] = kernel_answer(problem, impl, group=group)
+    answers |= {("entropy_not_reduced", impl, 4): _without_entropy_reduction(rank, impl) for impl in IMPLS}
+    return answers
+
+
+def _shard(problem: Problem, shard: int, num_shards: int) -> Problem:
+    return replace(problem, weight=problem.weight.chunk(num_shards)[shard])
+
+
+def _without_entropy_reduction(rank: int, impl: str) -> Answer:
+    """What a vocabulary-parallel head gives that forgets to all-reduce its entropy sums."""
+    reduce = Head.all_reduce
+
+    def forgetful(self: Head, values: Tensor, operation: Any) -> Tensor:
+        if values.dim() == 2:  # the sums: of exp, the target's logit, of exp * logit
+            return torch.cat([reduce(self, values[:2].contiguous(), operation), values[2:]])
+        return reduce(self, values, operation)
+
+    Head.all_reduce = forgetful
+    try:
+        return kernel_answer(_shard(SHARD_CASES["float32"](), rank, 4), impl, group=dist.group.WORLD)
+    finally:
+        Head.all_reduce = reduce
+
+
+@pytest.fixture(scope="module")
+def shard_answers() -> list[dict[tuple[str, str, int], Answer]]:
+    return run_ranks(_shard_answers, 4)
+
+
+def _joined(answers: list[Answer], *, reduce_d_hidden: bool = True) -> Answer:
+    d_hidden = torch.stack([answer.d_hidden.double() for answer in answers])
+    return replace(
+        answers[0],
+        d_hidden=d_hidden.sum(0) if reduce_d_hidden else d_hidden[0],
+        d_weight=torch.cat([answer.d_weight for answer in answers]),
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("name", SHARD_CASES)
+def test_shards_agree_with_the_oracle(shard_answers: Any, impl: str, num_shards: int, name: str) -> None:
+    problem = SHARD_CASES[name]()
+    oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
+    answers = [ranks[name, impl, num_shards] for ranks in shard_answers]
+    for start in range(0, 4, num_shards):
+        shards = answers[start : start + num_shards]
+        # Each rank's partial sum is rounded to the dtype of the projection, as that of any sharded linear is.
+        unit = torch.finfo(problem.weight.dtype).eps / 2
+        rounding = sum(unit * largest(shard.d_hidden) for shard in shards)
+        check(_joined(shards), oracle, naive, {"d_hidden": rounding} if num_shards > 1 else {})
+    assert all(torch.equal(answer.logprobs, answers[0].logprobs) for answer in answers)
+    assert all(torch.equal(answer.entropies, answers[0].entropies) for answer in answers)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_check_notices_a_missing_reduction(shard_answers: Any, impl: str) -> None:
+    problem = SHARD_CASES["float32"]()
+    oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
+    forgetful = [ranks["entropy_not_reduced", impl, 4] for ranks in shard_answers]
+    with pytest.raises(AssertionError, match="entropies: error"):
+        check(_joined(forgetful), oracle, naive)
+    partial = [ranks["float32", impl, 4] for ranks in shard_answers]
+    with pytest.raises(AssertionError, match="d_hidden: error"):
+        check(_joined(partial, reduce_d_hidden=False), oracle, naive)
