@@ -18,9 +18,9 @@ def group_advantages(
 ) -> Tensor:
     """Advantages [P * G] relative to the completions of the same prompt.
 
-    A = R - b, over (std + 1e-6) where `normalize` (GRPO, arXiv:2402.03300; std with n - 1); without it this is
-    Dr.GRPO (arXiv:2503.20783), and with b the mean of the other completions RLOO (arXiv:2402.14740). A group of
-    equal rewards gives exactly 0 with either baseline, whatever the rounding of its mean.
+    A = R - b, over (std + 1e-6) where `normalize` (GRPO, arXiv:2402.03300; std with n - 1); without it this
+    is Dr.GRPO (arXiv:2503.20783), and with b the mean of the other completions RLOO (arXiv:2402.14740). A
+    group of equal rewards gives exactly 0 with either baseline, whatever the rounding of its mean.
     """
     grouped = rewards.view(-1, group_size)
     mean = grouped.mean(dim=1, keepdim=True)

@@ -1,8 +1,8 @@
 """Losses as pure functions on per-token tensors.
 
-Letters: B sequences, S positions; entry t belongs to token t. `trainer_logprobs` are the current policy's (with
-gradient), `old_logprobs` the policy's at the start of the step, `reference_logprobs` the frozen reference's. What a
-masked position holds (even NaN) reaches neither a loss nor a gradient.
+Letters: B sequences, S positions; entry t belongs to token t. `trainer_logprobs` are the current policy's
+(with gradient), `old_logprobs` the policy's at the start of the step, `reference_logprobs` the frozen
+reference's. What a masked position holds (even NaN) reaches neither a loss nor a gradient.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -
 def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor:
     """This microbatch's share of a mean over the global batch.
 
-    `denominator` is the count over all microbatches of all ranks, so the shares add up to the global mean however
-    the batch is cut. A mean over the microbatch itself would weight short microbatches' tokens more.
+    `denominator` is the count over all microbatches of all ranks, so the shares add up to the global mean
+    however the batch is cut. A mean over the microbatch itself would weight short microbatches' tokens more.
     """
     return masked_sum(values, mask) / denominator
 

@@ -20,8 +20,8 @@ from abrun.rl.losses import PolicyLoss, k3, masked_mean
 class MetricParts:
     """One microbatch's contributions: 0-dim float64 tensors.
 
-    `sums` are already divided by global counts and add up to the metric; `maxima` and `minima` reduce with max and
-    min, and are -inf and inf where there is no token to contribute.
+    `sums` are already divided by global counts and add up to the metric; `maxima` and `minima` reduce with
+    max and min, and are -inf and inf where there is no token to contribute.
     """
 
     sums: dict[str, Tensor]
@@ -30,8 +30,15 @@ class MetricParts:
 
 
 def merge(parts: Sequence[MetricParts]) -> MetricParts:
-    """The contributions of several microbatches together."""
+    """The contributions of several microbatches together; all have the same keys."""
     first = parts[0]
+    for part in parts:
+        for values, keys in (
+            (part.sums, first.sums),
+            (part.maxima, first.maxima),
+            (part.minima, first.minima),
+        ):
+            assert values.keys() == keys.keys(), f"in some microbatches only: {values.keys() ^ keys.keys()}"
     return MetricParts(
         sums={key: torch.stack([part.sums[key] for part in parts]).sum() for key in first.sums},
         maxima={key: torch.stack([part.maxima[key] for part in parts]).amax() for key in first.maxima},
@@ -42,20 +49,20 @@ def merge(parts: Sequence[MetricParts]) -> MetricParts:
 def all_reduce(parts: MetricParts, group: dist.ProcessGroup) -> dict[str, float]:
     """The global metrics from every rank's contributions. Collective; every rank brings the same keys.
 
-    An extreme to which no rank contributed is NaN: there is no such token.
+    An extreme to which no rank contributed is NaN: there is no such token. The infinity at the other end is a
+    value like any other, of a ratio that overflowed.
     """
     metrics: dict[str, float] = {}
-    for values, operation in (
-        (parts.sums, dist.ReduceOp.SUM),
-        (parts.maxima, dist.ReduceOp.MAX),
-        (parts.minima, dist.ReduceOp.MIN),
+    for values, operation, nothing in (
+        (parts.sums, dist.ReduceOp.SUM, None),
+        (parts.maxima, dist.ReduceOp.MAX, -math.inf),
+        (parts.minima, dist.ReduceOp.MIN, math.inf),
     ):
         if values:
             stacked = torch.stack([value.detach().double() for value in values.values()])
             dist.all_reduce(stacked, op=operation, group=group)
-            extreme = values is not parts.sums
             for key, value in zip(values, stacked.tolist(), strict=True):
-                metrics[key] = math.nan if extreme and math.isinf(value) else value
+                metrics[key] = math.nan if value == nothing else value
     return metrics
 
 
@@ -71,7 +78,11 @@ def policy_metrics(
 ) -> MetricParts:
     """Every `train/` metric that follows from one microbatch's tokens; counts are of the global batch."""
     mask = batch.token_mask
-    assert batch.inference_logprobs is not None and batch.old_logprobs is not None and batch.advantages is not None
+    assert (
+        batch.inference_logprobs is not None
+        and batch.old_logprobs is not None
+        and batch.advantages is not None
+    )
     # Masked entries become 0 before any arithmetic, so that what they hold cannot turn into NaN.
     inference = torch.where(mask, batch.inference_logprobs, 0.0).double()  # g
     old = torch.where(mask, batch.old_logprobs, 0.0).double()  # p
@@ -115,5 +126,6 @@ def policy_metrics(
 
 def _extreme(values: Tensor, mask: Tensor, nothing: float) -> Tensor:
     """The largest (nothing = -inf) or smallest (nothing = inf) counted value."""
-    counted = torch.where(mask, values, nothing)
+    counted = torch.where(mask, values, nothing).flatten()
+    counted = torch.cat([counted, counted.new_tensor([nothing])])  # a microbatch may have no sequence at all
     return counted.amax() if nothing < 0 else counted.amin()

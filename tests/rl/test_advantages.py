@@ -1,0 +1,88 @@
+"""Advantages by hand, against Python's statistics module, and where a group says nothing."""
+
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from abrun.rl.advantages import group_advantages
+
+
+def advantages(rewards: list[float], group_size: int, baseline: Any, normalize: bool) -> list[float]:
+    return group_advantages(
+        torch.tensor(rewards), group_size, baseline=baseline, normalize=normalize
+    ).tolist()
+
+
+def test_grpo_by_hand() -> None:
+    # Mean 2, sample variance (1 + 0 + 1) / 2 = 1.
+    assert advantages([1.0, 2.0, 3.0], 3, "group_mean", True) == pytest.approx([-1.0, 0.0, 1.0], abs=2e-6)
+    assert advantages([1.0, 2.0, 3.0], 3, "group_mean", False) == [-1.0, 0.0, 1.0]
+
+
+def test_the_epsilon_is_added_to_the_standard_deviation() -> None:
+    values = group_advantages(
+        torch.tensor([0.0, 2e-6], dtype=torch.float64), 2, baseline="group_mean", normalize=True
+    )
+    std = 2**0.5 * 1e-6
+    assert values.tolist() == pytest.approx([-1e-6 / (std + 1e-6), 1e-6 / (std + 1e-6)], rel=1e-12)
+
+
+def test_leave_one_out_by_hand() -> None:
+    # The others' means are 4, 3.5 and 1.5.
+    assert advantages([1.0, 2.0, 6.0], 3, "leave_one_out", False) == pytest.approx([-3.0, -1.5, 4.5])
+
+
+def test_no_baseline_by_hand() -> None:
+    assert advantages([1.0, 2.0, 3.0], 3, "none", False) == [1.0, 2.0, 3.0]
+    assert advantages([1.0, 2.0, 3.0], 3, "none", True) == pytest.approx([1.0, 2.0, 3.0], abs=5e-6)
+    assert advantages([5.0], 1, "none", False) == [5.0]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "none"])
+def test_agrees_with_plain_loops(baseline: Any, normalize: bool) -> None:
+    rewards = torch.randn(20, generator=torch.Generator().manual_seed(5), dtype=torch.float64).tolist()
+    expected = []
+    for start in range(0, 20, 5):
+        group = rewards[start : start + 5]
+        for index, reward in enumerate(group):
+            others = group[:index] + group[index + 1 :]
+            value = (
+                reward
+                - {
+                    "group_mean": statistics.mean(group),
+                    "leave_one_out": statistics.mean(others),
+                    "none": 0.0,
+                }[baseline]
+            )
+            expected.append(value / (statistics.stdev(group) + 1e-6) if normalize else value)
+    values = group_advantages(
+        torch.tensor(rewards, dtype=torch.float64), 5, baseline=baseline, normalize=normalize
+    )
+    assert values.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "none"])
+def test_equal_rewards_give_exactly_zero(baseline: Any, dtype: torch.dtype) -> None:
+    # 0.1 and 0.7 have no exact sum: the mean of seven of them need not be the reward itself.
+    for reward in (0.0, 0.1, 0.7, 1e6 / 3):
+        equal = torch.full((7,), reward, dtype=dtype)
+        assert group_advantages(equal, 7, baseline=baseline, normalize=True).tolist() == [0.0] * 7
+        if baseline != "none":
+            assert group_advantages(equal, 7, baseline=baseline, normalize=False).tolist() == [0.0] * 7
+
+
+def test_small_differences_are_no_noise() -> None:
+    values = advantages([0.5, 0.5001, 0.5, 0.5], 4, "group_mean", True)
+    assert values == pytest.approx([-0.49, 1.47, -0.49, -0.49], abs=0.02)
+
+
+def test_groups_do_not_see_each_other() -> None:
+    groups = [[1.0, 2.0], [100.0, 300.0], [7.0, 7.0]]
+    together = advantages([reward for group in groups for reward in group], 2, "group_mean", True)
+    apart = [value for group in groups for value in advantages(group, 2, "group_mean", True)]
+    assert together == apart
+    assert together[4:] == [0.0, 0.0] and together[0] < 0 < together[1]

@@ -1,0 +1,276 @@
+"""Losses on examples computed by hand, against plain loops, by finite differences, and with garbage under the
+mask."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from abrun.rl.losses import (
+    PolicyLoss,
+    clipped_policy_loss,
+    kl_penalty,
+    masked_mean,
+    masked_sum,
+    reduce_loss,
+)
+
+ALL = torch.ones(1, 3, dtype=torch.bool)
+REDUCTIONS = ["token_mean", "sequence_mean", "sequence_sum_constant"]
+GARBAGE = [math.nan, math.inf, -math.inf]
+
+
+def logs(*ratios: float) -> Tensor:  # [1, S] log-probs whose ratio to old log-probs of 0 is as given
+    return torch.tensor([ratios], dtype=torch.float64).log()
+
+
+def policy_loss(ratios: Tensor, advantages: list[float]) -> PolicyLoss:
+    return clipped_policy_loss(
+        ratios,
+        torch.zeros_like(ratios),
+        torch.tensor([advantages], dtype=torch.float64),
+        torch.ones_like(ratios, dtype=torch.bool),
+        clip_low=0.2,
+        clip_high=0.3,
+    )
+
+
+def test_clipped_policy_loss_by_hand() -> None:
+    better = policy_loss(logs(1.5, 1.1, 0.5), [2.0, 2.0, 2.0])
+    torch.testing.assert_close(better.loss, torch.tensor([[-2.6, -2.2, -1.0]], dtype=torch.float64))
+    assert better.clipped.tolist() == [[True, False, False]]  # a low ratio of a good token is not clipped
+    worse = policy_loss(logs(1.5, 0.9, 0.5), [-2.0, -2.0, -2.0])
+    torch.testing.assert_close(worse.loss, torch.tensor([[3.0, 1.8, 1.6]], dtype=torch.float64))
+    assert worse.clipped.tolist() == [[False, False, True]]
+    torch.testing.assert_close(worse.ratio, torch.tensor([[1.5, 0.9, 0.5]], dtype=torch.float64))
+    torch.testing.assert_close(worse.clipped_ratio, torch.tensor([[1.3, 0.9, 0.8]], dtype=torch.float64))
+
+
+def test_one_advantage_a_sequence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    trainer, old = torch.randn(2, 4, 5, generator=generator)
+    advantages = torch.randn(4, 1, generator=generator)
+    mask = torch.rand(4, 5, generator=generator) > 0.3
+    narrow = clipped_policy_loss(trainer, old, advantages, mask, clip_low=0.2, clip_high=0.2)
+    wide = clipped_policy_loss(trainer, old, advantages.expand(4, 5), mask, clip_low=0.2, clip_high=0.2)
+    assert torch.equal(narrow.loss, wide.loss) and torch.equal(narrow.clipped, wide.clipped)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_gradient_at_ratio_one_is_the_policy_gradient(clip: float) -> None:
+    trainer = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+    advantages = torch.tensor([[2.0, -3.0, 0.0]])
+    loss = clipped_policy_loss(trainer, trainer.detach(), advantages, ALL, clip_low=clip, clip_high=clip)
+    (gradient,) = torch.autograd.grad(loss.loss.sum(), trainer)
+    assert torch.equal(gradient, -advantages)  # of REINFORCE's -A * log-prob
+    assert not loss.clipped.any() and not loss.ratio.requires_grad
+
+
+def test_clipped_tokens_have_no_gradient() -> None:
+    ratios = logs(1.5, 0.5, 1.5, 0.5).requires_grad_()
+    loss = policy_loss(ratios, [1.0, -1.0, -1.0, 1.0])
+    (gradient,) = torch.autograd.grad(loss.loss.sum(), ratios)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 1.5, -0.5]], dtype=torch.float64))
+
+
+def test_kl_penalty_by_hand() -> None:
+    # The reference gives the tokens 2, 1 and 1/2 times the policy's probability.
+    trainer, reference = torch.full((1, 3), -1.0), torch.tensor([[2.0, 1.0, 0.5]]).log() - 1.0
+    log2 = math.log(2)
+    mask = ALL
+    cases: dict[Any, list[float]] = {
+        "k1": [-log2, 0.0, log2],
+        "k2": [log2**2 / 2, 0.0, log2**2 / 2],
+        "k3": [2 - 1 - log2, 0.0, 0.5 - 1 + log2],
+    }
+    for estimator, penalties in cases.items():
+        torch.testing.assert_close(
+            kl_penalty(trainer, reference, mask, estimator=estimator), torch.tensor([penalties])
+        )
+
+
+def test_kl_penalty_is_clamped() -> None:
+    trainer = torch.tensor([[-1.0, -40.0, -1.0, -1.0]], requires_grad=True)
+    reference = torch.tensor([[-40.0, -1.0, -13.0, -4.0]])  # log-ratios -39, 39, -12, -3
+    mask = torch.ones_like(reference, dtype=torch.bool)
+    k3_of_three = math.exp(-3) - 1 + 3
+    cases: list[tuple[Any, list[float], list[float]]] = [
+        ("k1", [10.0, -10.0, 10.0, 3.0], [0.0, 0.0, 0.0, 1.0]),
+        ("k2", [10.0, 10.0, 10.0, 4.5], [0.0, 0.0, 0.0, 3.0]),
+        ("k3", [10.0, 10.0, 10.0, k3_of_three], [0.0, 0.0, 0.0, 1 - math.exp(-3)]),
+    ]
+    for estimator, penalties, slopes in cases:
+        penalty = kl_penalty(trainer, reference, mask, estimator=estimator)
+        torch.testing.assert_close(penalty.detach(), torch.tensor([penalties]))
+        torch.testing.assert_close(torch.autograd.grad(penalty.sum(), trainer)[0], torch.tensor([slopes]))
+
+
+def test_kl_penalty_of_an_overflowing_ratio_has_a_gradient() -> None:
+    """exp(200) is infinite in float32, and infinity times the 0 that a clamp passes back is NaN."""
+    trainer = torch.tensor([[-201.0]], requires_grad=True)
+    penalty = kl_penalty(trainer, torch.tensor([[-1.0]]), ALL[:, :1], estimator="k3")
+    assert penalty.item() == 10.0
+    assert torch.autograd.grad(penalty, trainer)[0].item() == 0.0
+
+
+def test_k3_keeps_small_differences() -> None:
+    difference = 1e-3
+    trainer, reference = torch.tensor([[-1.0]]), torch.tensor([[-1.0 + difference]])
+    exact = float(reference - trainer)
+    exact = math.expm1(exact) - exact
+    assert kl_penalty(trainer, reference, ALL[:, :1], estimator="k3").item() == pytest.approx(exact, rel=1e-3)
+
+
+def test_masked_sum_and_mean_by_hand() -> None:
+    values, mask = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[True, False, True]])
+    assert masked_sum(values, mask).item() == 5.0
+    assert masked_mean(values, mask, 10).item() == 0.5
+    assert masked_mean(values, mask, torch.tensor(10)).item() == 0.5
+
+
+def test_supervised_loss_by_hand() -> None:
+    """SFT minimises the masked mean of minus the log-prob; masked garbage reaches neither it nor its
+    gradient."""
+    for garbage in [-7.0, *GARBAGE]:
+        logprobs = torch.tensor([[-1.0, garbage, -3.0]], requires_grad=True)
+        loss = masked_mean(-logprobs, torch.tensor([[True, False, True]]), 2)
+        assert loss.item() == 2.0
+        assert torch.autograd.grad(loss, logprobs)[0].tolist() == [[-0.5, 0.0, -0.5]]
+
+
+def reduced(
+    loss: Tensor,
+    mask: Tensor,
+    reduction: Any,
+    num_tokens: Any,
+    num_sequences: Any,
+    max_completion_tokens: int = 9,
+) -> Tensor:
+    return reduce_loss(
+        loss,
+        mask,
+        loss_reduction=reduction,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        max_completion_tokens=max_completion_tokens,
+    )
+
+
+def test_reductions_by_hand() -> None:
+    # Two sequences of 1 and 2 tokens, out of a global batch of 10 tokens in 4 sequences.
+    loss = torch.tensor([[3.0, 100.0, 100.0], [100.0, 1.0, 5.0]])
+    mask = torch.tensor([[True, False, False], [False, True, True]])
+    assert reduced(loss, mask, "token_mean", 10, 4).item() == pytest.approx(9 / 10)
+    assert reduced(loss, mask, "sequence_mean", 10, 4).item() == pytest.approx((3 + 3) / 4)
+    assert reduced(loss, mask, "sequence_sum_constant", 10, 4, 8).item() == pytest.approx(9 / (4 * 8))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_microbatch_without_tokens_adds_nothing(reduction: str) -> None:
+    loss = torch.ones(2, 3, requires_grad=True)
+    total = reduced(loss, torch.zeros(2, 3, dtype=torch.bool), reduction, 7, 2)
+    assert total.item() == 0.0
+    assert torch.equal(torch.autograd.grad(total, loss)[0], torch.zeros(2, 3))
+    assert reduced(torch.ones(0, 3), torch.ones(0, 3, dtype=torch.bool), reduction, 7, 2).item() == 0.0
+
+
+def random_batch(num_sequences: int = 6, length: int = 7) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    old = -normal(num_sequences, length).abs()
+    return {
+        "trainer": old + 0.3 * normal(num_sequences, length),
+        "old": old,
+        "reference": old + 0.3 * normal(num_sequences, length),
+        "advantages": normal(num_sequences, 1).expand(num_sequences, length).clone(),
+        "mask": torch.rand(num_sequences, length, generator=generator) > 0.3,
+    }
+
+
+def full_loss(batch: dict[str, Tensor], trainer: Tensor, reduction: Any, estimator: Any) -> Tensor:
+    """All that GRPO minimises: the clipped loss and a KL penalty."""
+    mask = batch["mask"]
+    policy = clipped_policy_loss(
+        trainer, batch["old"], batch["advantages"], mask, clip_low=0.2, clip_high=0.3
+    )
+    loss = policy.loss + 0.1 * kl_penalty(trainer, batch["reference"], mask, estimator=estimator)
+    return reduced(loss, mask, reduction, mask.sum(), mask.any(1).sum())
+
+
+def loop_loss(batch: dict[str, Tensor], reduction: str, estimator: str) -> float:
+    """The same, one token at a time, in Python's own numbers."""
+    sequences = []
+    for row in range(len(batch["mask"])):
+        losses = []
+        for t in range(batch["mask"].shape[1]):
+            if not batch["mask"][row, t]:
+                continue
+            trainer, old, reference = (batch[name][row, t].item() for name in ("trainer", "old", "reference"))
+            advantage = batch["advantages"][row, t].item()
+            ratio = math.exp(trainer - old)
+            loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3))
+            x = reference - trainer
+            loss += 0.1 * {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator]
+            losses.append(loss)
+        if losses:
+            sequences.append(losses)
+    total = sum(map(sum, sequences))
+    if reduction == "token_mean":
+        return total / sum(map(len, sequences))
+    if reduction == "sequence_mean":
+        return sum(sum(losses) / len(losses) for losses in sequences) / len(sequences)
+    return total / (len(sequences) * 9)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_agrees_with_plain_loops(reduction: str, estimator: str) -> None:
+    batch = random_batch()
+    assert not batch["mask"].all() and batch["mask"].any(1).all()
+    loss = full_loss(batch, batch["trainer"], reduction, estimator).item()
+    assert loss == pytest.approx(loop_loss(batch, reduction, estimator), rel=1e-13)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradients_by_finite_differences(reduction: str, estimator: str) -> None:
+    batch = random_batch(3, 4)
+    trainer = batch["trainer"].requires_grad_()
+    assert torch.autograd.gradcheck(lambda values: full_loss(batch, values, reduction, estimator), trainer)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_masked_garbage_does_not_leak(reduction: str, estimator: str) -> None:
+    clean = random_batch()
+    trainer = clean["trainer"].requires_grad_()
+    loss = full_loss(clean, trainer, reduction, estimator)
+    (gradient,) = torch.autograd.grad(loss, trainer)
+    assert (gradient[~clean["mask"]] == 0).all()
+    for garbage in GARBAGE:
+        for name in ("trainer", "old", "reference", "advantages"):
+            for filled in ({name}, {"trainer", "old", "reference", "advantages"}):
+                dirty = {
+                    key: values.detach().masked_fill(~clean["mask"], garbage) if key in filled else values
+                    for key, values in clean.items()
+                }
+                trainer = dirty["trainer"].detach().requires_grad_()
+                loss_of_dirty = full_loss(dirty, trainer, reduction, estimator)
+                assert torch.equal(loss_of_dirty, loss)
+                assert torch.equal(torch.autograd.grad(loss_of_dirty, trainer)[0], gradient)
+
+
+def test_masked_tokens_give_zero() -> None:
+    garbage = torch.tensor([[0.0, math.nan, math.inf]])
+    loss = clipped_policy_loss(
+        garbage, garbage, garbage + 2, torch.tensor([[True, False, False]]), clip_low=0.2, clip_high=0.2
+    )
+    assert loss.loss.tolist() == [[-2.0, 0.0, 0.0]]
+    assert loss.ratio.tolist() == [[1.0, 1.0, 1.0]] and not loss.clipped.any()
+    penalty = kl_penalty(garbage, garbage - 1, torch.tensor([[True, False, False]]), estimator="k1")
+    assert penalty.tolist() == [[1.0, 0.0, 0.0]]
