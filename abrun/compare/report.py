@@ -1,0 +1,227 @@
+"""A comparison for people and machines: verdict.json, report.md, figures, and the terminal's summary.
+
+Everything is a function of the content of the runs: the same runs give the same bytes, without dates.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from abrun.compare.sources import Experiment
+from abrun.compare.verdict import ArmVerdict
+from abrun.errors import ComparisonError
+from abrun.store import write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import RenderableType
+
+FORMATS = ("json", "markdown", "png", "svg")
+COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
+Content = Mapping[str, Any]
+
+
+def write_report(
+    experiment: Experiment,
+    content: Content,  # what verdict.json holds
+    arms: Sequence[ArmVerdict],
+    output: Path,
+    formats: Collection[str],
+) -> list[Path]:
+    """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written."""
+    files: list[Path] = []
+    images = [form for form in ("png", "svg") if form in formats]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        figures = list(_write_figures(experiment, arms, output, images)) if images else []
+        if "json" in formats:
+            files.append(output / "verdict.json")
+            write_json(files[-1], content)
+        if "markdown" in formats:
+            files.append(output / "report.md")
+            shown = [path.name for path in figures if path.suffix == f".{images[0]}"]
+            files[-1].write_text(markdown(content, shown), encoding="utf-8")
+    except OSError as error:
+        raise ComparisonError(
+            f"--output: {output} cannot be written: {error.strerror or error}; choose another folder"
+        ) from None
+    return [*files, *figures]
+
+
+def _write_figures(
+    experiment: Experiment, arms: Sequence[ArmVerdict], output: Path, images: Sequence[str]
+) -> Iterator[Path]:
+    from matplotlib import rc_context
+
+    from abrun.compare import plots
+
+    results = [result for arm in arms for result in arm.primaries]
+    with rc_context(plots.STYLE):
+        for slug, metric in slugs(result.metric for result in results).items():
+            of_metric = [result for result in results if result.metric == metric]
+            yield from _save(plots.metric_figure(experiment, metric, of_metric), output / slug, images)
+        limit = experiment.recipe.compare.guards.token_mult_prob_error_median
+        yield from _save(plots.overview(experiment, limit), output / "overview", images)
+
+
+def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> Iterator[Path]:
+    for form in images if figure is not None else ():
+        assert figure is not None
+        path = stem.with_name(f"{stem.name}.{form}")
+        # No date and no version of matplotlib in the file: same runs, same bytes.
+        figure.savefig(path, dpi=150, metadata={"Date": None} if form == "svg" else {"Software": None})
+        yield path
+
+
+def slugs(metrics: Iterable[str]) -> dict[str, str]:
+    """A file name for each metric: `train/reward` is `train-reward`; colliding names are numbered."""
+    named: dict[str, str] = {}
+    for metric in dict.fromkeys(metrics):
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", metric).strip("-") or "metric"
+        slug, number = plain, 2
+        while slug in named or slug == "overview":
+            slug, number = f"{plain}-{number}", number + 1
+        named[slug] = metric
+    return named
+
+
+# --- markdown, for a pull request ---
+
+
+def markdown(content: Content, images: Sequence[str]) -> str:
+    """A page of at most about 25 lines, then the figures."""
+    lines = [f"# {_headline(content)}", "", *(f"- {reason}" for reason in content["reasons"]), ""]
+    primaries = content["primaries"]
+    if primaries:
+        several = len(content["arms"]) > 1
+        head = ["arm"] * several + _PRIMARY_COLUMNS
+        lines += [_row(head), _row(["---"] * len(head))]
+        lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
+        lines.append("")
+    lines += [f"**{label}**: {text}  " for label, text in _facts(content)]
+    lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _headline(content: Content) -> str:
+    return f"{content['verdict']}{' (post hoc)' if content['post_hoc'] else ''}: {content['experiment']}"
+
+
+_PRIMARY_COLUMNS = ["metric", "steps", "pairs", "difference [90 %]", "margin", "certified bound", "result"]
+
+
+def _primary_cells(one: Content) -> list[str]:
+    steps = f"{one['steps'][0]}-{one['steps'][1]}" if one["steps"] else one["window"]
+    ci90 = one["ci90"]
+    difference = f"{one['mean_difference']:+.3g} [{ci90[0]:.3g}, {ci90[1]:.3g}]" if ci90 else "-"
+    bound = "-" if one["certified_bound"] is None else f"{one['certified_bound']:.3g}"
+    scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
+    metric = f"{one['metric']}{scale}"
+    return [metric, steps, str(one["num_pairs"]), difference, f"±{one['margin']:g}", bound, one["result"]]
+
+
+def _facts(content: Content) -> Iterator[tuple[str, str]]:
+    """The evidence beside the primaries, a line each and arm."""
+    for arm, section in content["arms"].items():
+        mark = f"{arm}, " if len(content["arms"]) > 1 else ""
+        if mark:
+            yield arm, section["verdict"]
+        yield f"{mark}treatment", _differences(section["treatment_diff"])
+        shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
+        pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
+        yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
+        yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
+        yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])
+        yield f"{mark}divergence", _divergence([one for one in content["divergence"] if one["arm"] == arm])
+        savings = [one for one in content["savings"] if one["arm"] == arm and "," not in one["quantity"]]
+        if savings:
+            yield f"{mark}treatment / baseline", "; ".join(_saving(one) for one in savings)
+
+
+def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
+    shown = [f"{key}: {old} -> {new}" for key, (old, new) in treatment_diff.items()]
+    return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def _step_one(checks: Sequence[Content]) -> str:
+    if not checks:
+        return "not read"
+    failed = [one["metric"] for one in checks if not one["passes"]]
+    # The metric closest to its tolerance speaks for the rest.
+    closest = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
+    largest = (
+        f"{closest['metric']} deviates most: {closest['deviation']:.2g} of {closest['tolerance']:.2g} "
+        f"({closest['tolerance_from']})"
+    )
+    state = f"fails for {', '.join(failed)}" if failed else f"{len(checks)} metrics agree"
+    return f"{state}; {largest}"
+
+
+def _guards(guards: Sequence[Content]) -> str:
+    broken = [
+        f"{one['guard']}: {one['result']}" for one in guards if one["result"] in ("fail", "baseline too")
+    ]
+    passed = [one["guard"] for one in guards if one["result"] == "pass"]
+    return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken)
+
+
+def _divergence(divergences: Sequence[Content]) -> str:
+    if not divergences:
+        return "no finished pair"
+    first = divergences[0]
+    if first["noise_floor"] == "unknown":
+        return "noise floor unknown (no A/A reruns: controls.aa_reruns)"
+    return "; ".join(_against_noise(one) for one in divergences[:3] if one["noise_floor"] != "unknown")
+
+
+def _against_noise(one: Content) -> str:
+    outside = one["first_step_outside"]
+    since = f"first outside its envelope at step {outside}" if outside else "inside its envelope"
+    if one["noise_floor"] == "zero":
+        treatment = f"the arms part at step {outside}" if outside else "and so does the treatment"
+        return f"{one['metric']}: the baseline repeats bit for bit, {treatment}"
+    return f"{one['metric']}: {one['ratio']:.2g}x the A/A noise floor, {since}"
+
+
+def _saving(one: Content) -> str:
+    ci95 = one["ci95"]
+    interval = f" [95 %: {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
+    return f"{one['quantity']} {one['ratio']:.3g}{interval}"
+
+
+# --- terminal ---
+
+
+def terminal_summary(content: Content, files: Sequence[Path]) -> "RenderableType":
+    """The verdict first, then why, the claims as a table, the rest as lines, the files last."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    color = COLORS[content["verdict"]]
+    why = Text("\n".join(content["reasons"]))
+    parts: list[RenderableType] = [
+        Panel(
+            why, title=Text(_headline(content), style=f"bold {color}"), title_align="left", border_style=color
+        )
+    ]
+    several = len(content["arms"]) > 1
+    if content["primaries"]:
+        table = Table(*["arm"] * several, *_PRIMARY_COLUMNS, box=None, header_style="bold", pad_edge=False)
+        for one in content["primaries"]:
+            table.add_row(*(Text(cell) for cell in [one["arm"]] * several + _primary_cells(one)))
+        parts += [table, Text("")]
+    facts = Table.grid(padding=(0, 2))
+    for label, text in _facts(content):
+        facts.add_row(Text(label, style="bold"), Text(text))
+    parts.append(facts)
+    if files:
+        parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
+        parts.append(Text("        " + ", ".join(path.name for path in files)))
+    return Group(*parts)

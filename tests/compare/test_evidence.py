@@ -1,0 +1,267 @@
+"""Step one, divergence, and the error rates of the equivalence claim on experiments with a known truth."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from abrun.compare.evidence import PrimaryResult, with_holm, with_statistics
+from abrun.compare.guards import Guard
+from abrun.compare.verdict import decide
+from tests.compare.simulate import edit, edit_rows, write_rows
+
+# --- T1 ---
+
+
+def first_step(metric, value):
+    def change(row):
+        if row["step"] == 1:
+            row[metric] = value
+
+    return change
+
+
+def check(comparison, metric):
+    return next(one for one in comparison.arms[0].step_one if one.metric == metric)
+
+
+@pytest.mark.parametrize(("deviation", "passes"), [(0.9e-4, True), (1.1e-4, False)])
+def test_float32_may_round_a_metric_by_1e_4(simulated, judged, deviation, passes):
+    experiment_dir = simulated()
+    for arm, value in (("baseline", 2.0), ("baseline", 2.0), ("treatment", 2.0 * (1 + deviation))):
+        edit_rows(experiment_dir / f"{arm}/seed-2", first_step("train/grad_norm", value))
+    one = check(judged(experiment_dir), "train/grad_norm")
+    assert one.passes is passes
+    assert (one.tolerance, one.tolerance_from, one.seed) == (1e-4, "rounding of float32", 2)
+
+
+def test_the_coarsest_dtype_sets_the_rounding(simulated, judged):
+    arms = {"baseline": {}, "treatment": {"policy.dtype": "bfloat16"}}
+    one = check(judged(simulated(arms=arms)), "train/grad_norm")
+    assert (one.tolerance, one.tolerance_from) == (2e-2, "rounding of bfloat16")
+
+
+def test_three_times_the_machine_s_own_deviation_is_tolerated(simulated, judged):
+    experiment_dir = simulated()  # seeds 0 and 1 have a rerun each
+    edit_rows(experiment_dir / "baseline/seed-1", first_step("train/grad_norm", 1.0))
+    edit_rows(experiment_dir / "treatment/seed-1", first_step("train/grad_norm", 1.02))
+    edit_rows(experiment_dir / "baseline/seed-1-aa1", first_step("train/grad_norm", 0.99))
+    one = check(judged(experiment_dir), "train/grad_norm")
+    assert one.aa_deviation == pytest.approx(0.01)
+    assert one.tolerance == pytest.approx(0.03) and one.tolerance_from == "3x the largest A/A deviation"
+    assert one.passes
+
+
+def test_the_recipe_s_tolerance_rules(simulated, judged):
+    experiment_dir = simulated(compare={"primary": [], "step_one_tolerance": 0.5})
+    edit_rows(experiment_dir / "treatment/seed-1", first_step("train/grad_norm", 1.0))
+    edit_rows(experiment_dir / "baseline/seed-1", first_step("train/grad_norm", 0.6))
+    one = check(judged(experiment_dir), "train/grad_norm")
+    assert (one.tolerance, one.tolerance_from, one.passes) == (0.5, "recipe", True)
+
+
+@pytest.mark.parametrize(("advantage", "passes"), [(None, True), (2.0, True), (0.01, False)])
+def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(simulated, judged, advantage, passes):
+    experiment_dir = simulated()
+    for arm, loss in (("baseline", 1e-9), ("treatment", 5e-5)):
+        directory = experiment_dir / f"{arm}/seed-3"  # seeds 0 and 1 have reruns
+        edit_rows(directory, first_step("train/loss", loss))
+        if advantage is not None:
+            edit_rows(directory, lambda row: row.update({"train/advantages/min": -advantage}))
+            edit_rows(directory, lambda row: row.update({"train/advantages/max": 0.0}))
+    assert check(judged(experiment_dir), "train/loss").passes is passes
+
+
+def test_a_flipped_loss_is_seen(simulated, judged):
+    experiment_dir = simulated()
+    edit_rows(experiment_dir / "baseline/seed-3", first_step("train/loss", 0.01))
+    edit_rows(experiment_dir / "treatment/seed-3", first_step("train/loss", -0.01))
+    assert not check(judged(experiment_dir), "train/loss").passes
+
+
+def test_two_zeros_agree_and_a_new_nan_does_not(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        edit_rows(experiment_dir / f"{arm}/seed-3", first_step("train/grad_norm", 0.0))
+    assert check(judged(experiment_dir), "train/grad_norm").passes
+    edit_rows(experiment_dir / "treatment/seed-3", first_step("train/grad_norm", "NaN"))
+    one = check(judged(experiment_dir), "train/grad_norm")
+    assert one.deviation == np.inf and not one.passes
+
+
+def test_a_crashed_treatment_s_first_step_still_counts(simulated, judged):
+    experiment_dir = simulated()
+    edit_rows(experiment_dir / "treatment/seed-4", first_step("train/entropy", 9.0))
+    (experiment_dir / "treatment/seed-4/result.json").unlink()
+    edit(experiment_dir / "treatment/seed-4/meta.json", lambda content: content.update(status="failed"))
+    comparison = judged(experiment_dir)
+    assert check(comparison, "train/entropy").seed == 4
+    assert {reason.split(":")[0] for reason in comparison.reasons} == {"step one", "guard finished fails"}
+
+
+# --- T2 ---
+
+
+def divergence(comparison, metric="train/reward"):
+    return next(one for one in comparison.arms[0].divergence if one.metric == metric)
+
+
+def constant_runs(experiment_dir, values):
+    """Runs whose reward is a constant plus what `values` adds from step 20 on."""
+    for name, (early, late) in values.items():
+        path = experiment_dir / name / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["train/reward"] = 0.5 + (late if row["step"] >= 20 else early)
+        write_rows(path.parent, rows)
+
+
+def test_divergence_is_measured_against_the_noise_floor(simulated, judged):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 1})
+    arms = {"baseline/seed-0": (0, 0), "baseline/seed-1": (0, 0), "baseline/seed-0-aa1": (0.01, 0.01)}
+    constant_runs(experiment_dir, {**arms, "treatment/seed-0": (0, 0.03), "treatment/seed-1": (0, 0.03)})
+    one = divergence(judged(experiment_dir))
+    assert (one.noise_floor, one.num_reruns, one.first_step_outside) == ("measured", 1, 20)
+    assert one.aa_mean_difference == pytest.approx(0.01)
+    assert one.mean_difference == pytest.approx(0.03 * 21 / 40)
+    assert one.ratio == pytest.approx(3 * 21 / 40)
+
+
+def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 1})
+    constant_runs(experiment_dir, {"baseline/seed-0": (0, 0), "baseline/seed-0-aa1": (0, 0)})
+    constant_runs(experiment_dir, {"treatment/seed-0": (0, 0.03)})
+    one = divergence(judged(experiment_dir))
+    assert (one.noise_floor, one.ratio) == ("zero", None)
+
+
+def test_without_reruns_the_floor_is_unknown(simulated, judged):
+    comparison = judged(simulated(controls={"aa_reruns": 0}))
+    assert divergence(comparison).noise_floor == "unknown"
+    assert comparison.verdict == "MATCH"  # never gating
+
+
+# --- T3: error rates over simulated experiments ---
+
+EXPERIMENTS = 400
+
+
+def claim(name="train/reward", margin=1.0):
+    return PrimaryResult(
+        arm="treatment",
+        metric=name,
+        window="all",
+        steps=(1, 40),
+        num_steps=40,
+        transform="identity",
+        reduction="mean",
+        margin=margin,
+        num_pairs=6,
+        seeds=tuple(range(6)),
+    )
+
+
+def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11):
+    """Verdicts over experiments whose paired differences have mean `shift` (in margins) and the given sd."""
+    rng = np.random.default_rng(seed)
+    passing = Guard(arm="treatment", guard="finite", limit=0, value=0, result="pass", text="")
+    found = []
+    for _ in range(EXPERIMENTS):
+        results = []
+        for number in range(num_claims):
+            baseline = rng.normal(5, 2, num_pairs)
+            treatment = baseline + rng.normal(shift, sd, num_pairs)
+            results.append(with_statistics(claim(f"m{number}"), baseline, treatment))
+        found.append(decide([], [STEP_ONE], [passing], with_holm(results))[0])
+    return {verdict: found.count(verdict) for verdict in ("MATCH", "MISMATCH", "INCONCLUSIVE")}
+
+
+def make_step_one():
+    from abrun.compare.evidence import StepOne
+
+    return StepOne(
+        arm="treatment",
+        metric="train/reward",
+        step=1,
+        seed=0,
+        num_pairs=6,
+        baseline=1.0,
+        treatment=1.0,
+        deviation=0.0,
+        tolerance=1e-4,
+        tolerance_from="recipe",
+        aa_deviation=None,
+        passes=True,
+    )
+
+
+STEP_ONE = make_step_one()
+
+
+def rare(rate=0.05):
+    """A count that an event of this rate exceeds once in a thousand tries."""
+    return binom.ppf(0.999, EXPERIMENTS, rate)
+
+
+def test_equal_arms_match_as_often_as_the_power_says():
+    from abrun.equivalence import power_at
+
+    counts = verdicts(0.0)
+    expected = power_at(1.0, 0.7, 6)
+    assert counts["MATCH"] / EXPERIMENTS == pytest.approx(expected, abs=4 * np.sqrt(0.25 / EXPERIMENTS))
+    assert counts["MISMATCH"] <= rare(0.01)  # needs p < alpha and a mean beyond the margin
+
+
+@pytest.mark.parametrize("shift", [1.0, -1.0])
+@pytest.mark.parametrize("num_pairs", [2, 3, 6, 15])
+def test_arms_that_differ_by_the_margin_match_at_most_as_often_as_alpha(shift, num_pairs):
+    assert verdicts(shift, sd=0.3, num_pairs=num_pairs)["MATCH"] <= rare()
+
+
+def test_arms_that_differ_by_twice_the_margin_are_called_different():
+    counts = verdicts(2.0)
+    assert counts["MATCH"] == 0
+    assert counts["MISMATCH"] > 0.95 * EXPERIMENTS
+
+
+def test_many_claims_do_not_make_false_mismatches():
+    # A tiny margin leaves only the test of difference: without Holm 23 % of these would be mismatches.
+    rng = np.random.default_rng(5)
+    wrong = 0
+    for _ in range(EXPERIMENTS):
+        results = []
+        for number in range(5):
+            baseline = rng.normal(0, 1, 6)
+            treatment = baseline + rng.normal(0, 1, 6)
+            results.append(with_statistics(claim(f"m{number}", margin=1e-9), baseline, treatment))
+        wrong += any(result.result == "different" for result in with_holm(results))
+    assert wrong <= rare()
+
+
+def test_one_wrong_claim_of_three_prevents_the_match():
+    rng = np.random.default_rng(6)
+    matches = 0
+    for _ in range(EXPERIMENTS):
+        shifts = (0.0, 0.0, 1.0)
+        results = []
+        for number, shift in enumerate(shifts):
+            baseline = rng.normal(0, 1, 10)
+            results.append(
+                with_statistics(claim(f"m{number}"), baseline, baseline + rng.normal(shift, 0.3, 10))
+            )
+        matches += decide([], [STEP_ONE], [], with_holm(results))[0] == "MATCH"
+    assert matches <= rare()
+
+
+def test_holm_counts_every_tested_claim():
+    def tested(name, p):
+        differences = np.array([1.0, 2.0, 3.0, 2.5])
+        result = with_statistics(claim(name), np.zeros(4), differences)
+        from dataclasses import replace
+
+        return replace(result, p_difference=p, mean_difference=2.0)
+
+    results = with_holm([tested("a", 0.01), tested("b", 0.04), tested("c", 0.03), claim("untested")])
+    assert [result.p_difference_holm for result in results[:3]] == pytest.approx([0.03, 0.06, 0.06])
+    assert [result.result for result in results] == ["different", "undecided", "undecided", "not tested"]

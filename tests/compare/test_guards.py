@@ -1,0 +1,150 @@
+"""One-sided limits and savings."""
+
+import numpy as np
+import pytest
+
+from tests.compare.simulate import edit, edit_rows
+
+ERROR = "train/token_mult_prob_error"
+
+
+def guard(comparison, name):
+    return next(one for one in comparison.arms[0].guards if one.guard == name)
+
+
+def set_error(experiment_dir, arm, value, steps=range(1, 41)):
+    for directory in (experiment_dir / arm).iterdir():
+        edit_rows(directory, lambda row: row.update({ERROR: value}) if row["step"] in steps else None)
+
+
+def test_a_high_median_error_is_a_mismatch(simulated, judged):
+    experiment_dir = simulated()
+    directory = experiment_dir / "treatment/seed-3"
+    edit_rows(directory, lambda row: row.update({ERROR: 1.06}) if row["step"] > 15 else None)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    one = guard(comparison, "token_mult_prob_error_median")
+    assert (one.result, one.value, one.limit) == ("fail", 1.06, 1.05)
+
+
+@pytest.mark.parametrize(("num_steps", "result"), [(4, "pass"), (5, "fail")])
+def test_the_share_of_steps_above_the_limit(simulated, judged, num_steps, result):
+    experiment_dir = simulated()  # 200 treatment steps: 2 % are 4
+    steps = range(10, 10 + num_steps)
+    directory = experiment_dir / "treatment/seed-0"
+    edit_rows(directory, lambda row: row.update({ERROR: 1.2}) if row["step"] in steps else None)
+    one = guard(judged(experiment_dir), "token_mult_prob_error_share")
+    assert (one.result, one.value) == (result, num_steps / 200)
+
+
+def test_what_the_baseline_breaks_too_is_no_mismatch_and_no_match(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        set_error(experiment_dir, arm, 1.07, steps=range(2, 41))
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert guard(comparison, "token_mult_prob_error_median").result == "baseline too"
+    assert "not the treatment's doing" in comparison.reasons[0]
+
+
+def test_a_better_treatment_passes(simulated, judged):
+    experiment_dir = simulated()
+    set_error(experiment_dir, "baseline", 1.07, steps=range(2, 41))
+    assert guard(judged(experiment_dir), "token_mult_prob_error_median").result == "pass"
+
+
+def test_without_the_metric_in_either_arm_the_guard_is_not_recorded(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, lambda row: row.pop(ERROR))
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MATCH"
+    assert guard(comparison, "token_mult_prob_error_median").result == "not recorded"
+
+
+def test_nan_that_the_baseline_has_too_is_not_new(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, lambda row: row.update({"train/critic/explained_var": "NaN"}))
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MATCH"
+    assert guard(comparison, "finite").result == "pass"
+
+
+def test_infinity_counts_as_nan_does(simulated, judged):
+    experiment_dir = simulated()
+    directory = experiment_dir / "treatment/seed-3"
+    edit_rows(directory, lambda row: row.update({"train/loss": "-Infinity"}) if row["step"] == 20 else None)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    assert "train/loss is -inf in treatment/seed-3 from step 20" in guard(comparison, "finite").text
+
+
+def test_ratio_guards(simulated, judged):
+    guards = {"step_time_ratio": 0.9, "peak_memory_ratio": 0.5}
+    comparison = judged(simulated(compare={"primary": [], "guards": guards}))
+    assert guard(comparison, "step_time_ratio").result == "pass"
+    assert guard(comparison, "peak_memory_ratio").result == "fail"  # 5 of 9 GiB
+    assert comparison.verdict == "MISMATCH"
+
+
+@pytest.mark.parametrize("limit", ["step_time_ratio", "peak_memory_ratio"])
+def test_a_ratio_guard_without_its_metric_is_invalid(simulated, judged, limit):
+    experiment_dir = simulated(compare={"primary": [], "guards": {limit: 0.9}})
+    prefix = "timing" if limit == "step_time_ratio" else "memory"
+
+    def drop(row):
+        for key in [key for key in row if key.startswith(prefix)]:
+            del row[key]
+
+    edit_rows(experiment_dir / "treatment/seed-0", drop)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "INVALID"
+    assert "missing metric" in comparison.reasons[0]
+
+
+def test_savings_are_geometric_mean_ratios(simulated, judged):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
+    times = {("baseline", 0): 1.0, ("baseline", 1): 2.0, ("treatment", 0): 0.5, ("treatment", 1): 4.0}
+    for (arm, seed), time in times.items():
+        edit_rows(
+            experiment_dir / f"{arm}/seed-{seed}",
+            lambda row, time=time: row.update({"timing/train/total_step_time_s": time}),
+        )
+    savings = {one.quantity: one for one in judged(experiment_dir).arms[0].savings}
+    step_time = savings["step time"]
+    assert step_time.ratio == pytest.approx(1.0)  # halved and doubled
+    # log ratios -log 2 and log 2: sd sqrt(2) log 2, standard error log 2, t(0.975, 1) = 12.706
+    assert step_time.ci95 == pytest.approx((2**-12.7062, 2**12.7062), rel=1e-4)
+    assert savings["peak memory, logprobs"].ratio == pytest.approx(1 / 3)
+    assert savings["peak memory"].ratio == pytest.approx(np.sqrt(5 / 9 * (5 * 1024 + 1) / (9 * 1024 + 1)))
+
+
+def test_allocator_peaks_are_never_set_against_live_tensors(simulated, judged):
+    experiment_dir = simulated()
+
+    def to_cpu(row):
+        for key in [key for key in row if key.startswith("memory/")]:
+            row[key.replace("peak_allocated", "peak_live_tensor")] = row.pop(key)
+
+    for seed in range(5):
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", to_cpu)
+    assert [one.quantity for one in judged(experiment_dir).arms[0].savings] == ["step time"]
+    for seed in range(5):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}", to_cpu)
+    assert "peak memory" in [one.quantity for one in judged(experiment_dir).arms[0].savings]
+
+
+def test_limits_come_from_the_recipe(simulated, judged):
+    strict = {"token_mult_prob_error_median": 1.001}
+    experiment_dir = simulated(compare={"primary": [], "guards": strict})
+    set_error(experiment_dir, "baseline", 1.0005, steps=range(2, 41))
+    assert guard(judged(experiment_dir), "token_mult_prob_error_median").result == "fail"
+    edit(
+        experiment_dir / "experiment.json",
+        lambda content: content["recipe"]["compare"]["guards"].update(token_mult_prob_error_median=1.05),
+    )
+    comparison = judged(experiment_dir)
+    assert guard(comparison, "token_mult_prob_error_median").result == "pass" and comparison.post_hoc

@@ -1,0 +1,167 @@
+"""Files and terminal: complete, readable, and the same bytes for the same runs."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from abrun.compare import compare_experiment
+from abrun.compare.report import slugs
+from abrun.errors import ComparisonError
+from tests.compare.simulate import edit_rows, fail
+
+TWO_CLAIMS = {
+    "primary": [{"metric": "train/reward", "margin": 0.02}, {"metric": "train/grad_norm", "margin": 0.3}]
+}
+
+
+def hashes(directory):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(directory.iterdir())}
+
+
+def shown(comparison, width=120):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(comparison.summary())
+    return console.export_text()
+
+
+def test_the_same_runs_give_the_same_bytes(simulated, tmp_path):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
+    for output in ("one", "two"):
+        compare_experiment(experiment_dir, output=tmp_path / output)
+    assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
+    assert set(hashes(tmp_path / "one")) == {
+        "verdict.json",
+        "report.md",
+        *(f"{s}.{form}" for s in ("train-reward", "overview") for form in ("png", "svg")),
+    }
+
+
+def test_another_process_gives_the_same_bytes(simulated, tmp_path):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
+    compare_experiment(experiment_dir, output=tmp_path / "here")
+    code = (
+        "import sys; from pathlib import Path; from abrun.compare import compare_experiment; "
+        "compare_experiment(Path(sys.argv[1]), output=Path(sys.argv[2])); "
+        "forbidden = {'torch', 'triton', 'transformers', 'vllm', 'megatron'} & set(sys.modules); "
+        "assert not forbidden, forbidden"
+    )
+    there = [str(experiment_dir), str(tmp_path / "there")]
+    subprocess.run([sys.executable, "-c", code, *there], check=True)
+    assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
+
+
+def test_verdict_json_holds_what_the_architecture_names(simulated, judged):
+    experiment_dir = simulated()
+    judged(experiment_dir)
+    content = json.loads((experiment_dir / "report/verdict.json").read_text())
+    assert content["schema_version"] == 1
+    assert (content["experiment"], content["verdict"], content["num_pairs"]) == ("simulated", "MATCH", 5)
+    assert content["post_hoc"] is False and content["exit_code"] == 0
+    wanted = "arm metric window transform margin num_pairs baseline_mean baseline_sd mean_difference ci90"
+    wanted += " certified_bound p_tost p_difference pair_correlation result"
+    assert set(wanted.split()) <= content["primaries"][0].keys()
+    low, high = content["primaries"][0]["ci90"]
+    assert content["primaries"][0]["certified_bound"] == max(abs(low), abs(high))
+    for key in ("guards", "step_one", "divergence", "savings"):
+        assert content[key] and all(entry["arm"] == "treatment" for entry in content[key])
+    section = content["arms"]["treatment"]
+    assert section["treatment_diff"] == {"policy.logprobs.impl": ["logits", "chunked"]}
+    assert section["coverage"] == {"shared_steps": 40, "all_steps": 40}
+
+
+def test_summaries_are_those_of_the_window(simulated, judged):
+    experiment_dir = simulated()
+
+    def reward(level):
+        return lambda row: row.update({"train/reward": level if row["step"] > 32 else 0.0})
+
+    for seed in range(5):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}", reward(0.1 * seed))
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", reward(0.1 * seed + 0.01))
+    primary = judged(experiment_dir).arms[0].primaries[0]
+    assert primary.baseline_mean == pytest.approx(0.2)
+    assert primary.baseline_sd == pytest.approx(0.1 * 2.5**0.5)
+    assert primary.mean_difference == pytest.approx(0.01)
+    assert primary.pair_correlation == pytest.approx(1.0)
+
+
+def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
+    experiment_dir = simulated(compare=TWO_CLAIMS, noise=0.05)
+    judged(experiment_dir, formats=("markdown", "png"))
+    lines = (experiment_dir / "report/report.md").read_text().splitlines()
+    assert lines[0] == "# INCONCLUSIVE: simulated"
+    assert len([line for line in lines if not line.startswith("![")]) <= 25
+    assert [line for line in lines if line.startswith("!")] == [
+        "![train-reward](train-reward.png)",
+        "![train-grad_norm](train-grad_norm.png)",
+        "![overview](overview.png)",
+    ]
+
+
+def test_even_a_broken_experiment_has_a_short_report(simulated, judged):
+    experiment_dir = simulated(seeds=list(range(12)), controls={"aa_reruns": 0})
+    for seed in range(12):
+        fail(experiment_dir / f"baseline/seed-{seed}", after_steps=2)
+    judged(experiment_dir, formats=("markdown", "png", "svg"))
+    lines = (experiment_dir / "report/report.md").read_text().splitlines()
+    assert lines[0] == "# INVALID: simulated" and len(lines) <= 25
+    assert any("and 6 more" in line for line in lines)
+
+
+def test_the_terminal_says_verdict_and_why_first(simulated, judged):
+    comparison = judged(simulated(shift=0.04))
+    lines = shown(comparison).splitlines()
+    assert "MISMATCH: simulated" in lines[0]
+    assert "train/reward: differs by +0.0" in lines[1]
+    text = "\n".join(lines)
+    for part in ("certified bound", "step one", "guards", "divergence", "step time 0.8", "verdict.json"):
+        assert part in text
+
+
+def test_brackets_in_messages_are_no_markup(simulated, judged):
+    experiment_dir = simulated()
+    fail(experiment_dir / "treatment/seed-0", after_steps=3, message="[red]index [/] out of range")
+    assert "[red]index [/] out of range" in shown(judged(experiment_dir), width=400)
+
+
+def test_post_hoc_stands_in_the_headline(simulated, judged):
+    from abrun.recipe import Primary
+
+    experiment_dir = simulated()
+    comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.5)])
+    assert (experiment_dir / "report/report.md").read_text().startswith("# MATCH (post hoc): simulated")
+    assert "MATCH (post hoc)" in shown(comparison)
+
+
+@pytest.mark.parametrize("scenario", [{"shift": 0.04}, {"noise": 0.05}, {}])
+def test_words_promise_no_more_than_was_tested(simulated, judged, scenario):
+    comparison = judged(simulated(**scenario))
+    text = (shown(comparison) + json.dumps(comparison.content)).lower()
+    assert "identical" not in text and "no regression" not in text and "same" not in text
+
+
+def test_only_asked_formats_are_written(simulated, judged):
+    comparison = judged(simulated(), formats=("json",))
+    assert [path.name for path in comparison.files] == ["verdict.json"]
+    with pytest.raises(ComparisonError, match="--format: got 'pdf'; allowed: json, markdown, png, svg"):
+        judged(simulated(), formats=("pdf",))
+
+
+def test_an_output_that_is_a_file_is_refused(simulated, judged, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ComparisonError, match=r"--output: .*taken cannot be written"):
+        judged(simulated(), output=tmp_path / "taken")
+
+
+def test_slugs_never_collide():
+    assert list(slugs(["train/reward", "train-reward", "a b/c", "overview", "../../x"])) == [
+        "train-reward",
+        "train-reward-2",
+        "a-b-c",
+        "overview-2",
+        "x",
+    ]

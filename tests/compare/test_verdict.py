@@ -1,0 +1,426 @@
+"""Experiments with a known truth on disk: the verdict, and that the reason is the right one."""
+
+import json
+
+import pytest
+
+from abrun.compare.verdict import EXIT_CODES, worst
+from abrun.errors import ComparisonError
+from abrun.recipe import Primary
+from tests.compare.simulate import edit, edit_rows, fail, write
+
+REWARD = Primary(metric="train/reward", margin=0.02)
+
+
+def reason_of(comparison):
+    return "\n".join(comparison.reasons)
+
+
+# --- MATCH ---
+
+
+def test_equal_arms_match_in_the_words_of_the_design(simulated, judged):
+    comparison = judged(simulated())
+    assert (comparison.verdict, comparison.exit_code) == ("MATCH", 0)
+    assert "equivalent within ±0.02 at 95 % confidence over 5 pairs, this recipe, steps 33-40" in reason_of(
+        comparison
+    )
+    assert not comparison.post_hoc
+
+
+def test_bit_identical_arms_match_exactly(simulated, judged):
+    experiment_dir = simulated()
+    for seed in range(5):
+        source = experiment_dir / f"baseline/seed-{seed}/metrics.jsonl"
+        (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_bytes(source.read_bytes())
+    comparison = judged(experiment_dir)
+    primary = comparison.arms[0].primaries[0]
+    assert comparison.verdict == "MATCH"
+    assert (primary.certified_bound, primary.p_difference, primary.pairs_needed) == (0.0, 1.0, 2)
+    assert all(one.ratio == 0.0 for one in comparison.arms[0].divergence if one.noise_floor == "measured")
+
+
+def test_a_small_difference_may_be_significant_and_still_equivalent(simulated, judged):
+    comparison = judged(simulated(shift=0.01, noise=0.001))
+    primary = comparison.arms[0].primaries[0]
+    assert primary.p_difference is not None and primary.p_difference < 0.01
+    assert comparison.verdict == "MATCH"
+
+
+# --- MISMATCH ---
+
+
+def test_twice_the_margin_is_a_mismatch(simulated, judged):
+    comparison = judged(simulated(shift=0.04))
+    assert (comparison.verdict, comparison.exit_code) == ("MISMATCH", 3)
+    assert "train/reward: differs by +0.0" in reason_of(comparison)
+    assert "beyond ±0.02" in reason_of(comparison)
+
+
+def test_a_shift_at_the_margin_never_matches(simulated, judged):
+    assert judged(simulated(shift=0.02)).verdict in ("MISMATCH", "INCONCLUSIVE")
+
+
+@pytest.mark.parametrize(
+    ("metric", "factor"), [("train/grad_norm", 1.01), ("train/reward", 0.99), ("train/entropy", 1.001)]
+)
+def test_step_one_must_agree(simulated, judged, metric, factor):
+    experiment_dir = simulated()
+
+    def first_step(row):
+        if row["step"] == 1:
+            row[metric] *= factor
+
+    edit_rows(experiment_dir / "treatment/seed-2", first_step)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    assert f"step one: {metric}" in reason_of(comparison) and "(seed 2)" in reason_of(comparison)
+
+
+def test_a_new_nan_is_a_mismatch(simulated, judged):
+    experiment_dir = simulated()
+
+    def late(row):
+        if row["step"] >= 37:
+            row["train/reward"] = "NaN"
+
+    edit_rows(experiment_dir / "treatment/seed-1", late)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    assert "guard finite fails: train/reward is nan in treatment/seed-1 from step 37" in reason_of(comparison)
+    assert comparison.arms[0].primaries[0].seeds == (0, 2, 3, 4)
+
+
+def test_a_crashed_treatment_is_a_mismatch(simulated, judged):
+    experiment_dir = simulated()
+    fail(experiment_dir / "treatment/seed-3", after_steps=12)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    assert (
+        "guard finished fails: treatment/seed-3 failed at step 12 where its baseline finished "
+        "(exit code 1: CUDA out of memory)" in reason_of(comparison)
+    )
+    assert (comparison.arms[0].num_pairs, comparison.arms[0].num_planned_pairs) == (4, 5)
+
+
+def test_a_treatment_that_crashes_before_its_first_step_is_a_mismatch(simulated, judged):
+    experiment_dir = simulated()
+    for seed in range(5):
+        fail(experiment_dir / f"treatment/seed-{seed}", after_steps=0)
+        (experiment_dir / f"treatment/seed-{seed}/environment.json").unlink()
+    comparison = judged(experiment_dir, formats=("json", "markdown", "png"))
+    assert comparison.verdict == "MISMATCH"
+    assert "(and 4 more)" in reason_of(comparison)
+
+
+# --- INCONCLUSIVE ---
+
+
+def test_too_much_spread_is_inconclusive_and_says_what_it_would_take(simulated, judged):
+    comparison = judged(simulated(noise=0.03))
+    assert (comparison.verdict, comparison.exit_code) == ("INCONCLUSIVE", 4)
+    reason = reason_of(comparison)
+    for part in (
+        "90 % interval [",
+        "certified bound",
+        "s_d",
+        "pair correlation",
+        "power now",
+        "pairs needed",
+    ):
+        assert part in reason
+
+
+def test_without_a_claim_there_is_no_match(simulated, judged):
+    comparison = judged(simulated(compare={"primary": []}))
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert "no primary metric is declared" in reason_of(comparison)
+
+
+def test_one_pair_can_only_use_step_one(simulated, judged):
+    experiment_dir = simulated(seeds=[0], compare={"primary": []}, controls={"aa_reruns": 0})
+    comparison = judged(experiment_dir, primaries=[REWARD])
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert "1 usable pair;" in reason_of(comparison)
+    assert comparison.arms[0].primaries[0].result == "not tested"
+
+
+def test_one_pair_may_still_fail_step_one(simulated, judged):
+    experiment_dir = simulated(seeds=[0], compare={"primary": []}, controls={"aa_reruns": 0})
+    edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/grad_norm": 9.0}))
+    assert judged(experiment_dir).verdict == "MISMATCH"
+
+
+def test_one_undecided_claim_is_enough(simulated, judged):
+    claims = [REWARD.model_dump(), {"metric": "train/grad_norm", "margin": 0.001}]
+    comparison = judged(simulated(compare={"primary": claims}))
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert "train/grad_norm: not decided" in reason_of(comparison)
+    assert "train/reward" not in reason_of(comparison)
+
+
+# --- INVALID ---
+
+
+def invalid(comparison, *parts):
+    assert (comparison.verdict, comparison.exit_code) == ("INVALID", 5), comparison.reasons
+    for part in parts:
+        assert part in reason_of(comparison)
+
+
+def test_a_seed_without_its_pair(simulated, judged):
+    experiment_dir = simulated()
+    edit(
+        experiment_dir / "experiment.json",
+        lambda content: content.update(
+            runs=[r for r in content["runs"] if (r["arm"], r["seed"]) != ("treatment", 4)]
+        ),
+    )
+    invalid(judged(experiment_dir), "unpaired seed 4: treatment has no run of it")
+
+
+def test_a_missing_directory(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-4").rename(experiment_dir / "elsewhere")
+    invalid(judged(experiment_dir), "treatment/seed-4 is not finished (pending; its directory is missing)")
+
+
+def test_a_run_that_is_not_finished(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-4/result.json").unlink()
+    write(experiment_dir / "treatment/seed-4/meta.json", {"status": "interrupted", "attempts": []})
+    expected = "treatment/seed-4 is not finished (interrupted): launch with --resume"
+    invalid(judged(experiment_dir), expected)
+
+
+@pytest.mark.parametrize("run", ["baseline/seed-1", "baseline/seed-1-aa1"])
+def test_a_failed_baseline(simulated, judged, run):
+    experiment_dir = simulated()
+    fail(experiment_dir / run, after_steps=5)
+    invalid(judged(experiment_dir), f"{run} failed (exit code 1: CUDA out of memory)")
+
+
+def test_invalid_comes_before_mismatch(simulated, judged):
+    experiment_dir = simulated(shift=0.04)
+    fail(experiment_dir / "baseline/seed-1", after_steps=5)
+    fail(experiment_dir / "treatment/seed-2", after_steps=5)
+    invalid(judged(experiment_dir))
+
+
+def test_a_torn_last_line_shortens_the_grid(simulated, judged):
+    path = simulated() / "baseline/seed-0/metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    comparison = judged(path.parents[2])
+    invalid(comparison, "step grids differ: baseline/seed-0 holds 39 of 40 steps (98%; step 40 is the first")
+    assert comparison.arms[0].coverage == {"shared_steps": 39, "all_steps": 40}
+
+
+def test_unequal_lengths(simulated, judged):
+    experiment_dir = simulated()
+    path = experiment_dir / "treatment/seed-0/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
+    comparison = judged(experiment_dir)
+    invalid(comparison, "treatment/seed-0 holds 30 of 40 steps (75%; step 31 is the first it lacks)")
+
+
+def test_a_config_outside_the_declared_treatment(simulated, judged):
+    experiment_dir = simulated()
+    edit(
+        experiment_dir / "treatment/seed-1/config.json",
+        lambda content: content["config"]["policy"]["optimizer"].update(learning_rate=0.1),
+    )
+    expected = "treatment/seed-1: config policy.optimizer.learning_rate is 0.1, but 1e-06 in baseline/seed-0"
+    invalid(judged(experiment_dir), expected, "outside the declared treatment")
+
+
+def test_other_initial_weights(simulated, judged):
+    experiment_dir = simulated()
+    edit(experiment_dir / "treatment/seed-1/config.json", lambda content: content.update(initial_weights="x"))
+    invalid(judged(experiment_dir), "config initial_weights is 'x', but None")
+
+
+def test_a_treatment_that_was_not_applied(simulated, judged):
+    experiment_dir = simulated()
+    baseline = experiment_dir / "baseline/seed-1/config.json"
+    treatment = experiment_dir / "treatment/seed-1/config.json"
+    edit(treatment, lambda content: content.update(config=read_config(baseline)))
+    invalid(
+        judged(experiment_dir),
+        "treatment/seed-1: config policy.logprobs.impl is 'logits', not 'chunked' as the treatment declares",
+    )
+
+
+def read_config(path):
+    return json.loads(path.read_text())["config"]
+
+
+def test_swapped_arms(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-0").rename(experiment_dir / "aside")
+    (experiment_dir / "baseline/seed-0").rename(experiment_dir / "treatment/seed-0")
+    (experiment_dir / "aside").rename(experiment_dir / "baseline/seed-0")
+    invalid(judged(experiment_dir), "baseline/seed-0: its config.json is that of another run (arm treatment")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"versions": {"torch": "2.12.0", "transformers": "5.5.3"}}, "torch 2.11.0 against 2.12.0"),
+        ({"devices": ["NVIDIA H100"]}, "devices differ between baseline/seed-2 and treatment/seed-2"),
+        (
+            {"prompts_sha256": "f" * 64},
+            "the prompt hash differs between baseline/seed-2 and treatment/seed-2",
+        ),
+        ({"python": "3.12.1"}, "the Python version differs"),
+    ],
+)
+def test_another_environment(simulated, judged, change, reason):
+    experiment_dir = simulated()
+    edit(experiment_dir / "treatment/seed-2/environment.json", lambda content: content.update(change))
+    comparison = judged(experiment_dir)
+    invalid(comparison, reason)
+    assert comparison.content["primaries"][0]["result"] == "not tested"  # no claim on what is not comparable
+
+
+def test_other_hosts_are_no_other_environment(simulated, judged):
+    experiment_dir = simulated()
+    edit(
+        experiment_dir / "treatment/seed-2/environment.json", lambda content: content.update(hosts=["node-9"])
+    )
+    assert judged(experiment_dir).verdict == "MATCH"
+
+
+def test_an_unknown_environment(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-2/environment.json").unlink()
+    invalid(judged(experiment_dir), "treatment/seed-2: environment.json is missing")
+
+
+def test_a_missing_metric(simulated, judged):
+    experiment_dir = simulated()
+    edit_rows(experiment_dir / "treatment/seed-2", lambda row: row.pop("train/reward"))
+    invalid(judged(experiment_dir), "missing metric: treatment/seed-2 did not record train/reward (primary)")
+
+
+def test_a_metric_missing_at_one_step(simulated, judged):
+    experiment_dir = simulated()
+    edit_rows(
+        experiment_dir / "treatment/seed-2",
+        lambda row: row.pop("train/token_mult_prob_error") if row["step"] == 9 else None,
+    )
+    invalid(judged(experiment_dir), "did not record train/token_mult_prob_error (guard) at step 9")
+
+
+def test_a_claim_on_a_metric_nobody_recorded(simulated, judged):
+    comparison = judged(simulated(compare={"primary": [{"metric": "validation/accuracy", "margin": 0.1}]}))
+    invalid(comparison, "missing metric: baseline/seed-0 did not record validation/accuracy", "and 6 more")
+
+
+def test_a_baseline_that_is_not_a_number(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        edit_rows(
+            experiment_dir / f"{arm}/seed-2",
+            lambda row: row.update({"train/reward": "NaN"}) if row["step"] == 38 else None,
+        )
+    invalid(judged(experiment_dir), "baseline/seed-2: train/reward is nan at step 38 in the baseline itself")
+
+
+def test_nothing_to_check_at_step_one(simulated, judged):
+    experiment_dir = simulated(compare={"primary": [{"metric": "x", "margin": 1.0}]})
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, _only_x)
+    invalid(judged(experiment_dir), "no step-one metric is recorded in both arms")
+
+
+def _only_x(row):
+    for key in [key for key in row if "/" in key]:
+        del row[key]
+    row["x"] = 0.01 * row["step"]
+
+
+def test_an_experiment_that_has_not_started(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            for name in ("metrics.jsonl", "environment.json", "result.json", "meta.json"):
+                (directory / name).unlink()
+    invalid(judged(experiment_dir, formats=("json", "markdown", "png")), "is not finished (pending)")
+
+
+# --- several treatments ---
+
+
+def test_the_worst_treatment_speaks_for_all(simulated, judged):
+    arms = {
+        "baseline": {},
+        "good": {"policy.logprobs.impl": "chunked"},
+        "bad": {"policy.optimizer.learning_rate": 1e-5},
+    }
+    comparison = judged(simulated(arms=arms, shift={"bad": 0.05}))
+    assert [(arm.arm, arm.verdict) for arm in comparison.arms] == [("good", "MATCH"), ("bad", "MISMATCH")]
+    assert comparison.verdict == "MISMATCH"
+    assert all(reason.startswith("bad: ") for reason in comparison.reasons)
+
+
+def test_worst_is_ordered_as_the_exit_codes():
+    assert worst(["MATCH", "INCONCLUSIVE"]) == "INCONCLUSIVE"
+    assert worst(["MISMATCH", "INCONCLUSIVE", "MATCH"]) == "MISMATCH"
+    assert worst(["MISMATCH", "INVALID"]) == "INVALID"
+    assert EXIT_CODES == {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
+
+
+# --- claims made by hand ---
+
+
+def test_declared_claims_given_again_are_not_post_hoc(simulated, judged):
+    again = Primary(metric="train/reward", window="last 20%", margin=0.02, transform="identity")
+    assert not judged(simulated(), primaries=[again]).post_hoc
+
+
+@pytest.mark.parametrize("change", [{"margin": 0.03}, {"window": "all"}, {"metric": "train/entropy"}])
+def test_other_claims_are_post_hoc(simulated, judged, change):
+    comparison = judged(simulated(), primaries=[REWARD.model_copy(update=change)])
+    assert comparison.post_hoc
+    assert "post hoc" in comparison.reasons[-1]
+
+
+def test_a_margin_changed_in_the_file_is_post_hoc(simulated, judged):
+    experiment_dir = simulated()
+    edit(
+        experiment_dir / "experiment.json",
+        lambda content: content["recipe"]["compare"]["primary"][0].update(margin=0.05),
+    )
+    assert judged(experiment_dir).post_hoc
+
+
+def test_a_mistyped_metric_is_refused_with_the_likely_one(simulated, judged):
+    with pytest.raises(ComparisonError, match=r"got metric 'train/rewrad'.*did you mean 'train/reward'"):
+        judged(simulated(), primaries=[Primary(metric="train/rewrad", margin=0.1)])
+
+
+def test_a_window_without_steps_is_refused(simulated, judged):
+    with pytest.raises(ComparisonError, match="got 'steps 90-95', the runs hold steps 1-40"):
+        judged(simulated(), primaries=[REWARD.model_copy(update={"window": "steps 90-95"})])
+
+
+def test_a_window_between_recorded_steps_is_refused(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(
+                directory,
+                lambda row: row.update({"validation/accuracy": 0.5}) if row["step"] % 10 == 0 else None,
+            )
+    sparse = Primary(metric="validation/accuracy", margin=0.1, window="steps 11-19")
+    with pytest.raises(ComparisonError, match="selects none of the 4 steps 10-40"):
+        judged(experiment_dir, primaries=[sparse])
+    assert judged(experiment_dir, primaries=[sparse.model_copy(update={"window": "all"})]).verdict == "MATCH"
+
+
+def test_a_value_outside_the_transform_is_refused(simulated, judged):
+    experiment_dir = simulated()
+    edit_rows(experiment_dir / "baseline/seed-0", lambda row: row.update({"train/grad_norm": 0.0}))
+    with pytest.raises(ComparisonError, match=r"train/grad_norm: transform 'log' got the value 0"):
+        judged(experiment_dir, primaries=[Primary(metric="train/grad_norm", margin=0.1)])

@@ -1,0 +1,181 @@
+"""The statistics against statsmodels, against the design's table, and against simulation."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.weightstats import ttost_paired
+
+from abrun.equivalence import (
+    holm,
+    mean_and_sd,
+    paired_tost,
+    pairs_needed,
+    pairs_needed_range,
+    power,
+    power_at,
+    sd_interval,
+    sd_of_difference,
+    t_interval,
+)
+
+
+@pytest.mark.parametrize("num_pairs", [2, 3, 5, 10, 40])
+@pytest.mark.parametrize("shift", [0.0, 0.3, -1.2])
+def test_tost_agrees_with_statsmodels(num_pairs, shift):
+    rng = np.random.default_rng(num_pairs)
+    baseline = rng.normal(5, 1, num_pairs)
+    treatment = baseline + shift + rng.normal(0, 0.5, num_pairs)
+    tost = paired_tost(baseline, treatment, margin=0.7)
+    p, _, _ = ttost_paired(treatment, baseline, -0.7, 0.7)
+    assert tost.p_tost == pytest.approx(p, abs=1e-12)
+    assert tost.equivalent == (p < 0.05)
+    assert tost.pair_correlation == pytest.approx(np.corrcoef(baseline, treatment)[0, 1])
+
+
+@pytest.mark.parametrize(
+    "p_values", [[0.04], [0.03, 0.01, 0.04, 0.01], [0.9, 0.8, 0.0], [0.02, 0.02, 0.02], [1.0, 1.0]]
+)
+def test_holm_agrees_with_statsmodels(p_values):
+    assert holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1], abs=1e-15)
+
+
+def test_holm_of_nothing_is_nothing():
+    assert holm([]) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-1, 1), min_size=3, max_size=12), st.floats(0.01, 2))
+def test_interval_bound_and_p_value_say_the_same(differences, margin):
+    tost = paired_tost(np.zeros(len(differences)), differences, margin)
+    low, high = tost.interval
+    assert tost.certified_bound == max(abs(low), abs(high))
+    if abs(tost.certified_bound - margin) > 1e-9:
+        assert tost.equivalent == (tost.certified_bound < margin)
+    # The certified bound is the smallest margin that would have passed.
+    assert paired_tost(
+        np.zeros(len(differences)), differences, tost.certified_bound * 1.001 + 1e-9
+    ).equivalent
+
+
+def test_bit_identical_arms_are_decided_exactly():
+    values = np.array([0.1, 0.7, 0.30000000000000004])
+    tost = paired_tost(values, values, margin=1e-9)
+    assert tost.interval == (0.0, 0.0) and tost.certified_bound == 0.0
+    assert (tost.p_tost, tost.p_difference, tost.pair_correlation) == (0.0, 1.0, 1.0)
+    assert tost.equivalent
+
+
+@pytest.mark.parametrize(("shift", "equivalent"), [(0.25, True), (0.5, False), (0.75, False)])
+def test_an_exact_shift_is_decided_by_its_size(shift, equivalent):
+    baseline = np.array([1.0, 2.0, 4.0])
+    tost = paired_tost(baseline, baseline + shift, margin=0.5)
+    assert tost.sd_difference == 0.0 and tost.interval == (shift, shift)
+    assert tost.equivalent is equivalent and tost.p_difference == 0.0
+
+
+def test_equal_values_have_no_spread_at_all():
+    assert mean_and_sd(np.full(7, 0.1)) == (0.1, 0.0)
+    assert np.full(7, 0.1).std(ddof=1) > 0  # what summing would have made of them
+    assert t_interval(np.full(7, 0.1), 0.95) == (0.1, 0.1)
+
+
+def test_a_constant_arm_has_no_correlation():
+    assert paired_tost([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], 1.0).pair_correlation is None
+
+
+@pytest.mark.parametrize(
+    ("baseline", "treatment", "margin"),
+    [
+        ([1.0], [1.0], 1.0),
+        ([1.0, 2.0], [1.0], 1.0),
+        ([1.0, float("nan")], [1.0, 2.0], 1.0),
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+    ],
+)
+def test_what_cannot_be_tested_is_refused(baseline, treatment, margin):
+    with pytest.raises(ValueError):
+        paired_tost(baseline, treatment, margin)
+
+
+# P(match | truly equal) for one claim with 3, 5 and 10 pairs, simulated when the verdict was designed.
+TABLE = [
+    (1.0, 0.0, (0.05, 0.09, 0.35), 19),
+    (1.0, 0.8, (0.37, 0.79, 1.0), 6),
+    (1.5, 0.0, (0.15, 0.35, 0.85), 10),
+    (1.5, 0.8, (0.71, 0.99, 1.0), 4),
+    (2.0, 0.8, (0.91, 1.0, 1.0), 3),
+]
+
+
+@pytest.mark.parametrize(("margin", "correlation", "powers", "needed"), TABLE)
+def test_power_is_that_of_the_design_table(margin, correlation, powers, needed):
+    for num_pairs, expected in zip((3, 5, 10), powers, strict=True):
+        assert power(margin, 1.0, correlation, num_pairs) == pytest.approx(expected, abs=0.01)
+    assert pairs_needed(margin, sd_of_difference(1.0, correlation)) == needed
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "true_difference"), [(2, 0.0), (4, 0.0), (6, 0.5), (8, 1.0), (30, 0.7)]
+)
+def test_power_is_what_simulation_finds(num_pairs, true_difference):
+    rng = np.random.default_rng(7)
+    draws = 40_000
+    differences = rng.normal(true_difference, 0.8, (draws, num_pairs))
+    mean, sd = differences.mean(axis=1), differences.std(axis=1, ddof=1)
+    passed = np.abs(mean) + critical_t(num_pairs) * sd / np.sqrt(num_pairs) < 1.0
+    found = power_at(1.0, 0.8, num_pairs, true_difference=true_difference)
+    assert found == pytest.approx(passed.mean(), abs=4 * np.sqrt(0.25 / draws))
+
+
+def critical_t(num_pairs):
+    """One-sided 5 % points from a printed table of Student's t."""
+    return {1: 6.3138, 3: 2.3534, 5: 2.0150, 7: 1.8946, 29: 1.6991}[num_pairs - 1]
+
+
+def test_t_interval_is_that_of_the_printed_table():
+    low, high = t_interval([1.0, 2.0, 3.0, 6.0], 0.9)  # mean 3, sd sqrt(14 / 3)
+    reach = 2.3534 * np.sqrt(14 / 3) / 2
+    assert (low, high) == pytest.approx((3 - reach, 3 + reach), abs=1e-3)
+
+
+def test_at_the_margin_a_match_is_as_rare_as_alpha():
+    assert power_at(1.0, 0.5, 10, true_difference=1.0) == pytest.approx(0.05, abs=1e-6)
+    assert power_at(1.0, 0.5, 10, alpha=0.01, true_difference=-1.0) == pytest.approx(0.01, abs=1e-6)
+    assert power_at(1.0, 0.5, 10, true_difference=2.0) < 1e-6
+
+
+def test_power_at_its_ends():
+    assert power_at(1.0, 0.0, 2) == 1.0
+    assert power_at(1.0, 0.0, 2, true_difference=1.0) == 0.0
+    assert power_at(1.0, 1.0, 1) == 0.0
+    assert power_at(1e-6, 1.0, 3) == pytest.approx(0.0, abs=1e-9)
+    assert power_at(1e6, 1.0, 3) == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("sd", [0.0, 0.4, 0.9, 2.5])
+def test_pairs_needed_is_the_first_that_suffices(sd):
+    needed = pairs_needed(1.0, sd)
+    assert needed is not None
+    assert power_at(1.0, sd, needed) >= 0.8
+    assert needed == 2 or power_at(1.0, sd, needed - 1) < 0.8
+
+
+def test_pairs_needed_gives_up():
+    assert pairs_needed(0.01, 1.0) is None
+    assert pairs_needed(1.0, 2.0, most=10) is None
+
+
+def test_range_of_pairs_needed_holds_the_estimate():
+    low, high = pairs_needed_range(1.0, 0.9, num_pairs=5)
+    needed = pairs_needed(1.0, 0.9)
+    assert low is not None and high is not None and needed is not None
+    assert low < needed < high
+
+
+def test_sd_interval_covers():
+    rng = np.random.default_rng(3)
+    sds = rng.normal(0, 2.0, (20_000, 5)).std(axis=1, ddof=1)
+    low, high = sd_interval(1.0, 5)
+    assert np.mean((sds * low < 2.0) & (sds * high > 2.0)) == pytest.approx(0.9, abs=0.01)
