@@ -91,8 +91,17 @@ class Logprobs(Section):
     """How log-probs are computed from hidden states; see abrun.kernels.linear_logprobs."""
 
     impl: Literal["logits", "chunked"] = "logits"
-    chunk_size: Count | None = None
+    chunk_size: Count | None = None  # vocabulary rows; None: chosen from a memory budget
     head_dtype: Literal["float32"] | None = None
+
+    @model_validator(mode="after")
+    def _only_chunked_has_chunks(self) -> Self:
+        if self.impl != "chunked" and self.chunk_size is not None:
+            raise ValueError(
+                f"policy.logprobs.chunk_size: got {self.chunk_size} with impl {self.impl!r}, which has no chunks; "
+                "use impl: chunked, or chunk_size: null"
+            )
+        return self
 
 
 class Optimizer(Section):
@@ -462,7 +471,9 @@ def _read_with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     except FileNotFoundError:
         asked = f"{chain[-1]}: defaults: " if chain else ""
         raise RecipeError(f"{asked}{path}: no such recipe; check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read as a recipe: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: cannot be read as a recipe: {error}") from None
     raw = _parse_yaml(text, str(path))
     if not isinstance(raw, dict):
@@ -470,7 +481,7 @@ def _read_with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     parents = raw.pop("defaults", [])
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(
-        isinstance(parent, str) and parent.isprintable() for parent in parents
+        isinstance(parent, str) and parent.isprintable() and len(parent) < 1000 for parent in parents
     ):
         raise RecipeError(f"{path}: defaults: got {_short(parents)}; allowed: a path or a list of paths")
     merged: dict[str, Any] = {}

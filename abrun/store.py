@@ -12,13 +12,14 @@
         metrics.jsonl     one line a step                            appended by the trainer
         events.jsonl      started, resumed, checkpoint, failed, ...  appended by the trainer
         stdout.log, checkpoints/
-    runs/warm-starts/<hash>/                  a run directory too: supervised steps shared by all arms and seeds
+    runs/warm-starts/<hash>/                  a run directory too: steps shared by all arms and seeds
 
-One writer per file. Everything is a temporary file and a rename, or one append a line, so that a reader on any host
-of a shared file system, at any moment, sees whole files and at most one torn last line.
+One writer per file. Everything is a temporary file and a rename, or one append a line, so that a reader on
+any host of a shared file system, at any moment, sees whole files and at most one torn last line.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 WARM_STARTS = "warm-starts"
+LOCK = "launcher.lock"
 STALLED_AFTER_S = 600.0
 
 Status = Literal["pending", "running", "stalled", "finished", "failed", "interrupted"]
@@ -58,11 +60,11 @@ def run_dir(experiment_dir: Path, name: RunName) -> Path:
     return experiment_dir / str(name)
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing ---
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all. Raises StoreError where the disk or the permissions do not allow it."""
+    """Write a JSON file whole or not at all. Raises StoreError where disk or permissions do not allow it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class LineWriter:
-    """Appends JSON lines, one `write()` each. Opening drops the torn last line of a writer that was killed."""
+    """Appends JSON lines, one `write()` each. Opening drops the torn last line of a killed writer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,7 +92,7 @@ class LineWriter:
             os.lseek(self._file, 0, os.SEEK_END)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row. A line that the disk cannot take whole is removed again before StoreError is raised."""
+        """Append one row. A line that the disk cannot take whole is removed before StoreError is raised."""
         line = (json.dumps(_encode(row), allow_nan=False) + "\n").encode()
         start = os.lseek(self._file, 0, os.SEEK_END)
         with explained(self.path):
@@ -108,13 +110,14 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "a file is where a folder has to be" if in_the_way else error.strerror or str(error)
         raise StoreError(
             f"{path}: cannot be written: {reason}; free the space or choose another --runs-dir"
         ) from error
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading ---
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -131,19 +134,38 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file, NaN and Inf restored. A torn last line is left out: its writer was killed.
+    """All rows of a JSON-lines file; see LineReader."""
+    return LineReader(path).read()
 
-    Raises StoreError naming file and line where any other line is corrupt.
+
+class LineReader:
+    """Follows a JSON-lines file: each `read()` returns the rows appended since, NaN and Inf restored.
+
+    A torn last line (of a writer at work, or killed) is left for later. Raises StoreError naming file and
+    line where any other line is corrupt.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from None
-    *lines, torn = content.split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, 1):
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._num_lines = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from None
+        *lines, torn = content.split(b"\n")
+        rows = [self._parse(line, number) for number, line in enumerate(lines, self._num_lines + 1)]
+        self._offset += len(content) - len(torn)
+        self._num_lines += len(lines)
+        return rows
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             row = json.loads(line)
         except ValueError:
@@ -151,14 +173,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             shown = line[:40].decode(errors="replace")
             raise StoreError(
-                f"{path}, line {number}: got {shown!r}; a JSON object is expected: remove the line or run again"
+                f"{self.path}, line {number}: got {shown!r}; a JSON object is expected: "
+                "remove the line or run again"
             )
-        rows.append({key: _decode(value) for key, value in row.items()})
-    return rows
+        return {key: _decode(value) for key, value in row.items()}
 
 
 def read_metrics(directory: Path) -> "pd.DataFrame":
-    """The metrics of one run: index `step`, a column a key; the last attempt wins where a step was run twice."""
+    """The metrics of one run: index `step`, a column a key; where a step ran twice the last attempt wins."""
     import pandas as pd
 
     path = directory / "metrics.jsonl"
@@ -184,8 +206,8 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
     experiment = read_json(experiment_dir / "experiment.json")
     if experiment.get("schema_version") != SCHEMA_VERSION:
         raise StoreError(
-            f"{experiment_dir / 'experiment.json'}: schema_version: got {experiment.get('schema_version')!r}; "
-            f"this abrun reads {SCHEMA_VERSION}"
+            f"{experiment_dir / 'experiment.json'}: schema_version: "
+            f"got {experiment.get('schema_version')!r}; this abrun reads {SCHEMA_VERSION}"
         )
     return experiment
 
@@ -197,7 +219,21 @@ def planned_runs(experiment_dir: Path) -> list[RunName]:
 
 def run_state(experiment_dir: Path, name: RunName) -> RunState:
     """What one run is doing. Done means `result.json`; running with a stale heartbeat means stalled."""
-    directory = run_dir(experiment_dir, name)
+    return _state_of(run_dir(experiment_dir, name), name)
+
+
+def warm_start_states(experiment_dir: Path) -> list[RunState]:
+    """What the supervised runs behind an experiment's initial weights are doing."""
+    directories: dict[Path, None] = {}
+    for name in planned_runs(experiment_dir):
+        directory = run_dir(experiment_dir, name)
+        initial_weights = _read_or_empty(directory / "config.json").get("initial_weights")
+        if initial_weights:  # .../warm-starts/<hash>/checkpoints/final
+            directories[Path(os.path.normpath(directory / initial_weights)).parent.parent] = None
+    return [_state_of(directory, RunName(arm="warm-start", seed=0)) for directory in directories]
+
+
+def _state_of(directory: Path, name: RunName) -> RunState:
     num_steps = _read_or_empty(directory / "config.json").get("config", {}).get("steps", 0)
     heartbeat = _read_or_empty(directory / "heartbeat.json")
     meta = _read_or_empty(directory / "meta.json")
@@ -220,59 +256,95 @@ def run_state(experiment_dir: Path, name: RunName) -> RunState:
 
 
 def current_attempt(directory: Path) -> int:
-    """The attempt that owns a run directory: the fence that a process of an older attempt must not write past."""
+    """The attempt that owns a run directory: a fence that processes of older attempts must not write past."""
     return len(_read_or_empty(directory / "meta.json").get("attempts", [])) or 1
 
 
-# --- one launcher at a time ------------------------------------------------------------------------------------------
+# --- one launcher at a time ---
+
+
+class Locked(StoreError):
+    """Another launcher owns the directory."""
 
 
 @contextlib.contextmanager
-def launcher_lock(experiment_dir: Path) -> Iterator[str | None]:
-    """Own an experiment while launching it; yields a note where a dead launcher's lock was taken over.
+def launcher_lock(directory: Path) -> Iterator[str | None]:
+    """Own an experiment (or a warm start) while launching it; yields a note on a lock that a dead one left.
 
-    Raises StoreError naming the owner where another launcher is alive, or lives on another host and may be.
+    Alive is who holds the kernel's lock on the file, which no dead process does: a reused process id or an
+    empty file cannot mislead. What the file says is for people, and for other hosts, where the kernel's lock
+    may not reach. Raises Locked naming the owner where it is alive, or lives on another host and may be.
     """
-    path = experiment_dir / "launcher.lock"
-    note = None
+    path = directory / LOCK
     with explained(path):
-        experiment_dir.mkdir(parents=True, exist_ok=True)
-    mine = {"pid": os.getpid(), "host": socket.gethostname(), "started_s": time.time()}
-    while True:
-        try:
-            with explained(path):
-                file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-                os.write(file, json.dumps(mine).encode())
-                os.close(file)
-            break
-        except StoreError as error:
-            if not isinstance(error.__cause__, FileExistsError):
-                raise
-        owner = _read_or_empty(path)
-        if _may_be_alive(owner):
-            raise StoreError(
-                f"{path}: process {owner.get('pid', '?')} on host {owner.get('host', '?')} launches this experiment; "
-                "wait for it or stop it, and delete this file only if that process is gone"
-            )
-        note = f"took over the lock of process {owner.get('pid', '?')}, which is gone"
-        path.unlink(missing_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        yield note
+        owner = _lock_owner(os.pread(file, 4096, 0))
+        if _is_held(file, owner):
+            raise Locked(
+                f"{path}: {_describe(owner)} launches this experiment; wait for it or stop it, "
+                "and delete this file only if that process is gone"
+            )
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started_s": time.time()}
+        with explained(path):
+            os.ftruncate(file, 0)
+            try:
+                os.pwrite(file, json.dumps(mine).encode(), 0)
+            except OSError:
+                path.unlink()  # a full disk: leave no empty file behind
+                raise
+        try:
+            yield f"took over the lock of {_describe(owner)}, which is gone" if owner else None
+        finally:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, 0)  # not unlinked: a waiting launcher may have it open
     finally:
-        path.unlink(missing_ok=True)
+        os.close(file)
 
 
-def _may_be_alive(owner: Mapping[str, Any]) -> bool:
-    pid = owner.get("pid")
-    if not isinstance(pid, int) or owner.get("host") != socket.gethostname():
-        return bool(owner)
+def launcher_of(directory: Path) -> str | None:
+    """Who launches an experiment now, for people; None where nobody does."""
+    try:
+        owner = _lock_owner((directory / LOCK).read_bytes())
+    except OSError:
+        return None
+    alive = owner.get("host") != socket.gethostname() or _exists(owner.get("pid"))
+    return _describe(owner) if owner and alive else None
+
+
+def _lock_owner(content: bytes) -> dict[str, Any]:
+    try:
+        owner = json.loads(content)
+    except ValueError:
+        return {}  # nobody, or a writer that died before its first byte
+    return owner if isinstance(owner, dict) else {}
+
+
+def _is_held(file: int, owner: Mapping[str, Any]) -> bool:
+    """Whether somebody else owns the lock; where nobody does, the caller now holds the kernel's lock."""
+    elsewhere = owner.get("host", socket.gethostname()) != socket.gethostname()
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks: go by the process
+        return elsewhere or _exists(owner.get("pid"))
+    return elsewhere
+
+
+def _exists(pid: Any) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, TypeError):
         return False
     except PermissionError:
         return True
     return True
+
+
+def _describe(owner: Mapping[str, Any]) -> str:
+    return f"process {owner['pid']} on host {owner.get('host')}" if "pid" in owner else "another process"
 
 
 def _read_or_empty(path: Path) -> dict[str, Any]:

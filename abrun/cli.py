@@ -1,0 +1,219 @@
+"""The command line: parse, call one function, print. Everything slow to import waits inside its command."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from abrun.errors import AbrunError, RecipeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    help="Run paired A/B experiments in RL post-training, and say whether the arms converge the same way.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]
+Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
+MOST_SEEDS = 1000
+
+
+@app.command()
+def launch(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value by its dotted key; repeatable."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once; by default as many as the devices allow.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+    name: Annotated[
+        str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")
+    ] = False,
+    no_compare: Annotated[
+        bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")
+    ] = False,
+) -> None:
+    """Run an experiment: all arms and seeds, watched live, then compared.
+
+    Exit code: 0 when every run finished, 1 when one did not, 2 for bad input, 130 after Ctrl-C.
+    """
+    from abrun.plan import make_plan
+    from abrun.recipe import load_recipe
+
+    changes = [*(overrides or []), *([f"seeds={_parse_seeds(seeds)}"] if seeds is not None else [])]
+    plan = make_plan(load_recipe(recipe, changes))
+    console = _console()
+    if dry_run:
+        from abrun.launch.preview import preview
+
+        console.print(preview(plan, jobs))
+        return
+    from abrun.launch import local
+    from abrun.watch import View
+
+    experiment_dir = local.experiment_dir_of(plan, runs_dir, name)
+    with View(console) as view:
+        outcome = local.launch(
+            plan,
+            runs_dir,
+            name=name,
+            jobs=jobs,
+            resume=resume,
+            prepared=view.follow,
+            say=view.say,
+            tick=view.tick,
+        )
+    if outcome.exit_code:
+        again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
+        state = "Stopped" if outcome.stopped_by else "Not every run finished"
+        console.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+    if not (outcome.stopped_by or no_compare):
+        _compare_after_launch(experiment_dir, console)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def compare(
+    experiment: Experiment,
+    primary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC:WINDOW:MARGIN",
+            help="A claim instead of the recipe's, such as 'train/reward:last 20%:0.05'; repeatable.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the report goes; default: the experiment.")
+    ] = None,
+    allow_inconclusive: Annotated[
+        bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
+    ] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Judge whether the arms of an experiment converge the same way.
+
+    Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
+    """
+    from abrun.compare import compare_experiment
+    from abrun.recipe import parse_primary
+
+    primaries = [parse_primary(text) for text in primary] if primary else None
+    comparison = compare_experiment(_find(experiment, runs_dir), primaries=primaries, output=output)
+    _console().print(comparison.summary())
+    tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
+    raise typer.Exit(0 if tolerated else comparison.exit_code)
+
+
+@app.command()
+def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Follow an experiment that another shell or another host launches."""
+    from abrun import watch as live
+
+    live.watch(_find(experiment, runs_dir), _console())
+
+
+@app.command()
+def status(
+    experiment: Annotated[str | None, typer.Argument(help="A path, or a name; without one: all.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show what the runs of an experiment are doing, or all experiments in a line each."""
+    from abrun import watch as live
+
+    console = _console()
+    if experiment is None:
+        console.print(live.status_of_experiments(runs_dir))
+        return
+    experiment_dir = _find(experiment, runs_dir)
+    views = live.ExperimentReader(experiment_dir).read()
+    console.print(live.render(experiment_dir.name, views, console.width))
+
+
+def main() -> None:
+    """The entry point: every error that a user can mend is one line on stderr and exit code 2."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        return app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
+    except TyperException as error:
+        return _complain(_usage(error))
+    except AbrunError as error:
+        return _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `abrun status | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _complain(message: str) -> int:
+    print(f"abrun: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _usage(error: Any) -> str:
+    """What typer calls a usage error, in one line."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "abrun"
+    return f"{error.format_message().rstrip('.')}; see: {command} --help"
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if fixed else 120)
+
+
+def _find(experiment: str, runs_dir: Path) -> Path:
+    """The directory of an experiment given as a path or as a name."""
+    named, path = runs_dir / experiment, Path(experiment)
+    here = next((each for each in (named, path) if (each / "experiment.json").is_file()), None)
+    return here or (path if "/" in experiment else named)
+
+
+def _compare_after_launch(experiment_dir: Path, console: "Console") -> None:
+    from abrun.compare import compare_experiment
+
+    try:
+        comparison = compare_experiment(experiment_dir, primaries=None, output=None)
+    except AbrunError as error:  # said here: the exit code speaks of the runs
+        _complain(str(error))
+        return
+    console.print(comparison.summary())
+
+
+def _parse_seeds(text: str) -> list[int]:
+    """`0,1,2`, `0-4`, or both mixed."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            raise RecipeError(f"--seeds: got {text!r}; allowed: numbers such as 0,1,2 or ranges such as 0-4")
+        start, stop = int(first), int(last or first)
+        if not 0 <= stop - start < MOST_SEEDS:
+            raise RecipeError(f"--seeds: got {part.strip()!r}; the last of at most {MOST_SEEDS} comes last")
+        seeds += range(start, stop + 1)
+    return seeds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What a machine can run at once."""
+
+from pathlib import Path
+
+import pytest
+
+from abrun.launch.devices import Machine, Slots, find_gpus, usable_cores
+from abrun.recipe import Cluster
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [("0,1", ("0", "1")), ("", ()), ("-1", ()), ("3, GPU-ab,-1,2", ("3", "GPU-ab")), ("2", ("2",))],
+)
+def test_cuda_visible_devices_is_respected(
+    monkeypatch: pytest.MonkeyPatch, visible: str, gpus: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert find_gpus() == gpus
+
+
+def test_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpus() == ()
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-2)'\n"
+    )
+    smi.chmod(0o755)
+    assert find_gpus() == ("0", "1")
+
+
+def test_cores_stay_within_the_container_s_quota(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    unlimited = usable_cores(quota)
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == unlimited >= 1
+    quota.write_text("50000 100000\n")
+    assert usable_cores(quota) == 1
+
+
+def test_slots_come_from_devices() -> None:
+    slots = Slots(Machine(gpus=("0", "1", "2"), cores=3))
+    two_gpus, two_cores = Cluster(gpus_per_node=2), Cluster(cpu_ranks=2)
+    assert slots.take(two_gpus) == ("0", "1")
+    assert slots.take(two_gpus) is None
+    assert slots.take(two_cores) == ("cpu", "cpu")
+    assert slots.take(two_cores) is None and slots.take(Cluster()) == ("cpu",)
+    slots.give_back(("0", "1"))
+    assert slots.take(two_gpus) == ("2", "0")
+
+
+def test_jobs_cap_the_runs_and_may_share_cores() -> None:
+    slots = Slots(Machine(gpus=(), cores=1), 2)
+    assert slots.take(Cluster()) and slots.take(Cluster()) and slots.take(Cluster()) is None
+    slots.give_back(("cpu",))
+    assert slots.take(Cluster())

@@ -1,0 +1,282 @@
+"""The command line: help, one line for bad input, dry runs that write nothing, and exit codes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import abrun.compare
+from abrun import cli, store
+from abrun.errors import ComparisonError
+from abrun.launch import local
+from tests.launch.test_local import FAKE_TRAINER, SMALL, fake
+
+Run = Callable[..., tuple[int, str, str]]
+SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotlib")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`abrun ARGUMENTS` in an empty folder, with the fake trainer: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setitem(local.launch.__kwdefaults__, "command", fake)
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["abrun", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        output, errors = capsys.readouterr()
+        return int(str(exited.value.code)), output, errors
+
+    return run
+
+
+class Verdict:
+    """What `abrun.compare` answers, without its work."""
+
+    def __init__(self, verdict: str) -> None:
+        self.verdict = verdict
+        self.exit_code = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}[verdict]
+
+    def summary(self) -> str:
+        return f"The verdict: {self.verdict}"
+
+
+@pytest.fixture
+def verdict(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Any]]:
+    def answer(result: str | Exception) -> list[Any]:
+        calls: list[Any] = []
+
+        def compare(experiment_dir: Path, **options: Any) -> Verdict:
+            calls.append((experiment_dir, options))
+            if isinstance(result, Exception):
+                raise result
+            return Verdict(result)
+
+        monkeypatch.setattr(abrun.compare, "compare_experiment", compare)
+        return calls
+
+    return answer
+
+
+# --- help ---
+
+
+def abrun_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    probe = (
+        "import sys; from abrun.cli import main\n"
+        "try: main()\n"
+        f"finally: print([name for name in {SLOW} if name in sys.modules], file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", probe, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_help_imports_nothing_slow() -> None:
+    for arguments in ([], ["--help"], ["launch", "--help"]):
+        done = abrun_process(*arguments)
+        assert done.returncode == 0 and "Usage" in done.stdout
+        assert done.stderr.strip() == "[]"
+
+
+def test_help_answers_within_half_a_second() -> None:
+    fastest = float("inf")
+    for _ in range(6):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "abrun.cli", "--help"], capture_output=True, check=True)
+        fastest = min(fastest, time.perf_counter() - started)
+        if fastest < 0.5:
+            return
+    pytest.fail(f"{fastest:.2f} s at best")
+
+
+def test_nothing_before_compare_needs_torch(tmp_path: Path) -> None:
+    for arguments in (["launch", str(SMALL), "--dry-run"], ["status", "--runs-dir", str(tmp_path)]):
+        done = abrun_process(*arguments)
+        assert done.returncode == 0, done.stderr
+        loaded = done.stderr.strip().splitlines()[-1]
+        assert "torch" not in loaded and "transformers" not in loaded and "pandas" not in loaded
+
+
+def test_every_command_has_help(run: Run) -> None:
+    _, output, _ = run("--help")
+    commands = re.findall(r"^│ ([a-z-]+) +[A-Z]", output, re.MULTILINE)
+    assert {"launch", "compare", "watch", "status"} <= set(commands)
+    for command in commands:
+        code, output, _ = run(command, "-h")
+        assert code == 0 and f"Usage: abrun {command}" in output
+
+
+# --- bad input: one line, exit code 2 ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["frobnicate"], "No such command 'frobnicate'; see: abrun --help"),
+        (["launch"], "Missing argument"),
+        (["launch", SMALL, "--job", "2"], "--job"),
+        (["launch", SMALL, "--jobs", "0"], "greater than or equal to 1"),
+        (["launch", SMALL, "--jobs", "two"], "--jobs"),
+        (["launch", "gone.yaml"], "gone.yaml: no such recipe"),
+        (["launch", "."], "cannot be read as a recipe"),
+        (["launch", SMALL, "--set", "steps"], "--set: got 'steps'; allowed: key=value"),
+        (["launch", SMALL, "--set", "stepz=3"], "did you mean 'steps'"),
+        (["launch", SMALL, "--seeds", "1;2"], "--seeds: got '1;2'; allowed: numbers such as 0,1,2"),
+        (["launch", SMALL, "--seeds", "5-2"], "--seeds: got '5-2'"),
+        (["launch", SMALL, "--seeds", "0-999999999"], "at most 1000"),
+        (["launch", SMALL, "--seeds", "1,1"], "every seed once"),
+        (["launch", SMALL, "--seeds", "3"], "one seed with an equivalence margin"),
+        (["launch", SMALL, "--name", "a/b"], "--name: got 'a/b'"),
+        (["launch", SMALL, "--set", "cluster.nodes=2"], "the local launcher has this one machine"),
+        (["launch", SMALL, "--runs-dir", "/proc/runs"], "cannot be written"),
+        (["launch", SMALL, "--runs-dir", str(SMALL)], "a file is where a folder has to be"),
+        (["launch", SMALL, "--resume"], "no experiment here"),
+        (["compare", "gone"], "gone: no experiment here"),
+        (["compare", "gone", "--primary", "reward"], "--primary: got 'reward'; allowed: METRIC:"),
+        (["watch", "gone"], "gone: no experiment here"),
+        (["status", "gone"], "gone: no experiment here"),
+        (["status"], "runs: no such folder"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_writes_nothing(
+    run: Run, tmp_path: Path, arguments: list[str | Path], words: str
+) -> None:
+    code, output, errors = run(*arguments)
+    assert (code, output) == (2, "")
+    assert errors.startswith("abrun: ") and errors.count("\n") == 1 and words in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- launch ---
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+    known = "{metric: train/reward, margin: 0.05, sigma: 0.02, correlation: 0.5}"
+    claim = f"compare.primary=[{known}, {{metric: m, margin: 1}}]"
+    changes = ["--set", claim, "--set", "warm_start={steps: 7}", "--set", "controls.aa_reruns=1"]
+    code, output, _ = run("launch", SMALL, "--dry-run", "--seeds", "0-2", "--jobs", "2", *changes)
+    assert code == 0 and list(tmp_path.iterdir()) == []
+    rows = [line.split() for line in output.splitlines()]
+    assert rows[0] == ["small:", "7", "runs,", "2", "arms", "x", "3", "seeds", "+", "1", "A/A"]
+    assert [row[1] for row in rows if row and row[0].isdecimal()] == [
+        *("baseline/seed-0", "treatment/seed-0", "baseline/seed-0-aa1"),
+        *("baseline/seed-1", "treatment/seed-1", "baseline/seed-2", "treatment/seed-2"),
+    ]
+    assert ["treatment", "policy.logprobs.impl", "logits", "chunked"] in rows
+    assert "runs 2 at once" in output
+    # sigma 0.02, correlation 0.5: sd of a difference 0.02, so the margin is 2.5 sd
+    power = next(row for row in rows if row[:1] == ["train/reward"])
+    assert power[1:6] == ["last", "20%", "±0.05", "0.02", "0.5"]
+    assert 70 <= int(power[6].rstrip("%")) <= 85 and power[-1] == "pairs"
+    assert "sigma unknown: set compare.primary.1.sigma" in output
+
+
+def test_a_dry_run_of_more_than_the_machine_has_says_so(run: Run) -> None:
+    code, output, _ = run("launch", SMALL, "--dry-run", "--set", "cluster.nodes=2")
+    assert code == 0 and "cannot run it: " in output and "cluster.nodes: got 2" in output
+
+
+def test_a_launch_runs_compares_and_exits_with_0_whatever_the_verdict(
+    run: Run, tmp_path: Path, verdict: Any
+) -> None:
+    calls = verdict("MISMATCH")
+    code, output, errors = run("launch", SMALL, "--name", "mine", "--seeds", "4,7-8", "--jobs", "6")
+    assert (code, errors) == (0, "")
+    assert calls == [(tmp_path / "runs" / "mine", {"primaries": None, "output": None})]
+    assert output.rstrip().endswith("The verdict: MISMATCH") and "treatment/seed-8: finished" in output
+    assert {name.seed for name in store.planned_runs(tmp_path / "runs" / "mine")} == {4, 7, 8}
+    code, output, _ = run("status")
+    assert code == 0 and output.splitlines()[1].split() == ["mine", "6", "finished", "18/18"]
+    for experiment in ("mine", "runs/mine"):
+        code, output, _ = run("status", experiment)
+        assert code == 0 and output.splitlines()[0].split() == ["mine", "6", "finished"]
+    code, output, _ = run("watch", "mine")
+    assert code == 0 and "treatment/seed-8: finished" in output
+
+
+def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
+    run: Run, verdict: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict(ComparisonError("no pair is left"))
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"runs": {"treatment/seed-0": "fail"}}))
+    code, output, errors = run("launch", SMALL)
+    assert (code, errors) == (1, "abrun: no pair is left\n")
+    assert "treatment/seed-0: failed at step 0/3: the planned failure" in output
+    assert f"Continue with: abrun launch {SMALL} --resume" in output
+    monkeypatch.delenv("FAKE_TRAINER")
+    calls = verdict("MATCH")
+    code, output, _ = run("launch", SMALL, "--resume", "--no-compare")
+    assert code == 0 and calls == [] and "The verdict" not in output
+
+
+def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
+    script = (
+        "import sys; from abrun import cli; from abrun.launch import local\n"
+        f"command = lambda directory, ranks: [sys.executable, {str(FAKE_TRAINER)!r}, str(directory)]\n"
+        "local.launch.__kwdefaults__['command'] = command; cli.main()"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", script, "launch", str(SMALL), "--set", "steps=500", "--jobs", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "FAKE_TRAINER": '{"step_s": 0.05}'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    heartbeat = tmp_path / "runs" / "small" / "treatment" / "seed-0" / "heartbeat.json"
+    deadline = time.monotonic() + 30
+    while not heartbeat.exists():
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGINT)
+    output, errors = launcher.communicate(timeout=60)
+    assert (launcher.returncode, errors) == (130, "")
+    assert "stopping 2 runs" in output and "baseline/seed-0: interrupted at step" in output
+    again = f"Stopped. Continue with: abrun launch {SMALL} --set steps=500 --jobs 2 --resume"
+    assert output.splitlines()[-1] == again
+
+
+# --- compare ---
+
+
+@pytest.mark.parametrize(
+    ("result", "options", "code"),
+    [
+        ("MATCH", [], 0),
+        ("MISMATCH", [], 3),
+        ("INCONCLUSIVE", [], 4),
+        ("INVALID", [], 5),
+        ("INCONCLUSIVE", ["--allow-inconclusive"], 0),
+        ("MISMATCH", ["--allow-inconclusive"], 3),
+    ],
+)
+def test_the_verdict_is_the_exit_code(
+    run: Run, verdict: Any, result: str, options: list[str], code: int
+) -> None:
+    calls = verdict(result)
+    primary = ["--primary", "train/reward:last 20%:0.05", "--primary", "train/kl/mean:steps 1-9:0.1"]
+    assert run("compare", "mine", *primary, "--output", "report", *options)[:2] == (
+        code,
+        f"The verdict: {result}\n",
+    )
+    ((experiment_dir, asked),) = calls
+    assert experiment_dir == Path("runs/mine") and asked["output"] == Path("report")
+    assert [(claim.metric, claim.window, claim.margin) for claim in asked["primaries"]] == [
+        ("train/reward", "last 20%", 0.05),
+        ("train/kl/mean", "steps 1-9", 0.1),
+    ]
+
+
+def test_an_error_of_the_comparison_is_exit_code_2(run: Run, verdict: Any) -> None:
+    verdict(ComparisonError("two\nlines"))
+    assert run("compare", "mine") == (2, "", "abrun: two lines\n")

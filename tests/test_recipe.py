@@ -1,0 +1,301 @@
+"""Recipes: what is refused, in one line each; inheritance; and a fuzz test over the recipes that ship."""
+
+import copy
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from abrun.errors import RecipeError
+from abrun.plan import make_plan
+from abrun.recipe import RunConfig, _Loader, dotted, load_recipe, merge, nested, parse_primary
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+SMALL = Path(__file__).parent / "launch" / "small.yaml"
+
+
+def refused(path: Path, *overrides: str) -> str:
+    """The one line with which a recipe is refused."""
+    with pytest.raises(RecipeError) as caught:
+        make_plan(load_recipe(path, overrides))
+    line = str(caught.value)
+    assert line and len(line.splitlines()) == 1 and len(line) < 1000
+    return line
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    plan = make_plan(recipe)
+    assert len(plan.runs) == len(recipe.arms) * len(recipe.seeds) + recipe.controls.aa_reruns
+    for run in plan.runs:
+        assert RunConfig.model_validate(run.config.model_dump(mode="json")) == run.config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stepz=3", ["stepz", "did you mean 'steps'"]),
+        ("arms.treatment.policy.logprob.impl=chunked", ["policy.logprob", "did you mean 'logprobs'"]),
+        ("arms.treatment.seeds=[1]", ["arms.treatment.seeds", "unknown key"]),
+        ("steps=1e3", ["steps", "1000.0", "integer"]),
+        ("steps='3'", ["steps", "'3'", "integer"]),
+        ("steps=0", ["steps", "0", "greater than or equal to 1"]),
+        ("steps=99999999999999999999", ["steps", "less than"]),
+        ("policy.optimizer.learning_rate=.nan", ["policy.optimizer.learning_rate", "nan", "finite"]),
+        ("policy.logprobs.impl=triton9", ["policy.logprobs.impl", "triton9", "'chunked'"]),
+        ("algorithm={type: sftt}", ["algorithm.type", "sftt", "'grpo'"]),
+        ("task={type: gsm8k}", ["task.path", "missing"]),
+        ("task=null", ["task", "None", "a mapping"]),
+        ("algorithm.group_size=1", ["algorithm.group_size", "2 or more"]),
+        ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
+        (
+            "arms.treatment.policy.logprobs.impl=logits",
+            ["arms.treatment", "baseline's", "at least one value"],
+        ),
+        ("arms={../up: {steps: 3}}", ["arms", "'../up'", "letters"]),
+        ("arms={other: null}", ["arms.other", "None", "a mapping"]),
+        ("seeds=[0]", ["seeds", "one seed with an equivalence margin"]),
+        ("seeds=[1, 1]", ["seeds", "twice"]),
+        ("seeds=[]", ["seeds", "at least 1 item"]),
+        ("model.path=x", ["model", "both", "exactly one"]),
+        ("cluster={cpu_ranks: 3}", ["algorithm.prompts_per_step", "16", "multiple of 3"]),
+        ("cluster={gpus_per_node: 2, cpu_ranks: 2}", ["cluster.cpu_ranks", "drop one"]),
+        (
+            "compare.primary=[{metric: a, margin: 0.1, window: last week}]",
+            ["window", "last week", "last 20%"],
+        ),
+        ("compare.primary=[{metric: a, margin: 0.1, window: steps 9-2}]", ["ends before it begins"]),
+        ("name=a/b", ["name", "'a/b'", "letters"]),
+        ("controls.aa_reruns=1000000000", ["controls.aa_reruns", "1000"]),
+    ],
+)
+def test_each_rule_is_one_line_that_says_field_value_and_what_is_allowed(
+    override: str, words: list[str]
+) -> None:
+    line = refused(SMALL, override)
+    assert all(word in line for word in words), line
+
+
+def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path) -> None:
+    tree = yaml.load(SMALL.read_text(), _Loader)
+    path = tmp_path / "arms.yaml"
+    for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}):
+        path.write_text(yaml.safe_dump(tree | {"arms": arms}))
+        assert "an arm named 'baseline' and at least one more" in refused(path)
+    del tree["task"]["type"]
+    path.write_text(yaml.safe_dump(tree))
+    assert "task.type: missing" in refused(path)
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "a..b=3", ".a=3", "a\nb=3", "steps=[", "steps=*x"])
+def test_an_override_that_cannot_be_read_is_refused(override: str) -> None:
+    assert "--set" in refused(SMALL, override)
+
+
+def test_absurdly_deep_and_recursive_input_is_refused(tmp_path: Path) -> None:
+    assert "too deeply" in refused(SMALL, f"arms.treatment.{'a.' * 5000}b=3")
+    path = tmp_path / "recipe.yaml"
+    for text in ("[" * 5000, "a: &a [1]\nb: *a\n", "a: &a {b: *a}\n"):
+        path.write_text(text)
+        assert str(path) in refused(path)
+
+
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
+    assert "no such recipe" in refused(tmp_path / "nowhere.yaml")
+    assert "cannot be read" in refused(tmp_path)
+    assert "cannot be read" in refused(SMALL / "below-a-file.yaml")
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
+    assert "cannot be read" in refused(tmp_path / "binary.yaml")
+
+
+def test_overrides_reach_nested_values_and_arms() -> None:
+    recipe = load_recipe(SMALL, ["policy.optimizer.learning_rate=1e-4", "arms.treatment.steps=7"])
+    assert recipe.run_config("baseline").policy.optimizer.learning_rate == 1e-4
+    assert recipe.run_config("baseline").steps == 3
+    assert recipe.run_config("treatment").steps == 7
+    assert recipe.run_config("treatment").policy.logprobs.impl == "chunked"
+
+
+def test_a_change_of_type_replaces_the_whole_section() -> None:
+    base = {"task": {"type": "arithmetic", "digits": 2}, "steps": 3}
+    assert merge(base, {"task": {"type": "gsm8k", "path": "x"}})["task"] == {"type": "gsm8k", "path": "x"}
+    assert merge(base, {"task": {"digits": 1}})["task"] == {"type": "arithmetic", "digits": 1}
+    assert base == {"task": {"type": "arithmetic", "digits": 2}, "steps": 3}
+
+
+def test_dotted_and_nested_are_inverse() -> None:
+    tree = {"a": {"b": {"c": 1, "d": {}}}, "e": [1]}
+    assert dotted(tree) == {"a.b.c": 1, "a.b.d": {}, "e": [1]}
+    assert nested(dotted(tree)) == tree
+
+
+class TestDefaults:
+    def write(self, folder: Path, **files: str) -> Path:
+        for name, text in files.items():
+            (folder / f"{name}.yaml").write_text(text)
+        return folder / "child.yaml"
+
+    @pytest.fixture
+    def base(self) -> str:
+        return SMALL.read_text()
+
+    def test_a_path(self, tmp_path: Path, base: str) -> None:
+        path = self.write(tmp_path, base=base, child="defaults: base.yaml\nname: child\nsteps: 5\n")
+        recipe = load_recipe(path)
+        assert (recipe.name, recipe.steps, recipe.algorithm.type) == ("child", 5, "grpo")
+
+    def test_in_a_list_the_later_wins_and_the_file_itself_last(self, tmp_path: Path, base: str) -> None:
+        files = {"one": "steps: 11\nseeds: [7, 8]\n", "two": "steps: 12\ncheckpoint: {every: 3}\n"}
+        child = "defaults: [base.yaml, one.yaml, two.yaml]\ncheckpoint: {keep: 9}\n"
+        recipe = load_recipe(self.write(tmp_path, base=base, child=child, **files))
+        assert (recipe.steps, recipe.seeds) == (12, [7, 8])
+        assert (recipe.checkpoint.every, recipe.checkpoint.keep) == (3, 9)
+
+    def test_relative_to_the_file_that_says_it(self, tmp_path: Path, base: str) -> None:
+        (tmp_path / "deep").mkdir()
+        (tmp_path / "deep" / "middle.yaml").write_text("defaults: ../base.yaml\nsteps: 4\n")
+        assert load_recipe(self.write(tmp_path, base=base, child="defaults: deep/middle.yaml\n")).steps == 4
+
+    def test_the_same_base_twice_is_no_cycle(self, tmp_path: Path, base: str) -> None:
+        files = {"one": "defaults: base.yaml\n", "two": "defaults: base.yaml\nsteps: 6\n"}
+        assert load_recipe(
+            self.write(tmp_path, base=base, child="defaults: [one.yaml, two.yaml]", **files)
+        ).steps
+
+    def test_cycles_are_refused(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path, child="defaults: other.yaml", other="defaults: child.yaml")
+        assert "cycle" in refused(path) and "child.yaml > other.yaml > child.yaml" in refused(path)
+        assert "cycle" in refused(self.write(tmp_path, child="defaults: child.yaml"))
+
+    @pytest.mark.parametrize("value", ["3", "{a: b}", "[1]", '"a\\nb"'])
+    def test_what_is_no_path_is_refused(self, tmp_path: Path, value: str) -> None:
+        assert "a path or a list of paths" in refused(self.write(tmp_path, child=f"defaults: {value}"))
+
+    def test_a_missing_base_names_both_files(self, tmp_path: Path) -> None:
+        line = refused(self.write(tmp_path, child="defaults: gone.yaml"))
+        assert "child.yaml" in line and "gone.yaml" in line
+
+
+def test_yaml_reads_as_people_write_it(tmp_path: Path) -> None:
+    assert load_recipe(SMALL, ["policy.optimizer.eps=1e-6"]).policy.optimizer.eps == 1e-6
+    path = tmp_path / "twice.yaml"
+    path.write_text("steps: 1\nsteps: 2\n")
+    assert "'steps' is given twice" in refused(path) and "line 1" in refused(path)
+
+
+def test_primaries_of_the_command_line() -> None:
+    claim = parse_primary("timing/train/total_step_time_s:steps 10-50:0.1")
+    assert (claim.metric, claim.window, claim.margin) == (
+        "timing/train/total_step_time_s",
+        "steps 10-50",
+        0.1,
+    )
+    for bad in ("", "a", "a:all", "a:all:b", ":all:1", "a:all:-1", "a:never:1", "a:all:nan", "a:all:1:2"):
+        with pytest.raises(RecipeError, match="--primary") as caught:
+            parse_primary(bad)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+# --- fuzz: a mutated recipe either plans or is refused in one line ---
+
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 10**40, 0.0, -0.5, 1e308, float("inf"), float("nan"), "", "x", "1e-6",
+    "a\nb", "\x00", "ü\u2028", "a" * 5000, [], {}, [None], [[[]]], {"a": {"b": {}}}, {"type": "grpo"},
+    {"type": 3}, {"": 1}, {"a.b": 1}, list(range(3000)), ["last 20%"] * 50, {str(i): i for i in range(500)},
+    "2020-01-01",
+]  # fmt: skip
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every path to a value inside a tree of mappings and lists."""
+    keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
+    return [each for key in keys for each in [(*path, key), *places(tree[key], (*path, key))]]
+
+
+def mutate(tree: dict[str, Any], draw: random.Random) -> Any:
+    tree = copy.deepcopy(tree)
+    found = places(tree)
+    if not found:
+        return draw.choice(VALUES)
+    *parents, key = draw.choice(found)
+    owner: Any = tree
+    for parent in parents:
+        owner = owner[parent]
+    value = owner[key]
+    match draw.randrange(7):
+        case 0 | 1:
+            owner[key] = copy.deepcopy(draw.choice(VALUES))
+        case 2:
+            del owner[key]
+        case 3 if isinstance(owner, dict):
+            del owner[key]
+            text = str(key)
+            owner[draw.choice([text[:-1], text.upper(), text + "s", f"{text}.{text}", "", "type"])] = value
+        case 4:
+            owner[key] = draw.choice([[value], {"value": value}, {key: value}, [value] * 40])
+        case 5 if isinstance(value, int | float):
+            owner[key] = draw.choice([-value, value * 10**9, float(value), str(value), value + 1, value * 2])
+        case _:
+            other = owner
+            for parent in draw.choice(found):
+                other = other[parent] if isinstance(other, dict) and parent in other else other
+            owner[key] = copy.deepcopy(other) if other is not owner else None
+    return tree
+
+
+def corrupt(text: str, draw: random.Random) -> bytes:
+    """Bytes flipped, dropped, doubled, or a line repeated elsewhere (which also gives a key twice)."""
+    content = bytearray(text.encode())
+    for _ in range(draw.choice([1, 1, 2, 5])):
+        at = draw.randrange(len(content))
+        match draw.randrange(5):
+            case 0:
+                content[at] = draw.randrange(256)
+            case 1:
+                content[at] = ord(draw.choice("{}[]:,&*!|>%@`'\"#-? \t\n0"))
+            case 2:
+                del content[at : at + draw.randint(1, 20)]
+            case 3:
+                content[at:at] = content[at : at + draw.randint(1, 200)]
+            case 4:
+                lines = bytes(content).split(b"\n")
+                lines.insert(draw.randrange(len(lines)), draw.choice(lines))
+                content = bytearray(b"\n".join(lines))
+        if not content:
+            break
+    return bytes(content)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_fuzz(path: Path, tmp_path: Path) -> None:
+    draw = random.Random(f"abrun {path.stem}")
+    text = path.read_text()
+    tree = yaml.load(text, _Loader)  # as abrun reads it: 1e-3 is a number
+    shutil.copytree(path.parent, tmp_path / "recipes")  # with what its `defaults:` name
+    target = tmp_path / "recipes" / path.name
+    outcomes = {"planned": 0, "refused": 0}
+    rounds = max(60, 900 // len(RECIPES))
+    for round_ in range(rounds):
+        if round_ % 2:
+            mutated = mutate(tree, draw)
+            for _ in range(draw.choice([0, 0, 0, 1, 2])):
+                mutated = mutate(mutated, draw) if isinstance(mutated, dict) else mutated
+            content = yaml.safe_dump(mutated, allow_unicode=True).encode()
+        else:
+            content = corrupt(text, draw)
+        target.write_bytes(content)
+        try:
+            make_plan(load_recipe(target))
+            outcomes["planned"] += 1
+        except RecipeError as error:
+            line = str(error)
+            assert line and len(line.splitlines()) == 1 and line.isprintable() and len(line) < 1500, line
+            outcomes["refused"] += 1
+        except Exception as error:
+            raise AssertionError(f"round {round_}: {type(error).__name__} for {content!r}") from error
+    assert outcomes["planned"] > rounds / 50 and outcomes["refused"] > rounds / 3, outcomes

@@ -1,0 +1,191 @@
+"""The live view: what it shows, at the widths people have, and that it reads no line twice."""
+
+import io
+import math
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from abrun import store, watch
+from abrun.plan import RunName
+
+
+def make_experiment(root: Path, **steps: int) -> Path:
+    """An experiment of 60-step runs; `baseline_0=12` has made 12 steps and is running, 60 has finished."""
+    experiment_dir = root / "demo"
+    names = [RunName(arm=arm, seed=int(seed)) for arm, _, seed in (run.rpartition("_") for run in steps)]
+    runs = [{"arm": name.arm, "seed": name.seed, "rerun": 0} for name in names]
+    store.write_json(experiment_dir / "experiment.json", {"schema_version": 1, "runs": runs})
+    for name, done in zip(names, steps.values(), strict=True):
+        directory = store.run_dir(experiment_dir, name)
+        store.write_json(directory / "config.json", {"config": {"steps": 60}})
+        if done:
+            attempts = [{"started_s": time.time()}]
+            store.write_json(directory / "meta.json", {"status": "running", "attempts": attempts})
+            add_steps(directory, 1, done)
+        if done == 60:
+            store.write_json(directory / "result.json", {})
+    return experiment_dir
+
+
+def add_steps(directory: Path, first: int, last: int, **values: float) -> None:
+    writer = store.LineWriter(directory / "metrics.jsonl")
+    for step in range(first, last + 1):
+        row = {
+            "step": step,
+            "attempt": 1,
+            "train/reward": step / 60,
+            "train/token_mult_prob_error": 1.00021,
+            "train/grad_norm": 0.531,
+            "timing/train/total_step_time_s": 0.5,
+            "memory/generation/peak_live_tensor_bytes": 40 * 2**20,
+            "memory/forward_backward/peak_live_tensor_bytes": 84 * 2**20,
+        }
+        writer.write({**row, **{key.replace("__", "/"): value for key, value in values.items()}})
+    writer.close()
+    store.write_json(directory / "heartbeat.json", {"time_s": time.time(), "step": last})
+
+
+def drawn(experiment_dir: Path, width: int, height: int | None = None) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    views = watch.ExperimentReader(experiment_dir).read()
+    console.print(watch.render(experiment_dir.name, views, width, height))
+    return console.export_text()
+
+
+def test_the_table_shows_every_column_of_a_run(tmp_path: Path) -> None:
+    lines = drawn(make_experiment(tmp_path, baseline_0=60, treatment_0=30, baseline_1=0), 120).splitlines()
+    assert lines[0].split() == ["demo", "1", "finished", "1", "running", "1", "pending"]
+    headings = ["arm", "seed", "status", "step", "reward", "prob_error", "norm", "memory", "time", "ETA"]
+    assert lines[2].split() == headings
+    running = lines[4].split()
+    assert running[:5] == ["treatment", "0", "running", "30/60", "0.500"]
+    assert running[6:] == ["1.0002", "0.531", "84", "MiB", "0.50", "s", "0:15"]
+    assert set(running[5]) <= set("▁▂▃▄▅") and running[5][0] == "▁"
+    assert "90/180 steps" in lines[-1] and "50%" in lines[-1] and "0:45 left" in lines[-1]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_no_line_is_wider_than_the_terminal_nor_cut(tmp_path: Path, width: int) -> None:
+    text = drawn(make_experiment(tmp_path, baseline_0=60, treatment_0=30, baseline_1=0, treatment_1=0), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text and text.count("\n") == 8
+
+
+def test_many_runs_fit_into_a_low_terminal_those_at_work_first(tmp_path: Path) -> None:
+    runs = {f"baseline_{seed}": 60 for seed in range(20)} | {"treatment_0": 30, "treatment_1": 12}
+    runs |= {f"other_{seed}": 0 for seed in range(20)}
+    lines = drawn(make_experiment(tmp_path, **runs), 100, height=16).splitlines()
+    assert len(lines) <= 16
+    shown = [line.split()[:3] for line in lines[3:-2]]
+    assert ["treatment", "0", "running"] in shown and ["treatment", "1", "running"] in shown
+    left_out = lines[-2].split()
+    assert left_out[0] == "and" and int(left_out[1]) + int(left_out[3]) + len(shown) == 42
+
+
+def test_nan_is_seen(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=10)
+    add_steps(
+        experiment_dir / "treatment" / "seed-0", 11, 12, train__reward=math.nan, train__grad_norm=math.inf
+    )
+    row = next(line for line in drawn(experiment_dir, 120).splitlines() if line.startswith("treatment"))
+    assert "nan" in row and "inf" in row and "!!" in row
+
+
+def test_failures_and_corrupt_lines_are_said_below_the_table(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=10)
+    failed = {"status": "failed", "attempts": [{"started_s": 0}], "message": "out of [memory]"}
+    store.write_json(experiment_dir / "baseline" / "seed-0" / "meta.json", failed)
+    with (experiment_dir / "treatment" / "seed-0" / "metrics.jsonl").open("a") as file:
+        file.write("garbage\n")
+    text = drawn(experiment_dir, 200)
+    assert "baseline/seed-0: out of [memory]" in text
+    assert "treatment/seed-0: " in text and "line 11: got 'garbage'" in text
+
+
+def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=0)
+    warm_start = tmp_path / "warm-starts" / "abc"
+    config = {"initial_weights": "../../../warm-starts/abc/checkpoints/final", "config": {"steps": 60}}
+    store.write_json(experiment_dir / "baseline" / "seed-0" / "config.json", config)
+    store.write_json(warm_start / "config.json", {"config": {"steps": 100}})
+    store.write_json(
+        warm_start / "meta.json", {"status": "running", "attempts": [{"started_s": time.time()}]}
+    )
+    store.write_json(warm_start / "heartbeat.json", {"time_s": time.time(), "step": 42})
+    assert ["warm-start", "running", "42/100"] in [
+        line.split() for line in drawn(experiment_dir, 120).splitlines()
+    ]
+    store.write_json(warm_start / "result.json", {})
+    assert "warm-start" not in drawn(experiment_dir, 120)
+
+
+def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=60)
+    parsed: list[int] = []
+    parse = store.LineReader._parse
+    monkeypatch.setattr(
+        store.LineReader, "_parse", lambda *arguments: (parsed.append(arguments[2]), parse(*arguments))[1]
+    )
+    reader = watch.ExperimentReader(experiment_dir)
+    assert [view.step for view in reader.read()] == [10, 60]
+    assert len(parsed) == 70
+    add_steps(experiment_dir / "baseline" / "seed-0", 11, 13)
+    assert [view.step for view in reader.read()] == [13, 60]
+    assert parsed[70:] == [11, 12, 13]
+    # Steps that are done again after a resume replace the old ones
+    add_steps(experiment_dir / "baseline" / "seed-0", 12, 12, train__reward=0.9)
+    assert len(reader.read()[0].rewards) == 13 and reader.read()[0].rewards[11] == 0.9
+
+
+def test_without_a_terminal_a_run_says_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=0)
+    directory = experiment_dir / "baseline" / "seed-0"
+    output = io.StringIO()
+    with watch.View(Console(file=output, width=60)) as view:
+        view.follow(experiment_dir)
+        view.tick(now=True)
+        running = {"status": "running", "attempts": [{"started_s": time.time()}]}
+        store.write_json(directory / "meta.json", running)
+        view.tick(now=True)
+        for step in range(1, 61):
+            add_steps(directory, step, step)
+            view.tick(now=True)
+        store.write_json(directory / "result.json", {})
+        view.say("a note on [baseline]")
+    lines = [line.split(" ", 1)[1] for line in output.getvalue().splitlines()]
+    assert lines[0] == "baseline/seed-0: started, 60 steps"
+    assert [line.split(",")[0] for line in lines[1:5]] == [
+        f"baseline/seed-0: step {step}/60" for step in (12, 24, 36, 48)
+    ]
+    assert lines[5] == "note on [baseline]"
+    assert lines[6].startswith(
+        "baseline/seed-0: finished, step 60/60, reward 1.000, token_mult_prob_error 1.0002"
+    )
+    assert len(lines) == 7
+
+
+def test_watching_ends_with_the_experiment_or_when_nobody_runs_it(tmp_path: Path) -> None:
+    output = io.StringIO()
+    watch.watch(make_experiment(tmp_path / "done", baseline_0=60), Console(file=output))
+    assert "finished" in output.getvalue() and "--resume" not in output.getvalue()
+    watch.watch(make_experiment(tmp_path / "left", baseline_0=60, treatment_0=0), Console(file=output))
+    assert "nobody launches it now; continue it with: abrun launch ... --resume" in output.getvalue()
+
+
+def test_sparklines_share_one_scale_and_average_what_does_not_fit() -> None:
+    assert watch.sparkline([0, 1], 10, (0, 1)) == "▁█"
+    assert watch.sparkline([0, 0, 1, 1], 2, (0, 1)) == "▁█"
+    assert watch.sparkline([0.5], 10, (0.5, 0.5)) == "▅"
+    assert watch.sparkline([], 10, (0, 1)) == ""
+    assert len(watch.sparkline(list(range(1000)), 30, (0, 999))) == 30
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(None, ""), (2048, "2 KiB"), (84_000_000, "80.1 MiB"), (1023 * 2**20, "1023 MiB"), (2**30, "1 GiB")],
+)
+def test_memory_is_for_people(num_bytes: float | None, text: str) -> None:
+    assert watch.memory(num_bytes) == text
