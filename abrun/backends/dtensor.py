@@ -196,7 +196,7 @@ class DtensorBackend:
         return weights
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        return [_local(parameter) for parameter in self.module.parameters()]
+        return list(self.local_state().values())
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         yield from self.module.named_parameters()

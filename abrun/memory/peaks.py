@@ -9,7 +9,7 @@ counts from then on, although FSDP empties and refills its storage.
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,57 +22,60 @@ from torch.utils._pytree import tree_leaves
 class LiveTensors(TorchDispatchMode):
     """While entered, follows every storage that an operator returns until it is freed.
 
-    `resident` are tensors made earlier (parameters), counted for as long as they live.
+    `follow` adds tensors made outside (parameters, optimizer state), counted for as long as they live.
     """
 
-    def __init__(self, resident: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: set[int] = set()
-        for tensor in resident:
-            self._follow(tensor)
+        self._counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # storage -> bytes
+
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._count((tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self._follow(result)
-        elif result is not None:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._follow(leaf)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # `out` too: FSDP refills the storages that it emptied by an operator that returns nothing.
+        written = result if "out" not in kwargs else (result, kwargs["out"])
+        leaves = (written,) if isinstance(written, Tensor) else tree_leaves(written)
+        self.follow(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return result
 
     def reset_peak(self) -> None:
+        """Start a new peak from what lives now; storages emptied by hand since they were counted are noticed."""
+        for reference, _ in list(self._counted.values()):
+            storage = reference()
+            if storage is not None:
+                self._count(storage)
         self.peak_bytes = self.live_bytes
 
-    def _follow(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        num_bytes = storage.nbytes()
-        self._known.add(key)
-        self.live_bytes += num_bytes
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        reference, counted = self._counted.get(key) or (weakref.ref(storage, lambda _: self._forget(key)), 0)
+        self._counted[key] = reference, num_bytes
+        self.live_bytes += num_bytes - counted
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._forget, key, num_bytes)
 
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= num_bytes
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._counted.pop(key)[1]
 
 
 class Phases:
     """Times the phases of a step and records their memory peaks, for one rank.
 
-    Usage: `with phases("logprobs"): ...` any number of times a step, then `phases.collect()`.
+    Usage: `with phases("logprobs"): ...` any number of times a step, then `phases.collect()`. On a CPU every phase
+    first asks `resident` for what lives between steps: a resumed run made its optimizer state outside of any phase.
     """
 
-    def __init__(self, device: torch.device, resident: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, device: torch.device, resident: Callable[[], Iterable[Tensor]] = lambda: ()
+    ) -> None:
         self._device = device
-        self._tracker = None if device.type == "cuda" else LiveTensors(resident)
+        self._tracker = None if device.type == "cuda" else LiveTensors()
+        self._resident = resident
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
         self._started = time.perf_counter()
@@ -91,6 +94,7 @@ class Phases:
             self._raise(phase, "peak_allocated_bytes", torch.cuda.max_memory_allocated(self._device))
             self._raise(phase, "peak_reserved_bytes", torch.cuda.max_memory_reserved(self._device))
         else:
+            self._tracker.follow(self._resident())
             self._tracker.reset_peak()
             with self._tracker:
                 yield

@@ -93,9 +93,10 @@ class Requests:
 
     def collect(self) -> tuple[bool, bool]:
         """(stop, save) as asked of any rank since the last call. Collective."""
-        asked = torch.tensor(list(self._asked.values()), dtype=torch.int32, device=self._device)
+        # Taken before the collective: a signal that arrives while this rank waits in it is for the next call.
+        taken, self._asked = self._asked, dict.fromkeys(self._asked, False)
+        asked = torch.tensor(list(taken.values()), dtype=torch.int32, device=self._device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        self._asked = dict.fromkeys(self._asked, False)
         stop, save = asked.bool().tolist()
         return stop, save
 

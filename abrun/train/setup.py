@@ -93,7 +93,7 @@ def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, devic
         model=model,
         backend=backend,
         task=task,
-        phases=Phases(device, backend.resident_tensors()),
+        phases=Phases(device, backend.resident_tensors),
     )
 
 

@@ -1,0 +1,141 @@
+"""Live tensors are counted by their storages, exactly; phases keep their peaks and times apart."""
+
+import time
+
+import pytest
+import torch
+
+from abrun.memory.peaks import LiveTensors, Phases
+
+CPU = torch.device("cpu")
+
+
+def test_a_known_allocation_pattern_is_counted_exactly() -> None:
+    tracker = LiveTensors()
+    with tracker:
+        first = torch.zeros(1000)  # 4,000 bytes
+        second = torch.zeros(500, dtype=torch.float64)  # 4,000
+        third = first + 1  # 4,000: the peak, 12,000
+        del first, second
+        fourth = torch.zeros(100, dtype=torch.int8)  # 100
+    assert tracker.peak_bytes == 12_000
+    assert tracker.live_bytes == 4_100
+    tracker.reset_peak()
+    assert tracker.peak_bytes == 4_100
+    del third, fourth
+    assert tracker.live_bytes == 0
+
+
+def test_views_and_in_place_results_do_not_count_twice() -> None:
+    tracker = LiveTensors()
+    with tracker:
+        whole = torch.zeros(10, 100)
+        row, turned, flat = whole[3], whole.T, whole.view(-1)
+        whole.add_(1)
+        row.mul_(2)
+        torch.add(whole, 1, out=whole)
+    assert tracker.live_bytes == tracker.peak_bytes == 4_000
+    del whole, turned, flat
+    assert tracker.live_bytes == 4_000, "a view keeps the whole storage alive"
+    del row
+    assert tracker.live_bytes == 0
+
+
+def test_tensors_made_outside_count_once_they_are_followed() -> None:
+    weight = torch.nn.Parameter(torch.zeros(250))
+    tracker = LiveTensors()
+    tracker.follow([weight, weight.detach()])
+    assert tracker.live_bytes == 1_000
+    with tracker:
+        product = weight * 2
+    assert tracker.peak_bytes == 2_000
+    del weight, product
+    assert tracker.live_bytes == 0
+
+
+def test_several_results_of_one_operator_all_count() -> None:
+    tracker = LiveTensors()
+    values = torch.randn(100)
+    with tracker:
+        ordered = values.sort()  # 400 bytes of values, 800 of indices
+    assert tracker.live_bytes == 1_200
+    del ordered
+    assert tracker.live_bytes == 0
+
+
+def test_a_backward_pass_is_followed() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+    tracker = LiveTensors()
+    with tracker:
+        (weight * weight).sum().backward()
+    assert weight.grad is not None
+    assert tracker.live_bytes == 4_000  # the gradient
+    assert tracker.peak_bytes > 8_000
+
+
+def test_storages_emptied_and_refilled_by_hand_as_fsdp_does() -> None:
+    tracker = LiveTensors()
+    with tracker:
+        gathered = torch.zeros(1000)
+    storage = gathered.untyped_storage()
+    storage.resize_(0)
+    tracker.reset_peak()
+    assert tracker.live_bytes == tracker.peak_bytes == 0
+    storage.resize_(4000)
+    source = torch.ones(1000)
+    with tracker:
+        torch.ops.aten.split_with_sizes_copy.out(source, [1000], out=[gathered])
+    assert tracker.live_bytes == tracker.peak_bytes == 4_000
+    del gathered, storage
+    assert tracker.live_bytes == 0
+
+
+def test_phases_keep_their_own_peaks_and_times() -> None:
+    resident = [torch.zeros(1000)]
+    phases = Phases(CPU, lambda: resident)
+    kept = []
+    with phases("logprobs"):
+        kept.append(torch.zeros(500))
+    with phases("logprobs"):
+        kept.append(torch.zeros(2000))
+        kept.pop()
+    with phases("reward", memory=False):
+        time.sleep(0.02)
+        kept.append(torch.zeros(100_000))
+    with phases("optimizer"):
+        resident.append(torch.zeros(1000))  # made in the phase: counted by the tracker, and only once
+    with phases("optimizer"):
+        pass
+    seconds, peaks = phases.collect()
+    assert peaks == {
+        "memory/logprobs/peak_live_tensor_bytes": 4_000 + 2_000 + 8_000,
+        "memory/optimizer/peak_live_tensor_bytes": 4_000 + 2_000 + 4_000,
+    }
+    assert set(seconds) == {f"timing/train/{key}_s" for key in ("logprobs", "reward", "optimizer", "total_step_time")}
+    assert 0.02 <= seconds["timing/train/reward_s"] < seconds["timing/train/total_step_time_s"] < 10
+    assert phases.collect()[1] == {}
+
+
+def test_state_that_appears_between_phases_counts_from_the_next_phase() -> None:
+    resident: list[torch.Tensor] = []
+    phases = Phases(CPU, lambda: resident)
+    with phases("optimizer"):
+        pass
+    resident.append(torch.zeros(1000))  # what a restored checkpoint does
+    with phases("optimizer"):
+        pass
+    assert phases.collect()[1] == {"memory/optimizer/peak_live_tensor_bytes": 4_000}
+
+
+@pytest.mark.gpu
+def test_phases_on_cuda_report_the_allocators_own_peaks() -> None:
+    device = torch.device("cuda")
+    phases = Phases(device)
+    base = torch.cuda.memory_allocated()
+    with phases("logprobs"):
+        large = torch.zeros(1 << 20, device=device)
+        del large
+    peaks = phases.collect()[1]
+    assert set(peaks) == {"memory/logprobs/peak_allocated_bytes", "memory/logprobs/peak_reserved_bytes"}
+    assert peaks["memory/logprobs/peak_allocated_bytes"] == base + (4 << 20)
+    assert peaks["memory/logprobs/peak_reserved_bytes"] >= 4 << 20

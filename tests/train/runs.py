@@ -1,0 +1,197 @@
+"""Run directories as the launcher makes them, and trainers that work in them: here, or in processes of their own."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from abrun import store
+from abrun.recipe import RunConfig, load_recipe
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+SHORT = ("steps=12", "algorithm.prompts_per_step=4", "checkpoint.every=3", "warm_start=null")
+VOLATILE = ("timing/", "performance/", "time_s", "attempt")
+
+# Children are forked from a server that has done the slow imports: each starts in milliseconds, and is a process
+# that can be killed like any other.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "abrun.train.__main__",
+        "abrun.train.policy_gradient",
+        "abrun.train.supervised",
+        "transformers.models.qwen2.modeling_qwen2",
+    ]
+)
+
+
+def run_config(*overrides: str, arm: str = "baseline") -> RunConfig:
+    """One arm of the quickstart recipe, shortened, with `key=value` overrides."""
+    return load_recipe(QUICKSTART, (*SHORT, *overrides)).run_config(arm)
+
+
+def make_run(
+    directory: Path, config: RunConfig, *, seed: int = 0, initial_weights: Path | None = None
+) -> Path:
+    """Write `config.json` and the `meta.json` of a first attempt; returns the directory."""
+    content: dict[str, Any] = {"experiment": "x", "arm": "baseline", "seed": seed, "rerun": 0}
+    content["initial_weights"] = os.path.relpath(initial_weights, directory) if initial_weights else None
+    store.write_json(directory / "config.json", content | {"config": config.model_dump(mode="json")})
+    new_attempt(directory)
+    return directory
+
+
+def new_attempt(directory: Path) -> None:
+    """What the launcher does before it starts a run (again)."""
+    path = directory / "meta.json"
+    meta = store.read_json(path) if path.exists() else {"status": "running", "attempts": []}
+    meta["attempts"].append({"started_s": time.time()})
+    store.write_json(path, meta)
+
+
+def metric_values(directory: Path) -> dict[str, list[str]]:
+    """Every metric that does not depend on the clock: its values over the steps, exact to the last bit."""
+    frame = store.read_metrics(directory)
+    keys = [key for key in frame if not str(key).startswith(VOLATILE)]
+    return {"step": list(map(str, frame.index)), **{k: [float(v).hex() for v in frame[k]] for k in keys}}
+
+
+def events(directory: Path) -> list[str]:
+    return [row["event"] for row in store.read_lines(directory / "events.jsonl")]
+
+
+# --- in this process ---
+
+
+@contextlib.contextmanager
+def single_rank() -> Iterator[None]:
+    """A process group of this process alone, on one thread as in a real trainer; signal handlers are put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """`single_rank` as a fixture, for the conftest.py of any folder."""
+    with single_rank():
+        yield
+
+
+def train_here(directory: Path) -> dict[int, dict[str, float]]:
+    """Train a run to its end in this process, which is in a process group; returns its metrics by step."""
+    from abrun.train.loop import train
+
+    train(directory, torch.device("cpu"))
+    return metrics_by_step(directory)
+
+
+def metrics_by_step(directory: Path) -> dict[int, dict[str, float]]:
+    frame = store.read_metrics(directory)
+    return {int(step): row.dropna().to_dict() for step, row in frame.iterrows()}  # pyright: ignore
+
+
+# --- in a process of its own ---
+
+
+class Trainer:
+    """`python -m abrun.train DIRECTORY` as one or several ranks; rank 0's stdout and stderr go to files there."""
+
+    def __init__(
+        self, directory: Path, *, ranks: int = 1, env: Mapping[str, str] | None = None, path: Path | None = None
+    ) -> None:
+        self.directory = directory
+        # This process serves the store, on a port that it holds from the start, as tests.spawn does.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+        self.processes = []
+        for rank in range(ranks):
+            rank_env = dict(env or {}) | (_rank_env(rank, ranks, self._store.port) if self._store else {})
+            process = _context.Process(target=_run_main, args=(directory, rank_env, path), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def wait(self, timeout_s: float = 120) -> int:
+        """The exit code of rank 0, negative for a signal, after all ranks have ended."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        if self.running:
+            for process in self.processes:
+                process.kill()
+            raise TimeoutError(f"{self.directory}: still training after {timeout_s} s\n{self.stderr}")
+        return self.processes[0].exitcode
+
+    def wait_for_step(self, step: int) -> None:
+        """Until metrics.jsonl has a row of `step`, or the trainer ended."""
+        deadline = time.monotonic() + 120
+        while self.running and last_step(self.directory) < step:
+            assert time.monotonic() < deadline, f"{self.directory}: no step {step}\n{self.stderr}"
+            time.sleep(0.002)
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to rank 0, where it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[0].pid, number)
+
+    @property
+    def running(self) -> bool:
+        return any(process.exitcode is None for process in self.processes)
+
+    @property
+    def stderr(self) -> str:
+        """What rank 0 said on stderr, without transformers' progress bars."""
+        lines = (self.directory / "stderr.log").read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if line.strip() and "Loading weights" not in line)
+
+
+def run_to_end(directory: Path, **options: Any) -> str:
+    """Train in a process of its own and expect success; returns what it said on stderr."""
+    trainer = Trainer(directory, **options)
+    assert trainer.wait() == 0, trainer.stderr
+    return trainer.stderr
+
+
+def last_step(directory: Path) -> int:
+    """The step of the newest whole row of metrics.jsonl, 0 without one."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def _rank_env(rank: int, ranks: int, port: int) -> dict[str, str]:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    env = {key: str(value) for key, value in numbers.items()}
+    return env | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def _run_main(directory: Path, env: dict[str, str], path: Path | None) -> None:
+    suffix = f".{env['RANK']}" if env.get("RANK", "0") != "0" else ""
+    for number, name in ((1, "stdout.log"), (2, "stderr.log")):
+        os.dup2(os.open(directory / (name + suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ |= env
+    sys.path[:0] = [str(path)] if path else []
+    sys.argv = ["abrun.train", str(directory)]
+    from abrun.train.__main__ import main
+
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
