@@ -1,6 +1,7 @@
 """The command line: parse, call one function, print. Everything slow to import waits inside its command."""
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -22,17 +23,19 @@ app = typer.Typer(
 )
 
 RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]
+RecipeFile = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value by its dotted key; repeatable."),
+]
 Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
 MOST_SEEDS = 1000
 
 
 @app.command()
 def launch(
-    recipe: Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a value by its dotted key; repeatable."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at once; by default as many as the devices allow.")
@@ -120,6 +123,33 @@ def compare(
     raise typer.Exit(0 if tolerated else comparison.exit_code)
 
 
+@app.command("memory-profile")
+def memory_profile(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths to measure, in tokens, prompt and completion together.")
+    ] = "128,256,512,1024",
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a rank's microbatch; default: the recipe's, or 1.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+    output: Annotated[
+        Path | None, typer.Option(help="Where table and plot go; default: <runs-dir>/<recipe>-memory.")
+    ] = None,
+) -> None:
+    """Measure the peak memory of a training step by phase and arm, on this machine's device."""
+    from abrun.memory.profile import measure_recipe
+    from abrun.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    output = output or runs_dir / f"{loaded.name}-memory"
+    profile = measure_recipe(loaded, output, lengths=_parse_lengths(lengths), num_sequences=sequences)
+    console = _console()
+    console.print(profile.table())
+    console.print(f"peaks.json, memory.png and memory.svg are in {output}", soft_wrap=True, markup=False)
+
+
 @app.command()
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     """Follow an experiment that another shell or another host launches."""
@@ -201,12 +231,19 @@ def _compare_after_launch(experiment_dir: Path, console: "Console") -> None:
     console.print(comparison.summary())
 
 
+def _parse_lengths(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
+        raise RecipeError(f"--lengths: got {text!r}; allowed: numbers of at least 2, such as 512,1024,2048")
+    return sorted({int(part) for part in parts})
+
+
 def _parse_seeds(text: str) -> list[int]:
     """`0,1,2`, `0-4`, or both mixed."""
     seeds: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+        first, _, last = part.strip().partition("-")
+        if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", part.strip()):
             raise RecipeError(f"--seeds: got {text!r}; allowed: numbers such as 0,1,2 or ranges such as 0-4")
         start, stop = int(first), int(last or first)
         if not 0 <= stop - start < MOST_SEEDS:

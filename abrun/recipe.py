@@ -98,8 +98,8 @@ class Logprobs(Section):
     def _only_chunked_has_chunks(self) -> Self:
         if self.impl != "chunked" and self.chunk_size is not None:
             raise ValueError(
-                f"policy.logprobs.chunk_size: got {self.chunk_size} with impl {self.impl!r}, which has no chunks; "
-                "use impl: chunked, or chunk_size: null"
+                f"policy.logprobs.chunk_size: got {self.chunk_size} with impl {self.impl!r}, which has no "
+                "chunks; use impl: chunked, or chunk_size: null"
             )
         return self
 

@@ -254,7 +254,7 @@ def render(name: str, views: Sequence[RunView], width: int, height: int | None =
     """Table, progress bar and what went wrong, for a terminal of that size."""
     runs = [view for view in views if not view.is_warm_start]
     views = [view for view in views if not (view.is_warm_start and view.state.status == "finished")]
-    troubles = [view for view in views if view.state.message]
+    troubles = [view for view in views if view.state.message and view.state.status != "interrupted"]
     # Lines that are not rows: title, two of headings, bar, and the note on rows left out.
     room = None if height is None else max(3, height - 5 - min(len(troubles), 5))
     shown = _most_telling(views, room)

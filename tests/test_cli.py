@@ -132,6 +132,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--set", "steps"], "--set: got 'steps'; allowed: key=value"),
         (["launch", SMALL, "--set", "stepz=3"], "did you mean 'steps'"),
         (["launch", SMALL, "--seeds", "1;2"], "--seeds: got '1;2'; allowed: numbers such as 0,1,2"),
+        (["launch", SMALL, "--seeds", "9" * 5000], "--seeds: got"),
         (["launch", SMALL, "--seeds", "5-2"], "--seeds: got '5-2'"),
         (["launch", SMALL, "--seeds", "0-999999999"], "at most 1000"),
         (["launch", SMALL, "--seeds", "1,1"], "every seed once"),

@@ -167,6 +167,23 @@ def test_without_a_terminal_a_run_says_few_lines(tmp_path: Path, monkeypatch: py
     assert len(lines) == 7
 
 
+def test_on_a_terminal_the_table_is_redrawn_and_notes_stand_above_it(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=10)
+    output = io.StringIO()
+    console = Console(file=output, width=100, height=30, force_terminal=True, color_system=None)
+    with watch.View(console) as view:
+        view.follow(experiment_dir)
+        view.tick(now=True)
+        assert "10/60" in output.getvalue()
+        assert view.tick() == []  # not a second has passed
+        view.say("a note on [baseline]")
+        add_steps(experiment_dir / "baseline" / "seed-0", 11, 12)
+    text = output.getvalue()
+    assert (
+        text.index("a note on [baseline]") < text.rindex("12/60") and "\x1b[?25h" in text
+    )  # the cursor is back
+
+
 def test_watching_ends_with_the_experiment_or_when_nobody_runs_it(tmp_path: Path) -> None:
     output = io.StringIO()
     watch.watch(make_experiment(tmp_path / "done", baseline_0=60), Console(file=output))

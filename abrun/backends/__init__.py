@@ -39,7 +39,7 @@ class Backend(Protocol):
         ...
 
     def local_state(self) -> dict[str, Tensor]:
-        """This rank's shards of weights and optimizer state: what a checkpoint of this rank holds, in place."""
+        """This rank's shards of weights and optimizer state, in place: what its checkpoint holds."""
         ...
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:

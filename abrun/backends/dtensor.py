@@ -1,8 +1,8 @@
 """The dtensor backend: FSDP2 (`fully_shard`) over all ranks, on gloo or nccl.
 
-The log-prob kernel is called inside the root module's forward, so that FSDP's hooks see an ordinary forward and the
-head's weight is whole when the kernel needs it. Master weights and optimizer state are float32; `dtype` is what
-the products compute in.
+The log-prob kernel is called inside the root module's forward, so that FSDP's hooks see an ordinary forward
+and the head's weight is whole when the kernel needs it. Master weights and optimizer state are float32;
+`dtype` is what the products compute in.
 """
 
 import contextlib
@@ -56,8 +56,9 @@ class PolicyModule(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Log-probs and entropy [B, S], float32, 0 outside the mask.
 
-        Padding stands after every real token, so causal attention never sees it and no attention mask is passed.
-        Without a mask this is one decoding step: the next token's logits [B, V] over the temperature, and the cache.
+        Padding stands after every real token, so causal attention never sees it and no attention mask is
+        passed. Without a mask this is one decoding step: the next token's logits [B, V] over the temperature,
+        and the cache.
         """
         if token_mask is None:
             output = self.network.base_model(input_ids=token_ids, use_cache=True, **decode)
@@ -154,7 +155,7 @@ class DtensorBackend:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[PolicyModule]:
-        """The policy with whole weights on every rank, for sampling: no collective runs inside, no copy is made."""
+        """The policy with whole weights on every rank, for sampling; no collective runs inside."""
         shards = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         for shard in shards:
             shard.set_reshard_after_forward(False, recurse=False)
@@ -196,7 +197,9 @@ class DtensorBackend:
         return weights
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        return list(self.local_state().values())
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        tensors = [*self.module.parameters(), *(tensor for state in states for tensor in state.values())]
+        return [_local(tensor) for tensor in tensors]
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         yield from self.module.named_parameters()

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun.errors import LaunchError
 
@@ -28,7 +29,7 @@ def join_ranks(cluster: Mapping[str, int]) -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     expected = cluster["nodes"] * (cluster["gpus_per_node"] or cluster["cpu_ranks"])
     if dist.get_world_size() != expected:
         raise LaunchError(f"cluster: asks for {expected} ranks and {dist.get_world_size()} were started")

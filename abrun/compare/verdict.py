@@ -139,8 +139,8 @@ def primary_sentence(result: PrimaryResult) -> str:
     return (
         f"{result.metric}: not decided over {where}: mean difference {result.mean_difference:+.3g}{unit}, "
         f"{interval}, certified bound {result.certified_bound:.3g} against {margin}; "
-        f"s_d {result.sd_difference:.3g}, pair correlation {correlation}, power now {_percent(result.power_now)}, "
-        f"pairs needed for 80 % power {_pairs_needed(result)}"
+        f"s_d {result.sd_difference:.3g}, pair correlation {correlation}, "
+        f"power now {_percent(result.power_now)}, pairs needed for 80 % power {_pairs_needed(result)}"
     )
 
 

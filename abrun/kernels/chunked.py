@@ -87,10 +87,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if softmax.sum_exp_logit is not None:
             mean_logit = softmax.sum_exp_logit / softmax.sum_exp
             entropies = (log_sum_exp - mean_logit).masked_fill_(ignored, 0.0)
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(hidden, weight, target, softmax.maximum, softmax.sum_exp, mean_logit)
-            ctx.head, ctx.grid = head, grid
-            ctx.set_materialize_grads(False)
+        # Kept only where a gradient is wanted: without one autograd drops the context.
+        ctx.save_for_backward(hidden, weight, target, softmax.maximum, softmax.sum_exp, mean_logit)
+        ctx.head, ctx.grid = head, grid
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod

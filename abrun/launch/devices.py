@@ -7,7 +7,7 @@ from pathlib import Path
 
 from abrun.errors import LaunchError
 from abrun.plan import Plan
-from abrun.recipe import Cluster
+from abrun.recipe import Cluster, RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,11 @@ class Slots:
 
 def refusal(plan: Plan, machine: Machine, num_jobs: int | None) -> LaunchError | None:
     """Why this machine cannot run the plan, or None where it can."""
-    for arm, cluster in {run.name.arm: run.config.cluster for run in plan.runs}.items():
-        where = f"{plan.recipe.name}, arm {arm}: cluster"
+    for arm, config in {run.name.arm: run.config for run in plan.runs}.items():
+        missing = _missing_file(config)
+        if missing:
+            return LaunchError(f"{plan.recipe.name}, arm {arm}: {missing}")
+        cluster, where = config.cluster, f"{plan.recipe.name}, arm {arm}: cluster"
         if cluster.nodes > 1:
             return LaunchError(
                 f"{where}.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
@@ -110,6 +113,16 @@ def refusal(plan: Plan, machine: Machine, num_jobs: int | None) -> LaunchError |
                 f"--jobs: got {num_jobs} runs at once of {_count(cluster.gpus_per_node, 'GPU')} each; this "
                 f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // cluster.gpus_per_node}"
             )
+    return None
+
+
+def _missing_file(config: RunConfig) -> str | None:
+    """A file of the recipe that is not on this machine. A model's name without a leading / . or ~ is a hub's."""
+    data, weights = getattr(config.task, "path", None), config.model.path
+    if data and not Path(data).expanduser().is_file():
+        return f"task.path: got {data!r}, no such file here; give a JSON-lines file"
+    if weights and weights[0] in "/.~" and not Path(weights).expanduser().is_dir():
+        return f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
     return None
 
 

@@ -56,7 +56,7 @@ class Outcome:
         return 0 if all(status == "finished" for status in self.statuses.values()) else 1
 
 
-def torchrun(directory: Path, num_ranks: int) -> list[str]:
+def torchrun(directory: Path, num_ranks: int, module: str = "abrun.train") -> list[str]:
     """The command of one run. No elastic restarts: a failed rank ends the run, and `--resume` goes on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -64,7 +64,7 @@ def torchrun(directory: Path, num_ranks: int) -> list[str]:
     static = ["--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)),
-        *("--max-restarts", "0", *static, "-m", "abrun.train", str(directory)),
+        *("--max-restarts", "0", *static, "-m", module, str(directory)),
     ]
 
 

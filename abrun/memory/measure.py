@@ -1,7 +1,7 @@
 """`python -m abrun.memory.measure JOB_DIR`: one rank that measures the peaks of one arm, at several lengths.
 
-A microbatch of random tokens takes the place of the rollouts; everything after them is the trainer's own code. The
-first step makes the optimizer's state and is not reported.
+A microbatch of random tokens takes the place of the rollouts; everything after them is the trainer's own
+code. The first step makes the optimizer's state and is not reported.
 """
 
 import sys

@@ -1,9 +1,10 @@
 """How long each phase of a step takes, and how much memory it needs at its peak.
 
-On CUDA the peaks are the allocator's own, reset per phase. On a CPU there is no allocator to ask: `LiveTensors` counts
-the bytes of the storages that the operators hand out, under another key (`peak_live_tensor_bytes`), because the two are
-not comparable: it sees no temporaries inside an operator, no fragmentation, and a parameter that FSDP gathered once
-counts from then on, although FSDP empties and refills its storage.
+On CUDA the peaks are the allocator's own, reset per phase. On a CPU there is no allocator to ask:
+`LiveTensors` counts the bytes of the storages that the operators hand out, under another key
+(`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator, no
+fragmentation, and a parameter that FSDP gathered once counts from then on, although FSDP empties and refills
+its storage.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def reset_peak(self) -> None:
-        """Start a new peak from what lives now; storages emptied by hand since they were counted are noticed."""
+        """Start a new peak from what lives now, less the storages emptied by hand since."""
         for reference, _ in list(self._counted.values()):
             storage = reference()
             if storage is not None:
@@ -66,13 +67,12 @@ class LiveTensors(TorchDispatchMode):
 class Phases:
     """Times the phases of a step and records their memory peaks, for one rank.
 
-    Usage: `with phases("logprobs"): ...` any number of times a step, then `phases.collect()`. On a CPU every phase
-    first asks `resident` for what lives between steps: a resumed run made its optimizer state outside of any phase.
+    Usage: `with phases("logprobs"): ...` any number of times a step, then `phases.collect()`. On a CPU every
+    phase first asks `resident` for what lives between steps: a resumed run made its optimizer state outside
+    of any phase.
     """
 
-    def __init__(
-        self, device: torch.device, resident: Callable[[], Iterable[Tensor]] = lambda: ()
-    ) -> None:
+    def __init__(self, device: torch.device, resident: Callable[[], Iterable[Tensor]] = lambda: ()) -> None:
         self._device = device
         self._tracker = None if device.type == "cuda" else LiveTensors()
         self._resident = resident
@@ -102,7 +102,7 @@ class Phases:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def collect(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds (`timing/train/...`) and peaks (`memory/...`, bytes) since the last call, then start anew."""
+        """Seconds (`timing/train/...`) and peak bytes (`memory/...`) since the last call."""
         now = time.perf_counter()
         seconds = {f"timing/train/{phase}_s": value for phase, value in self._seconds.items()}
         seconds["timing/train/total_step_time_s"] = now - self._started

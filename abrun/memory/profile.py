@@ -1,22 +1,21 @@
-"""memory-profile: peak memory by phase and arm over a sweep of sequence lengths, measured on this machine's device.
+"""memory-profile: peak memory by phase and arm over a sweep of lengths, on this machine's device.
 
-Each arm is measured by its own torchrun process group, one after the other, so that each has the device to itself.
+Each arm is measured by its own torchrun process group, one after the other, so that each has the device to
+itself.
 """
 
 import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from abrun import store
-from abrun.errors import LaunchError, RecipeError
+from abrun.errors import LaunchError
 from abrun.launch.devices import this_machine
-from abrun.launch.local import environment
+from abrun.launch.local import environment, torchrun
 from abrun.recipe import BASELINE, Recipe, RunConfig
-
-DEFAULT_LENGTHS = (128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,10 @@ class MemoryProfile:
             table.add_row(
                 f"{peaks.length:,}",
                 peaks.arm,
-                *(f"{peaks.by_phase[phase] / 2**20:,.1f}" if phase in peaks.by_phase else "-" for phase in phases),
+                *(
+                    f"{peaks.by_phase[phase] / 2**20:,.1f}" if phase in peaks.by_phase else "-"
+                    for phase in phases
+                ),
                 highest[0] if highest else "out of memory",
                 f"{ratio:.3f}" if ratio else "-",
                 end_section=peaks is self.peaks[-1] or peaks.length != self._after(peaks).length,
@@ -70,17 +72,15 @@ class MemoryProfile:
         return self.peaks[self.peaks.index(peaks) + 1]
 
 
-def memory_profile(
-    recipe: Recipe, output: Path, *, lengths: list[int] | None = None, num_sequences: int | None = None
+def measure_recipe(
+    recipe: Recipe, output: Path, *, lengths: Sequence[int], num_sequences: int | None = None
 ) -> MemoryProfile:
     """Measure every arm of `recipe` and write peaks.json, memory.png and memory.svg into `output`.
 
-    `lengths` are tokens of a sequence (prompt and completion); `num_sequences` a rank's microbatch, by default the
-    recipe's `policy.micro_batch_size`, or 1. Raises LaunchError where an arm cannot be measured here.
+    `lengths`, ascending, are tokens of a sequence (prompt and completion); `num_sequences` a rank's
+    microbatch, by default the recipe's `policy.micro_batch_size`, or 1. Raises LaunchError where an arm
+    cannot be measured here.
     """
-    lengths = sorted(set(lengths or DEFAULT_LENGTHS))
-    if lengths[0] < 2:
-        raise RecipeError(f"--lengths: got {lengths[0]}; a sequence has at least 2 tokens")
     measured: dict[str, list[Peaks]] = {}
     kind = ""
     num_sequences = num_sequences or recipe.policy.micro_batch_size or 1
@@ -118,7 +118,9 @@ def plot(profile: MemoryProfile, output: Path) -> None:
 
     figure, ax = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     arms = list(dict.fromkeys(p.arm for p in profile.peaks))
-    for arm, colour in zip(arms, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00") * 9, strict=False):
+    for arm, colour in zip(
+        arms, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00") * 9, strict=False
+    ):
         points = [(p.length, p.highest[1] / 2**20) for p in profile.peaks if p.arm == arm and p.highest]
         if points:
             ax.plot(*zip(*points, strict=True), marker="o", color=colour, label=arm)
@@ -138,31 +140,42 @@ def plot(profile: MemoryProfile, output: Path) -> None:
 
 
 def _peaks(arm: str, row: dict[str, int]) -> Peaks:
-    allocated = {key: value for key, value in row.items() if key.endswith(("allocated_bytes", "tensor_bytes"))}
+    allocated = {
+        key: value for key, value in row.items() if key.endswith(("allocated_bytes", "tensor_bytes"))
+    }
     by_phase = {key.split("/")[1]: int(value) for key, value in allocated.items()}
     return Peaks(arm=arm, length=int(row["length"]), by_phase=by_phase)
 
 
-def _measure(config: RunConfig, directory: Path, lengths: list[int], num_sequences: int) -> list[dict[str, int]]:
+def _measure(
+    config: RunConfig, directory: Path, lengths: Sequence[int], num_sequences: int
+) -> list[dict[str, int]]:
     """The rows that abrun.memory.measure writes for one arm."""
+    machine = this_machine()
+    if config.cluster.nodes > 1 or config.cluster.gpus_per_node > len(machine.gpus):
+        raise LaunchError(
+            f"cluster: got {config.cluster.nodes} node(s) x {config.cluster.gpus_per_node} GPU(s), and this "
+            f"machine has {machine}; memory-profile measures here: use --set cluster.gpus_per_node=..."
+        )
     with store.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "peaks.jsonl").unlink(missing_ok=True)
-    job = {"config": config.model_dump(mode="json"), "lengths": lengths, "num_sequences": num_sequences}
+    job = {"config": config.model_dump(mode="json"), "lengths": list(lengths), "num_sequences": num_sequences}
     store.write_json(directory / "job.json", job)
-    gpus = this_machine().gpus[: config.cluster.gpus_per_node]
-    if len(gpus) < config.cluster.gpus_per_node or config.cluster.nodes > 1:
-        raise LaunchError(
-            f"cluster: got {config.cluster.nodes} node(s) x {config.cluster.gpus_per_node} GPU(s); "
-            f"memory-profile measures on this machine ({this_machine()}): use --set cluster.gpus_per_node=..."
-        )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(config.cluster.ranks_per_node), "-m", "abrun.memory.measure", str(directory)]
     process = subprocess.run(
-        command, env=environment(gpus), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        torchrun(directory, config.cluster.ranks, module="abrun.memory.measure"),
+        env=environment(machine.gpus[: config.cluster.gpus_per_node]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
-    (directory / "stdout.log").write_text(process.stdout)
+    log = directory / "stdout.log"
+    with store.explained(log):
+        log.write_text(process.stdout)
     if process.returncode:
-        said = [line.removeprefix("error: ") for line in process.stdout.splitlines() if line.startswith("error: ")]
-        raise LaunchError(said[0] if said else f"{directory.name}: not measured; see {directory / 'stdout.log'}")
+        said = [
+            line.removeprefix("error: ") for line in process.stdout.splitlines() if line.startswith("error: ")
+        ]
+        raise LaunchError(said[0] if said else f"{directory.name}: could not be measured; see {log}")
     return store.read_lines(directory / "peaks.jsonl")

@@ -1,4 +1,4 @@
-"""Models: presets with random weights, and checkpoints in Hugging Face's format (a local folder or a hub name)."""
+"""Models: presets with random weights, and Hugging Face checkpoints (a local folder or a hub name)."""
 
 import string
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -21,8 +22,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from abrun.errors import RecipeError
 from abrun.recipe import Model
 
-# Architectures, with random weights. Every preset reads with the character tokenizer below; a larger vocabulary has
-# tokens that no text contains.
+# Architectures, with random weights. Every preset reads with the character tokenizer below; a larger
+# vocabulary has tokens that no text contains.
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2-tiny": {
         "hidden_size": 96,
@@ -70,13 +71,13 @@ class LanguageModel:
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a completion: the tokenizer's and those of the checkpoint's generation config."""
         configured = getattr(getattr(self.network, "generation_config", None), "eos_token_id", None)
-        ids = configured if isinstance(configured, list) else [configured]
-        return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+        ids: list[Any] = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
 
     @property
     def pad_id(self) -> int:
         """Fills up batches; never attended to and never a target."""
-        pad = self.tokenizer.pad_token_id
+        pad: Any = self.tokenizer.pad_token_id
         return pad if pad is not None else min(self.end_ids, default=0)
 
     def encode_prompt(self, prompt: str) -> list[int]:
@@ -101,7 +102,7 @@ class LanguageModel:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def save(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
-        """Write `weights` with this model's configuration and tokenizer as a Hugging Face checkpoint (safetensors)."""
+        """Write `weights`, configuration and tokenizer as a Hugging Face checkpoint (safetensors)."""
         self.network.save_pretrained(directory, state_dict=weights)  # pyright: ignore[reportCallIssue]
         self.tokenizer.save_pretrained(directory)
 
@@ -118,10 +119,16 @@ def load_model(config: Model, *, weights: Path | None, seed: int) -> LanguageMod
         return _preset(config.preset, seed)
     try:
         tokenizer = _load_tokenizer(source)
-        network = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, attn_implementation="sdpa"
+        network, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+        if found["missing_keys"]:  # transformers fills them with random numbers, and warns
+            raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys']))}")
+    except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(
             f"model.path: got {source!r}, which does not load: {reason}; "
@@ -131,7 +138,10 @@ def load_model(config: Model, *, weights: Path | None, seed: int) -> LanguageMod
 
 
 class CharacterTokenizer(PreTrainedTokenizerFast):
-    """One token for each printable ASCII character. A class of its own only for its name in saved checkpoints."""
+    """One token for each printable ASCII character.
+
+    A class of its own only for its name in saved checkpoints.
+    """
 
 
 def character_tokenizer() -> CharacterTokenizer:
@@ -150,18 +160,17 @@ def _load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     # AutoTokenizer would put Qwen2's own splitting of words around the vocabulary of a saved preset.
     saved = get_tokenizer_config(source).get("tokenizer_class")
     kind = CharacterTokenizer if saved == CharacterTokenizer.__name__ else AutoTokenizer
-    return kind.from_pretrained(source)
+    tokenizer = kind.from_pretrained(source)
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # what transformers makes of missing files
+        raise ValueError("its tokenizer knows no tokens")
+    return tokenizer
 
 
 def _preset(name: str, seed: int) -> LanguageModel:
     tokenizer = character_tokenizer()
-    config = Qwen2Config(
-        **({"vocab_size": len(tokenizer)} | PRESETS[name]),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        attn_implementation="sdpa",
-    )
+    architecture: dict[str, Any] = {"vocab_size": len(tokenizer)} | PRESETS[name]
+    ids: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen2Config(**architecture, **ids, bos_token_id=None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Qwen2ForCausalLM(config)

@@ -40,8 +40,10 @@ class Batch:
             yield self._mapped(lambda tensor, rows=rows, length=length: tensor[rows, :length])
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{name: None if value is None else function(value) for name, value in values.items()})
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self, **{name: function(tensor) for name, tensor in known.items() if tensor is not None}
+        )
 
 
 def last_token(token_mask: Tensor) -> int:  # [B, S] bool

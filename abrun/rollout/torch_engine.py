@@ -1,4 +1,7 @@
-"""The embedded engine: the policy's own modules with a key-value cache. Weights are shared, so there is no sync."""
+"""The embedded engine: the policy's own modules with a key-value cache.
+
+Weights are shared, so there is no sync.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -29,7 +29,8 @@ class ProblemFile:
         return [self.problems[orders[i // size][i % size]] for i in range(start, start + count)]
 
     def reward(self, example: Example, completion: str) -> float:
-        # math-verify's own time limits (SIGALRM, so the main thread only) keep a hostile expression from hanging us.
+        # math-verify's own time limits (SIGALRM, so the main thread only) keep a hostile expression from
+        # hanging us.
         return float(verify(parse(example.answer), parse(completion)))
 
 
@@ -59,7 +60,7 @@ def jsonl(config: Jsonl) -> ProblemFile:
 
 def _read(path: str, fields: tuple[str, str], example: Callable[[dict[str, Any]], Example]) -> ProblemFile:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")  # a text may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(
             f"task.path: got {path!r}, which cannot be read: {error}; give a JSON-lines file"

@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from abrun import store
 from abrun.backends.ranks import join_ranks
-from abrun.errors import AbrunError
+from abrun.errors import AbrunError, LaunchError
 from abrun.train.loop import Interrupted, train
+from abrun.train.recorder import failed_to_start
+
 
 def main() -> int:
     if len(sys.argv) != 2:
@@ -26,6 +28,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 3
     except AbrunError as error:
+        if isinstance(error, LaunchError):
+            failed_to_start(directory, str(error))
         print(f"error: {error}", file=sys.stderr)
         return 2
     dist.destroy_process_group()

@@ -1,11 +1,11 @@
 """Training state on disk: safetensors and JSON only, complete or not there.
 
     checkpoints/step-000050/state.json              step and number of ranks
-    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer state and random-number states
+    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer and random-number states
 
-A folder gets its name by a rename after every rank has written its file, so a run killed at any moment finds the
-last complete one. Data order and sampling are functions of seed and step (abrun.train.seeds): the step is their
-whole position.
+A folder gets its name by a rename after every rank has written its file, so a run killed at any moment finds
+the last complete one. Data order and sampling are functions of seed and step (abrun.train.seeds): the step is
+their whole position.
 """
 
 import random
@@ -95,6 +95,6 @@ def _restore_rng(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["rng/torch"])
     random.setstate((3, tuple(state["rng/python"].tolist()), None))
     *key, position = state["rng/numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position))
+    np.random.set_state({"bit_generator": "MT19937", "state": {"key": np.array(key), "pos": position}})
     if "rng/cuda" in state:
         torch.cuda.set_rng_state(state["rng/cuda"])

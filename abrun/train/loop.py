@@ -83,7 +83,7 @@ def _train(setup: Setup, algorithm: Algorithm, recorder: Recorder, requests: "Re
 
 
 class Requests:
-    """SIGTERM asks for a checkpoint and an end, SIGUSR1 for a checkpoint; all ranks answer after the same step."""
+    """SIGTERM asks for a checkpoint and an end, SIGUSR1 for a checkpoint; all ranks answer together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """One step of GRPO: sample groups of completions, judge them, and update the policy once.
 
-Left out: several updates on one batch of rollouts, so the importance ratio of a step starts at 1 and clipping acts
-only through rounding; the ratio, the clipping and their metrics are there all the same.
+Left out: several updates on one batch of rollouts, so the importance ratio of a step starts at 1 and clipping
+acts only through rounding; the ratio, the clipping and their metrics are there all the same.
 """
 
 import torch

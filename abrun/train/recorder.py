@@ -111,6 +111,14 @@ class Recorder:
             )
 
 
+def failed_to_start(directory: Path, message: str) -> None:
+    """Rank 0's `failed` event of a run whose ranks did not find together, so that there is no Recorder."""
+    if os.environ.get("RANK", "0") == "0":
+        row = {"time_s": time.time(), "attempt": store.current_attempt(directory), "event": "failed"}
+        with contextlib.suppress(StoreError):
+            store.LineWriter(directory / "events.jsonl").write({**row, "message": message})
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

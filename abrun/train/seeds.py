@@ -15,8 +15,8 @@ def derive(seed: int, *names: str | int) -> int:
 def sampling_uniforms(seed: int, step: int, num_sequences: int, max_new_tokens: int) -> Tensor:
     """The numbers in [0, 1) that decide a step's draws: [num_sequences, max_new_tokens] float64, on the CPU.
 
-    A row belongs to a sequence of the global batch, whichever rank samples it: rollouts do not depend on how many
-    ranks there are, and a resumed run needs no sampler state.
+    A row belongs to a sequence of the global batch, whichever rank samples it: rollouts do not depend on how
+    many ranks there are, and a resumed run needs no sampler state.
     """
     generator = torch.Generator().manual_seed(derive(seed, "sampling", step))
     return torch.rand(num_sequences, max_new_tokens, dtype=torch.float64, generator=generator)

@@ -1,4 +1,4 @@
-"""What every training loop starts from: the policy on its backend, the task, and this rank's share of the batch."""
+"""What every algorithm starts from: the policy on its backend, the task, this rank's share of the batch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +112,6 @@ def check_length(config: RunConfig, model: Any, longest: int) -> None:
     positions = getattr(model.network.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise RecipeError(
-            f"rollout.max_new_tokens: got {config.rollout.max_new_tokens}, which makes sequences of {longest} tokens; "
-            f"this model takes {positions}: lower it or shorten the prompts"
+            f"rollout.max_new_tokens: got {config.rollout.max_new_tokens}, which makes sequences of "
+            f"{longest} tokens; this model takes {positions}: lower it or shorten the prompts"
         )

@@ -9,9 +9,10 @@ from abrun.recipe import RunConfig
 
 
 class WandbMirror:
-    """One wandb run for one run directory: group = experiment, job_type = arm, and an id that a resume finds again.
+    """One wandb run a run directory: group = experiment, job_type = arm, an id that a resume finds again.
 
-    Without an API key it records offline, and says so. The broad `except` clauses are the point of this class.
+    Without an API key it records offline, and says so. The broad `except` clauses are the point of this
+    class.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class WandbMirror:
         if self._run is None:
             return
         try:
-            self._run.finish(quiet=True)
+            self._run.finish()
         except Exception as error:
             self._say(f"wandb: did not finish: {_line(error)}")
 

@@ -120,12 +120,21 @@ def constant_runs(experiment_dir, values):
 def test_divergence_is_measured_against_the_noise_floor(simulated, judged):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 1})
     arms = {"baseline/seed-0": (0, 0), "baseline/seed-1": (0, 0), "baseline/seed-0-aa1": (0.01, 0.01)}
-    constant_runs(experiment_dir, {**arms, "treatment/seed-0": (0, 0.03), "treatment/seed-1": (0, 0.03)})
+    constant_runs(
+        experiment_dir, {**arms, "treatment/seed-0": (0.005, 0.03), "treatment/seed-1": (0.005, 0.03)}
+    )
     one = divergence(judged(experiment_dir))
     assert (one.noise_floor, one.num_reruns, one.first_step_outside) == ("measured", 1, 20)
     assert one.aa_mean_difference == pytest.approx(0.01)
-    assert one.mean_difference == pytest.approx(0.03 * 21 / 40)
-    assert one.ratio == pytest.approx(3 * 21 / 40)
+    assert one.mean_difference == pytest.approx((0.005 * 19 + 0.03 * 21) / 40)
+    assert one.ratio == pytest.approx(one.mean_difference / 0.01)
+
+
+def test_the_envelope_never_shrinks(simulated, judged):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 1})
+    arms = {"baseline/seed-0": (0, 0), "baseline/seed-1": (0, 0), "baseline/seed-0-aa1": (0.01, 0.0)}
+    constant_runs(experiment_dir, {**arms, "treatment/seed-0": (0, 0.005), "treatment/seed-1": (0, 0.005)})
+    assert divergence(judged(experiment_dir)).first_step_outside is None
 
 
 def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged):

@@ -332,7 +332,7 @@ def test_a_signal_stops_everything_cleanly_and_resume_continues(
 
 def test_what_does_not_listen_is_killed(tmp_path: Path, behave: Callable[..., None]) -> None:
     behave(step_s=0.05, baseline_0="deaf")
-    launcher = start(tmp_path, set=["steps=400"], grace_s=0.5)
+    launcher = start(tmp_path, set=["steps=40000"], grace_s=0.5)
     until(lambda: steps(tmp_path, "baseline/seed-0") > 2)
     pid = meta_of(tmp_path / "small", "baseline/seed-0")["attempts"][0]["pid"]
     launcher.terminate()
@@ -345,7 +345,7 @@ def test_what_does_not_listen_is_killed(tmp_path: Path, behave: Callable[..., No
 
 def test_a_second_signal_does_not_wait(tmp_path: Path, behave: Callable[..., None]) -> None:
     behave(step_s=0.05, baseline_0="deaf")
-    launcher = start(tmp_path, set=["steps=400"], grace_s=300)
+    launcher = start(tmp_path, set=["steps=40000"], grace_s=300)
     until(lambda: steps(tmp_path, "baseline/seed-0") > 2)
     launcher.send_signal(signal.SIGINT)
     until(lambda: meta_of(tmp_path / "small", "treatment/seed-0")["status"] == "interrupted")

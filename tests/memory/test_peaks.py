@@ -111,7 +111,9 @@ def test_phases_keep_their_own_peaks_and_times() -> None:
         "memory/logprobs/peak_live_tensor_bytes": 4_000 + 2_000 + 8_000,
         "memory/optimizer/peak_live_tensor_bytes": 4_000 + 2_000 + 4_000,
     }
-    assert set(seconds) == {f"timing/train/{key}_s" for key in ("logprobs", "reward", "optimizer", "total_step_time")}
+    assert set(seconds) == {
+        f"timing/train/{key}_s" for key in ("logprobs", "reward", "optimizer", "total_step_time")
+    }
     assert 0.02 <= seconds["timing/train/reward_s"] < seconds["timing/train/total_step_time_s"] < 10
     assert phases.collect()[1] == {}
 

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from abrun import store
-from abrun.recipe import RunConfig, load_recipe
+from abrun.recipe import RunConfig, load_recipe, merge, nested
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 SHORT = ("steps=12", "algorithm.prompts_per_step=4", "checkpoint.every=3", "warm_start=null")
 VOLATILE = ("timing/", "performance/", "time_s", "attempt")
 
-# Children are forked from a server that has done the slow imports: each starts in milliseconds, and is a process
-# that can be killed like any other.
+# Children are forked from a server that has done the slow imports: each starts in milliseconds, and is a
+# process that can be killed like any other.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
@@ -36,8 +37,12 @@ _context.set_forkserver_preload(
 
 
 def run_config(*overrides: str, arm: str = "baseline") -> RunConfig:
-    """One arm of the quickstart recipe, shortened, with `key=value` overrides."""
-    return load_recipe(QUICKSTART, (*SHORT, *overrides)).run_config(arm)
+    """One arm of the quickstart recipe, shortened, with `key=value` overrides laid over it."""
+    config = load_recipe(QUICKSTART).run_config(arm).model_dump(mode="json")
+    for override in (*SHORT, *overrides):
+        key, _, value = override.partition("=")
+        config = merge(config, nested({key: yaml.safe_load(value)}))
+    return RunConfig.model_validate(config)
 
 
 def make_run(
@@ -113,14 +118,24 @@ def metrics_by_step(directory: Path) -> dict[int, dict[str, float]]:
 
 
 class Trainer:
-    """`python -m abrun.train DIRECTORY` as one or several ranks; rank 0's stdout and stderr go to files there."""
+    """`python -m abrun.train DIRECTORY` as one or several ranks; rank 0's stdout and stderr go to files there.
+
+    `env` is laid over the environment (an empty value removes a variable), `path` before `sys.path`.
+    """
 
     def __init__(
-        self, directory: Path, *, ranks: int = 1, env: Mapping[str, str] | None = None, path: Path | None = None
+        self,
+        directory: Path,
+        *,
+        ranks: int = 1,
+        env: Mapping[str, str] | None = None,
+        path: Path | None = None,
     ) -> None:
         self.directory = directory
         # This process serves the store, on a port that it holds from the start, as tests.spawn does.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+        self._store = (
+            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+        )
         self.processes = []
         for rank in range(ranks):
             rank_env = dict(env or {}) | (_rank_env(rank, ranks, self._store.port) if self._store else {})
@@ -158,7 +173,8 @@ class Trainer:
     @property
     def stderr(self) -> str:
         """What rank 0 said on stderr, without transformers' progress bars."""
-        lines = (self.directory / "stderr.log").read_text().splitlines(keepends=True)
+        path = self.directory / "stderr.log"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return "".join(line for line in lines if line.strip() and "Loading weights" not in line)
 
 
@@ -186,7 +202,10 @@ def _run_main(directory: Path, env: dict[str, str], path: Path | None) -> None:
     suffix = f".{env['RANK']}" if env.get("RANK", "0") != "0" else ""
     for number, name in ((1, "stdout.log"), (2, "stderr.log")):
         os.dup2(os.open(directory / (name + suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    os.environ |= env
+    for key, value in env.items():
+        os.environ.pop(key, None)
+        if value:
+            os.environ[key] = value
     sys.path[:0] = [str(path)] if path else []
     sys.argv = ["abrun.train", str(directory)]
     from abrun.train.__main__ import main

@@ -28,7 +28,7 @@ def config_of(loss_reduction: str, *overrides: str, arm: str = "baseline") -> Ru
         f"algorithm.loss_reduction={loss_reduction}",
         "algorithm.kl_coefficient=0.1",
         "algorithm.entropy_coefficient=0.02",
-        "task.max_operand=60",
+        "task.max_operand=6",
         *overrides,
         arm=arm,
     )
@@ -85,7 +85,7 @@ def test_reductions_differ_from_one_another(tmp_path: Path, warm_weights: Path, 
 
 
 def test_logits_and_chunked_agree(tmp_path: Path, warm_weights: Path, group: None) -> None:
-    uneven = ("arms.treatment.policy.logprobs.chunk_size=17", "policy.micro_batch_size=8")
+    uneven = ("policy.logprobs.chunk_size=17", "policy.micro_batch_size=8")
     configs = {
         "logits": config_of("token_mean"),
         "chunked": config_of("token_mean", arm="treatment"),

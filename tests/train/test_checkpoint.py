@@ -116,7 +116,8 @@ def test_a_full_disk_is_one_line(tmp_path: Path, group: None, monkeypatch: pytes
 def test_another_number_of_ranks_is_refused(tmp_path: Path, group: None) -> None:
     checkpoint.save(tmp_path, OneTensor(1.0), 7, keep=2)  # pyright: ignore
     store.write_json(tmp_path / "step-000007" / "state.json", {"step": 7, "num_ranks": 2})
-    with pytest.raises(StoreError, match=r"written by 2 ranks and this run has 1; .*resume with as many") as raised:
+    expected = r"written by 2 ranks and this run has 1; .*resume with as many"
+    with pytest.raises(StoreError, match=expected) as raised:
         checkpoint.restore(tmp_path, OneTensor(0.0))  # pyright: ignore
     assert "\n" not in str(raised.value)
 

@@ -1,0 +1,92 @@
+"""What cannot work ends with one line on stderr, exit code 2, and a `failed` event where that can be written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from abrun import store
+from tests.train.runs import Trainer, events, make_run, run_config
+
+OTHERS = {
+    "no checkpoint": (["model={preset: null, path: /nonexistent/model}"], "model.path: got '/nonexistent/model'"),
+    "no task file": (["task={type: gsm8k, path: /nonexistent/train.jsonl}"], "task.path: got '/nonexistent/"),
+    "too long": (["rollout.max_new_tokens=2000"], "rollout.max_new_tokens: got 2000"),
+    "too few ranks": (["cluster.cpu_ranks=2"], "asks for 2 ranks and 1 were started"),
+}
+
+
+def expect_failure(directory: Path, part: str, **options: object) -> str:
+    trainer = Trainer(directory, **options)  # pyright: ignore
+    assert trainer.wait() == 2, trainer.stderr
+    assert trainer.stderr.startswith("error: ") and trainer.stderr.count("\n") == 1, trainer.stderr
+    assert part in trainer.stderr
+    assert not (directory / "result.json").exists()
+    return trainer.stderr.removeprefix("error: ").rstrip()
+
+
+def expect_failed_event(directory: Path, message: str) -> None:
+    last = store.read_lines(directory / "events.jsonl")[-1]
+    assert (last["event"], last["message"], last["attempt"]) == ("failed", message, 1)
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_one_line_and_a_failed_event(case: str, tmp_path: Path) -> None:
+    overrides, part = OTHERS[case]
+    directory = make_run(tmp_path / "run", run_config(*overrides))
+    expect_failed_event(directory, expect_failure(directory, part))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_without_cuda(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", run_config("cluster.gpus_per_node=1"))
+    expect_failed_event(directory, expect_failure(directory, "cluster.gpus_per_node: no CUDA device is visible"))
+
+
+def test_more_ranks_than_the_cluster_says(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", run_config())
+    message = expect_failure(directory, "asks for 1 ranks and 2 were started", ranks=2)
+    expect_failed_event(directory, message)
+    assert events(directory) == ["failed"]  # rank 0 alone writes
+
+
+def test_a_prompt_longer_than_the_models_positions(tmp_path: Path) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(json.dumps({"prompt": "7" * 1020, "answer": "7"}) + "\n")
+    directory = make_run(tmp_path / "run", run_config(f"task={{type: jsonl, path: {problems}}}"))
+    message = expect_failure(directory, "makes sequences of 1026 tokens; this model takes 1024")
+    expect_failed_event(directory, message)
+
+
+def test_a_bad_line_in_the_task_file(tmp_path: Path) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n')
+    directory = make_run(tmp_path / "run", run_config(f"task={{type: jsonl, path: {problems}}}"))
+    expect_failed_event(directory, expect_failure(directory, f"{problems}, line 2: "))
+
+
+def test_initial_weights_that_are_gone(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", run_config(), initial_weights=tmp_path / "nowhere" / "final")
+    expect_failed_event(directory, expect_failure(directory, "nowhere/final"))
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    expect_failure(tmp_path, "config.json: no such file; is this a run directory of abrun?")
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", run_config())
+    (directory / "metrics.jsonl").mkdir()
+    expect_failure(directory, "metrics.jsonl: cannot be written")
+
+
+def test_without_an_argument_it_says_how_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from abrun.train.__main__ import main
+
+    monkeypatch.setattr("sys.argv", ["abrun.train"])
+    assert main() == 2
+    assert capsys.readouterr().err == "usage: python -m abrun.train RUN_DIR\n"

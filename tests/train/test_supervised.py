@@ -1,0 +1,89 @@
+"""Supervised fine-tuning: the loss falls, and the final checkpoint is an ordinary Hugging Face one."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from abrun.models import load_model
+from abrun.recipe import Model
+from tests.train.runs import make_run, metrics_by_step, run_config, train_here
+
+
+def sft(*overrides: str):
+    return run_config("algorithm={type: sft, batch_size: 16}", "steps=2", *overrides)
+
+
+def test_loss_falls(warm_start: Path) -> None:
+    rows = metrics_by_step(warm_start)
+    loss = [row["train/loss"] for row in rows.values()]
+    assert loss[0] == pytest.approx(math.log(99), rel=0.05)  # random weights: nearly uniform
+    assert loss[-1] < 1.0 < loss[0]
+    assert rows[1]["train/entropy"] > rows[45]["train/entropy"] > 0
+    assert rows[1]["train/num_valid_samples"] == 32
+    assert rows[1]["train/global_valid_toks"] == 64  # sums up to 6: a digit and the end token
+
+
+def test_the_final_checkpoint_holds_the_trained_weights(warm_start: Path, warm_weights: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(warm_weights)
+    trained = load_file(warm_start / "checkpoints" / "step-000045" / "rank-0.safetensors")
+    parameters = dict(network.named_parameters())
+    assert {f"weights/network.{name}" for name in parameters} == {k for k in trained if k.startswith("weights/")}
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, trained[f"weights/network.{name}"]), name
+    assert network.lm_head.weight is network.model.embed_tokens.weight
+
+
+def test_the_final_checkpoint_answers_through_transformers_alone(warm_weights: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(warm_weights)
+    network = AutoModelForCausalLM.from_pretrained(warm_weights)
+    ours = load_model(Model(path=str(warm_weights)), weights=None, seed=0)
+    prompts = [f"{left}+{right}=" for left in range(4) for right in range(4)]
+    num_right = 0
+    for prompt in prompts:
+        encoded = tokenizer(prompt, return_tensors="pt")
+        assert encoded["input_ids"][0].tolist() == ours.encode_prompt(prompt)
+        output = network.generate(**encoded, max_new_tokens=6, do_sample=False)[0, encoded["input_ids"].shape[1] :]
+        assert output[-1] == tokenizer.eos_token_id
+        num_right += tokenizer.decode(output, skip_special_tokens=True) == str(eval(prompt[:-1]))
+    assert num_right >= 8, f"{num_right} of {len(prompts)}"
+
+
+def test_the_loss_is_the_mean_over_completion_tokens(tmp_path: Path, group: None) -> None:
+    """Against the stock cross-entropy of transformers on the same examples."""
+    from abrun.tasks.arithmetic import ArithmeticTask
+    from abrun.train.seeds import derive
+
+    directory = make_run(tmp_path / "run", sft("task.max_operand=99", "steps=1"), seed=3)
+    row = train_here(directory)[1]
+    model = load_model(Model(preset="qwen2-tiny"), weights=None, seed=derive(3, "init"))
+    total, count = 0.0, 0
+    for example in ArithmeticTask(99).examples(derive(3, "data"), 0, 16):
+        prompt = model.encode_prompt(example.prompt)
+        completion = model.encode_completion(example.completion)
+        labels = torch.tensor([[-100] * len(prompt) + completion])
+        with torch.no_grad():
+            loss = model.network(torch.tensor([prompt + completion]), labels=labels).loss
+        total, count = total + float(loss) * len(completion), count + len(completion)
+    assert row["train/global_valid_toks"] == count
+    assert row["train/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_microbatches_change_only_rounding(tmp_path: Path, group: None) -> None:
+    rows = [
+        train_here(make_run(tmp_path / size, sft(f"policy.micro_batch_size={size}", "task.max_operand=99")))
+        for size in ("null", "4", "7")
+    ]
+    for other in rows[1:]:
+        for step in (1, 2):
+            for key in ("train/loss", "train/entropy", "train/grad_norm"):
+                assert other[step][key] == pytest.approx(rows[0][step][key], rel=1e-4)
+
+
+def test_final_weights_only_where_asked(tmp_path: Path, group: None) -> None:
+    directory = make_run(tmp_path / "run", sft())
+    train_here(directory)
+    assert not (directory / "checkpoints" / "final").exists()

@@ -1,0 +1,85 @@
+"""The quickstart on GPUs: the same loop over nccl, with the allocator's own memory peaks."""
+
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from abrun.recipe import RunConfig
+from tests.train.runs import Trainer, events, make_run, metrics_by_step, new_attempt, run_config
+
+pytestmark = pytest.mark.gpu
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+NOT_COMPARED = ("timing/", "performance/", "memory/", "time_s", "attempt")
+
+
+def gpu_config(*overrides: str, gpus: int = 1, arm: str = "baseline") -> RunConfig:
+    return run_config("steps=3", f"cluster.gpus_per_node={gpus}", *overrides, arm=arm)
+
+
+def torchrun(directory: Path, ranks: int) -> dict[int, dict[str, float]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ended = subprocess.run(
+        [*command, "-m", "abrun.train", str(directory)], capture_output=True, text=True, timeout=280
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return metrics_by_step(directory)
+
+
+@pytest.mark.parametrize("arm", ["baseline", "treatment"])
+def test_a_few_steps_give_finite_metrics_and_real_peaks(arm: str, tmp_path: Path, warm_weights: Path) -> None:
+    config = gpu_config("algorithm.kl_coefficient=0.1", arm=arm)
+    directory = make_run(tmp_path / "run", config, initial_weights=warm_weights)
+    trainer = Trainer(directory)
+    assert trainer.wait(240) == 0, trainer.stderr
+    rows = metrics_by_step(directory)
+    assert rows.keys() == {1, 2, 3}
+    for row in rows.values():
+        assert all(math.isfinite(value) for value in row.values())
+        assert 1 <= row["train/token_mult_prob_error"] < 1.01 and row["train/grad_norm"] > 0
+        for phase in ("generation", "logprobs", "reference_logprobs", "forward_backward", "optimizer"):
+            allocated = row[f"memory/{phase}/peak_allocated_bytes"]
+            assert 1_000_000 < allocated <= row[f"memory/{phase}/peak_reserved_bytes"]
+        assert not any("live_tensor" in key for key in row)
+
+
+def test_the_first_step_is_the_one_of_the_cpu(tmp_path: Path, warm_weights: Path) -> None:
+    rows = {}
+    for name, config in {"cpu": run_config("steps=1"), "gpu": gpu_config("steps=1")}.items():
+        trainer = Trainer(make_run(tmp_path / name, config, initial_weights=warm_weights))
+        assert trainer.wait(240) == 0, trainer.stderr
+        rows[name] = metrics_by_step(tmp_path / name)[1]
+    for key in ("train/reward", "train/global_valid_toks", "train/entropy", "train/loss", "train/grad_norm"):
+        assert rows["gpu"][key] == pytest.approx(rows["cpu"][key], rel=1e-3, abs=1e-5), key
+
+
+def test_killed_and_resumed(tmp_path: Path, warm_weights: Path) -> None:
+    config = gpu_config("steps=20", "checkpoint.every=2")
+    directory = make_run(tmp_path / "run", config, initial_weights=warm_weights)
+    trainer = Trainer(directory)
+    trainer.wait_for_step(5)
+    trainer.send(signal.SIGKILL)
+    assert trainer.wait() == -signal.SIGKILL
+    new_attempt(directory)
+    trainer = Trainer(directory)
+    assert trainer.wait(240) == 0, trainer.stderr
+    rows = metrics_by_step(directory)
+    assert list(rows) == list(range(1, 21)) and rows[20]["attempt"] == 2
+    assert events(directory)[-1] == "finished" and "resumed" in events(directory)
+
+
+@needs_two_gpus
+def test_two_gpus_agree_with_one(tmp_path: Path, warm_weights: Path) -> None:
+    rows = {}
+    for gpus in (1, 2):
+        config = gpu_config("policy.micro_batch_size=8", "algorithm.kl_coefficient=0.1", gpus=gpus)
+        directory = make_run(tmp_path / str(gpus), config, initial_weights=warm_weights)
+        rows[gpus] = torchrun(directory, gpus)[1]
+    for key, value in rows[1].items():
+        if not key.startswith(NOT_COMPARED):
+            assert rows[2][key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
