@@ -181,7 +181,7 @@ class DtensorBackend:
         if self._optimizer is not None:
             for _, parameter in self._parameters():
                 self._optimizer.state[parameter] = {
-                    "step": torch.zeros(()),
+                    "step": torch.zeros((), device=self.device),  # where the fused AdamW wants it
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }

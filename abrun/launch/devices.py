@@ -117,7 +117,7 @@ def refusal(plan: Plan, machine: Machine, num_jobs: int | None) -> LaunchError |
 
 
 def _missing_file(config: RunConfig) -> str | None:
-    """A file of the recipe that is not on this machine. A model's name without a leading / . or ~ is a hub's."""
+    """A file of the recipe that is not on this machine; a model without a leading / . or ~ is a hub's."""
     data, weights = getattr(config.task, "path", None), config.model.path
     if data and not Path(data).expanduser().is_file():
         return f"task.path: got {data!r}, no such file here; give a JSON-lines file"

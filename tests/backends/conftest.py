@@ -1,0 +1,3 @@
+from tests.train.runs import group
+
+__all__ = ["group"]

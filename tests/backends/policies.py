@@ -1,0 +1,118 @@
+"""Small policies and batches for the backend tests, and their plain counterparts in transformers and autograd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from abrun.backends.dtensor import DtensorBackend
+from abrun.models import LanguageModel, character_tokenizer
+from abrun.recipe import Policy, Rollout
+from abrun.rl.batch import Batch, collate
+from abrun.rl.losses import masked_mean
+from abrun.rl.metrics import MetricParts
+
+CPU = torch.device("cpu")
+TINY: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
+    "tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 8, "final_logit_softcapping": 3.0}),
+    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 2.5}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.4}),
+}
+
+
+def tiny(kind: str = "llama") -> LanguageModel:
+    """A model with random weights, the same at every call."""
+    network_kind, config_kind, settings = KINDS[kind]
+    torch.manual_seed(8)
+    return LanguageModel(network=network_kind(config_kind(**TINY, **settings)), tokenizer=character_tokenizer())
+
+
+def make_backend(
+    kind: str = "llama", *, temperature: float = 1.0, rollout: Rollout | None = None, **policy: Any
+) -> DtensorBackend:
+    settings = Policy.model_validate(policy)
+    return DtensorBackend(tiny(kind), settings, rollout or Rollout(temperature=temperature), CPU)
+
+
+def some_batch(seed: int = 0, size: int = 8) -> Batch:
+    """Prompts and completions of different lengths."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (), generator=draw))
+        return torch.randint(3, 99, (length,), generator=draw).tolist()
+
+    batch = collate([tokens(1, 7) for _ in range(size)], [tokens(1, 9) for _ in range(size)], pad_id=0)
+    return batch.having(advantages=torch.randn(batch.token_ids.shape, generator=draw))
+
+
+def rows(batch: Batch, start: int, stop: int) -> Batch:
+    return batch._mapped(lambda tensor: tensor[start:stop])
+
+
+def weighted_loss(num_tokens: float) -> Any:
+    """Mean over `num_tokens` of -advantage * log-prob - 0.1 * entropy: a different weight on every token."""
+
+    def loss(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, MetricParts]:
+        assert batch.advantages is not None
+        per_token = -batch.advantages * logprobs - 0.1 * entropy
+        share = masked_mean(per_token, batch.token_mask, num_tokens)
+        return share, MetricParts(sums={"loss": share.detach().double()}, maxima={}, minima={})
+
+    return loss
+
+
+def plain_logprobs(network: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, S] from the stock forward pass and torch's cross-entropy, row by row."""
+    logprobs, entropies = torch.zeros(batch.token_ids.shape), torch.zeros(batch.token_ids.shape)
+    for row, (token_ids, mask) in enumerate(zip(batch.token_ids, batch.token_mask, strict=True)):
+        length = int(mask.nonzero().max()) + 1
+        logits = network(token_ids[None, :length]).logits[0, :-1] / temperature
+        targets = token_ids[1:length]
+        found = -nn.functional.cross_entropy(logits, targets, reduction="none")
+        probabilities = logits.softmax(dim=-1)
+        entropy = -(probabilities * probabilities.log()).sum(dim=-1)
+        keep = mask[1:length]
+        logprobs[row, 1:length] = torch.where(keep, found, 0.0)
+        entropies[row, 1:length] = torch.where(keep, entropy, 0.0)
+    return logprobs, entropies
+
+
+def plain_loss(network: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
+    assert batch.advantages is not None
+    logprobs, entropy = plain_logprobs(network, batch, temperature)
+    return torch.where(batch.token_mask, -batch.advantages * logprobs - 0.1 * entropy, 0.0).sum() / int(
+        batch.token_mask.sum()
+    )
+
+
+def gradients(backend: DtensorBackend) -> dict[str, Tensor]:
+    """Whole gradients by their Hugging Face names. Collective."""
+    found = {}
+    for name, parameter in backend.module.named_parameters():
+        grad: Any = parameter.grad
+        found[name.removeprefix("network.")] = grad.full_tensor().clone()
+    return found

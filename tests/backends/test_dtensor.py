@@ -1,0 +1,311 @@
+"""The dtensor backend against plain autograd and torch.optim.AdamW on the Hugging Face model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from abrun.backends.dtensor import DtensorBackend
+from abrun.errors import RecipeError
+from abrun.models import LanguageModel, character_tokenizer
+from abrun.recipe import Policy, Rollout
+from tests.backends.policies import (
+    CPU,
+    gradients,
+    make_backend,
+    plain_logprobs,
+    plain_loss,
+    rows,
+    some_batch,
+    tiny,
+    weighted_loss,
+)
+from tests.spawn import run_ranks
+
+LEARNING_RATES = (0.01, 0.02, 0.005)
+OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+IMPLS = ({"impl": "logits"}, {"impl": "chunked", "chunk_size": 40})
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def plain_gradients(network: nn.Module, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    network.zero_grad()
+    plain_loss(network, some_batch(), temperature).backward()
+    return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+
+
+def plain_training() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Gradient norms and weights after three steps of torch's own AdamW, a group a parameter."""
+    network = tiny().network
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p], "weight_decay": OPTIMIZER["weight_decay"] if p.ndim > 1 else 0.0}
+            for p in network.parameters()
+        ],
+        betas=(OPTIMIZER["beta1"], OPTIMIZER["beta2"]),
+        eps=OPTIMIZER["eps"],
+        fused=False,
+        foreach=False,
+    )
+    norms = []
+    for step, learning_rate in enumerate(LEARNING_RATES):
+        optimizer.zero_grad()
+        plain_loss(network, some_batch(step)).backward()
+        squares = sum(float(p.grad.double().square().sum()) for p in network.parameters() if p.grad is not None)
+        norms.append(squares**0.5)
+        for parameter in network.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(min(1.0, OPTIMIZER["max_grad_norm"] / norms[-1]))
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        optimizer.step()
+    return norms, dict(network.state_dict())
+
+
+def train(backend: DtensorBackend, rank: int, world_size: int, micro_batch_size: int | None) -> list[float]:
+    """Three steps on this rank's rows of the global batches; returns the gradient norms."""
+    norms = []
+    for step, learning_rate in enumerate(LEARNING_RATES):
+        whole = some_batch(step)
+        count = len(whole) // world_size
+        share = rows(whole, rank * count, (rank + 1) * count)
+        backend.forward_backward(share, micro_batch_size, weighted_loss(float(whole.token_mask.sum())))
+        norms.append(backend.optimizer_step(learning_rate))
+    return norms
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+@pytest.mark.parametrize("logprobs", IMPLS, ids=lambda one: one["impl"])
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_gradients_are_those_of_plain_autograd(
+    kind: str, logprobs: dict[str, Any], micro_batch_size: int | None, group: None
+) -> None:
+    backend = make_backend(kind, temperature=0.7, logprobs=logprobs)
+    batch = some_batch()
+    parts = backend.forward_backward(batch, micro_batch_size, weighted_loss(float(batch.token_mask.sum())))
+    network = tiny(kind).network
+    expected = plain_gradients(network, 0.7)
+    assert_same(gradients(backend), expected, rtol=1e-4, atol=1e-6)
+    assert float(parts.sums["loss"]) == pytest.approx(float(plain_loss(network, batch, 0.7)), rel=1e-5)
+
+
+def test_gradients_accumulate_over_calls_until_the_step(group: None) -> None:
+    backend = make_backend(optimizer={"max_grad_norm": 100.0})
+    batch = some_batch()
+    loss = weighted_loss(float(batch.token_mask.sum()))
+    for part in (rows(batch, 0, 3), rows(batch, 3, 8)):
+        backend.forward_backward(part, None, loss)
+    assert_same(gradients(backend), plain_gradients(tiny().network), rtol=1e-4, atol=1e-6)
+    backend.optimizer_step(0.0)
+    assert all(parameter.grad is None for parameter in backend.module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("logprobs", IMPLS, ids=lambda one: one["impl"])
+def test_logprobs_are_those_of_the_stock_forward_pass(
+    kind: str, logprobs: dict[str, Any], group: None
+) -> None:
+    """Soft-capped (Gemma 2), divided (Granite) and multiplied (Cohere) logits included."""
+    batch = some_batch()
+    with torch.no_grad():
+        expected, entropy = plain_logprobs(tiny(kind).network, batch, 1.3)
+    backend = make_backend(kind, temperature=1.3, logprobs=logprobs)
+    for micro_batch_size in (None, 3):
+        found = backend.logprobs(batch, micro_batch_size)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    with torch.no_grad():
+        _, found_entropy = backend.module(batch.token_ids, batch.token_mask)
+    torch.testing.assert_close(found_entropy, entropy, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
+def test_the_sampler_sees_the_stock_logits(kind: str, group: None) -> None:
+    backend = make_backend(kind, temperature=1.3)
+    token_ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad(), backend.gathered() as policy:
+        logits, _ = policy(token_ids, attention_mask=torch.ones_like(token_ids))
+        expected = tiny(kind).network(token_ids).logits[:, -1] / 1.3
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
+def test_those_models_need_their_scale(kind: str) -> None:
+    """The test above would see a forgotten scale or cap: without it the log-probs are others."""
+    batch = some_batch()
+    network = tiny(kind).network
+    with torch.no_grad():
+        right, _ = plain_logprobs(network, batch)
+        hidden = network.base_model(batch.token_ids[:1]).last_hidden_state  # pyright: ignore
+        bare = (hidden @ network.get_output_embeddings().weight.T).log_softmax(-1)  # pyright: ignore
+    found = bare[0, :-1].gather(-1, batch.token_ids[0, 1:, None])[:, 0]
+    mask = batch.token_mask[0, 1:]
+    assert float((found - right[0, 1:])[mask].abs().max()) > 0.1
+
+
+def test_three_steps_are_those_of_torch_adamw(group: None) -> None:
+    backend = make_backend(optimizer=OPTIMIZER)
+    norms = train(backend, 0, 1, micro_batch_size=None)
+    expected_norms, expected = plain_training()
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
+    assert_same(backend.full_weights(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weight_decay_is_for_matrices_alone(group: None) -> None:
+    backend = make_backend(optimizer={"weight_decay": 0.5})
+    for parameter in backend.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    backend.optimizer_step(0.1)
+    weights = backend.full_weights()
+    for name, before in tiny().network.state_dict().items():
+        factor = 1 - 0.1 * 0.5 if before.ndim > 1 else 1.0
+        torch.testing.assert_close(weights[name], before * factor)
+
+
+def test_two_ranks_do_what_one_does(group: None) -> None:
+    backend = make_backend()
+    batch = some_batch()
+    backend.forward_backward(batch, None, weighted_loss(float(batch.token_mask.sum())))
+    grads = gradients(backend)
+    expected_norms, expected = plain_training()
+    for rank, found in enumerate(run_ranks(on_two_ranks, 2)):
+        assert_same(found["gradients"], grads, rtol=1e-4, atol=1e-6)
+        assert_same(found["checkpointed"], grads, rtol=1e-4, atol=1e-6)
+        assert found["norms"] == pytest.approx(expected_norms, rel=1e-4)
+        torch.testing.assert_close(found["logprobs"], backend.logprobs(batch, None)[rank * 4 : rank * 4 + 4])
+        assert found["gathered_logits"] == found["gathered_logits_again"]
+        if rank == 0:
+            assert_same(found["weights"], expected, rtol=1e-4, atol=1e-5)
+        else:
+            assert found["weights"] == {}
+        # Each rank holds half of the weights and of the optimizer's two moments.
+        whole = sum(weight.numel() for weight in expected.values())
+        assert found["num_held"] <= 0.52 * 3 * whole
+
+
+def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    batch = some_batch()
+    share, loss = rows(batch, rank * 4, rank * 4 + 4), weighted_loss(float(batch.token_mask.sum()))
+    found: dict[str, Any] = {}
+    backend = make_backend()
+    found["logprobs"] = backend.logprobs(share, 3)
+    backend.forward_backward(share, 3, loss)
+    found["gradients"] = gradients(backend)
+    backend = make_backend(activation_checkpointing=True)
+    backend.forward_backward(share, 3, loss)
+    found["checkpointed"] = gradients(backend)
+    backend = make_backend(optimizer=OPTIMIZER)
+    found["norms"] = train(backend, rank, world_size, micro_batch_size=3)
+    found["weights"] = backend.full_weights()
+    found["num_held"] = sum(tensor.numel() for tensor in backend.local_state().values())
+    token_ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        for key in ("gathered_logits", "gathered_logits_again"):
+            with backend.gathered() as policy:
+                if key == "gathered_logits" and rank == 1:
+                    policy(token_ids, attention_mask=torch.ones_like(token_ids))  # no collective: one may do more
+                logits, _ = policy(token_ids, attention_mask=torch.ones_like(token_ids))
+                found[key] = logits.tolist()
+    return found
+
+
+def test_activation_checkpointing_gives_the_same_gradients_by_a_second_forward(group: None) -> None:
+    calls = {}
+    found = {}
+    for checkpointing in (False, True):
+        backend = make_backend(activation_checkpointing=checkpointing)
+        count = [0]
+        backend.module.network.model.layers[0].mlp.register_forward_hook(
+            lambda *_, count=count: count.__setitem__(0, count[0] + 1)
+        )
+        batch = some_batch()
+        backend.forward_backward(batch, None, weighted_loss(float(batch.token_mask.sum())))
+        calls[checkpointing], found[checkpointing] = count[0], gradients(backend)
+    assert calls == {False: 1, True: 2}
+    assert_same(found[True], found[False])
+
+
+def test_bfloat16_computes_near_and_keeps_float32_weights(group: None) -> None:
+    batch = some_batch()
+    exact, near = make_backend(), make_backend(dtype="bfloat16")
+    difference = (exact.logprobs(batch, None) - near.logprobs(batch, None))[batch.token_mask].abs()
+    assert 0 < float(difference.mean()) < 0.05
+    for backend in (exact, near):
+        backend.forward_backward(batch, None, weighted_loss(float(batch.token_mask.sum())))
+    assert {p.dtype for p in near.module.parameters()} == {torch.float32}
+    expected = gradients(exact)
+    for name, gradient in gradients(near).items():
+        assert gradient.dtype == torch.float32
+        cosine = torch.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0)
+        assert cosine > 0.98, name
+    assert near.optimizer_step(0.01) > 0
+    state = near.local_state()
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def test_a_float32_head_is_nearer_in_bfloat16(group: None) -> None:
+    batch = some_batch()
+    exact = make_backend().logprobs(batch, None)
+    errors = {}
+    for head_dtype in (None, "float32"):
+        backend = make_backend(dtype="bfloat16", logprobs={"impl": "logits", "head_dtype": head_dtype})
+        errors[head_dtype] = float((backend.logprobs(batch, None) - exact)[batch.token_mask].abs().mean())
+    assert errors["float32"] < errors[None]
+
+
+def test_logprobs_have_no_gradient_and_none_outside_the_mask(group: None) -> None:
+    backend, batch = make_backend(), some_batch()
+    logprobs = backend.logprobs(batch, None)
+    assert logprobs.shape == batch.token_ids.shape and not logprobs.requires_grad
+    assert (logprobs[~batch.token_mask] == 0).all() and (logprobs[batch.token_mask] < 0).all()
+    assert all(parameter.grad is None for parameter in backend.module.parameters())
+
+
+def test_full_weights_make_the_same_model(group: None) -> None:
+    for kind in ("llama", "tied"):
+        backend = make_backend(kind)
+        train(backend, 0, 1, None)
+        fresh = tiny(kind).network
+        missing, unexpected = fresh.load_state_dict(backend.full_weights(), strict=False)
+        assert unexpected == [] and missing == (["lm_head.weight"] if kind == "tied" else [])
+        with torch.no_grad():
+            expected, _ = plain_logprobs(fresh, some_batch())
+        torch.testing.assert_close(backend.logprobs(some_batch(), None), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_local_state_restores_weights_and_optimizer(group: None) -> None:
+    """Two steps, a restore into a fresh backend, and the third step is the same to the last bit."""
+    first, batch = make_backend(optimizer=OPTIMIZER), some_batch(9)
+    loss = weighted_loss(float(batch.token_mask.sum()))
+    train(first, 0, 1, None)
+    state = {name: tensor.clone() for name, tensor in first.local_state().items()}
+    second = make_backend(optimizer=OPTIMIZER)
+    second.load_local_state(state)
+    for backend in (first, second):
+        backend.forward_backward(batch, None, loss)
+        backend.optimizer_step(0.01)
+    restored = second.local_state()
+    assert first.local_state().keys() == restored.keys() == state.keys()
+    for name, tensor in first.local_state().items():
+        assert torch.equal(tensor, restored[name]), name
+        assert not torch.equal(tensor, state[name]), name
+
+
+def test_a_frozen_reference_has_no_gradient_and_no_optimizer(group: None) -> None:
+    backend = DtensorBackend(tiny(), Policy(), Rollout(), CPU, trainable=False)
+    assert not any(parameter.requires_grad for parameter in backend.module.parameters())
+    assert all(name.startswith("weights/") for name in backend.local_state())
+
+
+def test_a_head_with_a_bias_is_refused(group: None) -> None:
+    network: Any = tiny().network
+    network.lm_head = nn.Linear(32, 99, bias=True)
+    model = LanguageModel(network=network, tokenizer=character_tokenizer())
+    with pytest.raises(RecipeError, match="LM head with a bias"):
+        DtensorBackend(model, Policy(), Rollout(), CPU)

@@ -1,0 +1,151 @@
+"""Sampling by inverting the cumulative distribution, and the nucleus filter, against plain loops."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from abrun.rl.sampling import filtered_logprobs, keep_top_p, sample
+
+IGNORED = -100
+
+
+def plain_top_p(logits: list[float], top_p: float) -> list[float]:
+    """Probabilities of the nucleus of one distribution, renormalised; 0 outside."""
+    largest = max(logits)
+    weights = [math.exp(logit - largest) for logit in logits]
+    probabilities = [weight / sum(weights) for weight in weights]
+    kept, total = set(), 0.0
+    for token in sorted(range(len(logits)), key=lambda i: -logits[i]):
+        kept.add(token)
+        total += probabilities[token]
+        if total >= top_p:
+            break
+    return [p / total if i in kept else 0.0 for i, p in enumerate(probabilities)]
+
+
+def some_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.8, 0.99, 1.0])
+def test_the_nucleus_is_that_of_a_plain_loop(top_p: float) -> None:
+    logits = some_logits(3, 4, 13)
+    kept = keep_top_p(logits, top_p)
+    for row, filtered in zip(logits.reshape(-1, 13).tolist(), kept.reshape(-1, 13).tolist(), strict=True):
+        expected = plain_top_p(row, top_p)
+        assert [value > -math.inf for value in filtered] == [p > 0 for p in expected]
+        assert all(value in (-math.inf, logit) for value, logit in zip(filtered, row, strict=True))
+
+
+def test_the_token_that_crosses_the_threshold_is_kept() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    for top_p, count in ((0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4)):
+        assert int((keep_top_p(logits, top_p) > -math.inf).sum()) == count, top_p
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.8, 1.0])
+def test_filtered_logprobs_and_entropy_are_those_of_a_plain_loop(top_p: float) -> None:
+    logits = some_logits(5, 11)
+    best = logits.argmax(dim=-1)
+    logprobs, entropy = filtered_logprobs(logits, best, top_p=top_p, ignore_index=IGNORED)
+    for row, token, logprob, nats in zip(logits.tolist(), best.tolist(), logprobs, entropy, strict=True):
+        expected = plain_top_p(row, top_p)
+        assert float(logprob) == pytest.approx(math.log(expected[token]), abs=1e-6)
+        assert float(nats) == pytest.approx(-sum(p * math.log(p) for p in expected if p > 0), abs=1e-5)
+
+
+def test_a_target_outside_the_nucleus_joins_it() -> None:
+    logits = torch.tensor([[4.0, 3.0, -5.0]])
+    logprobs, _ = filtered_logprobs(logits, torch.tensor([2]), top_p=0.5, ignore_index=IGNORED)
+    assert float(logprobs) == pytest.approx(-5.0 - math.log(math.exp(4) + math.exp(-5)), abs=1e-6)
+
+
+def test_ignored_targets_have_no_logprob_no_entropy_and_no_gradient() -> None:
+    logits = some_logits(2, 3, 7).requires_grad_()
+    target = torch.tensor([[1, IGNORED, 2], [IGNORED, IGNORED, 0]])
+    logprobs, entropy = filtered_logprobs(logits, target, top_p=0.9, ignore_index=IGNORED)
+    ignored = target == IGNORED
+    assert (logprobs[ignored] == 0).all() and (entropy[ignored] == 0).all()
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logits.grad is not None and logits.grad.isfinite().all()
+    assert (logits.grad[ignored] == 0).all() and (logits.grad[~ignored] != 0).any(dim=-1).all()
+
+
+def test_gradient_of_filtered_logprobs_is_softmax_inside_the_nucleus() -> None:
+    logits = some_logits(1, 9).double().requires_grad_()
+    target = logits.detach().argmax(dim=-1)
+    logprobs, entropy = filtered_logprobs(logits, target, top_p=0.8, ignore_index=IGNORED)
+    logprobs.sum().backward()
+    expected = -torch.tensor(plain_top_p(logits.detach()[0].tolist(), 0.8), dtype=torch.float64)
+    expected[target] += 1
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[0], expected)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_frequencies_match_the_probabilities(top_p: float) -> None:
+    logits = some_logits(12, seed=3, scale=1.5)
+    expected = plain_top_p(logits.tolist(), top_p)
+    count = 40_000
+    uniform = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tokens, _ = sample(logits.expand(count, -1), uniform, top_p)
+    seen = torch.bincount(tokens, minlength=12).tolist()
+    likely = [i for i, p in enumerate(expected) if p > 0]
+    assert all(seen[i] == 0 for i in range(12) if i not in likely)
+    assert chisquare([seen[i] for i in likely], [expected[i] * count for i in likely]).pvalue > 1e-3
+
+
+def test_the_logprob_is_that_of_the_distribution_drawn_from() -> None:
+    logits = some_logits(200, 12)
+    uniform = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for top_p in (1.0, 0.6):
+        tokens, logprobs = sample(logits, uniform, top_p)
+        for row, token, logprob in zip(logits.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
+            assert logprob == pytest.approx(math.log(plain_top_p(row, top_p)[token]), abs=1e-5)
+
+
+def test_a_draw_is_where_the_uniform_falls_in_the_cumulative_distribution() -> None:
+    logits = torch.tensor([0.25, 0.25, 0.5]).log().expand(6, -1)
+    uniform = torch.tensor([0.0, 0.249, 0.251, 0.499, 0.501, 0.999], dtype=torch.float64)
+    assert sample(logits, uniform)[0].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_ends_of_the_unit_interval() -> None:
+    below_one = math.nextafter(1.0, 0.0)
+    nothing = float("-inf")
+    rows = torch.tensor(
+        [[nothing, 1.0, nothing, 2.0, nothing], [0.0, nothing, nothing, nothing, nothing], [1.0, 2.0, 3.0, 4.0, 5.0]]
+    )
+    for uniform, expected in ((0.0, [1, 0, 0]), (below_one, [3, 0, 4])):
+        tokens, logprobs = sample(rows, torch.full((3,), uniform, dtype=torch.float64))
+        assert tokens.tolist() == expected
+        assert logprobs.isfinite().all()
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    logits = some_logits(1, 50, scale=0.5)
+    forbidden = torch.arange(50) % 3 == 0
+    logits[:, forbidden] = float("-inf")
+    uniform = torch.linspace(0, 1 - 2**-53, 5000, dtype=torch.float64)
+    tokens, logprobs = sample(logits.expand(5000, -1), uniform)
+    assert not forbidden[tokens].any() and logprobs.isfinite().all()
+    assert set(tokens.tolist()) == set((~forbidden).nonzero()[:, 0].tolist())
+
+
+def test_a_draw_does_not_depend_on_its_batch() -> None:
+    logits = some_logits(64, 99)
+    uniform = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    together, _ = sample(logits, uniform, 0.9)
+    alone = [int(sample(logits[i : i + 1], uniform[i : i + 1], 0.9)[0]) for i in range(64)]
+    assert together.tolist() == alone
+
+
+def test_half_precision_logits_are_sampled_in_float32() -> None:
+    logits = some_logits(8, 30).bfloat16()
+    uniform = torch.rand(8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    tokens, logprobs = sample(logits, uniform)
+    exact_tokens, exact = sample(logits.float(), uniform)
+    assert logprobs.dtype == torch.float32
+    assert torch.equal(tokens, exact_tokens) and torch.equal(logprobs, exact)

@@ -1,0 +1,173 @@
+"""The embedded engine against a plain loop without cache, padding or batches, and against the trainer."""
+
+import pytest
+import torch
+
+from abrun.backends.dtensor import DtensorBackend
+from abrun.models import LanguageModel, load_model
+from abrun.recipe import Logprobs, Model, Policy, Rollout
+from abrun.rl.batch import collate
+from abrun.rollout import Completion
+from abrun.rollout.torch_engine import TorchEngine
+from tests.rollout.test_sampling import plain_top_p
+
+PROMPTS = ["1+1=", "a rather long prompt, to pad the others for: 12345+67890=", "x", "30+12=", "Q: why?"] * 2
+MAX_NEW_TOKENS = 9
+DISTRIBUTIONS = [(1.0, 1.0), (0.7, 1.0), (1.6, 1.0), (1.0, 0.8), (0.7, 0.8)]
+
+
+def make_model() -> LanguageModel:
+    """Random weights, scaled up so that its distributions are not flat; a third of its tokens end a completion."""
+    model = load_model(Model(preset="qwen2-tiny"), weights=None, seed=2)
+    with torch.no_grad():
+        for parameter in model.network.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    model.network.generation_config.eos_token_id = list(range(70, 90))  # pyright: ignore
+    return model
+
+
+def make_backend(model: LanguageModel, rollout: Rollout, policy: Policy | None = None) -> DtensorBackend:
+    return DtensorBackend(model, policy or Policy(), rollout, torch.device("cpu"))
+
+
+def generate(
+    model: LanguageModel, rollout: Rollout, policy: Policy | None = None, prompts: list[str] = PROMPTS
+) -> tuple[DtensorBackend, list[Completion]]:
+    backend = make_backend(model, rollout, policy)
+    encoded = [model.encode_prompt(prompt) for prompt in prompts]
+    return backend, TorchEngine(backend, model, rollout).generate(encoded, uniforms(len(prompts)))
+
+
+def uniforms(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(6)
+    return torch.rand(len(PROMPTS), MAX_NEW_TOKENS, dtype=torch.float64, generator=generator)[:count]
+
+
+def plainly(
+    model: LanguageModel, prompt: list[int], uniform: list[float], temperature: float, top_p: float
+) -> tuple[list[int], list[float]]:
+    """One completion, a whole forward pass a token."""
+    tokens, logprobs = [], []
+    for number in uniform:
+        with torch.no_grad():
+            logits = model.network(torch.tensor([prompt + tokens])).logits[0, -1].double() / temperature
+        probabilities = plain_top_p(logits.tolist(), top_p)
+        token, reached = 0, probabilities[0]
+        while reached <= number:
+            token += 1
+            reached += probabilities[token]
+        tokens.append(token)
+        logprobs.append(float(torch.tensor(probabilities[token]).log()))
+        if token in model.end_ids:
+            break
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), DISTRIBUTIONS)
+def test_completions_are_those_of_a_plain_loop(temperature: float, top_p: float, group: None) -> None:
+    model = make_model()
+    expected = [
+        plainly(model, model.encode_prompt(prompt), row, temperature, top_p)
+        for prompt, row in zip(PROMPTS, uniforms(len(PROMPTS)).tolist(), strict=True)
+    ]
+    rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
+    _, completions = generate(model, rollout)
+    for completion, (tokens, logprobs) in zip(completions, expected, strict=True):
+        assert completion.token_ids == tokens
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert len({len(tokens) for tokens, _ in expected}) > 2, "the example should have several lengths"
+
+
+@pytest.mark.parametrize(
+    ("impl", "temperature", "top_p"),
+    # A fused path has no logits to filter: the recipe refuses top_p with it.
+    [("logits", *one) for one in DISTRIBUTIONS] + [("chunked", *one) for one in DISTRIBUTIONS if one[1] == 1],
+)
+def test_the_trainer_computes_the_same_logprobs(
+    impl: str, temperature: float, top_p: float, group: None
+) -> None:
+    model = make_model()
+    rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
+    policy = Policy(logprobs=Logprobs.model_validate({"impl": impl}))
+    backend, completions = generate(model, rollout, policy)
+    batch = collate(
+        [model.encode_prompt(prompt) for prompt in PROMPTS],
+        [completion.token_ids for completion in completions],
+        pad_id=model.pad_id,
+        logprobs=[completion.logprobs for completion in completions],
+    )
+    assert batch.inference_logprobs is not None
+    for micro_batch_size in (None, 3):
+        logprobs = backend.logprobs(batch, micro_batch_size)
+        torch.testing.assert_close(logprobs, batch.inference_logprobs, atol=1e-4, rtol=0)
+
+
+def test_a_completion_ends_with_its_end_token_or_is_truncated(group: None) -> None:
+    model = make_model()
+    _, completions = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS))
+    assert {completion.truncated for completion in completions} == {True, False}
+    for completion in completions:
+        *inner, last = completion.token_ids
+        assert not model.end_ids & set(inner)
+        assert (last in model.end_ids) == (not completion.truncated)
+        assert len(completion.token_ids) == len(completion.logprobs) <= MAX_NEW_TOKENS
+        assert not completion.truncated or len(completion.token_ids) == MAX_NEW_TOKENS
+
+
+def test_ending_on_the_last_token_is_not_truncation(group: None) -> None:
+    model = make_model()
+    _, completions = generate(model, Rollout(max_new_tokens=1))
+    for completion in completions:
+        assert len(completion.token_ids) == 1
+        assert completion.truncated == (completion.token_ids[0] not in model.end_ids)
+    assert {completion.truncated for completion in completions} == {True, False}
+
+
+def test_results_do_not_depend_on_the_batch(group: None) -> None:
+    """Neither on its size, nor on the other prompts that pad it."""
+    model = make_model()
+    _, together = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS))
+    for size in (1, 3, 7):
+        backend, cut = generate(make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS, batch_size=size))
+        assert [c.token_ids for c in cut] == [c.token_ids for c in together]
+        assert [c.truncated for c in cut] == [c.truncated for c in together]
+        for one, other in zip(cut, together, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_it_samples_from_the_weights_of_the_moment(group: None) -> None:
+    """Weights are shared: after an optimizer step the engine's log-probs are the stepped policy's."""
+    model, rollout = make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS)
+    backend = make_backend(model, rollout)
+    engine = TorchEngine(backend, model, rollout)
+    prompts = [model.encode_prompt(prompt) for prompt in PROMPTS]
+    before = engine.generate(prompts, uniforms(len(PROMPTS)))
+    for parameter in backend.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    backend.optimizer_step(0.05)
+    after = engine.generate(prompts, uniforms(len(PROMPTS)))
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+    batch = collate(
+        prompts,
+        [c.token_ids for c in after],
+        pad_id=model.pad_id,
+        logprobs=[c.logprobs for c in after],
+    )
+    assert batch.inference_logprobs is not None
+    torch.testing.assert_close(backend.logprobs(batch, None), batch.inference_logprobs, atol=1e-4, rtol=0)
+
+
+def test_generation_copies_no_weights_once_they_are_gathered(group: None) -> None:
+    """Inside `gathered` every forward pass uses the same storages."""
+    model = make_model()
+    backend = make_backend(model, Rollout())
+    token_ids = torch.tensor([model.encode_prompt("1+1=")])
+    with torch.no_grad(), backend.gathered() as policy:
+        seen = []
+        for _ in range(2):
+            policy(token_ids, attention_mask=torch.ones_like(token_ids))
+            seen.append([parameter.data_ptr() for parameter in policy.parameters()])
+        assert not policy.training
+    assert seen[0] == seen[1] and all(seen[0])
+    assert backend.module.training
