@@ -1,7 +1,7 @@
 """Compare the arms of an experiment: `compare_experiment` reads the store, decides, and writes the report.
 
-Sources -> validity, guards, evidence -> verdict -> plots and report. Importing this pulls in scipy and
-statsmodels (a second): the command line imports it when it compares, not before.
+Sources -> validity, guards, evidence -> verdict -> plots and report. Importing this pulls in scipy
+(half a second): the command line imports it when it compares, not before.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""Small policies and batches for the backend tests, and their plain counterparts in transformers and autograd."""
+"""Small policies and batches for the backend tests, and their plain counterparts."""
 
 from typing import Any
 
@@ -47,7 +47,9 @@ def tiny(kind: str = "llama") -> LanguageModel:
     """A model with random weights, the same at every call."""
     network_kind, config_kind, settings = KINDS[kind]
     torch.manual_seed(8)
-    return LanguageModel(network=network_kind(config_kind(**TINY, **settings)), tokenizer=character_tokenizer())
+    return LanguageModel(
+        network=network_kind(config_kind(**TINY, **settings)), tokenizer=character_tokenizer()
+    )
 
 
 def make_backend(

@@ -28,7 +28,9 @@ OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 
 IMPLS = ({"impl": "logits"}, {"impl": "chunked", "chunk_size": 40})
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:
+def assert_same(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float
+) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
@@ -57,7 +59,9 @@ def plain_training() -> tuple[list[float], dict[str, torch.Tensor]]:
     for step, learning_rate in enumerate(LEARNING_RATES):
         optimizer.zero_grad()
         plain_loss(network, some_batch(step)).backward()
-        squares = sum(float(p.grad.double().square().sum()) for p in network.parameters() if p.grad is not None)
+        squares = sum(
+            float(p.grad.double().square().sum()) for p in network.parameters() if p.grad is not None
+        )
         norms.append(squares**0.5)
         for parameter in network.parameters():
             assert parameter.grad is not None
@@ -209,7 +213,9 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
         for key in ("gathered_logits", "gathered_logits_again"):
             with backend.gathered() as policy:
                 if key == "gathered_logits" and rank == 1:
-                    policy(token_ids, attention_mask=torch.ones_like(token_ids))  # no collective: one may do more
+                    policy(
+                        token_ids, attention_mask=torch.ones_like(token_ids)
+                    )  # no collective: one may do more
                 logits, _ = policy(token_ids, attention_mask=torch.ones_like(token_ids))
                 found[key] = logits.tolist()
     return found
@@ -221,7 +227,7 @@ def test_activation_checkpointing_gives_the_same_gradients_by_a_second_forward(g
     for checkpointing in (False, True):
         backend = make_backend(activation_checkpointing=checkpointing)
         count = [0]
-        backend.module.network.model.layers[0].mlp.register_forward_hook(
+        backend.module.network.model.layers[0].mlp.register_forward_pre_hook(
             lambda *_, count=count: count.__setitem__(0, count[0] + 1)
         )
         batch = some_batch()

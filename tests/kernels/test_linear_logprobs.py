@@ -213,7 +213,7 @@ def test_agrees_on_many_tokens_of_a_large_vocabulary(impl: str) -> None:
 def test_agrees_on_a_vocabulary_of_151936(impl: str, dtypes: str, num_tokens: int) -> None:
     problem = make_problem(num_tokens, 151936, dtypes, temperature=0.8)
     oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
-    # "logits" is naive there: one float32 product sums 151,936 rows, and how far its rounding wanders is luck.
+    # "logits" is naive there: one float32 product sums 151,936 rows, and where its rounding ends is luck.
     luck = EPSILON * 151936**0.5 * largest(oracle.d_hidden) if impl == "logits" else 0.0
     check(kernel_answer(problem, impl), oracle, naive, {"d_hidden": luck})
 

@@ -24,7 +24,8 @@ from abrun.recipe import Model
 
 PRINTABLE = "".join(chr(code) for code in range(32, 127))
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TINY = {
@@ -67,7 +68,7 @@ def bpe() -> PreTrainedTokenizerFast:
 def checkpoint(
     request: pytest.FixtureRequest, bpe: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A checkpoint as Hugging Face has them, made by transformers alone; its head is not tied to its embeddings."""
+    """A checkpoint as Hugging Face has them, made by transformers alone, with a head of its own."""
     kind, config_kind = {
         "llama": (LlamaForCausalLM, LlamaConfig),
         "qwen2": (Qwen2ForCausalLM, Qwen2Config),
@@ -75,7 +76,9 @@ def checkpoint(
     torch.manual_seed(1)
     settings = TINY | {"vocab_size": len(bpe), "tie_word_embeddings": False, "attention_dropout": 0.1}
     network = kind(config_kind(**settings))
-    network.generation_config.eos_token_id = [bpe.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]
+    network.generation_config.eos_token_id = [
+        bpe.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")
+    ]
     folder = tmp_path_factory.mktemp(request.param)
     network.save_pretrained(folder)
     bpe.save_pretrained(folder)
@@ -139,7 +142,7 @@ def test_a_saved_preset_loads_through_its_path(tmp_path: Path) -> None:
     assert (loaded.end_ids, loaded.pad_id) == (model.end_ids, model.pad_id)
     text = string.printable.replace("\t", "").replace("\r", "").replace("\x0b", "").replace("\x0c", "")
     assert loaded.encode_prompt(text) == model.encode_prompt(text)
-    # transformers alone puts Qwen2's splitting around the vocabulary, which loses white space, and nothing else.
+    # transformers alone puts Qwen2's splitting around the vocabulary, which loses white space only.
     plain, dense = AutoTokenizer.from_pretrained(tmp_path / "saved"), PRINTABLE.replace(" ", "")
     assert plain(dense)["input_ids"] == model.encode_prompt(dense)
     again = load_model(Model(preset="qwen2-tiny"), weights=tmp_path / "saved", seed=0)
@@ -202,7 +205,9 @@ def test_dropout_is_off(checkpoint: Path) -> None:
     assert torch.equal(trained, model.network(token_ids).logits)
 
 
-@pytest.mark.parametrize("broken", ["nowhere", "empty", "no weights", "no tokenizer", "garbage", "config", "half"])
+@pytest.mark.parametrize(
+    "broken", ["nowhere", "empty", "no weights", "no tokenizer", "garbage", "config", "half"]
+)
 def test_a_checkpoint_that_does_not_load_is_one_line(broken: str, checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     if broken != "nowhere":

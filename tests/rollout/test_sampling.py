@@ -76,7 +76,7 @@ def test_ignored_targets_have_no_logprob_no_entropy_and_no_gradient() -> None:
 def test_gradient_of_filtered_logprobs_is_softmax_inside_the_nucleus() -> None:
     logits = some_logits(1, 9).double().requires_grad_()
     target = logits.detach().argmax(dim=-1)
-    logprobs, entropy = filtered_logprobs(logits, target, top_p=0.8, ignore_index=IGNORED)
+    logprobs, _ = filtered_logprobs(logits, target, top_p=0.8, ignore_index=IGNORED)
     logprobs.sum().backward()
     expected = -torch.tensor(plain_top_p(logits.detach()[0].tolist(), 0.8), dtype=torch.float64)
     expected[target] += 1
@@ -116,7 +116,11 @@ def test_the_ends_of_the_unit_interval() -> None:
     below_one = math.nextafter(1.0, 0.0)
     nothing = float("-inf")
     rows = torch.tensor(
-        [[nothing, 1.0, nothing, 2.0, nothing], [0.0, nothing, nothing, nothing, nothing], [1.0, 2.0, 3.0, 4.0, 5.0]]
+        [
+            [nothing, 1.0, nothing, 2.0, nothing],
+            [0.0, nothing, nothing, nothing, nothing],
+            [1.0, 2.0, 3.0, 4.0, 5.0],
+        ]
     )
     for uniform, expected in ((0.0, [1, 0, 0]), (below_one, [3, 0, 4])):
         tokens, logprobs = sample(rows, torch.full((3,), uniform, dtype=torch.float64))

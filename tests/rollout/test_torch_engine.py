@@ -17,7 +17,7 @@ DISTRIBUTIONS = [(1.0, 1.0), (0.7, 1.0), (1.6, 1.0), (1.0, 0.8), (0.7, 0.8)]
 
 
 def make_model() -> LanguageModel:
-    """Random weights, scaled up so that its distributions are not flat; a third of its tokens end a completion."""
+    """Random weights, scaled up against flat distributions; a fifth of the tokens end a completion."""
     model = load_model(Model(preset="qwen2-tiny"), weights=None, seed=2)
     with torch.no_grad():
         for parameter in model.network.parameters():
@@ -129,7 +129,7 @@ def test_results_do_not_depend_on_the_batch(group: None) -> None:
     model = make_model()
     _, together = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS))
     for size in (1, 3, 7):
-        backend, cut = generate(make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS, batch_size=size))
+        _, cut = generate(make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS, batch_size=size))
         assert [c.token_ids for c in cut] == [c.token_ids for c in together]
         assert [c.truncated for c in cut] == [c.truncated for c in together]
         for one, other in zip(cut, together, strict=True):

@@ -33,7 +33,16 @@ def test_every_problem_is_right_and_every_operand_occurs() -> None:
 
 @pytest.mark.parametrize(
     ("completion", "reward"),
-    [("95", 1.0), (" 95\n", 1.0), ("9", 0.0), ("950", 0.0), ("095", 0.0), ("95.0", 0.0), ("", 0.0), ("5+90", 0.0)],
+    [
+        ("95", 1.0),
+        (" 95\n", 1.0),
+        ("9", 0.0),
+        ("950", 0.0),
+        ("095", 0.0),
+        ("95.0", 0.0),
+        ("", 0.0),
+        ("5+90", 0.0),
+    ],
 )
 def test_the_verifier_is_exact(completion: str, reward: float) -> None:
     example = Example(prompt="37+58=", completion="95", answer="95")

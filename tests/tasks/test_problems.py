@@ -45,7 +45,9 @@ def test_jsonl_lines_with_fields_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_empty_lines_are_skipped(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('\n{"prompt": "a", "answer": "1"}\n\n  \n{"prompt": "b", "answer": "2"}')
+    (tmp_path / "x.jsonl").write_text(
+        '\n{"prompt": "a", "answer": "1"}\n\n  \n{"prompt": "b", "answer": "2"}'
+    )
     task = make_task(Jsonl(type="jsonl", path=str(tmp_path / "x.jsonl")))
     assert {example.prompt for example in task.examples(0, 0, 2)} == {"a", "b"}
 
@@ -130,6 +132,6 @@ def test_a_file_without_problems(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(RecipeError, match="task.path: got ") as raised:
+    with pytest.raises(RecipeError, match=r"task\.path: got ") as raised:
         make_task(Jsonl(type="jsonl", path=str(path)))
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Run directories as the launcher makes them, and trainers that work in them: here, or in processes of their own."""
+"""Run directories as the launcher makes them, and trainers in them: here, or in processes of their own."""
 
 import contextlib
 import json
@@ -80,7 +80,7 @@ def events(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def single_rank() -> Iterator[None]:
-    """A process group of this process alone, on one thread as in a real trainer; signal handlers are put back."""
+    """A process group of this process alone, on one thread as a real trainer; puts signal handlers back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def metrics_by_step(directory: Path) -> dict[int, dict[str, float]]:
 
 
 class Trainer:
-    """`python -m abrun.train DIRECTORY` as one or several ranks; rank 0's stdout and stderr go to files there.
+    """`python -m abrun.train DIRECTORY` as one or several ranks; stdout and stderr go to files there.
 
     `env` is laid over the environment (an empty value removes a variable), `path` before `sys.path`.
     """

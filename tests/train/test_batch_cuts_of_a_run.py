@@ -1,4 +1,4 @@
-"""How a global batch is cut into microbatches and spread over ranks, and which log-prob path runs, is rounding."""
+"""How a global batch is cut and spread over ranks, and which log-prob path runs, is rounding."""
 
 import math
 from pathlib import Path

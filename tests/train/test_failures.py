@@ -1,4 +1,4 @@
-"""What cannot work ends with one line on stderr, exit code 2, and a `failed` event where that can be written."""
+"""What cannot work: one line on stderr, exit code 2, and a `failed` event where that can be written."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,10 @@ from abrun import store
 from tests.train.runs import Trainer, events, make_run, run_config
 
 OTHERS = {
-    "no checkpoint": (["model={preset: null, path: /nonexistent/model}"], "model.path: got '/nonexistent/model'"),
+    "no checkpoint": (
+        ["model={preset: null, path: /nonexistent/model}"],
+        "model.path: got '/nonexistent/model'",
+    ),
     "no task file": (["task={type: gsm8k, path: /nonexistent/train.jsonl}"], "task.path: got '/nonexistent/"),
     "too long": (["rollout.max_new_tokens=2000"], "rollout.max_new_tokens: got 2000"),
     "too few ranks": (["cluster.cpu_ranks=2"], "asks for 2 ranks and 1 were started"),
@@ -41,7 +44,9 @@ def test_one_line_and_a_failed_event(case: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_without_cuda(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config("cluster.gpus_per_node=1"))
-    expect_failed_event(directory, expect_failure(directory, "cluster.gpus_per_node: no CUDA device is visible"))
+    expect_failed_event(
+        directory, expect_failure(directory, "cluster.gpus_per_node: no CUDA device is visible")
+    )
 
 
 def test_more_ranks_than_the_cluster_says(tmp_path: Path) -> None:

@@ -14,14 +14,44 @@ from abrun.train import policy_gradient
 from tests.train.runs import make_run, run_config, train_here
 
 # definitions.md's table, as far as GRPO has it.
-TRAIN_KEYS = """
-    reward token_mult_prob_error gen_kl_error policy_kl_error js_divergence_error sampling_importance_ratio
-    probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max clip_fraction approx_entropy entropy
-    kl_penalty max_seq_mult_prob_error mean_seq_mult_prob_error min_seq_mult_prob_error advantages/mean
-    advantages/min advantages/max loss grad_norm lr mean_gen_tokens_per_sample truncation_rate
-    mean_prompt_length num_valid_samples global_valid_toks
-""".split()
-TIMED_PHASES = ("generation", "reward", "logprobs", "reference_logprobs", "policy_training", "total_step_time")
+TRAIN_KEYS = [
+    "reward",
+    "token_mult_prob_error",
+    "gen_kl_error",
+    "policy_kl_error",
+    "js_divergence_error",
+    "sampling_importance_ratio",
+    "probs_ratio",
+    "probs_ratio_clamped",
+    "probs_ratio_min",
+    "probs_ratio_max",
+    "clip_fraction",
+    "approx_entropy",
+    "entropy",
+    "kl_penalty",
+    "max_seq_mult_prob_error",
+    "mean_seq_mult_prob_error",
+    "min_seq_mult_prob_error",
+    "advantages/mean",
+    "advantages/min",
+    "advantages/max",
+    "loss",
+    "grad_norm",
+    "lr",
+    "mean_gen_tokens_per_sample",
+    "truncation_rate",
+    "mean_prompt_length",
+    "num_valid_samples",
+    "global_valid_toks",
+]
+TIMED_PHASES = (
+    "generation",
+    "reward",
+    "logprobs",
+    "reference_logprobs",
+    "policy_training",
+    "total_step_time",
+)
 MEMORY_PHASES = ("generation", "logprobs", "reference_logprobs", "forward_backward", "optimizer")
 
 
@@ -118,7 +148,7 @@ def test_the_planted_fault_flips_every_second_position(
     seen: list[torch.Tensor] = []
     original = policy_gradient.clipped_policy_loss
 
-    def spy(trainer_logprobs, old_logprobs, advantages, token_mask, **clip):  # noqa: ANN
+    def spy(trainer_logprobs, old_logprobs, advantages, token_mask, **clip):
         seen.append(advantages)
         return original(trainer_logprobs, old_logprobs, advantages, token_mask, **clip)
 
@@ -147,7 +177,9 @@ def test_the_policy_samples_and_trains_at_the_recipes_temperature(
         "hot": ("rollout.temperature=1.7",),
         "nucleus": ("rollout.top_p=0.9", "rollout.temperature=1.3"),
     }.items():
-        row = train_with(tmp_path / name, warm_weights, "steps=1", "algorithm.entropy_coefficient=0.01", *overrides)[1]
+        row = train_with(
+            tmp_path / name, warm_weights, "steps=1", "algorithm.entropy_coefficient=0.01", *overrides
+        )[1]
         assert row["train/token_mult_prob_error"] < 1.0001, name
         assert row["train/grad_norm"] > 0
 

@@ -1,4 +1,4 @@
-"""A run that is stopped, however, and started again gives the metrics of one that never stopped, bit for bit."""
+"""A run that is stopped and started again gives the metrics of one that never stopped, bit for bit."""
 
 import json
 import os

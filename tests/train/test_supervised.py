@@ -31,7 +31,9 @@ def test_the_final_checkpoint_holds_the_trained_weights(warm_start: Path, warm_w
     network = AutoModelForCausalLM.from_pretrained(warm_weights)
     trained = load_file(warm_start / "checkpoints" / "step-000045" / "rank-0.safetensors")
     parameters = dict(network.named_parameters())
-    assert {f"weights/network.{name}" for name in parameters} == {k for k in trained if k.startswith("weights/")}
+    assert {f"weights/network.{name}" for name in parameters} == {
+        k for k in trained if k.startswith("weights/")
+    }
     for name, parameter in parameters.items():
         assert torch.equal(parameter, trained[f"weights/network.{name}"]), name
     assert network.lm_head.weight is network.model.embed_tokens.weight
@@ -46,7 +48,9 @@ def test_the_final_checkpoint_answers_through_transformers_alone(warm_weights: P
     for prompt in prompts:
         encoded = tokenizer(prompt, return_tensors="pt")
         assert encoded["input_ids"][0].tolist() == ours.encode_prompt(prompt)
-        output = network.generate(**encoded, max_new_tokens=6, do_sample=False)[0, encoded["input_ids"].shape[1] :]
+        output = network.generate(**encoded, max_new_tokens=6, do_sample=False)[
+            0, encoded["input_ids"].shape[1] :
+        ]
         assert output[-1] == tokenizer.eos_token_id
         num_right += tokenizer.decode(output, skip_special_tokens=True) == str(eval(prompt[:-1]))
     assert num_right >= 8, f"{num_right} of {len(prompts)}"

@@ -7,7 +7,7 @@ import pytest
 from abrun import store
 from tests.train.runs import Trainer, last_step, make_run, run_config
 
-FAKE = '''
+FAKE = """
 class Run:
     def log(self, row, step):
         {log}
@@ -16,11 +16,11 @@ class Run:
 
 def init(**options):
     {init}
-'''
+"""
 
 
 def train(directory: Path, env: dict[str, str], path: Path | None = None) -> list[str]:
-    """Train two steps with wandb asked for, in a home without credentials; returns what was said about wandb."""
+    """Train two steps with wandb asked for, in a home without credentials; returns what it said of wandb."""
     home = directory.parent / "home"
     home.mkdir()
     make_run(directory, run_config("steps=2", "wandb={project: test}"))

@@ -1,0 +1,61 @@
+"""memory-profile end to end on a CPU: what the fused path saves, where the peak is, and the refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from abrun.errors import LaunchError
+from abrun.memory.profile import MemoryProfile, Peaks, measure_recipe
+from abrun.recipe import load_recipe
+
+RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml")
+VOCABULARY = 32_768
+
+
+def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path) -> None:
+    profile = measure_recipe(RECIPE, tmp_path, lengths=[32, 256])
+    peaks = {(p.arm, p.length): p for p in profile.peaks}
+    assert list(peaks) == [("baseline", 32), ("treatment", 32), ("baseline", 256), ("treatment", 256)]
+    grown = {
+        (arm, phase): peaks[arm, 256].by_phase[phase] - peaks[arm, 32].by_phase[phase]
+        for arm in RECIPE.arms
+        for phase in ("logprobs", "forward_backward")
+    }
+    logits = (256 - 32) * VOCABULARY * 4
+    assert grown["baseline", "logprobs"] >= logits and grown["baseline", "forward_backward"] >= 2 * logits
+    assert grown["treatment", "logprobs"] < logits / 2 > grown["treatment", "forward_backward"]
+    assert peaks["baseline", 256].highest == (
+        "forward_backward",
+        peaks["baseline", 256].by_phase["forward_backward"],
+    )
+    ratio = profile.ratio(peaks["treatment", 256])
+    assert ratio is not None and ratio < 0.6
+    assert profile.kind == "peak_live_tensor_bytes"
+    written = json.loads((tmp_path / "peaks.json").read_text())
+    assert [(p["arm"], p["length"]) for p in written["peaks"]] == list(peaks)
+    assert written["peaks"][0]["by_phase"] == peaks["baseline", 32].by_phase
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+    assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
+
+
+def test_a_length_that_ran_out_of_memory_has_no_ratio() -> None:
+    fits = Peaks(arm="treatment", length=64, by_phase={"logprobs": 5, "optimizer": 7})
+    out_of_memory = Peaks(arm="baseline", length=64, by_phase={})
+    profile = MemoryProfile(name="x", num_sequences=1, kind="", peaks=[out_of_memory, fits])
+    assert out_of_memory.highest is None and profile.ratio(fits) is None
+    assert fits.highest == ("optimizer", 7)
+
+
+def test_what_does_not_fit_the_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="sequences of 5000 tokens; this model takes 4096") as raised:
+        measure_recipe(RECIPE, tmp_path, lengths=[5000])
+    assert "\n" not in str(raised.value)
+
+
+def test_gpus_that_are_not_here_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(LaunchError, match=r"cluster: got 1 node\(s\) x 8 GPU\(s\)"):
+        recipe = RECIPE.model_copy(update={"cluster": RECIPE.cluster.model_copy(update={"gpus_per_node": 8})})
+        measure_recipe(recipe, tmp_path, lengths=[32])
+    assert not any(tmp_path.iterdir())
