@@ -119,7 +119,9 @@ class DtensorBackend:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for layer in _layers(self.module.network):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(self.module, mesh=mesh, mp_policy=precision)
+        # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
+        reshard = None if trainable else True
+        fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
         self.module.train()
         self.module.requires_grad_(trainable)
         self._optimizer = self._make_optimizer() if trainable else None

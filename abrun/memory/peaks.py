@@ -3,8 +3,8 @@
 On CUDA the peaks are the allocator's own, reset per phase. On a CPU there is no allocator to ask:
 `LiveTensors` counts the bytes of the storages that the operators hand out, under another key
 (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator, no
-fragmentation, and a parameter that FSDP gathered once counts from then on, although FSDP empties and refills
-its storage.
+fragmentation, and a parameter that FSDP gathered counts to the end of the phase, although FSDP empties its
+storage before that.
 """
 
 import contextlib

@@ -119,13 +119,14 @@ def load_model(config: Model, *, weights: Path | None, seed: int) -> LanguageMod
         return _preset(config.preset, seed)
     try:
         tokenizer = _load_tokenizer(source)
-        network, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=torch.float32,
             attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
         )
+        network, found = loaded
         if found["missing_keys"]:  # transformers fills them with random numbers, and warns
             raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys']))}")
     except (OSError, ValueError, SafetensorError) as error:

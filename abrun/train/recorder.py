@@ -20,7 +20,7 @@ from abrun.errors import StoreError
 from abrun.recipe import RunConfig
 from abrun.train.wandb_mirror import WandbMirror
 
-RECORDED_PACKAGES = ("abrun", "torch", "triton", "transformers", "safetensors", "numpy", "math-verify")
+RECORDED_PACKAGES = ("abrun", "triton", "transformers", "safetensors", "numpy", "math-verify")
 
 
 class FencedError(StoreError):
@@ -59,7 +59,7 @@ class Recorder:
         content = {
             "attempt": self.attempt,
             "python": platform.python_version(),
-            "versions": {name: _version(name) for name in RECORDED_PACKAGES},
+            "versions": {name: _version(name) for name in RECORDED_PACKAGES} | {"torch": torch.__version__},
             "devices": [name for _, name in ranks],
             "hosts": sorted({host for host, _ in ranks}),
             "dtype": config.policy.dtype,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
@@ -96,7 +97,7 @@ def test_gradients_are_those_of_plain_autograd(
     network = tiny(kind).network
     expected = plain_gradients(network, 0.7)
     assert_same(gradients(backend), expected, rtol=1e-4, atol=1e-6)
-    assert float(parts.sums["loss"]) == pytest.approx(float(plain_loss(network, batch, 0.7)), rel=1e-5)
+    assert float(parts.sums["loss"]) == pytest.approx(plain_loss(network, batch, 0.7).item(), rel=1e-5)
 
 
 def test_gradients_accumulate_over_calls_until_the_step(group: None) -> None:
@@ -307,6 +308,9 @@ def test_a_frozen_reference_has_no_gradient_and_no_optimizer(group: None) -> Non
     backend = DtensorBackend(tiny(), Policy(), Rollout(), CPU, trainable=False)
     assert not any(parameter.requires_grad for parameter in backend.module.parameters())
     assert all(name.startswith("weights/") for name in backend.local_state())
+    expected = make_backend().logprobs(some_batch(), None)
+    assert torch.equal(backend.logprobs(some_batch(), None), expected)
+    assert all(isinstance(p, DTensor) for p in backend.module.parameters()), "nothing stays gathered"
 
 
 def test_a_head_with_a_bias_is_refused(group: None) -> None:

@@ -122,7 +122,8 @@ def test_the_ends_of_the_unit_interval() -> None:
             [1.0, 2.0, 3.0, 4.0, 5.0],
         ]
     )
-    for uniform, expected in ((0.0, [1, 0, 0]), (below_one, [3, 0, 4])):
+    # 1.0 itself stands for a product that was rounded up to the last entry of the cumulative distribution.
+    for uniform, expected in ((0.0, [1, 0, 0]), (below_one, [3, 0, 4]), (1.0, [3, 0, 4])):
         tokens, logprobs = sample(rows, torch.full((3,), uniform, dtype=torch.float64))
         assert tokens.tolist() == expected
         assert logprobs.isfinite().all()

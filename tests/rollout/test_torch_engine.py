@@ -1,10 +1,13 @@
 """The embedded engine against a plain loop without cache, padding or batches, and against the trainer."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from abrun.backends.dtensor import DtensorBackend
-from abrun.models import LanguageModel, load_model
+from abrun.models import LanguageModel, character_tokenizer, load_model
 from abrun.recipe import Logprobs, Model, Policy, Rollout
 from abrun.rl.batch import collate
 from abrun.rollout import Completion
@@ -23,6 +26,15 @@ def make_model() -> LanguageModel:
         for parameter in model.network.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(3)
+    model.network.generation_config.eos_token_id = list(range(70, 90))  # pyright: ignore
+    return model
+
+
+def make_gpt2() -> LanguageModel:
+    """A model with learned absolute positions, for which a prompt's padding must not shift its positions."""
+    torch.manual_seed(2)
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=96, initializer_range=0.3)
+    model = LanguageModel(network=GPT2LMHeadModel(config).eval(), tokenizer=character_tokenizer())
     model.network.generation_config.eos_token_id = list(range(70, 90))  # pyright: ignore
     return model
 
@@ -64,9 +76,13 @@ def plainly(
     return tokens, logprobs
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), DISTRIBUTIONS)
-def test_completions_are_those_of_a_plain_loop(temperature: float, top_p: float, group: None) -> None:
-    model = make_model()
+@pytest.mark.parametrize(
+    ("make", "temperature", "top_p"), [(make_model, *one) for one in DISTRIBUTIONS] + [(make_gpt2, 1.0, 1.0)]
+)
+def test_completions_are_those_of_a_plain_loop(
+    make: Callable[[], LanguageModel], temperature: float, top_p: float, group: None
+) -> None:
+    model = make()
     expected = [
         plainly(model, model.encode_prompt(prompt), row, temperature, top_p)
         for prompt, row in zip(PROMPTS, uniforms(len(PROMPTS)).tolist(), strict=True)
