@@ -10,12 +10,12 @@ import torch.distributed as dist
 from abrun.backends import LossFunction
 from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
-from abrun.memory.peaks import Phases
 from abrun.models import LanguageModel, load_model
 from abrun.recipe import RunConfig, Sft
 from abrun.rl.batch import Batch
 from abrun.rl.metrics import all_reduce
 from abrun.tasks import Example, Task, make_task
+from abrun.train.phases import Phases
 from abrun.train.seeds import derive
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from abrun.memory.peaks import LiveTensors, Phases
+from abrun.train.phases import LiveTensors, Phases
 
 CPU = torch.device("cpu")
 
