@@ -43,33 +43,37 @@ class MemoryProfile:
 
     def ratio(self, peaks: Peaks) -> float | None:
         """The arm's highest peak over the baseline's at the same length."""
-        base = next(p for p in self.peaks if p.arm == BASELINE and p.length == peaks.length).highest
+        bases = (p.highest for p in self.peaks if p.arm == BASELINE and p.length == peaks.length)
+        base = next(bases, None)  # the baseline's sweep may have ended at a shorter length, out of memory
         return peaks.highest[1] / base[1] if base and peaks.highest else None
 
+    @property
+    def unit(self) -> tuple[str, int]:
+        """MiB, or GiB where the peaks are large, and its bytes."""
+        largest = max((value for peaks in self.peaks for value in peaks.by_phase.values()), default=0)
+        return ("GiB", 2**30) if largest >= 4 * 2**30 else ("MiB", 2**20)
+
     def table(self) -> Table:
-        """Peaks in MiB, where the highest is, and the ratio to the baseline."""
+        """Peaks by phase, where the highest is, and its ratio to the baseline's."""
         phases = list(dict.fromkeys(phase for peaks in self.peaks for phase in peaks.by_phase))
-        title = f"{self.name}: {self.kind}, MiB, {self.num_sequences} sequence(s) a rank and microbatch"
+        unit, num_bytes = self.unit
+        title = f"{self.name}: {self.kind} in {unit}, {self.num_sequences} sequence(s) a rank and microbatch"
         table = Table(title=title, title_justify="left")
         for heading in ("length", "arm", *phases, "highest in", "ratio"):
             table.add_column(heading, justify="left" if heading in ("arm", "highest in") else "right")
-        for peaks in self.peaks:
+        for before, peaks in zip([None, *self.peaks], self.peaks, strict=False):
+            if before and before.length != peaks.length:
+                table.add_section()
             highest, ratio = peaks.highest, self.ratio(peaks)
+            values = [peaks.by_phase.get(phase) for phase in phases]
             table.add_row(
                 f"{peaks.length:,}",
                 peaks.arm,
-                *(
-                    f"{peaks.by_phase[phase] / 2**20:,.1f}" if phase in peaks.by_phase else "-"
-                    for phase in phases
-                ),
+                *("-" if value is None else f"{value / num_bytes:,.1f}" for value in values),
                 highest[0] if highest else "out of memory",
                 f"{ratio:.3f}" if ratio else "-",
-                end_section=peaks is self.peaks[-1] or peaks.length != self._after(peaks).length,
             )
         return table
-
-    def _after(self, peaks: Peaks) -> Peaks:
-        return self.peaks[self.peaks.index(peaks) + 1]
 
 
 def measure_recipe(
@@ -116,19 +120,20 @@ def plot(profile: MemoryProfile, output: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "abrun"
     from matplotlib import pyplot
 
+    unit, num_bytes = profile.unit
     figure, ax = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     arms = list(dict.fromkeys(p.arm for p in profile.peaks))
     for arm, colour in zip(
         arms, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00") * 9, strict=False
     ):
-        points = [(p.length, p.highest[1] / 2**20) for p in profile.peaks if p.arm == arm and p.highest]
+        points = [(p.length, p.highest[1] / num_bytes) for p in profile.peaks if p.arm == arm and p.highest]
         if points:
             ax.plot(*zip(*points, strict=True), marker="o", color=colour, label=arm)
     ax.set_xscale("log", base=2)
     ax.set_xticks([p.length for p in profile.peaks], [f"{p.length:,}" for p in profile.peaks])
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"sequence length, tokens ({profile.num_sequences} sequence(s) a rank and microbatch)")
-    ax.set_ylabel(f"highest {profile.kind.removesuffix('_bytes').replace('_', ' ')}, MiB")
+    ax.set_ylabel(f"highest {profile.kind.removesuffix('_bytes').replace('_', ' ')}, {unit}")
     ax.set_title(f"{profile.name}: peak memory of a training step", loc="left")
     ax.grid(alpha=0.3)
     ax.spines[["top", "right"]].set_visible(False)

@@ -42,9 +42,11 @@ def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path) -> None:
 def test_a_length_that_ran_out_of_memory_has_no_ratio() -> None:
     fits = Peaks(arm="treatment", length=64, by_phase={"logprobs": 5, "optimizer": 7})
     out_of_memory = Peaks(arm="baseline", length=64, by_phase={})
-    profile = MemoryProfile(name="x", num_sequences=1, kind="", peaks=[out_of_memory, fits])
-    assert out_of_memory.highest is None and profile.ratio(fits) is None
+    longer = Peaks(arm="treatment", length=128, by_phase={"optimizer": 9})  # the baseline did not get there
+    profile = MemoryProfile(name="x", num_sequences=1, kind="", peaks=[out_of_memory, fits, longer])
+    assert out_of_memory.highest is None and profile.ratio(fits) is None and profile.ratio(longer) is None
     assert fits.highest == ("optimizer", 7)
+    assert profile.table().row_count == 3
 
 
 def test_what_does_not_fit_the_model_is_one_line(tmp_path: Path) -> None:
