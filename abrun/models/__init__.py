@@ -18,6 +18,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging as transformers_logging
 
 from abrun.errors import RecipeError
 from abrun.recipe import Model
@@ -113,6 +114,7 @@ def load_model(config: Model, *, weights: Path | None, seed: int) -> LanguageMod
     A preset without `weights` is initialised randomly from `seed`, alike on every rank.
     Raises RecipeError where there is no such checkpoint.
     """
+    transformers_logging.disable_progress_bar()  # stdout.log is read by people
     source = str(weights) if weights else config.path
     if source is None:
         assert config.preset is not None

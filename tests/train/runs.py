@@ -175,7 +175,7 @@ class Trainer:
         """What rank 0 said on stderr, without transformers' progress bars."""
         path = self.directory / "stderr.log"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return "".join(line for line in lines if line.strip() and "Loading weights" not in line)
+        return "".join(line for line in lines if line.strip())
 
 
 def run_to_end(directory: Path, **options: Any) -> str:
