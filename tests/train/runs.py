@@ -172,7 +172,7 @@ class Trainer:
 
     @property
     def stderr(self) -> str:
-        """What rank 0 said on stderr, without transformers' progress bars."""
+        """What rank 0 said on stderr."""
         path = self.directory / "stderr.log"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return "".join(line for line in lines if line.strip())
