@@ -38,7 +38,7 @@ def measure(setup: Setup, directory: Path, lengths: list[int], num_sequences: in
 
     A length that does not fit the device's memory is the last one.
     """
-    check_length(setup.config, setup.model, max(lengths))
+    check_length(setup.model, max(lengths), f"--lengths: got {max(lengths)}")
     algorithm = make_algorithm(setup)
     writer = store.LineWriter(directory / "peaks.jsonl") if dist.get_rank() == 0 else None
     for index, length in enumerate([lengths[0], *lengths]):

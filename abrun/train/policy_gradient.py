@@ -7,12 +7,13 @@ acts only through rounding; the ratio, the clipping and their metrics are there 
 import torch
 from torch import Tensor
 
+from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo
 from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import Batch, collate
 from abrun.rl.losses import clipped_policy_loss, kl_penalty, reduce_loss
 from abrun.rl.metrics import MetricParts, policy_metrics
-from abrun.rollout import Completion
+from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.tasks import Example
 from abrun.train.seeds import sampling_uniforms
@@ -26,9 +27,9 @@ class PolicyGradient:
         assert isinstance(setup.config.algorithm, Grpo)
         self._setup = setup
         self._settings = setup.config.algorithm
-        self._engine = TorchEngine(setup.backend, setup.model, setup.config.rollout)
-        needs_reference = self._settings.kl_coefficient > 0
-        self._reference = setup.make_backend(trainable=False) if needs_reference else None
+        assert isinstance(setup.backend, DtensorBackend)  # whose modules the embedded engine runs
+        self._engine: RolloutEngine = TorchEngine(setup.backend, setup.model, setup.config.rollout)
+        self._reference = setup.make_reference() if self._settings.kl_coefficient > 0 else None
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
@@ -61,7 +62,8 @@ class PolicyGradient:
         mine = setup.share(len(repeated))
         examples = repeated[mine]
         prompts = [setup.model.encode_prompt(example.prompt) for example in examples]
-        check_length(setup.config, setup.model, max(map(len, prompts)) + rollout.max_new_tokens)
+        longest = max(map(len, prompts)) + rollout.max_new_tokens
+        check_length(setup.model, longest, f"rollout.max_new_tokens: got {rollout.max_new_tokens}")
         uniforms = sampling_uniforms(setup.seed, step, len(repeated), rollout.max_new_tokens)[mine]
         with setup.phases("generation"):
             completions = self._engine.generate(prompts, uniforms)

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from abrun.backends import LossFunction
+from abrun.backends import Backend, LossFunction
 from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
 from abrun.models import LanguageModel, load_model
@@ -28,15 +27,14 @@ class Setup:
     device: torch.device
     initial_weights: Path | None
     model: LanguageModel
-    backend: DtensorBackend
+    backend: Backend
     task: Task
     phases: Phases
 
-    def make_backend(self, *, trainable: bool) -> DtensorBackend:
-        """Another policy with the run's initial weights (the frozen reference)."""
-        return _backend(
-            self.config, _load(self.config, self.initial_weights, self.seed), self.device, trainable
-        )
+    def make_reference(self) -> Backend:
+        """A frozen policy with the run's initial weights."""
+        model = _load(self.config, self.initial_weights, self.seed)
+        return _backend(self.config, model, self.device, trainable=False)
 
     def global_examples(self, step: int) -> list[Example]:
         """The examples of a step's global batch, in order."""
@@ -101,17 +99,15 @@ def _load(config: RunConfig, initial_weights: Path | None, seed: int) -> Languag
     return load_model(config.model, weights=initial_weights, seed=derive(seed, "init"))
 
 
-def _backend(
-    config: RunConfig, model: LanguageModel, device: torch.device, trainable: bool
-) -> DtensorBackend:
+def _backend(config: RunConfig, model: LanguageModel, device: torch.device, *, trainable: bool) -> Backend:
     return DtensorBackend(model, config.policy, config.rollout, device, trainable=trainable)
 
 
-def check_length(config: RunConfig, model: Any, longest: int) -> None:
-    """Raises RecipeError where a sequence of `longest` tokens does not fit the model's positions."""
+def check_length(model: LanguageModel, longest: int, got: str) -> None:
+    """Raises RecipeError where sequences of `longest` tokens, which `got` asks for, exceed the positions."""
     positions = getattr(model.network.config, "max_position_embeddings", None)
-    if positions is not None and longest > positions:
+    if isinstance(positions, int) and longest > positions:
         raise RecipeError(
-            f"rollout.max_new_tokens: got {config.rollout.max_new_tokens}, which makes sequences of "
-            f"{longest} tokens; this model takes {positions}: lower it or shorten the prompts"
+            f"{got}, which makes sequences of {longest} tokens; this model takes {positions}: "
+            "make them shorter"
         )

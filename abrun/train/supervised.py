@@ -21,7 +21,7 @@ class Supervised:
         prompts = [model.encode_prompt(example.prompt) for example in examples]
         completions = [model.encode_completion(example.completion) for example in examples]
         batch = collate(prompts, completions, pad_id=model.pad_id).to(setup.device)
-        check_length(setup.config, model, batch.token_ids.shape[1])
+        check_length(model, batch.token_ids.shape[1], "task: got an example")
         return self.update(batch, step)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
