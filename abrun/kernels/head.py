@@ -66,6 +66,8 @@ def resolve_head(
         raise ValueError(f"target: got {target.dtype}; token ids are torch.int64")
     if not temperature > 0:
         raise ValueError(f"temperature: got {temperature}; it is greater than 0")
+    if not logit_scale > 0:
+        raise ValueError(f"logit_scale: got {logit_scale}; it is greater than 0")
     if logit_softcap is not None and not logit_softcap > 0:
         raise ValueError(f"logit_softcap: got {logit_softcap}; it is greater than 0, or None for no cap")
     num_shards = 1 if group is None else dist.get_world_size(group)

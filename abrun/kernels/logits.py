@@ -14,7 +14,6 @@ def dense_logprobs(
     target: Tensor,  # [N]
     head: Head,
     entropy: bool,
-    chunk_size: int | None,  # unused: this path has no chunks
 ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
     logits = _logits(hidden, weight, head)  # [N, V/P]
     local_max = logits.detach().amax(1) if head.num_rows else logits.new_full(target.shape, LOWEST_LOGIT)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from abrun.kernels import chunked, linear_logprobs
+from abrun.kernels import linear_logprobs
 from abrun.kernels.head import Head
 from tests.spawn import run_ranks
 
-IMPLS = ["logits", "chunked"]
+IMPLS = ["logits", "chunked", "triton"]
 IGNORE = -100
 DTYPES = {  # hidden, weight, head_dtype
     "float32": (torch.float32, torch.float32, None),
@@ -160,6 +160,15 @@ def kernel_answer(problem: Problem, impl: str, **options: Any) -> Answer:
     return Answer(logprobs.detach(), entropies.detach(), *grads)
 
 
+def rounding(impl: str, problem: Problem, oracle: Answer) -> dict[str, float]:
+    """What rounding the gradient of the logits to 16 bits may cost "triton", where the naive code happens to
+    lose nothing: one unit at the largest gradient, or two in the interpreter, which truncates."""
+    if impl != "triton" or torch.bfloat16 != (problem.head_dtype or problem.weight.dtype):
+        return {}
+    unit = 2**-8 if problem.weight.is_cuda else 2**-7
+    return {part: unit * largest(getattr(oracle, part)) for part in ("d_hidden", "d_weight")}
+
+
 def check(
     answer: Answer, oracle: Answer, naive: Answer, slack: Mapping[str, float] = MappingProxyType({})
 ) -> None:
@@ -194,13 +203,13 @@ def largest(values: Tensor) -> float:
 def test_agrees_with_the_oracle(impl: str, dtypes: str, num_tokens: int, num_vocabulary: int) -> None:
     problem, oracle, naive = expected(num_tokens, num_vocabulary, dtypes)
     answer = kernel_answer(problem, impl)
-    check(answer, oracle, naive)
+    check(answer, oracle, naive, rounding(impl, problem, oracle))
     assert answer.logprobs.dtype == answer.entropies.dtype == torch.float32
     assert answer.d_hidden.dtype == problem.hidden.dtype
     assert answer.d_weight.dtype == problem.weight.dtype
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", ["logits", "chunked"])  # the interpreter takes half a minute
 def test_agrees_on_many_tokens_of_a_large_vocabulary(impl: str) -> None:
     problem, oracle, naive = expected(513, 32003, "bfloat16", "plain")
     check(kernel_answer(problem, impl), oracle, naive)
@@ -215,7 +224,9 @@ def test_agrees_on_a_vocabulary_of_151936(impl: str, dtypes: str, num_tokens: in
     oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
     # "logits" is naive there: one float32 product sums 151,936 rows, and where its rounding ends is luck.
     luck = EPSILON * 151936**0.5 * largest(oracle.d_hidden) if impl == "logits" else 0.0
-    check(kernel_answer(problem, impl), oracle, naive, {"d_hidden": luck})
+    slack = rounding(impl, problem, oracle)
+    slack["d_hidden"] = slack.get("d_hidden", 0.0) + luck
+    check(kernel_answer(problem, impl), oracle, naive, slack)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -223,23 +234,28 @@ def test_agrees_on_a_vocabulary_of_151936(impl: str, dtypes: str, num_tokens: in
 @pytest.mark.parametrize("name", SETTINGS)
 def test_agrees_under_each_setting(impl: str, dtypes: str, name: str) -> None:
     problem, oracle, naive = expected(7, 151, dtypes, name)
-    check(kernel_answer(problem, impl), oracle, naive)
+    check(kernel_answer(problem, impl), oracle, naive, rounding(impl, problem, oracle))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 13, 64, 140, 1000])
-@pytest.mark.parametrize("tile_bytes", [4, 4 * 64 * 5, 2**28])
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+@pytest.mark.parametrize(
+    "chunk_size, budget_bytes", [(None, 8 * 2**10), (13, 8 * 2**10), (64, 1), (140, 2**29), (1000, 2**29)]
+)
 def test_answer_does_not_depend_on_chunks_and_tiles(
-    monkeypatch: pytest.MonkeyPatch, chunk_size: int, tile_bytes: int
+    impl: str, chunk_size: int | None, budget_bytes: int
 ) -> None:
-    monkeypatch.setattr(chunked, "TILE_BUDGET_BYTES", tile_bytes)
-    for dtypes in ("float32", "bfloat16"):
+    for dtypes in ("float32", "bfloat16", "mixed"):
         problem, oracle, naive = expected(7, 151, dtypes)
-        check(kernel_answer(problem, "chunked", chunk_size=chunk_size), oracle, naive)
+        answer = kernel_answer(problem, impl, chunk_size=chunk_size, memory_budget_bytes=budget_bytes)
+        # Each of up to 7 tiles of tokens rounds d_weight once.
+        slack = {"d_weight": 7 * 2**-9 * largest(oracle.d_weight)} if dtypes != "float32" else {}
+        check(answer, oracle, naive, slack | rounding(impl, problem, oracle))
 
 
-def test_chunked_keeps_float32_logits_of_bfloat16_inputs() -> None:
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_logits_of_bfloat16_inputs_are_float32(impl: str) -> None:
     problem, oracle, naive = expected(513, 151, "bfloat16", "plain")
-    answer = kernel_answer(problem, "chunked")
+    answer = kernel_answer(problem, impl)
     assert (answer.logprobs - oracle.logprobs).abs().max() < 3e-6
     assert (naive.logprobs - oracle.logprobs).abs().max() > 3e-3
 
@@ -254,7 +270,7 @@ def test_a_float32_head_is_as_good_as_float32(impl: str) -> None:
     assert (in_bfloat16.logprobs - oracle.logprobs).abs().max() > 3e-3
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", ["logits", "chunked"])
 def test_float64_stays_float64(impl: str) -> None:
     problem, oracle, _ = expected(7, 151, "float32")
     wide = replace(problem, hidden=problem.hidden.double(), weight=problem.weight.double())
@@ -264,7 +280,7 @@ def test_float64_stays_float64(impl: str) -> None:
         torch.testing.assert_close(getattr(answer, part), getattr(oracle, part), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", ["logits", "chunked"])
 def test_gradients_by_finite_differences(impl: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -371,7 +387,8 @@ def test_large_logits(impl: str, dtypes: str) -> None:
     hidden[torch.arange(16), torch.arange(16) % 8] = 80.0 * torch.tensor([1.0, -1.0]).repeat(8)
     problem = replace(problem, hidden=hidden.to(problem.hidden.dtype), weight=signs.to(problem.weight.dtype))
     answer = kernel_answer(problem, impl, chunk_size=10)
-    check(answer, plain_answer(problem, exact=True), plain_answer(problem, exact=False))
+    oracle = plain_answer(problem, exact=True)
+    check(answer, oracle, plain_answer(problem, exact=False), rounding(impl, problem, oracle))
     assert (answer.entropies >= 0).all()
     assert all(getattr(answer, part).isfinite().all() for part in ("logprobs", "d_hidden", "d_weight"))
 
@@ -427,6 +444,29 @@ def test_any_leading_shape(impl: str) -> None:
     # Not contiguous, as hidden[:, :-1] is.
     strided = replace(folded, hidden=folded.hidden.transpose(0, 1).contiguous().transpose(0, 1))
     torch.testing.assert_close(kernel_answer(strided, impl).d_weight, flat.d_weight)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16"])
+def test_any_layout_in_memory(impl: str, dtypes: str) -> None:
+    """A transposed weight and hidden, every second target, and one upstream gradient for all tokens."""
+    problem = replace(make_problem(7, 151, dtypes), grad_logprobs=torch.ones(7), grad_entropies=torch.ones(7))
+    scattered = replace(
+        problem,
+        hidden=problem.hidden.t().contiguous().t(),
+        weight=problem.weight.t().contiguous().t(),
+        target=problem.target.repeat_interleave(2)[::2],
+    )
+    hidden, weight = (values.detach().requires_grad_() for values in (scattered.hidden, scattered.weight))
+    assert not hidden.is_contiguous() and not scattered.target.is_contiguous()
+    logprobs, entropies = linear_logprobs(hidden, weight, scattered.target, impl=impl, entropy=True)
+    assert entropies is not None
+    (logprobs.sum() + entropies.sum()).backward()
+    plain = kernel_answer(problem, impl)
+    torch.testing.assert_close(logprobs.detach(), plain.logprobs)
+    assert hidden.grad is not None and weight.grad is not None
+    torch.testing.assert_close(hidden.grad, plain.d_hidden)
+    torch.testing.assert_close(weight.grad, plain.d_weight)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -496,7 +536,8 @@ def test_without_entropy(impl: str) -> None:
     torch.testing.assert_close(d_hidden, with_entropy.d_hidden)
 
 
-def test_chunked_saves_no_logits_and_without_gradients_nothing() -> None:
+@pytest.mark.parametrize("tiled", ["chunked", "triton"])
+def test_saves_no_logits_and_without_gradients_nothing(tiled: str) -> None:
     problem = make_problem(64, 1000)
 
     def saved_numels(impl: str, needs_grad: bool, grad_mode: bool) -> list[int]:
@@ -517,9 +558,9 @@ def test_chunked_saves_no_logits_and_without_gradients_nothing() -> None:
         assert logprobs.requires_grad == (needs_grad and grad_mode)
         return numels
 
-    assert saved_numels("chunked", needs_grad=True, grad_mode=False) == []
-    assert saved_numels("chunked", needs_grad=False, grad_mode=True) == []
-    assert 0 < max(saved_numels("chunked", needs_grad=True, grad_mode=True)) <= 1000 * 8
+    assert saved_numels(tiled, needs_grad=True, grad_mode=False) == []
+    assert saved_numels(tiled, needs_grad=False, grad_mode=True) == []
+    assert 0 < max(saved_numels(tiled, needs_grad=True, grad_mode=True)) <= 1000 * 8
     assert max(saved_numels("logits", needs_grad=True, grad_mode=True)) == 64 * 1000
 
 
@@ -528,7 +569,7 @@ class _Tensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest_bytes = 0
         self.num_products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -536,32 +577,22 @@ class _Tensors(TorchDispatchMode):
         self.num_products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
         for value in result if isinstance(result, list | tuple) else [result]:
             if isinstance(value, Tensor):
-                self.largest = max(self.largest, value.numel())
+                self.largest_bytes = max(self.largest_bytes, value.nbytes)
         return result
 
 
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize(
-    "num_vocabulary, chunk_size", [(128, None), (151, None), (151, 150), (151, 20), (3000, None), (3000, 700)]
-)
-def test_chunked_never_holds_the_logits(dtypes: str, num_vocabulary: int, chunk_size: int | None) -> None:
+@pytest.mark.parametrize("impl, dtypes", [*(("chunked", dtypes) for dtypes in DTYPES), ("triton", "float32")])
+@pytest.mark.parametrize("num_vocabulary", [151, 3000])
+def test_holds_no_tensor_beyond_the_budget(impl: str, dtypes: str, num_vocabulary: int) -> None:
+    # "triton" with bfloat16 is watched on a GPU: here the products widen what it wrote.
     problem = make_problem(64, num_vocabulary, dtypes, logit_softcap=5.0, temperature=0.9)
+    logits_bytes = 4 * 64 * num_vocabulary
     with _Tensors() as seen:
-        kernel_answer(problem, "chunked", chunk_size=chunk_size)
-    assert 0 < seen.largest < 64 * num_vocabulary
+        kernel_answer(problem, impl, memory_budget_bytes=logits_bytes // 2)
+    assert 0 < seen.largest_bytes <= logits_bytes // 2
     with _Tensors() as seen:
         kernel_answer(problem, "logits")
-    assert seen.largest == 64 * num_vocabulary  # so the watch does see logits
-
-
-def test_tiles_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "TILE_BUDGET_BYTES", 4 * 4096)
-    monkeypatch.setattr(chunked, "PREFERRED_CHUNK", 256)
-    problem = make_problem(50, 1000, hidden_size=2)
-    with _Tensors() as seen:
-        answer = kernel_answer(problem, "chunked")
-    assert seen.largest <= 4096
-    check(answer, plain_answer(problem, exact=True), plain_answer(problem, exact=False))
+    assert seen.largest_bytes == logits_bytes  # so the watch does see logits
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -572,8 +603,8 @@ def test_autocast_changes_nothing(impl: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logprobs, entropies = linear_logprobs(problem.hidden, weight, problem.target, impl=impl, entropy=True)
     assert torch.equal(plain.logprobs, logprobs) and entropies is not None
-    # A backward pass under autocast is a user's mistake, which plain autograd lets through; chunked does not.
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=impl == "chunked"):
+    # A backward pass under autocast is a user's mistake that plain autograd lets through, and the others not.
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=impl != "logits"):
         torch.autograd.backward([logprobs, entropies], [problem.grad_logprobs, problem.grad_entropies])
     assert weight.grad is not None and torch.equal(plain.d_weight, weight.grad)
 
@@ -584,9 +615,10 @@ def test_autocast_changes_nothing(impl: str) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"impl": "triton"}, "'triton' is not built yet; available are 'logits', 'chunked'"),
         ({"impl": "liger"}, "'liger' is unknown"),
         ({"chunk_size": 0}, "chunk_size: got 0"),
+        ({"memory_budget_bytes": 0}, "memory_budget_bytes: got 0"),
+        ({"logit_scale": 0.0}, "logit_scale: got 0.0"),
         ({"temperature": 0.0}, "temperature: got 0.0"),
         ({"logit_softcap": -1.0}, "logit_softcap: got -1.0"),
         ({"vocab_size": 152}, "vocab_size: got 152"),
@@ -612,7 +644,7 @@ def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None
 SHARD_CASES: dict[str, Callable[[], Problem]] = {
     "float32": lambda: make_problem(7, 152, "float32", **SETTINGS["all"]),
     "bfloat16": lambda: make_problem(7, 152, "bfloat16", **SETTINGS["all"]),
-    "mixed": lambda: make_problem(513, 152, "mixed"),
+    "mixed": lambda: make_problem(130, 152, "mixed"),
     "large": lambda: make_problem(7, 32004, "float32", vocab_size=32003),
     "one_shard_all_padding": lambda: make_problem(7, 8, "float32", vocab_size=5),
     "empty": lambda: make_problem(0, 152, "float32"),
@@ -680,8 +712,11 @@ def test_shards_agree_with_the_oracle(shard_answers: Any, impl: str, num_shards:
         shards = answers[start : start + num_shards]
         # Each rank's partial sum is rounded to the dtype of the projection, as that of any sharded linear is.
         unit = torch.finfo(problem.weight.dtype).eps / 2
-        rounding = sum(unit * largest(shard.d_hidden) for shard in shards)
-        check(_joined(shards), oracle, naive, {"d_hidden": rounding} if num_shards > 1 else {})
+        slack = rounding(impl, problem, oracle)
+        if num_shards > 1:
+            partial_sums = sum(unit * largest(shard.d_hidden) for shard in shards)
+            slack["d_hidden"] = slack.get("d_hidden", 0.0) + partial_sums
+        check(_joined(shards), oracle, naive, slack)
     assert all(torch.equal(answer.logprobs, answers[0].logprobs) for answer in answers)
     assert all(torch.equal(answer.entropies, answers[0].entropies) for answer in answers)
 

@@ -1,0 +1,73 @@
+"""How a call is cut to stay within its memory budget: tokens into tiles, the shard's rows into chunks."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+# Rows of a chunk that a product needs to run at full rate: tokens are tiled before chunks get narrower.
+PREFERRED_CHUNK = 4096
+# Pieces that are larger are cut at multiples of this, for the products' sake.
+ALIGNMENT = 256
+# That of tiles that hold whole rows, whose d_hidden is one product over the vocabulary: on the 132 processors
+# of an H200 it takes a sixth longer a token with 1,408 or 1,664 tokens than with 1,024 or 1,536.
+WHOLE_ROW_ALIGNMENT = 512
+# The sums, the gradient's coefficients and what these are made of.
+BYTES_A_TOKEN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    tiles: list[slice]  # of the tokens
+    chunks: list[slice]  # of this shard's rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Bytes held at once, above the inputs and the gradients: for each token of a tile, for each row of a
+    chunk, and for each logit of the two."""
+
+    token: float = 0.0
+    row: float = 0.0
+    logit: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(token=self.token + other.token, row=self.row + other.row, logit=self.logit + other.logit)
+
+
+def make_grid(
+    num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int, chunk_size: int | None = None
+) -> Grid:
+    """The largest tiles, and then the largest chunks, that the budget allows; `chunk_size` fixes the chunks.
+
+    Tokens are tiled where they alone would take more than half of it, or leave too little for chunks of the
+    preferred size. A piece is never less than one token or one row.
+    """
+    budget = budget_bytes - num_tokens * BYTES_A_TOKEN
+    width = min(chunk_size or PREFERRED_CHUNK, max(num_rows, 1))
+    most = (budget - width * cost.row) / (cost.token + width * cost.logit)
+    tiles = _pieces(num_tokens, min(most, budget / 2 / cost.token) if cost.token else most, ALIGNMENT)
+    if chunk_size is not None:
+        return Grid(tiles=tiles, chunks=_pieces(num_rows, chunk_size, 1))
+    tile_size = max((tile.stop - tile.start for tile in tiles), default=1)
+    most = (budget - tile_size * cost.token) / (cost.row + tile_size * cost.logit)
+    return Grid(tiles=tiles, chunks=_pieces(num_rows, most, ALIGNMENT))
+
+
+def make_whole_row_grid(num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int) -> Grid:
+    """Tiles of tokens whose logits over all rows are held at once; chunks only where rows cost something."""
+    budget = budget_bytes - num_tokens * BYTES_A_TOKEN
+    chunks = _pieces(num_rows, budget / 2 / cost.row if cost.row else math.inf, ALIGNMENT)
+    chunk_size = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    most = (budget - chunk_size * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
+    return Grid(tiles=_pieces(num_tokens, most, WHOLE_ROW_ALIGNMENT), chunks=chunks)
+
+
+def _pieces(total: int, most: float, alignment: int) -> list[slice]:
+    """The fewest pieces of at most `most`, about equal, at multiples of the alignment if they can be."""
+    if total <= most:
+        return [slice(0, total)] if total else []
+    unit = alignment if most >= alignment else 1
+    num_units = -(-total // unit)
+    num_pieces = -(-num_units // max(int(most) // unit, 1))
+    cuts = [num_units * piece // num_pieces * unit for piece in range(num_pieces)] + [total]
+    return [slice(start, stop) for start, stop in pairwise(cuts)]

@@ -1,0 +1,253 @@
+"""Log-probs, and a loss of them, from hidden states tile by tile: the logits [N, V] are never held whole.
+
+The order is tokens outside, vocabulary inside. d_hidden is summed over the vocabulary in float32. d_weight is
+complete in one product where one tile holds all tokens; otherwise each further tile adds to it and rounds it
+to the weight's dtype once more, as gradient accumulation over microbatches does. Letters: n tokens of a tile,
+v rows of a chunk, b blocks of rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .grid import Cost, Grid, make_grid, make_whole_row_grid
+from .head import Head
+from .products import add_product
+from .softmax import LogitGradient, SoftmaxSums
+
+TokenLoss = Callable[[Tensor, Tensor | None, slice], Tensor]
+
+
+class Tiles(Protocol):
+    """A way to work on one tile of logits. Hidden [n, H] and rows [v, H] come in the projection's dtype; row
+    0 is token id `first_row`. A cost is what a call holds at once."""
+
+    sums_cost: Cost
+    gradient_cost: Cost
+    kept_cost: Cost  # of `add` with keep, and then `gradient_of_kept`
+
+    def add(
+        self,
+        sums: SoftmaxSums,
+        hidden: Tensor,
+        rows: Tensor,
+        target: Tensor,
+        first_row: int,
+        *,
+        keep: bool = False,
+    ) -> Any:
+        """Take the logits of these rows into the sums; with `keep`, return what `gradient_of_kept` needs."""
+        ...
+
+    def gradient(
+        self, gradient: LogitGradient, hidden: Tensor, rows: Tensor, target: Tensor, first_row: int
+    ) -> Tensor:
+        """The gradient [n, v] of the projection's output, in the projection's dtype."""
+        ...
+
+    def gradient_of_kept(
+        self, gradient: LogitGradient, kept: Any, num_rows: int, target: Tensor, first_row: int
+    ) -> Tensor:
+        """The same without a product; what was kept is overwritten."""
+        ...
+
+
+class LinearLogprobs(torch.autograd.Function):
+    """Forward 2NHV operations, backward 6NHV: the logits are computed a second time."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V/P, H]
+        target: Tensor,  # [N]
+        head: Head,
+        tiles: Tiles,
+        entropy: bool,
+        chunk_size: int | None,
+        budget_bytes: int,
+    ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
+        cost = tiles.sums_cost + _cost_of_copies(hidden, weight, head)
+        grid = make_grid(len(hidden), head.num_rows, cost, budget_bytes, chunk_size)
+        sums = SoftmaxSums.of_nothing(target, head, entropy=entropy)
+        for tile in grid.tiles:
+            tokens = _operand(hidden[tile], head)
+            for chunk in grid.chunks:
+                rows = _operand(weight[chunk], head)
+                tiles.add(sums[tile], tokens, rows, target[tile], head.first_row + chunk.start)
+        sums.reduce_over_shards(target, head)
+        # Kept only where a gradient is wanted: without one autograd drops the context.
+        ctx.save_for_backward(
+            hidden, weight, target, sums.maximum, sums.sum_exp, sums.sum_exp_logit, sums.target_logit
+        )
+        ctx.head, ctx.tiles, ctx.chunk_size, ctx.budget_bytes = head, tiles, chunk_size, budget_bytes
+        ctx.set_materialize_grads(False)
+        return sums.results(target, head)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None):
+        head, tiles = ctx.head, ctx.tiles
+        hidden, weight, target, maximum, sum_exp, sum_exp_logit, target_logit = ctx.saved_tensors
+        sums = SoftmaxSums(
+            maximum=maximum, sum_exp=sum_exp, sum_exp_logit=sum_exp_logit, target_logit=target_logit
+        )
+        gradient = LogitGradient.of(sums, grad_logprobs, grad_entropies, target, head)
+        cost = tiles.gradient_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad)
+        grid = make_grid(len(hidden), head.num_rows, cost, ctx.budget_bytes, ctx.chunk_size)
+        gradients = _Gradients(hidden, weight, head, grid, ctx.needs_input_grad)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for tile in grid.tiles:
+                tokens = gradients.start(tile)
+                for chunk in grid.chunks:
+                    rows = _operand(weight[chunk], head)
+                    place = target[tile], head.first_row + chunk.start
+                    gradients.add(chunk, rows, tiles.gradient(gradient[tile], tokens, rows, *place))
+                gradients.finish()
+        return gradients.d_hidden, gradients.d_weight, *(None,) * 6
+
+
+class LinearPolicyLoss(torch.autograd.Function):
+    """The loss and both gradients in 6NHV operations, all in the forward pass.
+
+    A tile keeps what its gradient needs of its logits over the whole vocabulary, so it has few tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V/P, H]
+        target: Tensor,  # [N]
+        token_loss: TokenLoss,
+        head: Head,
+        tiles: Tiles,
+        entropy: bool,
+        budget_bytes: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # [], [N], [N]
+        cost = tiles.kept_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad, one_chunk=True)
+        if cost.row:
+            cost = tiles.kept_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad)
+        grid = make_whole_row_grid(len(hidden), head.num_rows, cost, budget_bytes)
+        sums = SoftmaxSums.of_nothing(target, head, entropy=entropy)
+        gradients = _Gradients(hidden, weight, head, grid, ctx.needs_input_grad)
+        loss = torch.zeros((), dtype=head.result_dtype, device=hidden.device)
+        for tile in grid.tiles:
+            tokens = gradients.start(tile)
+            kept = []
+            for chunk in grid.chunks:
+                rows, first_row = _operand(weight[chunk], head), head.first_row + chunk.start
+                kept.append(tiles.add(sums[tile], tokens, rows, target[tile], first_row, keep=True))
+            sums[tile].reduce_over_shards(target[tile], head)
+            tile_loss, g, h = _loss_of(token_loss, *sums[tile].results(target[tile], head), tile)
+            gradient = LogitGradient.of(sums[tile], g, h, target[tile], head)
+            for chunk in grid.chunks:
+                rows, first_row = _operand(weight[chunk], head), head.first_row + chunk.start
+                place = len(rows), target[tile], first_row
+                gradients.add(chunk, rows, tiles.gradient_of_kept(gradient, kept.pop(0), *place))
+            gradients.finish()
+            loss += tile_loss
+        ctx.tiles, ctx.gradients = tiles, (gradients.d_hidden, gradients.d_weight)
+        logprobs, entropies = sums.results(target, head)
+        ctx.mark_non_differentiable(logprobs, *([] if entropies is None else [entropies]))
+        return loss, logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss: Tensor, *_: Tensor | None):
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "linear_policy_loss: its gradients were handed out by an earlier backward pass"
+            )
+        scaled = [None if one is None else ctx.tiles.scale(one, grad_loss) for one in ctx.gradients]
+        ctx.gradients = None
+        return *scaled, *(None,) * 6
+
+
+def _loss_of(
+    token_loss: TokenLoss, logprobs: Tensor, entropies: Tensor | None, tile: slice
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tile's loss [], and its gradients by the log-probs [n] and the entropies [n]."""
+    leaves = [values.detach().requires_grad_() for values in (logprobs, entropies) if values is not None]
+    with torch.enable_grad():
+        losses = token_loss(leaves[0], leaves[1] if len(leaves) > 1 else None, tile)
+        if losses.shape != logprobs.shape:
+            raise ValueError(
+                f"token_loss: returned shape {list(losses.shape)}; need one loss a token, "
+                f"{list(logprobs.shape)}"
+            )
+        loss = losses.sum()
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+    grad_logprobs, grad_entropies, *_ = (*grads, None, None)
+    return loss.detach(), grad_logprobs, grad_entropies
+
+
+class _Gradients:
+    """The gradients of hidden and weight, where they are wanted, from those of the logits."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, head: Head, grid: Grid, needs_input_grad: tuple[bool, ...]
+    ) -> None:
+        self._head, self._hidden = head, hidden
+        self._one_chunk = len(grid.chunks) == 1
+        self.d_hidden = torch.empty_like(hidden) if needs_input_grad[0] else None
+        self.d_weight = torch.empty_like(weight) if needs_input_grad[1] else None
+        if self.d_weight is not None:
+            self.d_weight[head.num_rows if len(hidden) else 0 :] = 0  # what no product writes
+        self._tile, self._tokens, self._d_tokens = slice(0), hidden, None
+
+    def start(self, tile: slice) -> Tensor:
+        """Begin a tile, and return its hidden in the projection's dtype."""
+        self._tile, self._tokens = tile, _operand(self._hidden[tile], self._head)
+        if self.d_hidden is not None and not self._one_chunk:
+            # The sum over the vocabulary; with a vocabulary group, over this shard.
+            self._d_tokens = torch.zeros_like(self._tokens, dtype=self._head.result_dtype)
+        return self._tokens
+
+    def add(self, chunk: slice, rows: Tensor, d_logits: Tensor) -> None:
+        wide = self._head.result_dtype
+        if self._d_tokens is not None:
+            add_product(self._d_tokens, d_logits, rows, wide=wide)
+        elif self.d_hidden is not None:
+            add_product(self.d_hidden[self._tile], d_logits, rows, wide=wide, overwrite=True)
+        if self.d_weight is not None:
+            first = self._tile.start == 0
+            add_product(self.d_weight[chunk], d_logits.t(), self._tokens, wide=wide, overwrite=first)
+
+    def finish(self) -> None:
+        if self.d_hidden is not None and self._d_tokens is not None:
+            self.d_hidden[self._tile] = self._d_tokens
+            self._d_tokens = None
+
+
+def _operand(values: Tensor, head: Head) -> Tensor:
+    return values.to(head.projection_dtype).contiguous()
+
+
+def _cost_of_copies(hidden: Tensor, weight: Tensor, head: Head) -> Cost:
+    """Of the factors' copies, in the projection's dtype and contiguous, where they are not already."""
+    copy = hidden.shape[1] * head.projection_dtype.itemsize
+    return Cost(
+        token=copy * (hidden.dtype != head.projection_dtype or not hidden.is_contiguous()),
+        row=copy * (weight.dtype != head.projection_dtype or not weight.is_contiguous()),
+    )
+
+
+def _cost_around(
+    hidden: Tensor, weight: Tensor, head: Head, needs_input_grad: tuple[bool, ...], *, one_chunk: bool = False
+) -> Cost:
+    """Of the factors' copies, and of the gradients' sums where these are wider than the gradients."""
+    wide = hidden.shape[1] * head.result_dtype.itemsize
+    sums = Cost(
+        token=wide * needs_input_grad[0] * (not (one_chunk and _is_product(hidden, head))),
+        row=wide * needs_input_grad[1] * (not _is_product(weight, head)),
+    )
+    return _cost_of_copies(hidden, weight, head) + sums
+
+
+def _is_product(gradient: Tensor, head: Head) -> bool:
+    """Whether a product can write this gradient by itself, with no wider copy."""
+    return gradient.is_cuda and gradient.dtype in (head.projection_dtype, head.result_dtype)

@@ -1,0 +1,34 @@
+"""Matrix products that accumulate wider than their factors are."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right, accumulated and returned in `dtype`, the factors' own or a wider one."""
+    if left.dtype == right.dtype == dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    # On a CPU the product of the same numbers held in float32 is the same thing: bfloat16 factors multiply
+    # exactly there.
+    return left.to(dtype) @ right.to(dtype)
+
+
+def add_product(
+    out: Tensor, left: Tensor, right: Tensor, *, wide: torch.dtype, overwrite: bool = False
+) -> None:
+    """out += left @ right, or out = left @ right: summed in `wide` and rounded once, to out's dtype."""
+    if left.is_cuda and out.dtype in (left.dtype, wide):
+        # Named only where it differs: other dtypes than 16-bit ones have no such argument.
+        options: dict[str, Any] = {} if out.dtype == left.dtype else {"out_dtype": out.dtype}
+        if overwrite:
+            torch.mm(left, right, **options, out=out)
+        else:
+            torch.addmm(out, left, right, **options, out=out)
+    elif overwrite:
+        out.copy_(product(left, right, wide))
+    else:
+        out.add_(product(left, right, wide))

@@ -1,0 +1,91 @@
+"""Tiles of logits in plain PyTorch, on any device: `impl: chunked`."""
+
+import torch
+from torch import Tensor
+
+from .grid import Cost
+from .head import Head
+from .products import product
+from .softmax import LogitGradient, SoftmaxSums
+
+
+class TorchTiles:
+    """See linear.Tiles."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        wide = head.result_dtype.itemsize
+        copy = head.projection_dtype.itemsize if head.projection_dtype != head.result_dtype else 0
+        slope = wide if head.logit_softcap is not None else 0
+        self.sums_cost = Cost(logit=2 * wide)
+        self.gradient_cost = Cost(logit=2 * wide + slope + copy)
+        self.kept_cost = Cost(logit=3 * wide + slope + copy)
+
+    def add(
+        self,
+        sums: SoftmaxSums,
+        hidden: Tensor,
+        rows: Tensor,
+        target: Tensor,
+        first_row: int,
+        *,
+        keep: bool = False,
+    ) -> Tensor | None:
+        logits = self._logits(hidden, rows)
+        column, here = _target_column(target, first_row, len(rows))
+        picked = logits.gather(1, column).squeeze(1)
+        sums.target_logit.copy_(torch.where(here, picked, sums.target_logit))
+        sums.raise_maximum(logits.amax(1))
+        shifted = logits - sums.maximum[:, None] if keep else logits.sub_(sums.maximum[:, None])
+        if sums.sum_exp_logit is None:
+            sums.sum_exp.add_(shifted.exp_().sum(1))
+        else:
+            exponentials = shifted.exp()
+            sums.sum_exp.add_(exponentials.sum(1))
+            sums.sum_exp_logit.add_(exponentials.mul_(shifted).sum(1))
+        return logits if keep else None
+
+    def gradient(
+        self, gradient: LogitGradient, hidden: Tensor, rows: Tensor, target: Tensor, first_row: int
+    ) -> Tensor:
+        return self.gradient_of_kept(gradient, self._logits(hidden, rows), len(rows), target, first_row)
+
+    def gradient_of_kept(
+        self, gradient: LogitGradient, kept: Tensor, num_rows: int, target: Tensor, first_row: int
+    ) -> Tensor:
+        softcap, logits = self._head.logit_softcap, kept
+        slope = None  # of c * tanh(u / c): 1 - tanh(u / c)^2, where z = c * tanh(u / c) / temperature
+        if softcap is not None:
+            slope = (logits * (self._head.temperature / softcap)).square_().neg_().add_(1.0)
+        shifted = logits.sub_(gradient.maximum[:, None])
+        if gradient.linear is None:
+            d_logits = shifted.exp_().mul_(gradient.constant[:, None])
+        else:
+            d_logits = shifted.exp()
+            d_logits.mul_(shifted.mul_(gradient.linear[:, None]).add_(gradient.constant[:, None]))
+        column, here = _target_column(target, first_row, num_rows)
+        d_logits.scatter_add_(1, column, gradient.onehot.masked_fill(~here, 0.0)[:, None])
+        if slope is not None:
+            d_logits.mul_(slope)
+        # A CPU's products widen their factors: rounded first, these would only lose digits.
+        return d_logits.to(self._head.projection_dtype) if d_logits.is_cuda else d_logits
+
+    def scale(self, values: Tensor, factor: Tensor) -> Tensor:
+        return values.mul_(factor)
+
+    def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:  # [n, H], [v, H] -> [n, v]
+        logits = product(hidden, rows.t(), self._head.result_dtype)
+        if self._head.logit_scale != 1.0:
+            logits.mul_(self._head.logit_scale)
+        if self._head.logit_softcap is not None:
+            logits.div_(self._head.logit_softcap).tanh_().mul_(self._head.logit_softcap)
+        if self._head.temperature != 1.0:
+            logits.div_(self._head.temperature)
+        return logits
+
+
+def _target_column(target: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:  # [n, 1], [n]
+    """The target's column among these rows, and whether it is there (column 0 where not)."""
+    column = target - first_row
+    here = (column >= 0) & (column < num_rows)
+    return column.masked_fill(~here, 0)[:, None], here

@@ -1,0 +1,339 @@
+"""Triton kernels over tiles of logits: their softmax's sums, and their gradient.
+
+A tile is [BLOCK_TOKENS, BLOCK_ROWS] float32 logits. It comes from one of two places: multiplied out on the
+tensor cores it never leaves the registers; where `logits` is given it is read from there, as an ordinary
+product wrote it. A logit is z = outer * u, where u is that product or, under a softcap, tanh(inner *
+product). Letters: n tokens, v rows of the weight, b blocks of rows.
+"""
+
+# What these functions mean is Triton's business, not Python's.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))  # the interpreter multiplies no bfloat16
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LOWEST_LOGIT = tl.constexpr(-1e30)  # as in head.py: finite, so that nothing makes inf - inf
+
+
+@triton.jit
+def softmax_sums_kernel(
+    hidden,  # descriptor [n, H]; unused where logits is given
+    weight,  # descriptor [v, H]; unused where logits is given
+    logits,  # float32 [n, v] projection's output, or None
+    maxima,  # out, float32 [b, n]: each block's largest logit
+    sums_exp,  # out, float32 [b, n]: sum of exp(z - maximum)
+    sums_exp_logit,  # out, float32 [b, n] or None: sum of exp(z - maximum) * (z - maximum)
+    kept,  # out, descriptor [n, b * BLOCK_ROWS] or None: exp(z - maximum), for gradient_of_kept_kernel
+    num_tokens,
+    num_rows,
+    hidden_size,
+    inner,
+    outer,
+    SOFTCAP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * tl.cdiv(num_rows, BLOCK_ROWS)
+    for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS):
+        token, row = _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP)
+        tokens, rows = token + tl.arange(0, BLOCK_TOKENS), row + tl.arange(0, BLOCK_ROWS)
+        exists = tokens < num_tokens
+        if logits is None:
+            u = _product(hidden, weight, token, row, hidden_size, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN)
+        else:
+            u = _read(logits, tokens, rows, num_tokens, num_rows)
+        u = _capped(u, inner, SOFTCAP)
+        if row + BLOCK_ROWS > num_rows:
+            u = tl.where(rows[None, :] < num_rows, u, LOWEST_LOGIT)
+        peak = tl.max(u, 1)
+        u -= peak[:, None]
+        exponential = tl.exp2(u * (outer * LOG2_E))
+        place = (row // BLOCK_ROWS).to(tl.int64) * num_tokens + tokens
+        tl.store(maxima + place, peak * outer, mask=exists)
+        tl.store(sums_exp + place, tl.sum(exponential, 1), mask=exists)
+        if sums_exp_logit is not None:
+            tl.store(sums_exp_logit + place, tl.sum(exponential * u, 1) * outer, mask=exists)
+        if kept is not None:
+            kept.store([token, row], exponential.to(kept.dtype))
+
+
+@triton.jit
+def target_logit_kernel(
+    hidden,  # [n, H]
+    weight,  # [v, H]
+    logits,  # float32 [n, v] projection's output, or None
+    target,  # int64 [n]
+    target_logit,  # out, float32 [n]: written where the target is among these rows
+    num_tokens,
+    num_rows,
+    hidden_size,
+    hidden_stride,
+    row_stride,
+    first_row,
+    inner,
+    outer,
+    SOFTCAP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+):
+    """The number that softmax_sums_kernel has for it, by the same tensor cores: the diagonal of a product
+    with the targets' rows. Picked out of its tile there, it costs every tile a tenth of its time."""
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    exists = tokens < num_tokens
+    column = tl.load(target + tokens, mask=exists, other=-1) - first_row
+    here = (column >= 0) & (column < num_rows)
+    if logits is None:
+        z = tl.zeros((BLOCK_TOKENS, BLOCK_TOKENS), tl.float32)
+        for start in range(0, hidden_size, BLOCK_HIDDEN):
+            k = start + tl.arange(0, BLOCK_HIDDEN)
+            inside = (k < hidden_size)[None, :]
+            left = hidden + tokens.to(tl.int64)[:, None] * hidden_stride + k[None, :]
+            right = weight + column[:, None] * row_stride + k[None, :]
+            left = tl.load(left, mask=exists[:, None] & inside, other=0.0)
+            z = _dot(left, tl.load(right, mask=here[:, None] & inside, other=0.0).T, z)
+        places = tl.arange(0, BLOCK_TOKENS)
+        u = tl.sum(tl.where(places[:, None] == places[None, :], z, 0.0), 1)
+    else:
+        u = tl.load(logits + tokens.to(tl.int64) * num_rows + column, mask=here, other=0.0)
+    tl.store(target_logit + tokens, _capped(u, inner, SOFTCAP) * outer, mask=here)
+
+
+@triton.jit
+def merge_sums_kernel(
+    maxima,  # float32 [b, n]
+    sums_exp,  # float32 [b, n]
+    sums_exp_logit,  # float32 [b, n] or None
+    maximum,  # in and out, float32 [n]: of the rows before these, and then of both
+    sum_exp,  # in and out, float32 [n]
+    sum_exp_logit,  # in and out, float32 [n] or None
+    num_tokens,
+    num_blocks,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
+):
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    exists = tokens < num_tokens
+    m = tl.load(maximum + tokens, mask=exists, other=LOWEST_LOGIT)
+    s = tl.load(sum_exp + tokens, mask=exists, other=0.0)
+    x = tl.zeros_like(s)
+    if sum_exp_logit is not None:
+        x = tl.load(sum_exp_logit + tokens, mask=exists, other=0.0)
+    for start in range(0, num_blocks, BLOCK_BLOCKS):
+        blocks = start + tl.arange(0, BLOCK_BLOCKS)
+        place = blocks.to(tl.int64)[:, None] * num_tokens + tokens[None, :]
+        mask = (blocks < num_blocks)[:, None] & exists[None, :]
+        block_m = tl.load(maxima + place, mask=mask, other=LOWEST_LOGIT)
+        block_s = tl.load(sums_exp + place, mask=mask, other=0.0)
+        raised = tl.maximum(m, tl.max(block_m, 0))
+        drop, block_drop = m - raised, block_m - raised[None, :]
+        if sum_exp_logit is not None:
+            block_x = tl.load(sums_exp_logit + place, mask=mask, other=0.0)
+            x = (x + s * drop) * tl.exp(drop)
+            x += tl.sum((block_x + block_s * block_drop) * tl.exp(block_drop), 0)
+        s = s * tl.exp(drop) + tl.sum(block_s * tl.exp(block_drop), 0)
+        m = raised
+    tl.store(maximum + tokens, m, mask=exists)
+    tl.store(sum_exp + tokens, s, mask=exists)
+    if sum_exp_logit is not None:
+        tl.store(sum_exp_logit + tokens, x, mask=exists)
+
+
+@triton.jit
+def gradient_kernel(
+    hidden,  # descriptor [n, H]; unused where logits is given
+    weight,  # descriptor [v, H]; unused where logits is given
+    logits,  # float32 [n, v] projection's output, or None
+    maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
+    constant,  # float32 [n]
+    linear,  # float32 [n] or None
+    gradient,  # out: descriptor [n, v] or, where logits is given, a pointer, which may be that of logits
+    num_tokens,
+    num_rows,
+    hidden_size,
+    inner,
+    outer,
+    SOFTCAP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * tl.cdiv(num_rows, BLOCK_ROWS)
+    for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS):
+        token, row = _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP)
+        tokens, rows = token + tl.arange(0, BLOCK_TOKENS), row + tl.arange(0, BLOCK_ROWS)
+        if logits is None:
+            u = _product(hidden, weight, token, row, hidden_size, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN)
+        else:
+            u = _read(logits, tokens, rows, num_tokens, num_rows)
+        u = _capped(u, inner, SOFTCAP)
+        exists = tokens < num_tokens
+        m = tl.load(maximum + tokens, mask=exists, other=0.0) * LOG2_E
+        y = u * (outer * LOG2_E) - m[:, None]
+        d = tl.exp2(y) * _factor(constant, linear, tokens, exists, y)
+        if SOFTCAP:
+            d *= 1.0 - u * u
+        if logits is None:
+            gradient.store([token, row], d.to(gradient.dtype))
+        else:
+            place = tokens.to(tl.int64)[:, None] * num_rows + rows[None, :]
+            mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+            tl.store(gradient + place, d.to(gradient.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gradient_of_kept_kernel(
+    kept,  # in and out, [n, b * BLOCK_ROWS]: exp(z - its block's maximum), and then the gradient
+    maxima,  # float32 [b, n]
+    maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
+    constant,  # float32 [n]
+    linear,  # float32 [n] or None
+    num_tokens,
+    row_stride,
+    outer,
+    SOFTCAP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    exists = tokens < num_tokens
+    place = kept + tokens.to(tl.int64)[:, None] * row_stride + rows[None, :]
+    block_exponential = tl.load(place, mask=exists[:, None], other=0.0).to(tl.float32)
+    block_maximum = tl.load(
+        maxima + tl.program_id(0).to(tl.int64) * num_tokens + tokens, mask=exists, other=0.0
+    )
+    m = tl.load(maximum + tokens, mask=exists, other=0.0) * LOG2_E
+    drop = block_maximum * LOG2_E - m  # 0 or less
+    # What has underflowed to 0 gets any finite logarithm: its gradient is 0 times that.
+    y = _log2(tl.maximum(block_exponential, 1e-37)) + drop[:, None]
+    d = block_exponential * tl.exp2(drop)[:, None] * _factor(constant, linear, tokens, exists, y)
+    if SOFTCAP:
+        u = (y + m[:, None]) / (outer * LOG2_E)
+        d *= 1.0 - u * u
+    tl.store(place, d.to(kept.dtype.element_ty), mask=exists[:, None])
+
+
+@triton.jit
+def gradient_at_target_kernel(
+    gradient,  # in and out, [n, v]
+    target,  # int64 [n]
+    target_logit,  # float32 [n]: the target's z - m
+    maximum,  # float32 [n]: this and the next three as in softmax.LogitGradient
+    constant,  # float32 [n]
+    linear,  # float32 [n] or None
+    onehot,  # float32 [n]
+    num_tokens,
+    num_rows,
+    row_stride,
+    first_row,
+    outer,
+    SOFTCAP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Write the one element a token that differs: after rounding, onehot could no longer be added to it."""
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    exists = tokens < num_tokens
+    column = tl.load(target + tokens, mask=exists, other=-1) - first_row
+    y = tl.load(target_logit + tokens, mask=exists, other=0.0)
+    factor = tl.load(constant + tokens, mask=exists, other=0.0)
+    if linear is not None:
+        factor += tl.load(linear + tokens, mask=exists, other=0.0) * y
+    d = tl.exp2(y * LOG2_E) * factor
+    d += tl.load(onehot + tokens, mask=exists, other=0.0)
+    if SOFTCAP:
+        u = (y + tl.load(maximum + tokens, mask=exists, other=0.0)) / outer
+        d *= 1.0 - u * u
+    place = gradient + tokens.to(tl.int64) * row_stride + column
+    tl.store(place, d.to(gradient.dtype.element_ty), mask=exists & (column >= 0) & (column < num_rows))
+
+
+@triton.jit
+def scale_kernel(values, scale, num_values, BLOCK: tl.constexpr):
+    """values *= scale, where scale is one number on the device; where it is 1 nothing is read or written."""
+    factor = tl.load(scale)
+    if factor != 1.0:
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_values, step):
+            place = start + tl.arange(0, BLOCK)
+            value = tl.load(values + place, mask=place < num_values).to(tl.float32)
+            tl.store(values + place, (value * factor).to(values.dtype.element_ty), mask=place < num_values)
+
+
+@triton.jit
+def _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP: tl.constexpr):
+    """First token and row of a tile. Tiles that are at work together lie in a stripe of GROUP blocks of
+    tokens, so that both factors are read from the cache."""
+    num_token_blocks, num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS), tl.cdiv(num_rows, BLOCK_ROWS)
+    first = tile // (GROUP * num_row_blocks) * GROUP
+    height = tl.minimum(num_token_blocks - first, GROUP)
+    place = tile % (GROUP * num_row_blocks)
+    return (first + place % height) * BLOCK_TOKENS, place // height * BLOCK_ROWS
+
+
+@triton.jit
+def _product(
+    hidden,
+    weight,
+    token,
+    row,
+    hidden_size,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+):
+    z = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
+    for start in range(0, hidden_size, BLOCK_HIDDEN):
+        z = _dot(hidden.load([token, start]), weight.load([row, start]).T, z)
+    return z
+
+
+@triton.jit
+def _dot(left, right, z):
+    if INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, z)
+
+
+@triton.jit
+def _read(logits, tokens, rows, num_tokens, num_rows):
+    place = tokens.to(tl.int64)[:, None] * num_rows + rows[None, :]
+    return tl.load(
+        logits + place, mask=(tokens < num_tokens)[:, None] & (rows < num_rows)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _capped(u, inner, SOFTCAP: tl.constexpr):
+    """u, from the product."""
+    if SOFTCAP:
+        u = 1.0 - 2.0 / (tl.exp2(u * (2.0 * LOG2_E * inner)) + 1.0)
+    return u
+
+
+@triton.jit
+def _log2(x):
+    """By the hardware's approximation, to 2^-22: thirty instructions a logit fewer than tl.log2."""
+    if INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def _factor(constant, linear, tokens, exists, y):
+    """constant + linear * ln(2) * y; see softmax.LogitGradient, whose y is in nats."""
+    factor = tl.load(constant + tokens, mask=exists, other=0.0)[:, None]
+    if linear is not None:
+        factor += tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * y
+    return factor

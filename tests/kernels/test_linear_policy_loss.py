@@ -1,0 +1,188 @@
+"""linear_policy_loss: the loss, and the gradients that it computes in its forward pass."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from abrun.kernels import linear_logprobs, linear_policy_loss
+from abrun.rl.losses import clipped_policy_loss, kl_penalty
+from tests.kernels.test_linear_logprobs import (
+    DTYPES,
+    IGNORE,
+    IMPLS,
+    SETTINGS,
+    Answer,
+    Problem,
+    check,
+    expected,
+    kernel_answer,
+    largest,
+    make_problem,
+    rounding,
+)
+
+TILED = ["chunked", "triton"]
+
+
+def one_pass_answer(problem: Problem, impl: str, **options: Any) -> Answer:
+    """With the problem's upstream gradients: the loss that has them is linear in log-probs and entropies."""
+
+    def token_loss(logprobs: Tensor, entropies: Tensor | None, tokens: slice) -> Tensor:
+        assert entropies is not None
+        g, h = problem.grad_logprobs.reshape(-1)[tokens], problem.grad_entropies.reshape(-1)[tokens]
+        return g * logprobs + h * entropies
+
+    hidden, weight = (values.clone().requires_grad_() for values in (problem.hidden, problem.weight))
+    loss, logprobs, entropies = linear_policy_loss(
+        hidden,
+        weight,
+        problem.target,
+        token_loss,
+        impl=impl,
+        entropy=True,
+        head_dtype=problem.head_dtype,
+        **problem.settings,
+        **options,
+    )
+    assert entropies is not None
+    return Answer(logprobs, entropies, *torch.autograd.grad(loss, [hidden, weight]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("num_tokens, num_vocabulary", [(1, 151), (7, 151), (513, 151), (7, 32003)])
+def test_agrees_with_the_oracle(impl: str, dtypes: str, num_tokens: int, num_vocabulary: int) -> None:
+    problem, oracle, naive = expected(num_tokens, num_vocabulary, dtypes)
+    answer = one_pass_answer(problem, impl)
+    check(answer, oracle, naive, rounding(impl, problem, oracle))
+    assert answer.d_hidden.dtype == problem.hidden.dtype
+    assert answer.d_weight.dtype == problem.weight.dtype
+
+
+@pytest.mark.parametrize("impl", TILED)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_agrees_under_each_setting(impl: str, name: str) -> None:
+    for dtypes in ("float32", "bfloat16"):
+        problem, oracle, naive = expected(7, 151, dtypes, name)
+        check(one_pass_answer(problem, impl), oracle, naive, rounding(impl, problem, oracle))
+
+
+@pytest.mark.parametrize("impl", TILED)
+@pytest.mark.parametrize("budget_bytes", [3 * 2**10, 12 * 2**10])
+def test_answer_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> None:
+    for dtypes in ("float32", "bfloat16", "mixed", "float32_head"):
+        problem, oracle, naive = expected(7, 151, dtypes)
+        slack = {"d_weight": 7 * 2**-9 * largest(oracle.d_weight)} if dtypes != "float32" else {}
+        answer = one_pass_answer(problem, impl, memory_budget_bytes=budget_bytes)
+        check(answer, oracle, naive, slack | rounding(impl, problem, oracle))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_is_the_loss_of_the_two_pass_route(impl: str) -> None:
+    """GRPO's clipped loss with a KL penalty and an entropy bonus, by the same functions, slice by slice."""
+    problem = make_problem(60, 151)
+    old, reference, advantages = torch.randn(3, 60, generator=torch.Generator().manual_seed(1))
+    old, reference = old - 5, reference - 5
+    mask = problem.target != IGNORE
+
+    def token_loss(logprobs: Tensor, entropies: Tensor | None, tokens: slice) -> Tensor:
+        assert entropies is not None
+        seen = mask[tokens]
+        policy = clipped_policy_loss(
+            logprobs, old[tokens], advantages[tokens], seen, clip_low=0.2, clip_high=0.28
+        )
+        penalty = kl_penalty(logprobs, reference[tokens], seen, estimator="k3")
+        return policy.loss + 0.1 * penalty - 0.01 * entropies
+
+    def leaves() -> list[Tensor]:
+        return [values.clone().requires_grad_() for values in (problem.hidden, problem.weight)]
+
+    two_pass = leaves()
+    logprobs, entropies = linear_logprobs(*two_pass, problem.target, impl="logits", entropy=True)
+    whole = token_loss(logprobs, entropies, slice(None)).sum()
+    (3 * whole).backward()
+    one_pass = leaves()
+    loss, *results = linear_policy_loss(
+        *one_pass, problem.target, token_loss, impl=impl, entropy=True, memory_budget_bytes=30 * 2**10
+    )
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, whole)
+    for one, two in zip(results, (logprobs, entropies), strict=True):
+        assert one is not None and two is not None and not one.requires_grad
+        torch.testing.assert_close(one, two.detach())
+    for one, two in zip(one_pass, two_pass, strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_only_the_gradients_that_are_needed(impl: str) -> None:
+    problem = make_problem(7, 151)
+    both = kernel_answer(replace(problem, grad_entropies=torch.zeros(7)), impl)
+    for frozen in ("hidden", "weight"):
+        hidden = problem.hidden.clone().requires_grad_(frozen != "hidden")
+        weight = problem.weight.clone().requires_grad_(frozen != "weight")
+        loss, _, entropies = linear_policy_loss(
+            hidden, weight, problem.target, lambda lp, _, t: problem.grad_logprobs[t] * lp, impl=impl
+        )
+        loss.backward()
+        assert entropies is None
+        assert (hidden.grad is None) == (frozen == "hidden")
+        assert (weight.grad is None) == (frozen == "weight")
+        if hidden.grad is not None:
+            torch.testing.assert_close(hidden.grad, both.d_hidden)
+        if weight.grad is not None:
+            torch.testing.assert_close(weight.grad, both.d_weight)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_gradients(impl: str) -> None:
+    problem = make_problem(7, 151)
+    hidden = problem.hidden.clone().requires_grad_()
+    with torch.no_grad():
+        loss, logprobs, _ = linear_policy_loss(
+            hidden, problem.weight, problem.target, lambda lp, _, t: -lp, impl=impl
+        )
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, -logprobs.sum())
+    loss, _, _ = linear_policy_loss(
+        hidden, problem.weight, problem.target, lambda lp, _, t: lp.detach(), impl=impl
+    )
+    if impl != "logits":  # plain autograd has no graph there
+        (d_hidden,) = torch.autograd.grad(loss, hidden)
+        assert (d_hidden == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shape", [(2, 3, 4), (0,), (0, 5)])
+def test_any_leading_shape(impl: str, shape: tuple[int, ...]) -> None:
+    num_tokens = torch.Size(shape).numel()
+    problem = make_problem(24, 151)
+    flat = {name: getattr(problem, name)[:num_tokens] for name in ("hidden", "target", "grad_logprobs")}
+    flat["grad_entropies"] = problem.grad_entropies[:num_tokens]
+    problem = replace(problem, **flat)
+    folded = replace(problem, hidden=problem.hidden.view(*shape, 8), target=problem.target.view(shape))
+    answer, plain = one_pass_answer(folded, impl), kernel_answer(problem, "logits")
+    assert answer.logprobs.shape == answer.entropies.shape == shape
+    torch.testing.assert_close(answer.d_hidden, plain.d_hidden.view(*shape, 8))
+    torch.testing.assert_close(answer.d_weight, plain.d_weight)
+
+
+@pytest.mark.parametrize("impl", TILED)
+def test_gradients_are_handed_out_once(impl: str) -> None:
+    problem = make_problem(7, 151)
+    hidden = problem.hidden.clone().requires_grad_()
+    loss, _, _ = linear_policy_loss(hidden, problem.weight, problem.target, lambda lp, _, t: -lp, impl=impl)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed out by an earlier backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("impl", TILED)
+def test_refuses_a_loss_that_is_not_per_token(impl: str) -> None:
+    problem = make_problem(7, 151)
+    hidden = problem.hidden.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"token_loss: returned shape \[\]; need one loss a token, \[7\]"):
+        linear_policy_loss(hidden, problem.weight, problem.target, lambda lp, _, t: -lp.mean(), impl=impl)
