@@ -1,0 +1,955 @@
+"""Time, memory and error of every implementation of linear log-probs, against the products all must do.
+
+    python tests/bench/bench_logprobs.py                    # one GPU, the default shapes: some minutes
+    python tests/bench/bench_logprobs.py --shapes '8192,4096,151936;2048,1536,151936' --only one-pass,verl
+    torchrun --nproc-per-node 2 tests/bench/bench_logprobs.py --vocab-parallel 2
+    python tests/bench/bench_logprobs.py --device cpu       # the script's own logic, at tiny shapes
+
+All implementations get the same hidden, weight and target, and the same random gradients of each token's
+log-prob and entropy. One without entropies gets the gradient of the log-probs alone and is compared with what
+that gives; one that returns only a scalar loss is timed and not compared. Other projects' kernels take part
+where they are installed: liger-kernel, cut-cross-entropy, torch's linear_cross_entropy, and verl's, which may
+also be an unpacked wheel in the folder that VERL_SOURCE names. With --vocab-parallel P each of P ranks holds
+V/P rows of the weight, and the step ends with the all-reduce of d_hidden that a column-parallel linear makes.
+
+What the columns say:
+
+- fwd: the forward pass alone, without gradients. fwd+bwd: the whole step. Medians over all rounds. In a round
+  every candidate runs in turn, for a fraction of a second, and each round reverses the order: the card is
+  warm from the first on, and its clocks and its heat fall on all alike.
+- x2NHV, x6NHV, x8NHV: the time over that of the pure products of the same shapes: logits; logits, d_weight
+  and d_hidden; and these with the logits twice. They are timed in the same turns, in several chunkings of
+  which the fastest counts, on the gradients of real logits, since a card's power and so its clock depend on
+  the data. Beyond 8,192 tokens they are those of 8,192, scaled up. "its floor" is 8NHV for what recomputes
+  the logits, 6NHV for what keeps them or computes the gradients in the forward pass.
+- peak: the most a step allocates above the inputs and the gradients of hidden and weight.
+- log-prob, entropy: largest error of any token, against IEEE float32. d_hidden, d_weight: relative error in
+  the Frobenius norm, of the first 256 tokens and of 128 rows of the vocabulary (the first 64, and 64 drawn at
+  random), the rows' summed over all tokens.
+
+Letters: N tokens, H hidden, V vocabulary, P ranks; n tokens of a tile, v rows of a chunk.
+
+Tried, and what it gave
+-----------------------
+
+(see below)
+"""
+
+import argparse
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from abrun import kernels
+
+GIB = 2**30
+MIB = 2**20
+ORACLE_TILE = 1024  # tokens whose float32 logits are held at once
+CHECKED_TOKENS = 256
+CHECKED_ROWS = 64
+# What the dense path allocates at its peak for each logit, and the most that is worth trying.
+DENSE_BYTES_PER_LOGIT = 20
+DENSE_LIMIT_BYTES = 100 * GIB
+
+
+class Shape(NamedTuple):
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conduct:
+    """How one kind of device is measured."""
+
+    shapes: dict[str, str]  # by dtype
+    backend: str  # of the process group
+    warm_up_s: float
+    warm_up_size: int
+    visit_s: float  # the least a candidate runs in a round
+    product_s: float  # the least a pure product runs over all rounds
+    product_tokens: tuple[int, ...]  # tiles of the pure products; none takes more tokens than the first
+    product_chunks: tuple[int, ...]  # rows
+
+
+CONDUCTS = {
+    "cuda": Conduct(
+        shapes={
+            "bfloat16": "8192,4096,151936;8192,2048,151936;2048,1536,151936;32768,4096,151936;"
+            "131072,4096,151936;8192,1536,32000;8192,2048,262144",
+            # Products without tensor cores are some ten times slower.
+            "float32": "8192,2048,151936;2048,1536,151936;8192,1536,32000",
+        },
+        backend="nccl",
+        warm_up_s=1.0,
+        warm_up_size=8192,
+        visit_s=0.15,
+        product_s=0.5,
+        product_tokens=(8192, 2048),
+        product_chunks=(8192, 8448, 16896),
+    ),
+    "cpu": Conduct(
+        shapes=dict.fromkeys(("bfloat16", "float32"), "48,32,320;600,64,640;2100,16,128"),
+        backend="gloo",
+        warm_up_s=0.01,
+        warm_up_size=64,
+        visit_s=0.002,
+        product_s=0.005,
+        product_tokens=(512, 128),
+        product_chunks=(128, 192),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What all shapes have in common."""
+
+    device: torch.device
+    rounds: int
+    only: list[str]  # parts of candidates' names; empty for all
+    settings: dict[str, Any]  # further arguments of our own implementations
+    rank: int = 0
+    num_ranks: int = 1
+    group: ProcessGroup | None = None
+
+    @property
+    def conduct(self) -> Conduct:
+        return CONDUCTS[self.device.type]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def maximum(self, value: float) -> float:
+        """Over the ranks: what decides how often they run a step must be the same on all."""
+        if self.group is None:
+            return value
+        values = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values.item()
+
+    def free_memory(self) -> None:
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+# --- the inputs, and the right answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V/P, H]
+    target: Tensor  # [N]
+    logprob_grads: Tensor  # [N] float32
+    entropy_grads: Tensor  # [N] float32
+    first_row: int  # token id of the weight's row 0
+
+    def clear_gradients(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+
+
+def draw_problem(bench: Bench, shape: Shape, dtype: torch.dtype) -> tuple[Problem, Tensor]:
+    """The problem, and the whole weight [V, H]. Every rank draws the same."""
+    generator = torch.Generator(bench.device).manual_seed(0)
+    normal = partial(torch.randn, generator=generator, device=bench.device)
+    num_tokens, hidden_size, vocab_size = shape
+    whole_weight = (normal(vocab_size, hidden_size) / math.sqrt(hidden_size)).to(dtype)
+    shard = whole_weight.chunk(bench.num_ranks)[bench.rank]
+    problem = Problem(
+        hidden=normal(num_tokens, hidden_size).to(dtype).requires_grad_(),
+        weight=shard.clone().requires_grad_(),
+        target=torch.randint(vocab_size, (num_tokens,), generator=generator, device=bench.device),
+        logprob_grads=normal(num_tokens) / num_tokens,
+        entropy_grads=normal(num_tokens) / num_tokens,
+        first_row=bench.rank * len(shard),
+    )
+    return problem, whole_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmax:
+    logprobs: Tensor  # [N] of the targets
+    entropies: Tensor  # [N]
+    log_sum_exp: Tensor  # [N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """The answers in IEEE float32; the gradients with (True) and without that of the entropies."""
+
+    softmax: Softmax
+    d_hidden: dict[bool, Tensor]  # [CHECKED_TOKENS, H]
+    d_weight: dict[bool, Tensor]  # [2 * CHECKED_ROWS, H]
+    rows: Tensor  # the rows of this rank's weight that d_weight is about
+
+
+@torch.no_grad()
+def solve(problem: Problem, whole_weight: Tensor) -> Oracle:
+    with ieee_float32():
+        vocabulary = whole_weight.float()
+        ids = torch.arange(len(vocabulary), device=vocabulary.device)
+        rows = _checked_rows(problem)
+        softmax = _softmax(problem, vocabulary)
+        d_hidden, d_weight = {}, {}
+        for with_entropy in (True, False):
+            d_logits = partial(logit_gradient, problem, softmax, with_entropy=with_entropy)
+            d_hidden[with_entropy] = d_logits(slice(0, CHECKED_TOKENS), vocabulary, ids) @ vocabulary
+            few = d_logits(slice(None), problem.weight[rows].float(), problem.first_row + rows)
+            d_weight[with_entropy] = few.T @ problem.hidden.float()
+    return Oracle(softmax=softmax, d_hidden=d_hidden, d_weight=d_weight, rows=rows)
+
+
+def _softmax(problem: Problem, vocabulary: Tensor) -> Softmax:  # [V, H] float32
+    parts = []
+    for tokens in slices(len(problem.hidden), ORACLE_TILE):
+        logits = problem.hidden[tokens].float() @ vocabulary.T
+        log_sum_exp = logits.logsumexp(1)
+        logprobs = logits.sub_(log_sum_exp[:, None])
+        picked = logprobs.gather(1, problem.target[tokens, None]).squeeze(1)
+        parts.append((picked, -(logprobs.exp() * logprobs).sum(1), log_sum_exp))
+    logprobs, entropies, log_sum_exp = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Softmax(logprobs=logprobs, entropies=entropies, log_sum_exp=log_sum_exp)
+
+
+def _checked_rows(problem: Problem) -> Tensor:
+    num_rows = len(problem.weight)
+    first = torch.arange(min(CHECKED_ROWS, num_rows))
+    others = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))[:CHECKED_ROWS]
+    return torch.cat([first, others]).to(problem.weight.device)
+
+
+def logit_gradient(
+    problem: Problem,
+    softmax: Softmax,
+    tokens: slice,
+    rows: Tensor,  # [v, H] float32, of the weight
+    ids: Tensor,  # [v] their token ids
+    with_entropy: bool = True,
+) -> Tensor:  # [n, v]
+    """g * (onehot - p) - h * p * (log p + entropy), g and h the gradients of log-prob and entropy."""
+    logprobs = problem.hidden[tokens].float() @ rows.T - softmax.log_sum_exp[tokens, None]
+    g = problem.logprob_grads[tokens, None]
+    factor = g
+    if with_entropy:
+        factor = g + problem.entropy_grads[tokens, None] * (logprobs + softmax.entropies[tokens, None])
+    return g * (problem.target[tokens, None] == ids) - logprobs.exp() * factor
+
+
+@contextmanager
+def ieee_float32() -> Iterator[None]:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def slices(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+# --- the candidates
+
+
+class Outputs(NamedTuple):
+    logprobs: Tensor | None = None  # [N]
+    entropies: Tensor | None = None  # [N]
+    loss: Tensor | None = None  # the scalar that the backward pass starts from, where there is one
+
+
+Evaluate = Callable[[Tensor, Tensor, Problem], Outputs]  # hidden and weight, which stand for the problem's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    name: str
+    operations: int  # its floor, in NHV
+    evaluate: Evaluate
+    has_forward: bool = True  # one that is worth timing alone
+    is_dense: bool = False
+
+
+def step(bench: Bench, candidate: Candidate, problem: Problem) -> Outputs:
+    problem.clear_gradients()
+    outputs = candidate.evaluate(problem.hidden, problem.weight, problem)
+    if outputs.loss is not None:
+        outputs.loss.backward()
+    else:
+        roots = [values for values in (outputs.logprobs, outputs.entropies) if values is not None]
+        gradients = [problem.logprob_grads, problem.entropy_grads][: len(roots)]
+        matching = [gradient.to(root.dtype) for gradient, root in zip(gradients, roots, strict=True)]
+        torch.autograd.backward(roots, matching)
+    if bench.group is not None:
+        dist.all_reduce(problem.hidden.grad, group=bench.group)
+    return outputs
+
+
+@torch.no_grad()
+def forward(candidate: Candidate, problem: Problem) -> None:
+    # Detached: some compute gradients in their forward pass whenever an input asks for one.
+    candidate.evaluate(problem.hidden.detach(), problem.weight.detach(), problem)
+
+
+def our_candidates(bench: Bench) -> list[Candidate]:
+    dense = _linear_logprobs(bench, kernels.linear_logprobs, "logits")
+    candidates = [Candidate(name="dense", operations=6, evaluate=dense, is_dense=True)]
+    if bench.on_gpu and bench.group is None:
+        function = torch.compile(kernels.linear_logprobs, dynamic=False, fullgraph=True)
+        compiled = _linear_logprobs(bench, function, "logits")
+        candidates.append(Candidate(name="dense compiled", operations=6, evaluate=compiled, is_dense=True))
+    impls = ["chunked", "triton"] if bench.on_gpu else ["chunked"]
+    for impl in impls:
+        evaluate = _linear_logprobs(bench, kernels.linear_logprobs, impl)
+        candidates.append(Candidate(name=impl, operations=8, evaluate=evaluate))
+    for impl in impls:
+        evaluate = _linear_policy_loss(bench, impl)
+        name = f"one-pass {impl}"
+        candidates.append(Candidate(name=name, operations=6, evaluate=evaluate, has_forward=False))
+    return candidates
+
+
+def _linear_logprobs(bench: Bench, function: Callable[..., Any], impl: str) -> Evaluate:
+    settings = {"impl": impl, "entropy": True, "group": bench.group, **bench.settings}
+
+    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
+        return Outputs(*function(hidden, weight, problem.target, **settings))
+
+    return evaluate
+
+
+def _linear_policy_loss(bench: Bench, impl: str) -> Evaluate:
+    settings = {"impl": impl, "entropy": True, "group": bench.group, **bench.settings}
+
+    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
+        def token_loss(logprobs: Tensor, entropies: Tensor, tokens: slice) -> Tensor:
+            return problem.logprob_grads[tokens] * logprobs + problem.entropy_grads[tokens] * entropies
+
+        results = kernels.linear_policy_loss(hidden, weight, problem.target, token_loss, **settings)
+        loss, logprobs, entropies = results
+        return Outputs(logprobs, entropies, loss)
+
+    return evaluate
+
+
+# Others' implementations. Each of these raises ImportError where the package is missing.
+
+
+def load_liger() -> Candidate:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
+        # Bias, class weights, ignored target, z-loss, label smoothing, reduction.
+        settings = (None, None, -100, 0.0, 0.0, "sum")
+        loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, problem.target, *settings)
+        return Outputs(loss=loss)
+
+    return Candidate(name="Liger (scalar loss)", operations=6, evaluate=evaluate)
+
+
+def load_cut_cross_entropy() -> Candidate:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
+        return Outputs(-linear_cross_entropy(hidden, weight, problem.target, reduction="none"))
+
+    return Candidate(name="Cut Cross-Entropy (no entropy)", operations=8, evaluate=evaluate)
+
+
+def load_verl() -> Candidate:
+    folder = _verl_folder()
+    # The kernel needs nothing of these two packages' own modules, which import Ray and much else.
+    for name in ("verl", "verl.utils"):
+        shell = ModuleType(name)
+        shell.__path__ = [str(folder.joinpath(*name.split(".")))]
+        sys.modules[name] = shell
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
+        return Outputs(*linear_cross_entropy(hidden, weight, problem.target, 1.0, "none"))
+
+    return Candidate(name="verl", operations=8, evaluate=evaluate)
+
+
+def _verl_folder() -> Path:
+    """The folder that holds the package, found without importing it."""
+    if "VERL_SOURCE" in os.environ:
+        return Path(os.environ["VERL_SOURCE"])
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        raise ImportError("neither a module named 'verl' nor VERL_SOURCE")
+    return Path(spec.origin).parents[1]
+
+
+def load_torch() -> Candidate:
+    from torch.nn.functional import linear_cross_entropy
+
+    options = torch.nn.LinearCrossEntropyOptions()  # without options it is the dense path
+
+    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
+        losses = linear_cross_entropy(hidden, weight, problem.target, reduction="none", options=options)
+        return Outputs(-losses)
+
+    return Candidate(name="torch (no entropy)", operations=8, evaluate=evaluate)
+
+
+def load_peers(bench: Bench) -> list[Candidate]:
+    if bench.group is not None:
+        return []
+    peers = []
+    for load in [load_liger, load_cut_cross_entropy, load_verl, load_torch] if bench.on_gpu else [load_torch]:
+        try:
+            peers.append(load())
+        except ImportError as error:
+            reason = str(error).partition(" (")[0]  # without the module's file
+            bench.say(f"not installed: {load.__name__.removeprefix('load_')}: {reason}")
+    return peers
+
+
+# --- the pure products, whose times are the floors
+
+
+@dataclass(slots=True, kw_only=True)
+class Timed:
+    """Something that is timed in turn with all others."""
+
+    run: Callable[[], object]
+    least_s: float  # a visit
+    expected_ms: float = 0.0
+    samples_ms: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One way to compute one of the pure products."""
+
+    kind: str  # "logits", "d_weight" or "d_hidden"
+    variant: str
+    scale: float  # all tokens over those it takes
+    timed: Timed
+
+    def milliseconds(self) -> float:
+        return self.timed.median_ms() * self.scale
+
+
+Way = tuple[str, str, Callable[[], None]]  # kind, variant, and how to compute it
+
+
+@torch.no_grad()
+def pure_products(bench: Bench, problem: Problem, oracle: Oracle) -> list[Product]:
+    conduct = bench.conduct
+    num_tokens, num_rows = len(problem.hidden), len(problem.weight)
+    num_taken = min(num_tokens, conduct.product_tokens[0])
+    hidden, weight = problem.hidden.detach()[:num_taken], problem.weight.detach()
+    d_logits = _real_d_logits(problem, oracle, num_taken)
+    ways: list[Way] = []
+    for chunk in sorted({min(chunk, num_rows) for chunk in conduct.product_chunks}):
+        ways += _logits_ways(hidden, weight, chunk)
+        ways += _gradient_ways(hidden, weight, d_logits, chunk)
+    for tile in sorted({min(tile, num_taken) for tile in conduct.product_tokens}):
+        ways.append(_d_hidden_at_once(hidden, weight, d_logits, tile))
+    least_s = max(conduct.visit_s, conduct.product_s / bench.rounds)
+    scale = num_tokens / num_taken
+    return [
+        Product(kind=kind, variant=variant, scale=scale, timed=Timed(run=run, least_s=least_s))
+        for kind, variant, run in ways
+    ]
+
+
+def _real_d_logits(problem: Problem, oracle: Oracle, num_tokens: int) -> Tensor:  # [n, V/P]
+    rows = problem.weight.float()
+    ids = problem.first_row + torch.arange(len(rows), device=rows.device)
+    d_logits = torch.empty(num_tokens, len(rows), dtype=problem.hidden.dtype, device=rows.device)
+    for tokens in slices(num_tokens, ORACLE_TILE):
+        d_logits[tokens] = logit_gradient(problem, oracle.softmax, tokens, rows, ids)
+    return d_logits
+
+
+def _logits_ways(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[Way]:
+    chunks = list(slices(len(weight), chunk))
+    dtypes = [hidden.dtype]
+    if hidden.is_cuda and hidden.dtype != torch.float32:  # a CPU has no product with a wider output
+        dtypes.append(torch.float32)
+    for dtype in dtypes:
+        buffers = {width: hidden.new_empty(len(hidden), width, dtype=dtype) for width in _widths(chunks)}
+
+        def run(buffers: dict[int, Tensor] = buffers) -> None:
+            for rows in chunks:
+                multiply(hidden, weight[rows].T, buffers[rows.stop - rows.start])
+
+        yield "logits", f"{chunk} rows, {_name(dtype)} out", run
+
+
+def _gradient_ways(hidden: Tensor, weight: Tensor, d_logits: Tensor, chunk: int) -> Iterator[Way]:
+    """d_weight and d_hidden by chunks of rows. The first chunk's gradients stand for those of all chunks."""
+    chunks = list(slices(len(weight), chunk))
+    d_chunks = {width: d_logits[:, :width].contiguous() for width in _widths(chunks)}
+    d_weight = torch.empty_like(weight)
+    d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+
+    def run_d_weight() -> None:
+        for rows in chunks:
+            multiply(d_chunks[rows.stop - rows.start].T, hidden, d_weight[rows])
+
+    def run_d_hidden() -> None:
+        for rows in chunks:
+            multiply_add(d_hidden, d_chunks[rows.stop - rows.start], weight[rows])
+
+    yield "d_weight", f"{chunk} rows", run_d_weight
+    if hidden.is_cuda or hidden.dtype == torch.float32:
+        yield "d_hidden", f"{chunk} rows, added up in float32", run_d_hidden
+
+
+def _d_hidden_at_once(hidden: Tensor, weight: Tensor, d_logits: Tensor, tile: int) -> Way:
+    d_hidden = torch.empty_like(hidden)
+
+    def run() -> None:
+        for tokens in slices(len(hidden), tile):
+            multiply(d_logits[tokens], weight, d_hidden[tokens])
+
+    return "d_hidden", f"{tile} tokens, all rows at once", run
+
+
+def _widths(chunks: list[slice]) -> set[int]:
+    return {rows.stop - rows.start for rows in chunks}
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def multiply_add(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+# --- measuring
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    candidate: Candidate
+    step: Timed
+    forward: Timed | None
+    errors: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None  # unknown on a CPU
+
+    def timings(self) -> list[Timed]:
+        return [self.step] if self.forward is None else [self.forward, self.step]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    shape: Shape
+    dtype: torch.dtype
+    num_ranks: int
+    rows: list[Row]
+    products: list[Product]
+    wall_s: float
+
+    def fastest(self, kind: str) -> Product:
+        timed = (it for it in self.products if it.kind == kind and it.timed.failure is None)
+        return min(timed, key=Product.milliseconds)
+
+    def floors_ms(self) -> dict[int, float]:
+        """By operations, in NHV."""
+        logits, *others = (self.fastest(kind).milliseconds() for kind in ("logits", "d_weight", "d_hidden"))
+        return {2: logits, 6: logits + sum(others), 8: 2 * logits + sum(others)}
+
+
+def measure(bench: Bench, peers: list[Candidate], shape: Shape, dtype: torch.dtype) -> Measurement:
+    started = time.perf_counter()
+    torch.compiler.reset()  # else the compiled path gives up compiling after some shapes
+    problem, whole_weight = draw_problem(bench, shape, dtype)
+    oracle = solve(problem, whole_weight)
+    del whole_weight
+    candidates = [
+        candidate
+        for candidate in our_candidates(bench) + peers
+        if not bench.only or any(part in candidate.name.lower() for part in bench.only)
+    ]
+    rows = [prepare(bench, candidate, problem, oracle) for candidate in candidates]
+    products = pure_products(bench, problem, oracle)
+    warm_up(bench, dtype)
+    take_turns(bench, [timed for row in rows for timed in row.timings()] + [it.timed for it in products])
+    return Measurement(
+        shape=shape,
+        dtype=dtype,
+        num_ranks=bench.num_ranks,
+        rows=rows,
+        products=products,
+        wall_s=time.perf_counter() - started,
+    )
+
+
+def prepare(bench: Bench, candidate: Candidate, problem: Problem, oracle: Oracle) -> Row:
+    """Run everything once or twice, so that nothing is compiled or tuned later; errors and peak."""
+    timed = partial(Timed, least_s=bench.conduct.visit_s)
+    row = Row(
+        candidate=candidate,
+        step=timed(run=lambda: step(bench, candidate, problem)),
+        forward=timed(run=lambda: forward(candidate, problem)) if candidate.has_forward else None,
+    )
+    row.step.failure = _too_large(candidate, problem)
+    if row.step.failure is None:
+        row.step.failure = attempt(bench, lambda: _first_steps(bench, row, problem, oracle))
+    problem.clear_gradients()
+    if row.forward is not None:
+        row.forward.failure = row.step.failure or attempt(bench, row.forward.run)
+    bench.free_memory()
+    return row
+
+
+def _too_large(candidate: Candidate, problem: Problem) -> str | None:
+    needed_bytes = DENSE_BYTES_PER_LOGIT * len(problem.hidden) * len(problem.weight)
+    if candidate.is_dense and needed_bytes > DENSE_LIMIT_BYTES:
+        return f"not tried: takes about {needed_bytes / GIB:.0f} GiB"
+    return None
+
+
+def _first_steps(bench: Bench, row: Row, problem: Problem, oracle: Oracle) -> None:
+    outputs = step(bench, row.candidate, problem)
+    row.errors = {name: bench.maximum(error) for name, error in _errors(outputs, problem, oracle).items()}
+    del outputs
+    problem.clear_gradients()
+    bench.free_memory()
+    if not bench.on_gpu:
+        row.step.run()
+        return
+    held_bytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    row.step.run()
+    gradient_bytes = problem.hidden.nbytes + problem.weight.nbytes
+    row.peak_bytes = torch.cuda.max_memory_allocated() - held_bytes - gradient_bytes
+
+
+def _errors(outputs: Outputs, problem: Problem, oracle: Oracle) -> dict[str, float]:
+    if outputs.logprobs is None:
+        return {}
+    with_entropy = outputs.entropies is not None
+    d_hidden, d_weight = problem.hidden.grad[:CHECKED_TOKENS], problem.weight.grad[oracle.rows]
+    errors = {
+        "logprob": _largest(outputs.logprobs - oracle.softmax.logprobs),
+        "d_hidden": _relative(d_hidden, oracle.d_hidden[with_entropy]),
+        "d_weight": _relative(d_weight, oracle.d_weight[with_entropy]),
+    }
+    if outputs.entropies is not None:
+        errors["entropy"] = _largest(outputs.entropies - oracle.softmax.entropies)
+    return errors
+
+
+def _largest(difference: Tensor) -> float:
+    return difference.detach().abs().max().item()
+
+
+def _relative(result: Tensor, truth: Tensor) -> float:
+    return ((result.float() - truth).norm() / truth.norm()).item()
+
+
+def attempt(bench: Bench, run: Callable[[], object]) -> str | None:
+    """Why it failed, on whichever rank, or None."""
+    failure = None
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        failure = "out of memory"
+    except torch.AcceleratorError:
+        raise  # the device is lost to this process
+    except Exception as error:  # others' kernels may raise anything, and the rest is measured all the same
+        first_line = str(error).strip().partition("\n")[0]
+        failure = f"failed: {type(error).__name__}: {first_line}"
+    if bench.maximum(failure is not None) and failure is None:
+        failure = "failed: on another rank"
+    if failure is not None:
+        bench.free_memory()
+    return failure
+
+
+def warm_up(bench: Bench, dtype: torch.dtype) -> None:
+    size = bench.conduct.warm_up_size
+    factor = torch.randn(size, size, device=bench.device).to(dtype)
+    started = time.perf_counter()
+    while time.perf_counter() - started < bench.conduct.warm_up_s:
+        time_runs(bench, lambda: factor @ factor, 5)
+
+
+def take_turns(bench: Bench, everything: list[Timed]) -> None:
+    for index in range(bench.rounds):
+        for timed in everything if index % 2 == 0 else reversed(everything):
+            if timed.failure is None:
+                timed.failure = attempt(bench, partial(_visit, bench, timed))
+
+
+def _visit(bench: Bench, timed: Timed) -> None:
+    if not timed.samples_ms:
+        [timed.expected_ms] = time_runs(bench, timed.run, 1)
+    count = math.ceil(timed.least_s * 1e3 / bench.maximum(timed.expected_ms))
+    timed.samples_ms += time_runs(bench, timed.run, count)
+    timed.expected_ms = timed.median_ms()
+
+
+def time_runs(bench: Bench, run: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each run; on a GPU all are queued at once, so that it never waits for the host."""
+    if not bench.on_gpu:
+        return [_wall_clock_ms(run) for _ in range(count)]
+    event = partial(torch.cuda.Event, enable_timing=True)
+    spans = [(event(), event()) for _ in range(count)]
+    for start, end in spans:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in spans]
+
+
+def _wall_clock_ms(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return (time.perf_counter() - started) * 1e3
+
+
+# --- the report
+
+
+HEADER = [
+    "implementation",
+    "fwd ms",
+    "x2NHV",
+    "fwd+bwd ms",
+    "its floor",
+    "x6NHV",
+    "x8NHV",
+    "peak GiB",
+    "log-prob",
+    "entropy",
+    "d_hidden",
+    "d_weight",
+]
+
+
+def report(measurement: Measurement) -> str:
+    shape, floors = measurement.shape, measurement.floors_ms()
+    share = f" / {measurement.num_ranks} ranks" if measurement.num_ranks > 1 else ""
+    title = f"N {shape.num_tokens:,}, H {shape.hidden_size:,}, V {shape.vocab_size:,}{share}"
+    lines = [f"## {title}, {_name(measurement.dtype)} (measured in {measurement.wall_s:.0f} s)", ""]
+    lines += _table([HEADER, *(_cells(row, floors) for row in measurement.rows)])
+    lines += ["", "Floors: " + ", ".join(f"{count}NHV {ms:.3f} ms" for count, ms in floors.items())]
+    lines += [_product_line(measurement, kind) for kind in ("logits", "d_weight", "d_hidden")]
+    failures = [(row.candidate.name, timed.failure) for row in measurement.rows for timed in row.timings()]
+    lines += [f"- {name}: {failure}" for name, failure in dict.fromkeys(failures) if failure]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row, floors: dict[int, float]) -> list[str]:
+    errors = [_error_cell(row.errors.get(name)) for name in ("logprob", "entropy", "d_hidden", "d_weight")]
+    peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / GIB:.2f}"
+    has_forward = row.forward is not None and row.forward.failure is None
+    forward_ms = row.forward.median_ms() if has_forward else None
+    timed = ["-", "-"] if forward_ms is None else [f"{forward_ms:.2f}", f"{forward_ms / floors[2]:.2f}"]
+    if row.step.failure is not None:
+        return [row.candidate.name, *timed, "-", row.step.failure.partition(":")[0], "-", "-", peak, *errors]
+    step_ms, operations = row.step.median_ms(), row.candidate.operations
+    its_floor = f"{operations}NHV x {step_ms / floors[operations]:.2f}"
+    ratios = [f"{step_ms / floors[count]:.2f}" for count in (6, 8)]
+    return [row.candidate.name, *timed, f"{step_ms:.2f}", its_floor, *ratios, peak, *errors]
+
+
+def _error_cell(error: float | None) -> str:
+    return "-" if error is None else f"{error:.1e}"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Markdown, aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first = f"|{'-' * (widths[0] + 2)}|"
+    ruler = first + "|".join(f"{'-' * (width + 1)}:" for width in widths[1:]) + "|"
+    lines = []
+    for name, *others in rows:
+        cells = [name.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [lines[0], ruler, *lines[1:]]
+
+
+def _product_line(measurement: Measurement, kind: str) -> str:
+    best = measurement.fastest(kind)
+    shape, milliseconds = measurement.shape, best.milliseconds()
+    operations = 2 * math.prod(shape) / measurement.num_ranks
+    rate = operations / milliseconds / 1e9
+    return f"- {kind}: {milliseconds:.3f} ms, {rate:.0f} TFLOP/s ({best.variant})"
+
+
+def as_json(measurement: Measurement) -> dict[str, Any]:
+    return {
+        **measurement.shape._asdict(),
+        "num_ranks": measurement.num_ranks,
+        "dtype": _name(measurement.dtype),
+        "floors_ms": {f"{count}NHV": ms for count, ms in measurement.floors_ms().items()},
+        "products": [_product_as_json(product) for product in measurement.products],
+        "implementations": [_row_as_json(row) for row in measurement.rows],
+        "wall_s": measurement.wall_s,
+    }
+
+
+def _product_as_json(product: Product) -> dict[str, Any]:
+    return {
+        "kind": product.kind,
+        "variant": product.variant,
+        "scale": product.scale,
+        **_timed_as_json(product.timed),
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.candidate.name,
+        "floor": f"{row.candidate.operations}NHV",
+        "forward": None if row.forward is None else _timed_as_json(row.forward),
+        "forward_backward": _timed_as_json(row.step),
+        "peak_bytes": row.peak_bytes,
+        "errors": row.errors,
+    }
+
+
+def _timed_as_json(timed: Timed) -> dict[str, Any]:
+    if timed.failure is not None:
+        return {"failure": timed.failure}
+    return {"median_ms": timed.median_ms(), "samples_ms": timed.samples_ms}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def header(bench: Bench) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if bench.on_gpu else "CPU",
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "liger-kernel": _version("liger-kernel"),
+        "cut-cross-entropy": _version("cut-cross-entropy"),
+        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "ranks": bench.num_ranks,
+        "rounds": bench.rounds,
+        **bench.settings,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# --- the command
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shapes", type=parse_shapes, help="N,H,V;N,H,V;... (default: by device and dtype)")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float32, or both with a comma between")
+    parser.add_argument("--only", default="", help="parts of the implementations' names, with commas between")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget-mib", type=int, help="memory_budget_bytes of our own implementations")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file, after each shape")
+    parser.add_argument("--device", choices=CONDUCTS, default="cuda")
+    parser.add_argument("--vocab-parallel", type=int, default=1, metavar="P", help="ranks, under torchrun")
+    arguments = parser.parse_args()
+    if arguments.vocab_parallel != int(os.environ.get("WORLD_SIZE", 1)):
+        parser.error("--vocab-parallel P: start it with torchrun --nproc-per-node P")
+    if any(shape.vocab_size % arguments.vocab_parallel for shape in arguments.shapes or []):
+        parser.error(f"--shapes: each V must be a multiple of {arguments.vocab_parallel}, the ranks")
+    if unknown := set(arguments.dtype.split(",")) - {"bfloat16", "float32"}:
+        parser.error(f"--dtype: got {', '.join(unknown)}; need bfloat16, float32 or both")
+    return arguments
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    return [Shape(*map(int, shape.split(","))) for shape in text.split(";")]
+
+
+def make_bench(arguments: argparse.Namespace) -> Bench:
+    budget = arguments.budget_mib
+    common = partial(
+        Bench,
+        rounds=arguments.rounds,
+        only=[part for part in arguments.only.lower().split(",") if part],
+        settings={} if budget is None else {"memory_budget_bytes": budget * MIB},
+    )
+    if arguments.vocab_parallel == 1:
+        return common(device=torch.device(arguments.device))
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(CONDUCTS[device.type].backend)
+    return common(
+        device=device, rank=dist.get_rank(), num_ranks=dist.get_world_size(), group=dist.group.WORLD
+    )
+
+
+def run(bench: Bench, arguments: argparse.Namespace) -> None:
+    facts = header(bench)
+    bench.say(", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))
+    peers = load_peers(bench)
+    results = []
+    for dtype in arguments.dtype.split(","):
+        for shape in arguments.shapes or parse_shapes(bench.conduct.shapes[dtype]):
+            measurement = measure(bench, peers, shape, getattr(torch, dtype))
+            bench.say("\n" + report(measurement))
+            results.append(as_json(measurement))
+            del measurement
+            bench.free_memory()
+            if arguments.json is not None and bench.rank == 0:
+                arguments.json.write_text(json.dumps({"header": facts, "shapes": results}, indent=1))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    bench = make_bench(arguments)
+    run(bench, arguments)
+    if bench.group is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
