@@ -18,7 +18,7 @@ from .linear import LinearLogprobs, LinearPolicyLoss, Tiles, TokenLoss
 from .logits import dense_logprobs
 from .torch_tiles import TorchTiles
 
-__all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "linear_logprobs", "linear_policy_loss"]
+__all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "TokenLoss", "linear_logprobs", "linear_policy_loss"]
 
 _IMPLS = ("logits", "chunked", "triton")
 DEFAULT_MEMORY_BUDGET_BYTES = 512 * 2**20

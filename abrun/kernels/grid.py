@@ -59,7 +59,8 @@ def make_whole_row_grid(num_tokens: int, num_rows: int, cost: Cost, budget_bytes
     chunks = _pieces(num_rows, budget / 2 / cost.row if cost.row else math.inf, ALIGNMENT)
     chunk_size = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     most = (budget - chunk_size * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
-    return Grid(tiles=_pieces(num_tokens, most, WHOLE_ROW_ALIGNMENT), chunks=chunks)
+    alignment = WHOLE_ROW_ALIGNMENT if most >= 2 * WHOLE_ROW_ALIGNMENT else ALIGNMENT
+    return Grid(tiles=_pieces(num_tokens, most, alignment), chunks=chunks)
 
 
 def _pieces(total: int, most: float, alignment: int) -> list[slice]:

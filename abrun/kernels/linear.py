@@ -16,9 +16,10 @@ from torch.autograd.function import once_differentiable
 from .grid import Cost, Grid, make_grid, make_whole_row_grid
 from .head import Head
 from .products import add_product
-from .softmax import LogitGradient, SoftmaxSums
+from .softmax import LogitGradient, SoftmaxSums, Targets
 
-TokenLoss = Callable[[Tensor, Tensor | None, slice], Tensor]
+# (log-probs [n], entropies [n] or None, which of the N tokens) -> losses [n]
+TokenLoss = Callable[[Tensor, Any, slice], Tensor]
 
 
 class Tiles(Protocol):
@@ -72,20 +73,20 @@ class LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
         cost = tiles.sums_cost + _cost_of_copies(hidden, weight, head)
         grid = make_grid(len(hidden), head.num_rows, cost, budget_bytes, chunk_size)
-        sums = SoftmaxSums.of_nothing(target, head, entropy=entropy)
+        sums, targets = SoftmaxSums.of_nothing(target, head, entropy=entropy), Targets.of(target, head)
         for tile in grid.tiles:
             tokens = _operand(hidden[tile], head)
             for chunk in grid.chunks:
                 rows = _operand(weight[chunk], head)
                 tiles.add(sums[tile], tokens, rows, target[tile], head.first_row + chunk.start)
-        sums.reduce_over_shards(target, head)
+        sums.reduce_over_shards(targets, head)
         # Kept only where a gradient is wanted: without one autograd drops the context.
         ctx.save_for_backward(
             hidden, weight, target, sums.maximum, sums.sum_exp, sums.sum_exp_logit, sums.target_logit
         )
         ctx.head, ctx.tiles, ctx.chunk_size, ctx.budget_bytes = head, tiles, chunk_size, budget_bytes
         ctx.set_materialize_grads(False)
-        return sums.results(target, head)
+        return sums.results(targets)
 
     @staticmethod
     @once_differentiable
@@ -95,7 +96,7 @@ class LinearLogprobs(torch.autograd.Function):
         sums = SoftmaxSums(
             maximum=maximum, sum_exp=sum_exp, sum_exp_logit=sum_exp_logit, target_logit=target_logit
         )
-        gradient = LogitGradient.of(sums, grad_logprobs, grad_entropies, target, head)
+        gradient = LogitGradient.of(sums, grad_logprobs, grad_entropies, Targets.of(target, head), head)
         cost = tiles.gradient_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad)
         grid = make_grid(len(hidden), head.num_rows, cost, ctx.budget_bytes, ctx.chunk_size)
         gradients = _Gradients(hidden, weight, head, grid, ctx.needs_input_grad)
@@ -132,7 +133,7 @@ class LinearPolicyLoss(torch.autograd.Function):
         if cost.row:
             cost = tiles.kept_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad)
         grid = make_whole_row_grid(len(hidden), head.num_rows, cost, budget_bytes)
-        sums = SoftmaxSums.of_nothing(target, head, entropy=entropy)
+        sums, targets = SoftmaxSums.of_nothing(target, head, entropy=entropy), Targets.of(target, head)
         gradients = _Gradients(hidden, weight, head, grid, ctx.needs_input_grad)
         loss = torch.zeros((), dtype=head.result_dtype, device=hidden.device)
         for tile in grid.tiles:
@@ -141,9 +142,9 @@ class LinearPolicyLoss(torch.autograd.Function):
             for chunk in grid.chunks:
                 rows, first_row = _operand(weight[chunk], head), head.first_row + chunk.start
                 kept.append(tiles.add(sums[tile], tokens, rows, target[tile], first_row, keep=True))
-            sums[tile].reduce_over_shards(target[tile], head)
-            tile_loss, g, h = _loss_of(token_loss, *sums[tile].results(target[tile], head), tile)
-            gradient = LogitGradient.of(sums[tile], g, h, target[tile], head)
+            sums[tile].reduce_over_shards(targets[tile], head)
+            tile_loss, g, h = _loss_of(token_loss, *sums[tile].results(targets[tile]), tile)
+            gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
             for chunk in grid.chunks:
                 rows, first_row = _operand(weight[chunk], head), head.first_row + chunk.start
                 place = len(rows), target[tile], first_row
@@ -151,7 +152,7 @@ class LinearPolicyLoss(torch.autograd.Function):
             gradients.finish()
             loss += tile_loss
         ctx.tiles, ctx.gradients = tiles, (gradients.d_hidden, gradients.d_weight)
-        logprobs, entropies = sums.results(target, head)
+        logprobs, entropies = sums.results(targets)
         ctx.mark_non_differentiable(logprobs, *([] if entropies is None else [entropies]))
         return loss, logprobs, entropies
 

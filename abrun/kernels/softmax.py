@@ -10,6 +10,23 @@ from .head import LOWEST_LOGIT, Head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """`targets[tile]` are the same, of fewer tokens."""
+
+    ids: Tensor  # [N] int64
+    ignored: Tensor  # [N] bool
+    silent: Tensor  # [N] bool: those whose log-prob is 0, ignored or outside the vocabulary
+
+    @classmethod
+    def of(cls, ids: Tensor, head: Head) -> "Targets":
+        ignored = head.ignored(ids)
+        return cls(ids=ids, ignored=ignored, silent=ignored | head.out_of_vocabulary(ids))
+
+    def __getitem__(self, tile: slice) -> "Targets":
+        return Targets(ids=self.ids[tile], ignored=self.ignored[tile], silent=self.silent[tile])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxSums:
     """Each token's softmax over the logits seen so far, its sums measured from the running maximum.
 
@@ -50,14 +67,14 @@ class SoftmaxSums:
             self.sum_exp_logit.add_(self.sum_exp * drop).mul_(drop.exp())
         self.sum_exp.mul_(drop.exp())
 
-    def reduce_over_shards(self, target: Tensor, head: Head) -> None:
+    def reduce_over_shards(self, targets: Targets, head: Head) -> None:
         """One MAX and one SUM; afterwards every rank holds the sums over the whole vocabulary."""
-        if head.group is None:
-            self.target_logit.sub_(self.maximum).clamp_(max=0)
-            return
-        self.raise_maximum(head.all_reduce(self.maximum.clone(), ReduceOp.MAX))
-        row = target - head.first_row
+        if head.group is not None:
+            self.raise_maximum(head.all_reduce(self.maximum.clone(), ReduceOp.MAX))
         self.target_logit.sub_(self.maximum).clamp_(max=0)
+        if head.group is None:
+            return
+        row = targets.ids - head.first_row
         self.target_logit.masked_fill_((row < 0) | (row >= head.num_rows), 0.0)
         parts = [self.sum_exp, self.target_logit]
         if self.sum_exp_logit is not None:
@@ -65,15 +82,14 @@ class SoftmaxSums:
         for part, total in zip(parts, head.all_reduce(torch.stack(parts), ReduceOp.SUM), strict=True):
             part.copy_(total)
 
-    def results(self, target: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
+    def results(self, targets: Targets) -> tuple[Tensor, Tensor | None]:
         """Log-probs [N] and entropies [N], from reduced sums."""
-        ignored = head.ignored(target)
         log_sum_exp = self.sum_exp.log()
-        logprobs = self.target_logit - log_sum_exp
-        logprobs.masked_fill_(ignored | head.out_of_vocabulary(target), 0.0)
+        logprobs = (self.target_logit - log_sum_exp).masked_fill_(targets.silent, 0.0)
         if self.sum_exp_logit is None:
             return logprobs, None
-        return logprobs, (log_sum_exp - self.sum_exp_logit / self.sum_exp).masked_fill_(ignored, 0.0)
+        entropies = log_sum_exp.sub_(self.sum_exp_logit / self.sum_exp)
+        return logprobs, entropies.masked_fill_(targets.ignored, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +97,7 @@ class LogitGradient:
     """The gradient of the projection's output, given those of the log-probs (g) and of the entropies (h).
 
     With y = z - m, p = exp(y) / sum_exp and E = sum(p * y), dz = g * (onehot - p) + h * p * (E - y).
-    Collected per token that is exp(y) * (constant + linear * y) + onehot. The factor logit_scale /
+    Collected per token that is onehot - exp(y) * (constant + linear * y). The factor logit_scale /
     temperature between the projection's output and z is in all three; the softcap's slope differs by logit
     and is applied last.
     """
@@ -98,23 +114,27 @@ class LogitGradient:
         sums: SoftmaxSums,
         grad_logprobs: Tensor | None,  # [N] g
         grad_entropies: Tensor | None,  # [N] h
-        target: Tensor,
+        targets: Targets,
         head: Head,
     ) -> "LogitGradient":
-        ignored = head.ignored(target)
         factor = head.logit_scale / head.temperature
-        g = torch.zeros_like(sums.maximum)
-        if grad_logprobs is not None:
-            g = grad_logprobs.masked_fill(ignored, 0.0) * factor
-        constant, linear = -g / sums.sum_exp, None
+
+        def from_above(gradient: Tensor) -> Tensor:
+            # Filled, not multiplied: a loss over garbage has a NaN there.
+            gradient = gradient.masked_fill(targets.ignored, 0.0)
+            return gradient if factor == 1 else gradient.mul_(factor)
+
+        onehot = torch.zeros_like(sums.maximum) if grad_logprobs is None else from_above(grad_logprobs)
+        constant, linear = onehot, None
         if grad_entropies is not None and sums.sum_exp_logit is not None:
-            h = grad_entropies.masked_fill(ignored, 0.0) * factor / sums.sum_exp
-            constant, linear = constant + h * (sums.sum_exp_logit / sums.sum_exp), -h
+            h = from_above(grad_entropies)
+            constant = torch.addcmul(onehot, h, sums.sum_exp_logit / sums.sum_exp, value=-1)
+            linear = h.div_(sums.sum_exp)
         return cls(
             maximum=sums.maximum,
-            constant=constant,
+            constant=constant / sums.sum_exp,
             linear=linear,
-            onehot=g,
+            onehot=onehot.contiguous(),
             target_logit=sums.target_logit,
         )
 

@@ -59,10 +59,10 @@ class TorchTiles:
             slope = (logits * (self._head.temperature / softcap)).square_().neg_().add_(1.0)
         shifted = logits.sub_(gradient.maximum[:, None])
         if gradient.linear is None:
-            d_logits = shifted.exp_().mul_(gradient.constant[:, None])
+            d_logits = shifted.exp_().mul_(-gradient.constant[:, None])
         else:
             d_logits = shifted.exp()
-            d_logits.mul_(shifted.mul_(gradient.linear[:, None]).add_(gradient.constant[:, None]))
+            d_logits.mul_(shifted.mul_(-gradient.linear[:, None]).sub_(gradient.constant[:, None]))
         column, here = _target_column(target, first_row, num_rows)
         d_logits.scatter_add_(1, column, gradient.onehot.masked_fill(~here, 0.0)[:, None])
         if slope is not None:

@@ -246,8 +246,7 @@ def gradient_at_target_kernel(
     factor = tl.load(constant + tokens, mask=exists, other=0.0)
     if linear is not None:
         factor += tl.load(linear + tokens, mask=exists, other=0.0) * y
-    d = tl.exp2(y * LOG2_E) * factor
-    d += tl.load(onehot + tokens, mask=exists, other=0.0)
+    d = tl.load(onehot + tokens, mask=exists, other=0.0) - tl.exp2(y * LOG2_E) * factor
     if SOFTCAP:
         u = (y + tl.load(maximum + tokens, mask=exists, other=0.0)) / outer
         d *= 1.0 - u * u
@@ -332,8 +331,8 @@ def _log2(x):
 
 @triton.jit
 def _factor(constant, linear, tokens, exists, y):
-    """constant + linear * ln(2) * y; see softmax.LogitGradient, whose y is in nats."""
-    factor = tl.load(constant + tokens, mask=exists, other=0.0)[:, None]
+    """-(constant + linear * ln(2) * y), of softmax.LogitGradient, whose y is in nats."""
+    factor = -tl.load(constant + tokens, mask=exists, other=0.0)[:, None]
     if linear is not None:
-        factor += tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * y
+        factor -= tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * y
     return factor

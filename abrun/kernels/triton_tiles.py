@@ -91,7 +91,7 @@ class TritonTiles:
             *(num_tokens, len(rows), hidden.shape[1], hidden.stride(0), rows.stride(0), first_row),
             *self._scales(),
             BLOCK_TOKENS=64,
-            BLOCK_HIDDEN=BLOCK_HIDDEN,
+            BLOCK_HIDDEN=128,
         )
         kernels.merge_sums_kernel[triton.cdiv(num_tokens, 8),](
             *(*block_sums, sums.maximum, sums.sum_exp, sums.sum_exp_logit, num_tokens, num_blocks),
