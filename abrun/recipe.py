@@ -88,19 +88,42 @@ class Dtensor(Section):
 
 
 class Logprobs(Section):
-    """How log-probs are computed from hidden states; see abrun.kernels.linear_logprobs."""
+    """How log-probs are computed from hidden states, and a loss of them; see abrun.kernels."""
 
-    impl: Literal["logits", "chunked"] = "logits"
-    chunk_size: Count | None = None  # vocabulary rows; None: chosen from a memory budget
+    impl: Literal["logits", "chunked", "triton"] = "logits"
+    chunk_size: Count | None = None  # vocabulary rows; None: as many as the memory budget allows
+    memory_budget_mib: Count | None = None  # None: the kernel's own, 512
+    one_pass: bool = False  # the loss and both gradients in one pass; for losses known token by token
     head_dtype: Literal["float32"] | None = None
 
     @model_validator(mode="after")
-    def _only_chunked_has_chunks(self) -> Self:
-        if self.impl != "chunked" and self.chunk_size is not None:
-            raise ValueError(
-                f"policy.logprobs.chunk_size: got {self.chunk_size} with impl {self.impl!r}, which has no "
-                "chunks; use impl: chunked, or chunk_size: null"
-            )
+    def _settings_fit_the_path(self) -> Self:
+        dense, fused = self.impl == "logits", "use impl: chunked or triton"
+        refusals = [
+            (
+                dense and self.chunk_size is not None,
+                f"chunk_size: got {self.chunk_size} with impl 'logits', which has no chunks; {fused}, "
+                "or chunk_size: null",
+            ),
+            (
+                dense and self.memory_budget_mib is not None,
+                f"memory_budget_mib: got {self.memory_budget_mib} with impl 'logits', which has none; "
+                f"{fused}, or memory_budget_mib: null",
+            ),
+            (
+                dense and self.one_pass,
+                "one_pass: got true with impl 'logits', whose dense path has one pass already; "
+                f"{fused}, or one_pass: false",
+            ),
+            (
+                self.one_pass and self.chunk_size is not None,
+                f"chunk_size: got {self.chunk_size} with one_pass, which holds the whole vocabulary's "
+                "logits of some tokens; use memory_budget_mib, or chunk_size: null",
+            ),
+        ]
+        for refused, message in refusals:
+            if refused:
+                raise ValueError(f"policy.logprobs.{message}")
         return self
 
 
@@ -241,7 +264,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.top_p: got {self.rollout.top_p} with policy.logprobs.impl "
                 f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
-                "use top_p: 1.0, or impl: logits"
+                f"use top_p: 1.0, or impl: logits{' with one_pass: false' * self.policy.logprobs.one_pass}"
             )
         if self.planted_fault and self.algorithm.type != "grpo":
             raise ValueError("planted_fault: only algorithm.type grpo has advantages to flip; drop it")

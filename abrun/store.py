@@ -6,7 +6,7 @@
         config.json       {experiment, arm, seed, rerun,             written by the launcher, once
                            initial_weights, config: resolved}
         meta.json         status, attempts, exit codes, git state    written by the launcher
-        environment.json  versions, devices, prompt hash             written by the trainer, at every start
+        environment.json  versions, devices, precision, prompt hash  written by the trainer, at every start
         heartbeat.json    step, time, pid                            written by the trainer, every step
         result.json       the run is finished                        written by the trainer, last
         metrics.jsonl     one line a step                            appended by the trainer

@@ -55,6 +55,29 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
         ("algorithm.group_size=1", ["algorithm.group_size", "2 or more"]),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
         (
+            "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",
+            ["rollout.top_p", "0.9", "'triton'", "top_p: 1.0", "impl: logits with one_pass: false"],
+        ),
+        (
+            "arms.baseline.policy.logprobs.chunk_size=32",
+            ["policy.logprobs.chunk_size", "32", "'logits'", "chunked or triton", "chunk_size: null"],
+        ),
+        (
+            "arms.baseline.policy.logprobs.memory_budget_mib=64",
+            ["policy.logprobs.memory_budget_mib", "64", "'logits'", "memory_budget_mib: null"],
+        ),
+        (
+            "arms.baseline.policy.logprobs.one_pass=true",
+            ["policy.logprobs.one_pass", "true", "'logits'", "one pass already", "one_pass: false"],
+        ),
+        (
+            "arms.treatment.policy.logprobs={one_pass: true, chunk_size: 32}",
+            ["policy.logprobs.chunk_size", "32", "one_pass", "memory_budget_mib", "chunk_size: null"],
+        ),
+        ("policy.logprobs.memory_budget_mib=0", ["policy.logprobs.memory_budget_mib", "0", "or equal to 1"]),
+        ("policy.logprobs.memory_budget_mib=0.5", ["policy.logprobs.memory_budget_mib", "0.5", "integer"]),
+        ("policy.logprobs.one_pass=1", ["policy.logprobs.one_pass", "1", "boolean"]),
+        (
             "arms.treatment.policy.logprobs.impl=logits",
             ["arms.treatment", "baseline's", "at least one value"],
         ),
@@ -80,6 +103,17 @@ def test_each_rule_is_one_line_that_says_field_value_and_what_is_allowed(
 ) -> None:
     line = refused(SMALL, override)
     assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_the_fused_paths_take_all_that_fits_them(impl: str) -> None:
+    for setting, values in (("chunk_size: 32", (None, 32)), ("one_pass: true", (False, True))):
+        override = f"arms.treatment.policy.logprobs={{impl: {impl}, memory_budget_mib: 64, {setting}}}"
+        assert make_plan(load_recipe(SMALL, [override])).treatment_diff["treatment"] == {
+            "policy.logprobs.impl": ("logits", impl),
+            "policy.logprobs.memory_budget_mib": (None, 64),
+            f"policy.logprobs.{setting.split(':')[0]}": values,
+        }
 
 
 def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path) -> None:

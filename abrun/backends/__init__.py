@@ -3,7 +3,7 @@
 Letters: B sequences, S positions; entry t of a per-token tensor belongs to token t.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -13,8 +13,21 @@ from torch import Tensor
 from abrun.rl.batch import Batch
 from abrun.rl.metrics import MetricParts
 
-# (microbatch, log-probs [B, S], entropy [B, S]) -> (this microbatch's share of the global loss, its metrics)
-LossFunction = Callable[[Batch, Tensor, Tensor], tuple[Tensor, MetricParts]]
+
+class Objective(Protocol):
+    """What a step minimises: the sum of a loss over all tokens of the global batch."""
+
+    def losses(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        """Each token's share of the global loss [...], 0 where masked.
+
+        All of `batch` is [...]: a microbatch [B, S], or some tokens of one [n], as a pass that never has all
+        log-probs at once asks for them. A token's loss is the same in both.
+        """
+        ...
+
+    def metrics(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+        """A microbatch's contributions, from log-probs and entropies [B, S] without gradient."""
+        ...
 
 
 class Backend(Protocol):
@@ -30,8 +43,10 @@ class Backend(Protocol):
         """Log-probs [B, S] of every token, without gradient."""
         ...
 
-    def forward_backward(self, batch: Batch, micro_batch_size: int | None, loss: LossFunction) -> MetricParts:
-        """Accumulate gradients of the global loss: the sum of `loss` over all microbatches of all ranks."""
+    def forward_backward(
+        self, batch: Batch, micro_batch_size: int | None, objective: Objective
+    ) -> MetricParts:
+        """Accumulate gradients of the global loss: the sum of losses over all microbatches of all ranks."""
         ...
 
     def optimizer_step(self, learning_rate: float) -> float:

@@ -16,11 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from abrun.backends import LossFunction
+from abrun.backends import Objective
 from abrun.errors import RecipeError
-from abrun.kernels import linear_logprobs
+from abrun.kernels import (
+    DEFAULT_MEMORY_BUDGET_BYTES,
+    TokenLoss,
+    linear_logprobs,
+    linear_policy_loss,
+)
 from abrun.models import LanguageModel
-from abrun.recipe import Policy, Rollout
+from abrun.recipe import Logprobs, Policy, Rollout
 from abrun.rl.batch import Batch
 from abrun.rl.metrics import MetricParts, merge
 from abrun.rl.sampling import filtered_logprobs
@@ -29,13 +34,13 @@ IGNORED = -100
 
 
 class PolicyModule(nn.Module):
-    """A causal language model whose forward ends in log-probs, not in logits."""
+    """A causal language model whose forward ends in log-probs, or in a loss of them, not in logits."""
 
     def __init__(self, network: nn.Module, policy: Policy, rollout: Rollout) -> None:
         super().__init__()
         self.network: Any = network
-        self._logprobs = policy.logprobs
         self._temperature, self._top_p = rollout.temperature, rollout.top_p
+        self._chunk_size = policy.logprobs.chunk_size
         self._head_dtype = torch.float32 if policy.logprobs.head_dtype == "float32" else None
         config = self.network.config
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma
@@ -47,45 +52,47 @@ class PolicyModule(nn.Module):
             raise RecipeError(
                 "model: got an LM head with a bias; the log-prob kernels take heads without one"
             )
+        budget_mib = policy.logprobs.memory_budget_mib
+        self._settings: dict[str, Any] = {
+            "impl": policy.logprobs.impl,
+            "entropy": True,
+            "temperature": self._temperature,
+            "logit_scale": self._scale,
+            "logit_softcap": self._softcap,
+            "ignore_index": IGNORED,
+            "head_dtype": self._head_dtype,
+            "memory_budget_bytes": budget_mib * 2**20 if budget_mib else DEFAULT_MEMORY_BUDGET_BYTES,
+        }
 
     def forward(
         self,
         token_ids: Tensor,  # [B, S], right-padded
         token_mask: Tensor | None = None,  # [B, S] bool: the tokens to judge
+        token_loss: TokenLoss | None = None,
         **decode: Any,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Any, ...]:
         """Log-probs and entropy [B, S], float32, 0 outside the mask.
 
-        Padding stands after every real token, so causal attention never sees it and no attention mask is
-        passed. Without a mask this is one decoding step: the next token's logits [B, V] over the temperature,
-        and the cache.
+        With `token_loss`, first the sum of that loss [] over the B * (S - 1) tokens that have a log-prob, cut
+        into slices, and it alone has a gradient. Padding stands after every real token, so causal attention
+        never sees it and no attention mask is passed. Without a mask this is one decoding step: the next
+        token's logits [B, V] over the temperature, and the cache.
         """
         if token_mask is None:
             output = self.network.base_model(input_ids=token_ids, use_cache=True, **decode)
             return self._logits(output.last_hidden_state[:, -1]), output.past_key_values
         hidden = self.network.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
         target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
-        logprobs, entropy = self._judge(hidden[:, :-1], target)
-        return nn.functional.pad(logprobs, (1, 0)), nn.functional.pad(entropy, (1, 0))
+        *loss, logprobs, entropy = self._judge(hidden[:, :-1], target, token_loss)
+        return *loss, nn.functional.pad(logprobs, (1, 0)), nn.functional.pad(entropy, (1, 0))
 
-    def _judge(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _judge(self, hidden: Tensor, target: Tensor, token_loss: TokenLoss | None) -> tuple[Any, ...]:
+        weight = self.network.get_output_embeddings().weight
+        if token_loss is not None:
+            return linear_policy_loss(hidden, weight, target, token_loss, **self._settings)
         if self._top_p < 1:
             return filtered_logprobs(self._logits(hidden), target, top_p=self._top_p, ignore_index=IGNORED)
-        logprobs, entropy = linear_logprobs(
-            hidden,
-            self.network.get_output_embeddings().weight,
-            target,
-            impl=self._logprobs.impl,
-            entropy=True,
-            temperature=self._temperature,
-            logit_scale=self._scale,
-            logit_softcap=self._softcap,
-            ignore_index=IGNORED,
-            head_dtype=self._head_dtype,
-            chunk_size=self._logprobs.chunk_size,
-        )
-        assert entropy is not None
-        return logprobs, entropy
+        return linear_logprobs(hidden, weight, target, chunk_size=self._chunk_size, **self._settings)
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., V] float32, over the temperature
         weight = self.network.get_output_embeddings().weight
@@ -108,6 +115,7 @@ class DtensorBackend:
         *,
         trainable: bool = True,
     ) -> None:
+        _check_available(policy.logprobs, device)
         self.device = device
         self._policy = policy
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data_parallel",))
@@ -136,15 +144,32 @@ class DtensorBackend:
                 start += len(microbatch)
         return out
 
-    def forward_backward(self, batch: Batch, micro_batch_size: int | None, loss: LossFunction) -> MetricParts:
+    def forward_backward(
+        self, batch: Batch, micro_batch_size: int | None, objective: Objective
+    ) -> MetricParts:
         parts = []
         for microbatch in batch.split(micro_batch_size):
-            logprobs, entropy = self.module(microbatch.token_ids, microbatch.token_mask)
-            share, metrics = loss(microbatch, logprobs, entropy)
-            # FSDP averages gradients over its ranks, and the global loss is a sum over them: cancel it, once.
-            (share * self.group.size()).backward()
-            parts.append(metrics)
+            loss, logprobs, entropy = self._forward(microbatch, objective)
+            loss.backward()
+            parts.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
         return merge(parts)
+
+    def _forward(self, batch: Batch, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss [] to go back from, log-probs and entropy [B, S]."""
+
+        def losses(tokens: Batch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            # FSDP averages gradients over its ranks, and the global loss is a sum over them: cancel it, once.
+            return objective.losses(tokens, logprobs, entropy) * self.group.size()
+
+        if not self._policy.logprobs.one_pass:
+            logprobs, entropy = self.module(batch.token_ids, batch.token_mask)
+            return losses(batch, logprobs, entropy).sum(), logprobs, entropy
+        tokens = batch.predicted_tokens()
+        return self.module(
+            batch.token_ids,
+            batch.token_mask,
+            lambda logprobs, entropy, part: losses(tokens[part], logprobs, entropy),
+        )
 
     def optimizer_step(self, learning_rate: float) -> float:
         assert self._optimizer is not None
@@ -220,6 +245,16 @@ class DtensorBackend:
             eps=settings.eps,
             fused=True,
         )
+
+
+def _check_available(logprobs: Logprobs, device: torch.device) -> None:
+    """Raises RecipeError where the kernel cannot run, now rather than after the first rollouts."""
+    no_tokens = torch.empty(0, dtype=torch.int64, device=device)
+    hidden, weight = torch.empty(0, 1, device=device), torch.empty(1, 1, device=device)
+    try:
+        linear_logprobs(hidden, weight, no_tokens, impl=logprobs.impl)
+    except ValueError as error:
+        raise RecipeError(f"policy.logprobs.{error}") from None
 
 
 def _layers(network: Any) -> Iterator[nn.Module]:

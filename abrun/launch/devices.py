@@ -1,5 +1,6 @@
 """What this machine can run at once, found without torch."""
 
+import importlib.util
 import os
 import subprocess
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class Slots:
 def refusal(plan: Plan, machine: Machine, num_jobs: int | None) -> LaunchError | None:
     """Why this machine cannot run the plan, or None where it can."""
     for arm, config in {run.name.arm: run.config for run in plan.runs}.items():
-        missing = _missing_file(config)
+        missing = _missing_file(config) or _missing_kernel(config)
         if missing:
             return LaunchError(f"{plan.recipe.name}, arm {arm}: {missing}")
         cluster, where = config.cluster, f"{plan.recipe.name}, arm {arm}: cluster"
@@ -123,6 +124,21 @@ def _missing_file(config: RunConfig) -> str | None:
         return f"task.path: got {data!r}, no such file here; give a JSON-lines file"
     if weights and weights[0] in "/.~" and not Path(weights).expanduser().is_dir():
         return f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
+    return None
+
+
+def _missing_kernel(config: RunConfig) -> str | None:
+    """Why the Triton kernels cannot run here, said before a trainer asks the kernels themselves."""
+    if config.policy.logprobs.impl != "triton":
+        return None
+    got = "policy.logprobs.impl: got 'triton'"
+    if importlib.util.find_spec("triton") is None:
+        return f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
+    if not config.cluster.gpus_per_node and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
+            f"{got} with cluster.gpus_per_node: 0; on CPU cores it runs only in Triton's slow interpreter, "
+            "with TRITON_INTERPRET=1 in the environment: use impl: chunked, or GPUs"
+        )
     return None
 
 

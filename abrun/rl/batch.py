@@ -20,6 +20,7 @@ class Batch:
     inference_logprobs: Tensor | None = None  # [B, S] float32, of the rollout engine
     old_logprobs: Tensor | None = None  # [B, S] float32, of the policy at the start of the step
     reference_logprobs: Tensor | None = None  # [B, S] float32
+    loss_weights: Tensor | None = None  # [B, S] float64, what each token counts in the global loss
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -38,6 +39,13 @@ class Batch:
             rows = slice(start, start + (size or len(self)))
             length = last_token(self.token_mask[rows]) + 1
             yield self._mapped(lambda tensor, rows=rows, length=length: tensor[rows, :length])
+
+    def predicted_tokens(self) -> "Batch":
+        """All tokens but each sequence's first, flattened: every tensor is [B * (S - 1)], a token a row."""
+        return self._mapped(lambda tensor: tensor[:, 1:].flatten())
+
+    def __getitem__(self, rows: slice) -> "Batch":
+        return self._mapped(lambda tensor: tensor[rows])
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         known = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -2,7 +2,8 @@
 
 Letters: B sequences, S positions; entry t belongs to token t. `trainer_logprobs` are the current policy's
 (with gradient), `old_logprobs` the policy's at the start of the step, `reference_logprobs` the frozen
-reference's. What a masked position holds (even NaN) reaches neither a loss nor a gradient.
+reference's. What a masked position holds (even NaN) reaches neither a loss nor a gradient. A token's loss
+depends on that token alone: where a shape is [...], it is [B, S] or [n], any n of those tokens.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Per-token loss and what the metrics report about it; all [B, S]."""
+    """Per-token loss and what the metrics report about it; all [...]."""
 
     loss: Tensor
     ratio: Tensor  # exp(c - p), no gradient
@@ -40,10 +41,10 @@ class PolicyLoss:
 
 
 def clipped_policy_loss(
-    trainer_logprobs: Tensor,  # [B, S] c
-    old_logprobs: Tensor,  # [B, S] p
-    advantages: Tensor,  # [B, S] A
-    token_mask: Tensor,  # [B, S] bool
+    trainer_logprobs: Tensor,  # [...] c
+    old_logprobs: Tensor,  # [...] p
+    advantages: Tensor,  # [...] A
+    token_mask: Tensor,  # [...] bool
     *,
     clip_low: float,
     clip_high: float,
@@ -66,13 +67,13 @@ def clipped_policy_loss(
 
 
 def kl_penalty(
-    trainer_logprobs: Tensor,  # [B, S] c
-    reference_logprobs: Tensor,  # [B, S] r
-    token_mask: Tensor,  # [B, S] bool
+    trainer_logprobs: Tensor,  # [...] c
+    reference_logprobs: Tensor,  # [...] r
+    token_mask: Tensor,  # [...] bool
     *,
     estimator: KlEstimator,
 ) -> Tensor:
-    """Per-token estimate [B, S] of KL(policy || reference); masked tokens give 0.
+    """Per-token estimate [...] of KL(policy || reference); masked tokens give 0.
 
     With x = r - c clamped to +-20: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman, "Approximating KL
     divergence", 2020); the result is clamped to +-10.
@@ -92,8 +93,7 @@ def k3(x: Tensor) -> Tensor:
     return torch.expm1(x) - x
 
 
-def reduce_loss(
-    per_token: Tensor,  # [B, S]
+def loss_weights(
     token_mask: Tensor,  # [B, S] bool
     *,
     loss_reduction: LossReduction,
@@ -101,15 +101,21 @@ def reduce_loss(
     num_sequences: float,
     max_completion_tokens: int,
 ) -> Tensor:
-    """This microbatch's share of the global loss; `num_tokens` and `num_sequences` count the global batch.
+    """What each token counts [B, S] in the global loss, the sum of `weighted` losses; masked tokens count 0.
 
-    token_mean: sum / num_tokens (DAPO). sequence_mean: mean over sequences of their token means (GRPO,
-    arXiv:2402.03300). sequence_sum_constant: sum / (num_sequences * max_completion_tokens) (Dr.GRPO,
-    arXiv:2503.20783).
+    `num_tokens` and `num_sequences` count the global batch. token_mean: 1 / num_tokens (DAPO). sequence_mean:
+    1 / (its sequence's tokens * num_sequences), the mean over sequences of their token means (GRPO,
+    arXiv:2402.03300). sequence_sum_constant: 1 / (num_sequences * max_completion_tokens) (Dr.GRPO,
+    arXiv:2503.20783). float64, so that a sum over a global batch keeps its digits.
     """
+    counted = token_mask.double()
     if loss_reduction == "token_mean":
-        return masked_mean(per_token, token_mask, num_tokens)
+        return counted / num_tokens
     if loss_reduction == "sequence_mean":
-        lengths = token_mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return masked_mean(per_token / lengths, token_mask, num_sequences)
-    return masked_mean(per_token, token_mask, num_sequences * max_completion_tokens)
+        return counted / token_mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
+    return counted / (num_sequences * max_completion_tokens)
+
+
+def weighted(losses: Tensor, weights: Tensor) -> Tensor:  # [...], [...] -> [...] float64
+    """Each token's share of the global loss: known from that token alone, in whichever shape tokens come."""
+    return torch.where(weights > 0, losses, 0.0) * weights

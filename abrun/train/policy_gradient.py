@@ -4,6 +4,8 @@ Left out: several updates on one batch of rollouts, so the importance ratio of a
 acts only through rounding; the ratio, the clipping and their metrics are there all the same.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo
 from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import Batch, collate
-from abrun.rl.losses import clipped_policy_loss, kl_penalty, reduce_loss
+from abrun.rl.losses import PolicyLoss, clipped_policy_loss, kl_penalty, loss_weights, weighted
 from abrun.rl.metrics import MetricParts, policy_metrics
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.torch_engine import TorchEngine
@@ -47,11 +49,15 @@ class PolicyGradient:
                 reference = self._reference.logprobs(batch, micro_batch_size)
             batch = batch.having(reference_logprobs=reference)
         num_tokens, num_sequences = setup.total(float(batch.token_mask.sum()), len(batch))
-
-        def loss(microbatch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, MetricParts]:
-            return self._loss(microbatch, logprobs, entropy, num_tokens, num_sequences)
-
-        return setup.train_on(batch, loss, step) | {
+        weights = loss_weights(
+            batch.token_mask,
+            loss_reduction=self._settings.loss_reduction,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            max_completion_tokens=setup.config.rollout.max_new_tokens,
+        )
+        objective = GrpoObjective(settings=self._settings, num_tokens=num_tokens, num_sequences=num_sequences)
+        return setup.train_on(batch.having(loss_weights=weights), objective, step) | {
             "train/num_valid_samples": num_sequences,
             "train/global_valid_toks": num_tokens,
         }
@@ -111,40 +117,60 @@ class PolicyGradient:
         keys = ("reward", "mean_gen_tokens_per_sample", "truncation_rate", "mean_prompt_length")
         return {f"train/{key}": total / totals[0] for key, total in zip(keys, totals[1:], strict=True)}
 
-    def _loss(
-        self, batch: Batch, trainer_logprobs: Tensor, entropy: Tensor, num_tokens: float, num_sequences: float
-    ) -> tuple[Tensor, MetricParts]:
-        settings, mask = self._settings, batch.token_mask
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        policy_loss = clipped_policy_loss(
-            trainer_logprobs,
-            batch.old_logprobs,
-            batch.advantages,
-            mask,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-        )
-        reduction = {
-            "loss_reduction": settings.loss_reduction,
-            "num_tokens": num_tokens,
-            "num_sequences": num_sequences,
-            "max_completion_tokens": self._setup.config.rollout.max_new_tokens,
-        }
-        loss = reduce_loss(policy_loss.loss, mask, **reduction)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoObjective:
+    """The clipped policy loss, with a KL penalty and an entropy bonus where the recipe has them.
+
+    See abrun.backends.Objective. The counts are of the global batch.
+    """
+
+    settings: Grpo
+    num_tokens: float
+    num_sequences: float
+
+    def losses(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        settings = self.settings
+        losses = self._policy_loss(batch, logprobs).loss
+        if batch.reference_logprobs is not None:
+            losses = losses + settings.kl_coefficient * self._kl_penalty(batch, logprobs)
+        if settings.entropy_coefficient:
+            losses = losses - settings.entropy_coefficient * entropy
+        assert batch.loss_weights is not None
+        return weighted(losses, batch.loss_weights)
+
+    def metrics(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
         parts = policy_metrics(
-            batch, trainer_logprobs, entropy, policy_loss, num_tokens=num_tokens, num_sequences=num_sequences
+            batch,
+            logprobs,
+            entropy,
+            self._policy_loss(batch, logprobs),
+            num_tokens=self.num_tokens,
+            num_sequences=self.num_sequences,
         )
         if batch.reference_logprobs is not None:
-            penalty = kl_penalty(
-                trainer_logprobs, batch.reference_logprobs, mask, estimator=settings.kl_estimator
-            )
-            penalty = reduce_loss(penalty, mask, **reduction)
-            parts.sums["train/kl_penalty"] = penalty.detach().double()
-            loss = loss + settings.kl_coefficient * penalty
-        if settings.entropy_coefficient:
-            loss = loss - settings.entropy_coefficient * reduce_loss(entropy, mask, **reduction)
-        parts.sums["train/loss"] = loss.detach().double()
-        return loss, parts
+            assert batch.loss_weights is not None
+            penalty = weighted(self._kl_penalty(batch, logprobs), batch.loss_weights)
+            parts.sums["train/kl_penalty"] = penalty.sum()
+        parts.sums["train/loss"] = self.losses(batch, logprobs, entropy).sum()
+        return parts
+
+    def _policy_loss(self, batch: Batch, logprobs: Tensor) -> PolicyLoss:
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        return clipped_policy_loss(
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            batch.token_mask,
+            clip_low=self.settings.clip_low,
+            clip_high=self.settings.clip_high,
+        )
+
+    def _kl_penalty(self, batch: Batch, logprobs: Tensor) -> Tensor:
+        assert batch.reference_logprobs is not None
+        return kl_penalty(
+            logprobs, batch.reference_logprobs, batch.token_mask, estimator=self.settings.kl_estimator
+        )
 
 
 def _flipped(advantages: Tensor) -> Tensor:  # [B, S]

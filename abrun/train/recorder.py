@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from abrun import store
 from abrun.errors import StoreError
-from abrun.recipe import RunConfig
+from abrun.recipe import Policy, RunConfig
 from abrun.train.wandb_mirror import WandbMirror
 
 RECORDED_PACKAGES = ("abrun", "triton", "transformers", "safetensors", "numpy", "math-verify")
@@ -63,7 +63,7 @@ class Recorder:
             "devices": [name for _, name in ranks],
             "hosts": sorted({host for host, _ in ranks}),
             "dtype": config.policy.dtype,
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "precision": _precision(config.policy, device),
             "prompts_sha256": digest.hexdigest(),
         }
         store.write_json(self.directory / "environment.json", content)
@@ -117,6 +117,18 @@ def failed_to_start(directory: Path, message: str) -> None:
         row = {"time_s": time.time(), "attempt": store.current_attempt(directory), "event": "failed"}
         with contextlib.suppress(StoreError):
             store.LineWriter(directory / "events.jsonl").write({**row, "message": message})
+
+
+def _precision(policy: Policy, device: torch.device) -> dict[str, str]:
+    """At which precision the log-probs of the LM head were computed; see abrun.kernels."""
+    projection = policy.logprobs.head_dtype or policy.dtype
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    float32_products = backend.matmul.fp32_precision
+    return {
+        "projection": projection,
+        "logits": projection if policy.logprobs.impl == "logits" else "float32",
+        "float32_products": "ieee" if float32_products == "none" else float32_products,  # none: never set
+    }
 
 
 def _version(package: str) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from abrun.backends import Backend, LossFunction
+from abrun.backends import Backend, Objective
 from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
 from abrun.models import LanguageModel, load_model
@@ -57,12 +57,12 @@ class Setup:
         optimizer = self.config.policy.optimizer
         return optimizer.learning_rate * min(1.0, step / max(optimizer.warmup_steps, 1))
 
-    def train_on(self, batch: Batch, loss: LossFunction, step: int) -> dict[str, float]:
+    def train_on(self, batch: Batch, objective: Objective, step: int) -> dict[str, float]:
         """One optimizer step on this rank's `batch`; the metrics of all ranks. Collective."""
         learning_rate = self.learning_rate(step)
         with self.phases("policy_training", memory=False):
             with self.phases("forward_backward"):
-                parts = self.backend.forward_backward(batch, self.config.policy.micro_batch_size, loss)
+                parts = self.backend.forward_backward(batch, self.config.policy.micro_batch_size, objective)
             with self.phases("optimizer"):
                 grad_norm = self.backend.optimizer_step(learning_rate)
         return {

@@ -1,9 +1,11 @@
 """One step of supervised fine-tuning: imitate the task's reference completions."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from abrun.rl.batch import Batch, collate
-from abrun.rl.losses import masked_mean
+from abrun.rl.losses import masked_mean, weighted
 from abrun.rl.metrics import MetricParts
 from abrun.train.setup import Setup, check_length
 
@@ -27,14 +29,24 @@ class Supervised:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Gradients of this rank's `batch` and one optimizer step."""
         num_tokens, num_sequences = self._setup.total(float(batch.token_mask.sum()), len(batch))
-
-        def loss(microbatch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, MetricParts]:
-            share = masked_mean(-logprobs, microbatch.token_mask, num_tokens)
-            uncertainty = masked_mean(entropy.detach(), microbatch.token_mask, num_tokens)
-            sums = {"train/loss": share.detach().double(), "train/entropy": uncertainty.double()}
-            return share, MetricParts(sums=sums, maxima={}, minima={})
-
-        return self._setup.train_on(batch, loss, step) | {
+        return self._setup.train_on(batch, SupervisedObjective(num_tokens=num_tokens), step) | {
             "train/num_valid_samples": num_sequences,
             "train/global_valid_toks": num_tokens,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedObjective:
+    """Minus the log-prob, its mean over the completion tokens; see abrun.backends.Objective."""
+
+    num_tokens: float  # of the global batch
+
+    def losses(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return weighted(-logprobs, batch.token_mask.double() / self.num_tokens)
+
+    def metrics(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+        sums = {
+            "train/loss": self.losses(batch, logprobs, entropy).sum(),
+            "train/entropy": masked_mean(entropy.double(), batch.token_mask, self.num_tokens),
+        }
+        return MetricParts(sums=sums, maxima={}, minima={})

@@ -1,5 +1,6 @@
 """Small policies and batches for the backend tests, and their plain counterparts."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.models import LanguageModel, character_tokenizer
 from abrun.recipe import Policy, Rollout
 from abrun.rl.batch import Batch, collate
-from abrun.rl.losses import masked_mean
 from abrun.rl.metrics import MetricParts
 
 CPU = torch.device("cpu")
@@ -75,16 +75,23 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
     return batch._mapped(lambda tensor: tensor[start:stop])
 
 
-def weighted_loss(num_tokens: float) -> Any:
+@dataclass(frozen=True)
+class WeightedLoss:
     """Mean over `num_tokens` of -advantage * log-prob - 0.1 * entropy: a different weight on every token."""
 
-    def loss(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, MetricParts]:
-        assert batch.advantages is not None
-        per_token = -batch.advantages * logprobs - 0.1 * entropy
-        share = masked_mean(per_token, batch.token_mask, num_tokens)
-        return share, MetricParts(sums={"loss": share.detach().double()}, maxima={}, minima={})
+    num_tokens: float
+    shapes: list[torch.Size] = field(default_factory=list)  # of the log-probs that it was asked about
 
-    return loss
+    def losses(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        assert batch.advantages is not None
+        self.shapes.append(logprobs.shape)
+        per_token = -batch.advantages * logprobs - 0.1 * entropy
+        return torch.where(batch.token_mask, per_token, 0.0) / self.num_tokens
+
+    def metrics(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+        assert not logprobs.requires_grad and not entropy.requires_grad
+        loss = self.losses(batch, logprobs, entropy).sum().double()
+        return MetricParts(sums={"loss": loss}, maxima={}, minima={})
 
 
 def plain_logprobs(network: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

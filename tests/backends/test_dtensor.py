@@ -13,6 +13,7 @@ from abrun.models import LanguageModel, character_tokenizer
 from abrun.recipe import Policy, Rollout
 from tests.backends.policies import (
     CPU,
+    WeightedLoss,
     gradients,
     make_backend,
     plain_logprobs,
@@ -20,13 +21,22 @@ from tests.backends.policies import (
     rows,
     some_batch,
     tiny,
-    weighted_loss,
 )
+from tests.conftest import TRITON_ON_CPU, needs_interpreter
 from tests.spawn import run_ranks
 
 LEARNING_RATES = (0.01, 0.02, 0.005)
 OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
-IMPLS = ({"impl": "logits"}, {"impl": "chunked", "chunk_size": 40})
+IMPLS = [
+    pytest.param({"impl": "logits"}, id="logits"),
+    pytest.param({"impl": "chunked", "chunk_size": 40}, id="chunked"),
+    pytest.param({"impl": "triton"}, id="triton", marks=needs_interpreter),
+]
+ONE_PASS = [
+    pytest.param({"impl": "chunked", "one_pass": True}, id="chunked-one-pass"),
+    pytest.param({"impl": "triton", "one_pass": True}, id="triton-one-pass", marks=needs_interpreter),
+]
+ONE_PASS_ON_TWO_RANKS = ("chunked", "triton") if TRITON_ON_CPU else ("chunked",)
 
 
 def assert_same(
@@ -80,30 +90,91 @@ def train(backend: DtensorBackend, rank: int, world_size: int, micro_batch_size:
         whole = some_batch(step)
         count = len(whole) // world_size
         share = rows(whole, rank * count, (rank + 1) * count)
-        backend.forward_backward(share, micro_batch_size, weighted_loss(float(whole.token_mask.sum())))
+        backend.forward_backward(share, micro_batch_size, WeightedLoss(float(whole.token_mask.sum())))
         norms.append(backend.optimizer_step(learning_rate))
     return norms
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied"])
-@pytest.mark.parametrize("logprobs", IMPLS, ids=lambda one: one["impl"])
+@pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
 def test_gradients_are_those_of_plain_autograd(
     kind: str, logprobs: dict[str, Any], micro_batch_size: int | None, group: None
 ) -> None:
     backend = make_backend(kind, temperature=0.7, logprobs=logprobs)
     batch = some_batch()
-    parts = backend.forward_backward(batch, micro_batch_size, weighted_loss(float(batch.token_mask.sum())))
+    parts = backend.forward_backward(batch, micro_batch_size, WeightedLoss(float(batch.token_mask.sum())))
     network = tiny(kind).network
     expected = plain_gradients(network, 0.7)
     assert_same(gradients(backend), expected, rtol=1e-4, atol=1e-6)
     assert float(parts.sums["loss"]) == pytest.approx(plain_loss(network, batch, 0.7).item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("logprobs", ONE_PASS)
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
+def test_one_pass_gives_the_gradients_of_two(kind: str, logprobs: dict[str, Any], group: None) -> None:
+    """Soft-capped, divided and multiplied logits included, at a temperature."""
+    batch, found = some_batch(), []
+    for one in (logprobs, {"impl": "logits"}):
+        backend = make_backend(kind, temperature=1.3, logprobs=one)
+        parts = backend.forward_backward(batch, 3, WeightedLoss(float(batch.token_mask.sum())))
+        found.append(gradients(backend) | {"loss": parts.sums["loss"]})
+    assert_same(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_a_small_budget_cuts_the_pass_into_slices_of_tokens(group: None) -> None:
+    batch = some_batch(size=256)
+    num_tokens = float(batch.token_mask.sum())
+    losses, found = [], []
+    for budget in ({"memory_budget_mib": 1}, {}):
+        losses.append(WeightedLoss(num_tokens))
+        backend = make_backend(logprobs={"impl": "chunked", "one_pass": True} | budget)
+        parts = backend.forward_backward(batch, None, losses[-1])
+        found.append(gradients(backend) | {"loss": parts.sums["loss"]})
+    size, length = batch.token_ids.shape
+    *slices, of_metrics = losses[0].shapes
+    assert len(slices) > 1 and sum(n for (n,) in slices) == size * (length - 1)
+    assert of_metrics == (size, length)
+    assert losses[1].shapes == [(size * (length - 1),), (size, length)]
+    assert_same(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
+def test_a_microbatch_without_tokens_adds_nothing(logprobs: dict[str, Any], group: None) -> None:
+    batch, found = some_batch(size=3), []
+    batch.token_mask[1] = False
+    for micro_batch_size in (None, 1):
+        backend = make_backend(logprobs=logprobs)
+        backend.forward_backward(batch, micro_batch_size, WeightedLoss(float(batch.token_mask.sum())))
+        found.append(gradients(backend))
+    assert_same(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_one_pass_in_bfloat16(group: None) -> None:
+    batch, found = some_batch(), []
+    for one_pass in (False, True):
+        backend = make_backend(dtype="bfloat16", logprobs={"impl": "chunked", "one_pass": one_pass})
+        backend.forward_backward(batch, 3, WeightedLoss(float(batch.token_mask.sum())))
+        found.append(gradients(backend))
+    for name, gradient in found[1].items():
+        assert gradient.dtype == torch.float32
+        cosine = torch.cosine_similarity(gradient.flatten(), found[0][name].flatten(), dim=0)
+        assert cosine > 0.999, name
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_before_any_rollout(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RecipeError, match=r"policy\.logprobs\.impl: 'triton' runs on") as caught:
+        make_backend(logprobs={"impl": "triton"})
+    assert len(str(caught.value).splitlines()) == 1 and "chunked" in str(caught.value)
+
+
 def test_gradients_accumulate_over_calls_until_the_step(group: None) -> None:
     backend = make_backend(optimizer={"max_grad_norm": 100.0})
     batch = some_batch()
-    loss = weighted_loss(float(batch.token_mask.sum()))
+    loss = WeightedLoss(float(batch.token_mask.sum()))
     for part in (rows(batch, 0, 3), rows(batch, 3, 8)):
         backend.forward_backward(part, None, loss)
     assert_same(gradients(backend), plain_gradients(tiny().network), rtol=1e-4, atol=1e-6)
@@ -112,7 +183,7 @@ def test_gradients_accumulate_over_calls_until_the_step(group: None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "gemma2", "granite", "cohere"])
-@pytest.mark.parametrize("logprobs", IMPLS, ids=lambda one: one["impl"])
+@pytest.mark.parametrize("logprobs", IMPLS)
 def test_logprobs_are_those_of_the_stock_forward_pass(
     kind: str, logprobs: dict[str, Any], group: None
 ) -> None:
@@ -176,12 +247,14 @@ def test_weight_decay_is_for_matrices_alone(group: None) -> None:
 def test_two_ranks_do_what_one_does(group: None) -> None:
     backend = make_backend()
     batch = some_batch()
-    backend.forward_backward(batch, None, weighted_loss(float(batch.token_mask.sum())))
+    backend.forward_backward(batch, None, WeightedLoss(float(batch.token_mask.sum())))
     grads = gradients(backend)
     expected_norms, expected = plain_training()
     for rank, found in enumerate(run_ranks(on_two_ranks, 2)):
         assert_same(found["gradients"], grads, rtol=1e-4, atol=1e-6)
         assert_same(found["checkpointed"], grads, rtol=1e-4, atol=1e-6)
+        for impl in ONE_PASS_ON_TWO_RANKS:
+            assert_same(found[f"{impl}, one pass"], grads, rtol=1e-4, atol=1e-6)
         assert found["norms"] == pytest.approx(expected_norms, rel=1e-4)
         torch.testing.assert_close(found["logprobs"], backend.logprobs(batch, None)[rank * 4 : rank * 4 + 4])
         assert found["gathered_logits"] == found["gathered_logits_again"]
@@ -196,7 +269,7 @@ def test_two_ranks_do_what_one_does(group: None) -> None:
 
 def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     batch = some_batch()
-    share, loss = rows(batch, rank * 4, rank * 4 + 4), weighted_loss(float(batch.token_mask.sum()))
+    share, loss = rows(batch, rank * 4, rank * 4 + 4), WeightedLoss(float(batch.token_mask.sum()))
     found: dict[str, Any] = {}
     backend = make_backend()
     found["logprobs"] = backend.logprobs(share, 3)
@@ -205,6 +278,10 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     backend = make_backend(activation_checkpointing=True)
     backend.forward_backward(share, 3, loss)
     found["checkpointed"] = gradients(backend)
+    for impl in ONE_PASS_ON_TWO_RANKS:
+        backend = make_backend(logprobs={"impl": impl, "one_pass": True})
+        backend.forward_backward(share, 3, loss)
+        found[f"{impl}, one pass"] = gradients(backend)
     backend = make_backend(optimizer=OPTIMIZER)
     found["norms"] = train(backend, rank, world_size, micro_batch_size=3)
     found["weights"] = backend.full_weights()
@@ -232,7 +309,7 @@ def test_activation_checkpointing_gives_the_same_gradients_by_a_second_forward(g
             lambda *_, count=count: count.__setitem__(0, count[0] + 1)
         )
         batch = some_batch()
-        backend.forward_backward(batch, None, weighted_loss(float(batch.token_mask.sum())))
+        backend.forward_backward(batch, None, WeightedLoss(float(batch.token_mask.sum())))
         calls[checkpointing], found[checkpointing] = count[0], gradients(backend)
     assert calls == {False: 1, True: 2}
     assert_same(found[True], found[False])
@@ -244,7 +321,7 @@ def test_bfloat16_computes_near_and_keeps_float32_weights(group: None) -> None:
     difference = (exact.logprobs(batch, None) - near.logprobs(batch, None))[batch.token_mask].abs()
     assert 0 < float(difference.mean()) < 0.05
     for backend in (exact, near):
-        backend.forward_backward(batch, None, weighted_loss(float(batch.token_mask.sum())))
+        backend.forward_backward(batch, None, WeightedLoss(float(batch.token_mask.sum())))
     assert {p.dtype for p in near.module.parameters()} == {torch.float32}
     expected = gradients(exact)
     for name, gradient in gradients(near).items():
@@ -289,7 +366,7 @@ def test_full_weights_make_the_same_model(group: None) -> None:
 def test_local_state_restores_weights_and_optimizer(group: None) -> None:
     """Two steps, a restore into a fresh backend, and the third step is the same to the last bit."""
     first, batch = make_backend(optimizer=OPTIMIZER), some_batch(9)
-    loss = weighted_loss(float(batch.token_mask.sum()))
+    loss = WeightedLoss(float(batch.token_mask.sum()))
     train(first, 0, 1, None)
     state = {name: tensor.clone() for name, tensor in first.local_state().items()}
     second = make_backend(optimizer=OPTIMIZER)

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from abrun.launch.devices import Machine, Slots, find_gpus, usable_cores
-from abrun.recipe import Cluster
+from abrun.launch import devices
+from abrun.launch.devices import Machine, Slots, find_gpus, refusal, usable_cores
+from abrun.plan import make_plan
+from abrun.recipe import Cluster, load_recipe
+
+SMALL = Path(__file__).parent / "small.yaml"
 
 
 @pytest.mark.parametrize(
@@ -56,3 +60,32 @@ def test_jobs_cap_the_runs_and_may_share_cores() -> None:
     assert slots.take(Cluster()) and slots.take(Cluster()) and slots.take(Cluster()) is None
     slots.give_back(("cpu",))
     assert slots.take(Cluster())
+
+
+def triton_refused(*overrides: str) -> str | None:
+    plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.logprobs.impl=triton", *overrides]))
+    error = refusal(plan, Machine(gpus=("0",), cores=1), None)
+    return str(error) if error else None
+
+
+def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    line = triton_refused()
+    assert line and len(line.splitlines()) == 1
+    words = [
+        "small, arm treatment: policy.logprobs.impl: got 'triton'",
+        "cluster.gpus_per_node: 0",
+        "chunked",
+    ]
+    assert all(word in line for word in words), line
+    assert triton_refused("cluster.gpus_per_node=1") is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton_refused() is None
+
+
+def test_triton_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    line = triton_refused("cluster.gpus_per_node=1")
+    assert line and len(line.splitlines()) == 1
+    assert "pip install 'abrun[triton]'" in line and "impl: chunked" in line

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from abrun.rl.losses import clipped_policy_loss, kl_penalty, reduce_loss
+from abrun.rl.losses import clipped_policy_loss, kl_penalty, loss_weights, weighted
 from abrun.rl.metrics import MetricParts, all_reduce, merge
 from tests.rl.test_metrics import Tensors, parts_of, random_batch, values_of
 from tests.spawn import run_ranks
@@ -33,14 +33,14 @@ def step(batch: Tensors, reduction: Any, cuts: list[int], group: Any = None) -> 
             trainer, piece["old"], piece["advantages"], mask, clip_low=0.2, clip_high=0.2
         )
         penalty = kl_penalty(trainer, piece["reference"], mask, estimator="k3")
-        share = reduce_loss(
-            policy.loss + 0.1 * penalty,
+        weights = loss_weights(
             mask,
             loss_reduction=reduction,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             max_completion_tokens=9,
         )
+        share = weighted(policy.loss + 0.1 * penalty, weights).sum()
         share.backward()
         total += share.detach()
         parts.append(parts_of({**piece, "trainer": trainer.detach()}, num_tokens, num_sequences))

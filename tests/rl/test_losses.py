@@ -1,20 +1,24 @@
 """Losses on examples computed by hand, against plain loops, by finite differences, and with garbage under the
 mask."""
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from abrun.rl.losses import (
     PolicyLoss,
     clipped_policy_loss,
     kl_penalty,
+    loss_weights,
     masked_mean,
     masked_sum,
-    reduce_loss,
+    weighted,
 )
 
 ALL = torch.ones(1, 3, dtype=torch.bool)
@@ -148,14 +152,14 @@ def reduced(
     num_sequences: Any,
     max_completion_tokens: int = 9,
 ) -> Tensor:
-    return reduce_loss(
-        loss,
+    weights = loss_weights(
         mask,
         loss_reduction=reduction,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
         max_completion_tokens=max_completion_tokens,
     )
+    return weighted(loss, weights).sum()
 
 
 def test_reductions_by_hand() -> None:
@@ -165,6 +169,29 @@ def test_reductions_by_hand() -> None:
     assert reduced(loss, mask, "token_mean", 10, 4).item() == pytest.approx(9 / 10)
     assert reduced(loss, mask, "sequence_mean", 10, 4).item() == pytest.approx((3 + 3) / 4)
     assert reduced(loss, mask, "sequence_sum_constant", 10, 4, 8).item() == pytest.approx(9 / (4 * 8))
+
+
+def test_weights_by_hand() -> None:
+    """The same two sequences: what one of their tokens counts."""
+    mask = torch.tensor([[True, False, False], [False, True, True]])
+    cases: dict[Any, list[list[float]]] = {
+        "token_mean": [[1 / 10, 0, 0], [0, 1 / 10, 1 / 10]],
+        "sequence_mean": [[1 / 4, 0, 0], [0, 1 / 8, 1 / 8]],
+        "sequence_sum_constant": [[1 / 32, 0, 0], [0, 1 / 32, 1 / 32]],
+    }
+    for reduction, expected in cases.items():
+        weights = loss_weights(
+            mask, loss_reduction=reduction, num_tokens=10, num_sequences=4, max_completion_tokens=8
+        )
+        torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0)
+
+
+def test_a_token_without_weight_has_no_loss_and_no_gradient() -> None:
+    for garbage in GARBAGE:
+        losses = torch.tensor([2.0, garbage], requires_grad=True)
+        shares = weighted(losses, torch.tensor([0.25, 0.0], dtype=torch.float64))
+        assert shares.tolist() == [0.5, 0.0]
+        assert torch.autograd.grad(shares.sum(), losses)[0].tolist() == [0.25, 0.0]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -192,14 +219,18 @@ def random_batch(num_sequences: int = 6, length: int = 7) -> dict[str, Tensor]:
     }
 
 
-def full_loss(batch: dict[str, Tensor], trainer: Tensor, reduction: Any, estimator: Any) -> Tensor:
-    """All that GRPO minimises: the clipped loss and a KL penalty."""
+def token_losses(batch: dict[str, Tensor], trainer: Tensor, estimator: Any) -> Tensor:
+    """All that GRPO minimises, by token: the clipped loss and a KL penalty."""
     mask = batch["mask"]
     policy = clipped_policy_loss(
         trainer, batch["old"], batch["advantages"], mask, clip_low=0.2, clip_high=0.3
     )
-    loss = policy.loss + 0.1 * kl_penalty(trainer, batch["reference"], mask, estimator=estimator)
-    return reduced(loss, mask, reduction, mask.sum(), mask.any(1).sum())
+    return policy.loss + 0.1 * kl_penalty(trainer, batch["reference"], mask, estimator=estimator)
+
+
+def full_loss(batch: dict[str, Tensor], trainer: Tensor, reduction: Any, estimator: Any) -> Tensor:
+    mask = batch["mask"]
+    return reduced(token_losses(batch, trainer, estimator), mask, reduction, mask.sum(), mask.any(1).sum())
 
 
 def loop_loss(batch: dict[str, Tensor], reduction: str, estimator: str) -> float:
@@ -234,6 +265,37 @@ def test_agrees_with_plain_loops(reduction: str, estimator: str) -> None:
     assert not batch["mask"].all() and batch["mask"].any(1).all()
     loss = full_loss(batch, batch["trainer"], reduction, estimator).item()
     assert loss == pytest.approx(loop_loss(batch, reduction, estimator), rel=1e-13)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    cuts=st.sets(st.integers(1, 41)), reduction=st.sampled_from(REDUCTIONS), garbage=st.sampled_from(GARBAGE)
+)
+def test_any_slices_of_the_tokens_have_the_losses_of_the_whole(
+    cuts: set[int], reduction: Any, garbage: float
+) -> None:
+    """Bit by bit, gradients too: a kernel may ask for the tokens in whichever pieces its memory allows."""
+    batch = random_batch()
+    batch["trainer"].masked_fill_(~batch["mask"], garbage).requires_grad_()
+    batch["weights"] = loss_weights(
+        batch["mask"],
+        loss_reduction=reduction,
+        num_tokens=float(batch["mask"].sum()),
+        num_sequences=6,
+        max_completion_tokens=9,
+    )
+    whole = weighted(token_losses(batch, batch["trainer"], "k3"), batch["weights"])
+    flat = {name: values.flatten() for name, values in batch.items()}
+    slices = []
+    for start, stop in itertools.pairwise([0, *sorted(cuts), 42]):
+        part = {name: values[start:stop] for name, values in flat.items()}
+        slices.append(weighted(token_losses(part, part["trainer"], "k3"), part["weights"]))
+    assert torch.equal(torch.cat(slices), whole.flatten())
+    gradients = [
+        torch.autograd.grad(losses.sum(), batch["trainer"], retain_graph=True)[0]
+        for losses in (torch.cat(slices), whole)
+    ]
+    assert torch.equal(*gradients) and gradients[0].isfinite().all()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

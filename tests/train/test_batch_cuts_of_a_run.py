@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from abrun.recipe import RunConfig
+from tests.conftest import TRITON_ON_CPU
 from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
 
 NOT_COMPARED = ("timing/", "performance/", "memory/", "time_s", "attempt")
@@ -18,6 +19,7 @@ EXACT = (
     "train/global_valid_toks",
     "train/lr",
 )
+ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")
 
 
@@ -74,6 +76,37 @@ def test_microbatches_and_ranks_change_only_rounding(
     assert_same_up_to_rounding(
         run("two-ranks", "cluster.cpu_ranks=2", "policy.micro_batch_size=8", ranks=2), whole
     )
+
+
+@pytest.mark.parametrize("loss_reduction", REDUCTIONS)
+def test_one_pass_changes_only_rounding(
+    loss_reduction: str, tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    def run(name: str, *overrides: str) -> dict[int, dict[str, float]]:
+        config = config_of(loss_reduction, *overrides)
+        return train_here(make_run(tmp_path / name, config, initial_weights=warm_weights))
+
+    two_passes = run("two-passes")
+    assert two_passes[1]["train/grad_norm"] > 1e-3 and two_passes[3]["train/kl_penalty"] > 0
+    assert_same_up_to_rounding(run("whole", ONE_PASS), two_passes)
+    assert_same_up_to_rounding(run("unevenly", ONE_PASS, "policy.micro_batch_size=13"), two_passes)
+
+
+def test_one_pass_over_two_ranks_and_by_triton(tmp_path: Path, warm_weights: Path, group: None) -> None:
+    two_ranks = ("cluster.cpu_ranks=2", "policy.micro_batch_size=8")
+    configs = {
+        "whole": config_of("sequence_mean"),
+        "two-ranks": config_of("sequence_mean", ONE_PASS, *two_ranks),
+    }
+    if TRITON_ON_CPU:
+        configs["triton"] = config_of("sequence_mean", ONE_PASS, "policy.logprobs.impl=triton")
+    rows = {}
+    for name, config in configs.items():
+        directory = make_run(tmp_path / name, config, initial_weights=warm_weights)
+        run_to_end(directory, ranks=config.cluster.ranks)
+        rows[name] = metrics_by_step(directory)
+    for other in list(rows)[1:]:
+        assert_same_up_to_rounding(rows[other], rows["whole"])
 
 
 def test_reductions_differ_from_one_another(tmp_path: Path, warm_weights: Path, group: None) -> None:

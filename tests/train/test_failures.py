@@ -49,6 +49,14 @@ def test_a_gpu_without_cuda(tmp_path: Path) -> None:
     )
 
 
+def test_a_kernel_that_cannot_run_here(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", run_config("policy.logprobs.impl=triton"))
+    message = expect_failure(
+        directory, "policy.logprobs.impl: 'triton' runs on a CUDA device", env={"TRITON_INTERPRET": ""}
+    )
+    expect_failed_event(directory, message)
+
+
 def test_more_ranks_than_the_cluster_says(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config())
     message = expect_failure(directory, "asks for 1 ranks and 2 were started", ranks=2)

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from abrun import store
 from abrun.backends.dtensor import DtensorBackend
+from abrun.recipe import Grpo
+from abrun.rl.batch import Batch
+from abrun.rl.losses import loss_weights
 from abrun.train import policy_gradient
+from abrun.train.policy_gradient import GrpoObjective
 from tests.train.runs import make_run, run_config, train_here
 
 # definitions.md's table, as far as GRPO has it.
@@ -93,6 +98,8 @@ def test_the_row_tells_what_the_clock_and_the_files_say(
         assert row["timing/train/generation_s"] < step_time_s
     environment = store.read_json(tmp_path / "run" / "environment.json")
     assert environment["versions"]["torch"] == torch.__version__ and len(environment["prompts_sha256"]) == 64
+    precision = {"projection": "float32", "logits": "float32", "float32_products": "ieee"}
+    assert environment["precision"] == precision
     heartbeat = store.read_json(tmp_path / "run" / "heartbeat.json")
     assert heartbeat["step"] == 2 and heartbeat["attempt"] == 1
     assert store.read_json(tmp_path / "run" / "result.json") == {"step": 2, "attempt": 1}
@@ -131,6 +138,35 @@ def test_the_loss_is_policy_plus_kl_minus_entropy(tmp_path: Path, warm_weights: 
         assert row["train/loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum_constant"])
+def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(reduction: Any) -> None:
+    draw = torch.Generator().manual_seed(3)
+    mask = torch.rand(4, 6, generator=draw) > 0.3
+    mask[:, 0] = False
+    logprobs, entropy, *known = torch.randn(6, 4, 6, generator=draw).masked_fill(~mask, math.nan)
+    batch = Batch(
+        token_ids=torch.zeros(4, 6, dtype=torch.int64),
+        token_mask=mask,
+        advantages=known[0],
+        old_logprobs=known[1],
+        inference_logprobs=known[2],
+        reference_logprobs=known[3],
+        loss_weights=loss_weights(
+            mask, loss_reduction=reduction, num_tokens=40, num_sequences=8, max_completion_tokens=9
+        ),
+    )
+    settings = Grpo(type="grpo", kl_coefficient=0.1, entropy_coefficient=0.2)
+    objective = GrpoObjective(settings=settings, num_tokens=40, num_sequences=8)
+    whole = objective.losses(batch, logprobs, entropy)
+    assert whole.shape == (4, 6) and whole.isfinite().all() and (whole[mask] != 0).all()
+    tokens = batch.predicted_tokens()
+    for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
+        values = (one[:, 1:].flatten()[part] for one in (logprobs, entropy))
+        assert torch.equal(objective.losses(tokens[part], *values), whole[:, 1:].flatten()[part])
+    sums = objective.metrics(batch, logprobs, entropy).sums
+    assert sums["train/loss"].item() == whole.sum().item()
+
+
 def test_entropy_coefficient_raises_entropy(tmp_path: Path, warm_weights: Path, group: None) -> None:
     entropy = {}
     for coefficient in ("0.0", "0.5"):
@@ -154,9 +190,12 @@ def test_the_planted_fault_flips_every_second_position(
 
     monkeypatch.setattr(policy_gradient, "clipped_policy_loss", spy)
     right = train_with(tmp_path / "right", warm_weights, "steps=1")[1]
+    of_right, seen = seen, []
     wrong = train_with(tmp_path / "wrong", warm_weights, "steps=1", "planted_fault=flipped_advantages")[1]
-    assert torch.equal(seen[1][:, 1::2], seen[0][:, 1::2])
-    assert torch.equal(seen[1][:, ::2], -seen[0][:, ::2])
+    assert len(of_right) == len(seen) > 0
+    for right_advantages, wrong_advantages in zip(of_right, seen, strict=True):
+        assert torch.equal(wrong_advantages[:, 1::2], right_advantages[:, 1::2])
+        assert torch.equal(wrong_advantages[:, ::2], -right_advantages[:, ::2])
     assert wrong["train/reward"] == right["train/reward"]
     assert wrong["train/grad_norm"] != right["train/grad_norm"]
 

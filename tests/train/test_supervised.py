@@ -10,6 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from abrun.models import load_model
 from abrun.recipe import Model
+from abrun.rl.batch import Batch
+from abrun.train.supervised import SupervisedObjective
+from tests.conftest import TRITON_ON_CPU
 from tests.train.runs import make_run, metrics_by_step, run_config, train_here
 
 
@@ -85,6 +88,39 @@ def test_microbatches_change_only_rounding(tmp_path: Path, group: None) -> None:
         for step in (1, 2):
             for key in ("train/loss", "train/entropy", "train/grad_norm"):
                 assert other[step][key] == pytest.approx(rows[0][step][key], rel=1e-4)
+
+
+def test_one_pass_changes_only_rounding(tmp_path: Path, group: None) -> None:
+    configs = {
+        "two-passes": sft("task.max_operand=99"),
+        "one-pass": sft("task.max_operand=99", "policy.logprobs={impl: chunked, one_pass: true}"),
+    }
+    if TRITON_ON_CPU:
+        configs["triton"] = sft(
+            "task.max_operand=99",
+            "policy.micro_batch_size=7",
+            "policy.logprobs={impl: triton, one_pass: true}",
+        )
+    rows = {name: train_here(make_run(tmp_path / name, config)) for name, config in configs.items()}
+    for other in list(rows)[1:]:
+        for step in (1, 2):
+            for key in ("train/loss", "train/entropy", "train/grad_norm"):
+                assert rows[other][step][key] == pytest.approx(rows["two-passes"][step][key], rel=1e-4)
+
+
+def test_the_objective_by_hand() -> None:
+    """Two of four tokens of a global batch, and one under the mask."""
+    for garbage in (-7.0, math.nan):
+        batch = Batch(
+            token_ids=torch.zeros(1, 3, dtype=torch.int64), token_mask=torch.tensor([[True, False, True]])
+        )
+        logprobs = torch.tensor([[-1.0, garbage, -3.0]], requires_grad=True)
+        objective, entropy = SupervisedObjective(num_tokens=4), torch.tensor([[1.0, garbage, 2.0]])
+        losses = objective.losses(batch, logprobs, entropy)
+        assert losses.tolist() == [[0.25, 0.0, 0.75]]
+        assert torch.autograd.grad(losses.sum(), logprobs)[0].tolist() == [[-0.25, 0.0, -0.25]]
+        sums = objective.metrics(batch, logprobs.detach(), entropy).sums
+        assert (sums["train/loss"].item(), sums["train/entropy"].item()) == (1.0, 0.75)
 
 
 def test_final_weights_only_where_asked(tmp_path: Path, group: None) -> None:

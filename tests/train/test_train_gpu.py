@@ -49,13 +49,18 @@ def test_a_few_steps_give_finite_metrics_and_real_peaks(arm: str, tmp_path: Path
 
 
 def test_the_first_step_is_the_one_of_the_cpu(tmp_path: Path, warm_weights: Path) -> None:
-    rows = {}
-    for name, config in {"cpu": run_config("steps=1"), "gpu": gpu_config("steps=1")}.items():
+    rows, one_pass = {}, "policy.logprobs={impl: triton, one_pass: true}"
+    for name, config in {
+        "cpu": run_config("steps=1"),
+        "gpu": gpu_config("steps=1"),
+        "triton": gpu_config("steps=1", one_pass),
+    }.items():
         trainer = Trainer(make_run(tmp_path / name, config, initial_weights=warm_weights))
         assert trainer.wait(240) == 0, trainer.stderr
         rows[name] = metrics_by_step(tmp_path / name)[1]
     for key in ("train/reward", "train/global_valid_toks", "train/entropy", "train/loss", "train/grad_norm"):
-        assert rows["gpu"][key] == pytest.approx(rows["cpu"][key], rel=1e-3, abs=1e-5), key
+        for name in ("gpu", "triton"):
+            assert rows[name][key] == pytest.approx(rows["cpu"][key], rel=1e-3, abs=1e-5), (name, key)
 
 
 def test_killed_and_resumed(tmp_path: Path, warm_weights: Path) -> None:
