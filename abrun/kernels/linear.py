@@ -77,8 +77,9 @@ class LinearLogprobs(torch.autograd.Function):
         for tile in grid.tiles:
             tokens = _operand(hidden[tile], head)
             for chunk in grid.chunks:
-                rows = _operand(weight[chunk], head)
-                tiles.add(sums[tile], tokens, rows, target[tile], head.first_row + chunk.start)
+                place = target[tile], head.first_row + chunk.start
+                tiles.add(sums[tile], tokens, _operand(weight[chunk], head), *place)
+            del tokens  # before the next tile's copy is made
         sums.reduce_over_shards(targets, head)
         # Kept only where a gradient is wanted: without one autograd drops the context.
         ctx.save_for_backward(
@@ -102,11 +103,13 @@ class LinearLogprobs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, head, grid, ctx.needs_input_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in grid.tiles:
-                tokens = gradients.start(tile)
+                gradients.start(tile)
                 for chunk in grid.chunks:
                     rows = _operand(weight[chunk], head)
                     place = target[tile], head.first_row + chunk.start
-                    gradients.add(chunk, rows, tiles.gradient(gradient[tile], tokens, rows, *place))
+                    d_logits = tiles.gradient(gradient[tile], gradients.tokens, rows, *place)
+                    gradients.add(chunk, rows, d_logits)
+                    del rows, d_logits  # before the next chunk's are made
                 gradients.finish()
         return gradients.d_hidden, gradients.d_weight, *(None,) * 6
 
@@ -137,18 +140,20 @@ class LinearPolicyLoss(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, head, grid, ctx.needs_input_grad)
         loss = torch.zeros((), dtype=head.result_dtype, device=hidden.device)
         for tile in grid.tiles:
-            tokens = gradients.start(tile)
+            gradients.start(tile)
             kept = []
             for chunk in grid.chunks:
-                rows, first_row = _operand(weight[chunk], head), head.first_row + chunk.start
-                kept.append(tiles.add(sums[tile], tokens, rows, target[tile], first_row, keep=True))
+                rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
+                kept.append(tiles.add(sums[tile], gradients.tokens, rows, *place, keep=True))
+                del rows  # before the next chunk's copy is made
             sums[tile].reduce_over_shards(targets[tile], head)
             tile_loss, g, h = _loss_of(token_loss, *sums[tile].results(targets[tile]), tile)
             gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
             for chunk in grid.chunks:
-                rows, first_row = _operand(weight[chunk], head), head.first_row + chunk.start
-                place = len(rows), target[tile], first_row
-                gradients.add(chunk, rows, tiles.gradient_of_kept(gradient, kept.pop(0), *place))
+                rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
+                d_logits = tiles.gradient_of_kept(gradient, kept.pop(0), len(rows), *place)
+                gradients.add(chunk, rows, d_logits)
+                del rows, d_logits
             gradients.finish()
             loss += tile_loss
         ctx.tiles, ctx.gradients = tiles, (gradients.d_hidden, gradients.d_weight)
@@ -198,15 +203,13 @@ class _Gradients:
         self.d_weight = torch.empty_like(weight) if needs_input_grad[1] else None
         if self.d_weight is not None:
             self.d_weight[head.num_rows if len(hidden) else 0 :] = 0  # what no product writes
-        self._tile, self._tokens, self._d_tokens = slice(0), hidden, None
 
-    def start(self, tile: slice) -> Tensor:
-        """Begin a tile, and return its hidden in the projection's dtype."""
-        self._tile, self._tokens = tile, _operand(self._hidden[tile], self._head)
+    def start(self, tile: slice) -> None:
+        """Begin a tile: `tokens` is its hidden in the projection's dtype."""
+        self._tile, self.tokens = tile, _operand(self._hidden[tile], self._head)
+        self._d_tokens = None  # the sum over the vocabulary; with a vocabulary group, over this shard
         if self.d_hidden is not None and not self._one_chunk:
-            # The sum over the vocabulary; with a vocabulary group, over this shard.
-            self._d_tokens = torch.zeros_like(self._tokens, dtype=self._head.result_dtype)
-        return self._tokens
+            self._d_tokens = torch.zeros_like(self.tokens, dtype=self._head.result_dtype)
 
     def add(self, chunk: slice, rows: Tensor, d_logits: Tensor) -> None:
         wide = self._head.result_dtype
@@ -216,12 +219,12 @@ class _Gradients:
             add_product(self.d_hidden[self._tile], d_logits, rows, wide=wide, overwrite=True)
         if self.d_weight is not None:
             first = self._tile.start == 0
-            add_product(self.d_weight[chunk], d_logits.t(), self._tokens, wide=wide, overwrite=first)
+            add_product(self.d_weight[chunk], d_logits.t(), self.tokens, wide=wide, overwrite=first)
 
     def finish(self) -> None:
         if self.d_hidden is not None and self._d_tokens is not None:
             self.d_hidden[self._tile] = self._d_tokens
-            self._d_tokens = None
+        del self.tokens, self._d_tokens  # before the next tile's are made
 
 
 def _operand(values: Tensor, head: Head) -> Tensor:
