@@ -1,7 +1,7 @@
 """How a call is cut to stay within its memory budget: tokens into tiles, the shard's rows into chunks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 # Rows of a chunk that a product needs to run at full rate: tokens are tiled before chunks get narrower.
@@ -12,13 +12,19 @@ ALIGNMENT = 256
 # of an H200 it takes a sixth longer a token with 1,408 or 1,664 tokens than with 1,024 or 1,536.
 WHOLE_ROW_ALIGNMENT = 512
 # The sums, the gradient's coefficients and what these are made of.
-BYTES_A_TOKEN = 64
+BYTES_A_TOKEN = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     tiles: list[slice]  # of the tokens
     chunks: list[slice]  # of this shard's rows
+    lent: bool = False  # see make_lent_grid
+
+    def without_padding(self, num_rows: int) -> "Grid":
+        """The same tiles, and chunks of the first `num_rows` rows alone."""
+        chunks = [slice(chunk.start, min(chunk.stop, num_rows)) for chunk in self.chunks]
+        return replace(self, chunks=[chunk for chunk in chunks if chunk.start < num_rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,27 +54,47 @@ def make_grid(
     tiles = _pieces(num_tokens, min(most, budget / 2 / cost.token) if cost.token else most, ALIGNMENT)
     if chunk_size is not None:
         return Grid(tiles=tiles, chunks=_pieces(num_rows, chunk_size, 1))
-    tile_size = max((tile.stop - tile.start for tile in tiles), default=1)
+    tile_size = max(size_of_largest(tiles), 1)
     most = (budget - tile_size * cost.token) / (cost.row + tile_size * cost.logit)
     return Grid(tiles=tiles, chunks=_pieces(num_rows, most, ALIGNMENT))
 
 
-def make_whole_row_grid(num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int) -> Grid:
-    """Tiles of tokens whose logits over all rows are held at once; chunks only where rows cost something."""
+def make_whole_row_grid(
+    num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int, *, start: int = 0
+) -> Grid:
+    """Tiles, of the tokens from `start` on, whose logits over all rows are held at once; chunks only where
+    rows cost something."""
     budget = budget_bytes - num_tokens * BYTES_A_TOKEN
     chunks = _pieces(num_rows, budget / 2 / cost.row if cost.row else math.inf, ALIGNMENT)
-    chunk_size = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    most = (budget - chunk_size * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
+    most = (budget - size_of_largest(chunks) * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
     alignment = WHOLE_ROW_ALIGNMENT if most >= 2 * WHOLE_ROW_ALIGNMENT else ALIGNMENT
-    return Grid(tiles=_pieces(num_tokens, most, alignment), chunks=chunks)
+    return Grid(tiles=_pieces(num_tokens, most, alignment, start), chunks=chunks)
 
 
-def _pieces(total: int, most: float, alignment: int) -> list[slice]:
-    """The fewest pieces of at most `most`, about equal, at multiples of the alignment if they can be."""
+def make_lent_grid(
+    num_tokens: int, tile_size: int, num_rows: int, cost: Cost, budget_bytes: int
+) -> Grid | None:
+    """One tile of a given size, whose kept logits need no budget, and chunks, whose gradients do; None where
+    these would be narrow."""
+    budget = budget_bytes - num_tokens * BYTES_A_TOKEN
+    most = (budget - tile_size * cost.token) / (cost.row + tile_size * cost.logit)
+    if most < min(PREFERRED_CHUNK, num_rows):
+        return None
+    return Grid(tiles=[slice(0, tile_size)], chunks=_pieces(num_rows, most, ALIGNMENT), lent=True)
+
+
+def size_of_largest(pieces: list[slice]) -> int:
+    return max((piece.stop - piece.start for piece in pieces), default=0)
+
+
+def _pieces(total: int, most: float, alignment: int, start: int = 0) -> list[slice]:
+    """From `start` to `total`, the fewest pieces of at most `most`: about equal, at multiples of the
+    alignment if they can be."""
+    total -= start
     if total <= most:
-        return [slice(0, total)] if total else []
+        return [slice(start, start + total)] if total else []
     unit = alignment if most >= alignment else 1
     num_units = -(-total // unit)
     num_pieces = -(-num_units // max(int(most) // unit, 1))
-    cuts = [num_units * piece // num_pieces * unit for piece in range(num_pieces)] + [total]
-    return [slice(start, stop) for start, stop in pairwise(cuts)]
+    cuts = [start + num_units * piece // num_pieces * unit for piece in range(num_pieces)] + [start + total]
+    return [slice(*cut) for cut in pairwise(cuts)]

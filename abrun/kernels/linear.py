@@ -7,13 +7,14 @@ v rows of a chunk, b blocks of rows.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .grid import Cost, Grid, make_grid, make_whole_row_grid
+from .grid import Cost, Grid, make_grid, make_lent_grid, make_whole_row_grid, size_of_largest
 from .head import Head
 from .products import add_product
 from .softmax import LogitGradient, SoftmaxSums, Targets
@@ -29,6 +30,7 @@ class Tiles(Protocol):
     sums_cost: Cost
     gradient_cost: Cost
     kept_cost: Cost  # of `add` with keep, and then `gradient_of_kept`
+    takes_room: bool  # whether what is kept can be in a `room` lent by the caller
 
     def add(
         self,
@@ -39,8 +41,10 @@ class Tiles(Protocol):
         first_row: int,
         *,
         keep: bool = False,
+        room: Tensor | None = None,
     ) -> Any:
-        """Take the logits of these rows into the sums; with `keep`, return what `gradient_of_kept` needs."""
+        """Take the logits of these rows into the sums; with `keep`, return what `gradient_of_kept` needs,
+        most of it in the `room` [n, v] in the projection's dtype if there is one."""
         ...
 
     def gradient(
@@ -52,7 +56,7 @@ class Tiles(Protocol):
     def gradient_of_kept(
         self, gradient: LogitGradient, kept: Any, num_rows: int, target: Tensor, first_row: int
     ) -> Tensor:
-        """The same without a product; what was kept is overwritten."""
+        """The same without a product; what was kept is overwritten, unless it is in a room."""
         ...
 
 
@@ -100,10 +104,10 @@ class LinearLogprobs(torch.autograd.Function):
         gradient = LogitGradient.of(sums, grad_logprobs, grad_entropies, Targets.of(target, head), head)
         cost = tiles.gradient_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad)
         grid = make_grid(len(hidden), head.num_rows, cost, ctx.budget_bytes, ctx.chunk_size)
-        gradients = _Gradients(hidden, weight, head, grid, ctx.needs_input_grad)
+        gradients = _Gradients(hidden, weight, head, ctx.needs_input_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in grid.tiles:
-                gradients.start(tile)
+                gradients.start(tile, grid)
                 for chunk in grid.chunks:
                     rows = _operand(weight[chunk], head)
                     place = target[tile], head.first_row + chunk.start
@@ -132,30 +136,29 @@ class LinearPolicyLoss(torch.autograd.Function):
         entropy: bool,
         budget_bytes: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [], [N], [N]
-        cost = tiles.kept_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad, one_chunk=True)
-        if cost.row:
-            cost = tiles.kept_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad)
-        grid = make_whole_row_grid(len(hidden), head.num_rows, cost, budget_bytes)
+        grids = _one_pass_grids(hidden, weight, head, tiles, budget_bytes, ctx.needs_input_grad)
         sums, targets = SoftmaxSums.of_nothing(target, head, entropy=entropy), Targets.of(target, head)
-        gradients = _Gradients(hidden, weight, head, grid, ctx.needs_input_grad)
+        gradients = _Gradients(hidden, weight, head, ctx.needs_input_grad)
         loss = torch.zeros((), dtype=head.result_dtype, device=hidden.device)
-        for tile in grid.tiles:
-            gradients.start(tile)
-            kept = []
-            for chunk in grid.chunks:
-                rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
-                kept.append(tiles.add(sums[tile], gradients.tokens, rows, *place, keep=True))
-                del rows  # before the next chunk's copy is made
-            sums[tile].reduce_over_shards(targets[tile], head)
-            tile_loss, g, h = _loss_of(token_loss, *sums[tile].results(targets[tile]), tile)
-            gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
-            for chunk in grid.chunks:
-                rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
-                d_logits = tiles.gradient_of_kept(gradient, kept.pop(0), len(rows), *place)
-                gradients.add(chunk, rows, d_logits)
-                del rows, d_logits
-            gradients.finish()
-            loss += tile_loss
+        for grid in grids:
+            for tile in grid.tiles:
+                gradients.start(tile, grid)
+                kept = []
+                for chunk in grid.chunks:
+                    rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
+                    room = gradients.room(chunk) if grid.lent else None
+                    kept.append(tiles.add(sums[tile], gradients.tokens, rows, *place, keep=True, room=room))
+                    del rows  # before the next chunk's copy is made
+                sums[tile].reduce_over_shards(targets[tile], head)
+                tile_loss, g, h = _loss_of(token_loss, *sums[tile].results(targets[tile]), tile)
+                gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
+                for chunk in grid.chunks:
+                    rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
+                    d_logits = tiles.gradient_of_kept(gradient, kept.pop(0), len(rows), *place)
+                    gradients.add(chunk, rows, d_logits)
+                    del rows, d_logits
+                gradients.finish()
+                loss += tile_loss
         ctx.tiles, ctx.gradients = tiles, (gradients.d_hidden, gradients.d_weight)
         logprobs, entropies = sums.results(targets)
         ctx.mark_non_differentiable(logprobs, *([] if entropies is None else [entropies]))
@@ -195,21 +198,26 @@ class _Gradients:
     """The gradients of hidden and weight, where they are wanted, from those of the logits."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, head: Head, grid: Grid, needs_input_grad: tuple[bool, ...]
+        self, hidden: Tensor, weight: Tensor, head: Head, needs_input_grad: tuple[bool, ...]
     ) -> None:
         self._head, self._hidden = head, hidden
-        self._one_chunk = len(grid.chunks) == 1
         self.d_hidden = torch.empty_like(hidden) if needs_input_grad[0] else None
         self.d_weight = torch.empty_like(weight) if needs_input_grad[1] else None
         if self.d_weight is not None:
             self.d_weight[head.num_rows if len(hidden) else 0 :] = 0  # what no product writes
 
-    def start(self, tile: slice) -> None:
+    def start(self, tile: slice, grid: Grid) -> None:
         """Begin a tile: `tokens` is its hidden in the projection's dtype."""
         self._tile, self.tokens = tile, _operand(self._hidden[tile], self._head)
         self._d_tokens = None  # the sum over the vocabulary; with a vocabulary group, over this shard
-        if self.d_hidden is not None and not self._one_chunk:
+        if self.d_hidden is not None and len(grid.chunks) != 1:
             self._d_tokens = torch.zeros_like(self.tokens, dtype=self._head.result_dtype)
+
+    def room(self, chunk: slice) -> Tensor:
+        """The place of a chunk's d_weight [v, H] as one [n, v], until its product is written there."""
+        assert self.d_weight is not None
+        num_tokens, num_rows = len(self.tokens), chunk.stop - chunk.start
+        return self.d_weight[chunk].view(-1)[: num_tokens * num_rows].view(num_tokens, num_rows)
 
     def add(self, chunk: slice, rows: Tensor, d_logits: Tensor) -> None:
         wide = self._head.result_dtype
@@ -227,6 +235,36 @@ class _Gradients:
         del self.tokens, self._d_tokens  # before the next tile's are made
 
 
+def _one_pass_grids(
+    hidden: Tensor,
+    weight: Tensor,
+    head: Head,
+    tiles: Tiles,
+    budget_bytes: int,
+    needs_input_grad: tuple[bool, ...],
+) -> list[Grid]:
+    """Tiles of tokens that keep their logits over all rows; the same tiles on every rank, since ranks reduce
+    each.
+
+    Those of the first H tokens, where that is many, need no budget: they lie where d_weight will be, and each
+    chunk's gradient is elsewhere when its product overwrites them.
+    """
+    (num_tokens, hidden_size), shard_rows = hidden.shape, len(weight)
+    around = partial(_cost_around, hidden, weight, head, needs_input_grad)
+    cost = tiles.kept_cost + around(one_chunk=True)
+    if cost.row:
+        cost = tiles.kept_cost + around()
+    grids = [make_whole_row_grid(num_tokens, shard_rows, cost, budget_bytes)]
+    has_room = tiles.takes_room and needs_input_grad[1] and _is_plain(weight, head)
+    is_aligned = shard_rows % 8 == 0 and head.vocab_size % 8 == 0
+    if has_room and is_aligned and num_tokens > hidden_size > size_of_largest(grids[0].tiles):
+        lent_cost = tiles.gradient_cost + around() + Cost(token=shard_rows * tiles.sums_cost.logit)
+        lent = make_lent_grid(num_tokens, hidden_size, shard_rows, lent_cost, budget_bytes)
+        rest = make_whole_row_grid(num_tokens, shard_rows, cost, budget_bytes, start=hidden_size)
+        grids = grids if lent is None else [lent, rest]
+    return [grid.without_padding(head.num_rows) for grid in grids]
+
+
 def _operand(values: Tensor, head: Head) -> Tensor:
     return values.to(head.projection_dtype).contiguous()
 
@@ -235,8 +273,8 @@ def _cost_of_copies(hidden: Tensor, weight: Tensor, head: Head) -> Cost:
     """Of the factors' copies, in the projection's dtype and contiguous, where they are not already."""
     copy = hidden.shape[1] * head.projection_dtype.itemsize
     return Cost(
-        token=copy * (hidden.dtype != head.projection_dtype or not hidden.is_contiguous()),
-        row=copy * (weight.dtype != head.projection_dtype or not weight.is_contiguous()),
+        token=copy * (not _is_plain(hidden, head)),
+        row=copy * (not _is_plain(weight, head)),
     )
 
 
@@ -250,6 +288,11 @@ def _cost_around(
         row=wide * needs_input_grad[1] * (not _is_product(weight, head)),
     )
     return _cost_of_copies(hidden, weight, head) + sums
+
+
+def _is_plain(factor: Tensor, head: Head) -> bool:
+    """Whether a factor is used as it is."""
+    return factor.dtype == head.projection_dtype and factor.is_contiguous()
 
 
 def _is_product(gradient: Tensor, head: Head) -> bool:

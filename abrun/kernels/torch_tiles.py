@@ -19,6 +19,7 @@ class TorchTiles:
         slope = wide if head.logit_softcap is not None else 0
         self.sums_cost = Cost(logit=2 * wide)
         self.gradient_cost = Cost(logit=2 * wide + slope + copy)
+        self.takes_room = False
         self.kept_cost = Cost(logit=3 * wide + slope + copy)
 
     def add(
@@ -30,6 +31,7 @@ class TorchTiles:
         first_row: int,
         *,
         keep: bool = False,
+        room: Tensor | None = None,  # never given
     ) -> Tensor | None:
         logits = self._logits(hidden, rows)
         column, here = _target_column(target, first_row, len(rows))

@@ -190,13 +190,14 @@ def gradient_kernel(
 
 @triton.jit
 def gradient_of_kept_kernel(
-    kept,  # in and out, [n, b * BLOCK_ROWS]: exp(z - its block's maximum), and then the gradient
+    kept,  # [n, v]: exp(z - its block's maximum)
+    gradient,  # out, [n, v], may be the same
     maxima,  # float32 [b, n]
     maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
     constant,  # float32 [n]
     linear,  # float32 [n] or None
     num_tokens,
-    row_stride,
+    num_rows,
     outer,
     SOFTCAP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -205,8 +206,9 @@ def gradient_of_kept_kernel(
     tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = tokens < num_tokens
-    place = kept + tokens.to(tl.int64)[:, None] * row_stride + rows[None, :]
-    block_exponential = tl.load(place, mask=exists[:, None], other=0.0).to(tl.float32)
+    place = tokens.to(tl.int64)[:, None] * num_rows + rows[None, :]
+    mask = exists[:, None] & (rows < num_rows)[None, :]
+    block_exponential = tl.load(kept + place, mask=mask, other=0.0).to(tl.float32)
     block_maximum = tl.load(
         maxima + tl.program_id(0).to(tl.int64) * num_tokens + tokens, mask=exists, other=0.0
     )
@@ -218,7 +220,7 @@ def gradient_of_kept_kernel(
     if SOFTCAP:
         u = (y + m[:, None]) / (outer * LOG2_E)
         d *= 1.0 - u * u
-    tl.store(place, d.to(kept.dtype.element_ty), mask=exists[:, None])
+    tl.store(gradient + place, d.to(gradient.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from abrun.kernels import linear_logprobs, linear_policy_loss
+from abrun.kernels import grid, linear, linear_logprobs, linear_policy_loss
 from abrun.rl.losses import clipped_policy_loss, kl_penalty
 from tests.kernels.test_linear_logprobs import (
     DTYPES,
+    EPSILON,
     IGNORE,
     IMPLS,
     SETTINGS,
@@ -21,8 +23,10 @@ from tests.kernels.test_linear_logprobs import (
     kernel_answer,
     largest,
     make_problem,
+    plain_answer,
     rounding,
 )
+from tests.spawn import run_ranks
 
 TILED = ["chunked", "triton"]
 
@@ -80,6 +84,23 @@ def test_answer_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> N
         check(answer, oracle, naive, slack | rounding(impl, problem, oracle))
 
 
+@pytest.mark.parametrize("settings", [{}, {"logit_softcap": 3.0, "temperature": 0.7, "vocab_size": 1600}])
+def test_first_tokens_are_kept_where_d_weight_will_be(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
+) -> None:
+    monkeypatch.setattr(grid, "PREFERRED_CHUNK", 256)
+    lent = []
+    make = linear.make_lent_grid
+    monkeypatch.setattr(linear, "make_lent_grid", lambda *args: lent.append(make(*args)) or lent[-1])
+    problem = make_problem(100, 1608, "bfloat16", hidden_size=64, **settings)
+    oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
+    answer = one_pass_answer(problem, "triton", memory_budget_bytes=160 * 2**10)
+    assert len(lent[0].chunks) > 1
+    slack = rounding("triton", problem, oracle)
+    slack["d_weight"] += 4 * 2**-9 * largest(oracle.d_weight)  # rounded once a tile
+    check(answer, oracle, naive, slack)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_is_the_loss_of_the_two_pass_route(impl: str) -> None:
     """GRPO's clipped loss with a KL penalty and an entropy bonus, by the same functions, slice by slice."""
@@ -115,6 +136,32 @@ def test_is_the_loss_of_the_two_pass_route(impl: str) -> None:
         torch.testing.assert_close(one, two.detach())
     for one, two in zip(one_pass, two_pass, strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-5)
+
+
+def _sharded_problem() -> Problem:
+    return make_problem(70, 152, "float32", vocab_size=141)  # shards of 38 rows, the last with 27
+
+
+def _shard_answers(rank: int, world_size: int) -> list[Answer]:
+    problem = _sharded_problem()
+    shard = replace(problem, weight=problem.weight.chunk(world_size)[rank])
+    return [
+        one_pass_answer(shard, impl, group=dist.group.WORLD, memory_budget_bytes=20 * 2**10) for impl in TILED
+    ]
+
+
+def test_shards_cut_the_tokens_alike() -> None:
+    """Each tile is reduced over the shards, whatever padding a shard has."""
+    problem = _sharded_problem()
+    oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
+    for answers in zip(*run_ranks(_shard_answers, 4), strict=True):
+        joined = replace(
+            answers[0],
+            d_hidden=torch.stack([answer.d_hidden.double() for answer in answers]).sum(0),
+            d_weight=torch.cat([answer.d_weight for answer in answers]),
+        )
+        partial_sums = sum(EPSILON * largest(answer.d_hidden) for answer in answers)
+        check(joined, oracle, naive, {"d_hidden": partial_sums})
 
 
 @pytest.mark.parametrize("impl", IMPLS)
