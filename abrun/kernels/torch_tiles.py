@@ -19,8 +19,8 @@ class TorchTiles:
         slope = wide if head.logit_softcap is not None else 0
         self.sums_cost = Cost(logit=2 * wide)
         self.gradient_cost = Cost(logit=2 * wide + slope + copy)
-        self.takes_room = False
         self.kept_cost = Cost(logit=3 * wide + slope + copy)
+        self.takes_room = False
 
     def add(
         self,

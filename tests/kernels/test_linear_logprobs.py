@@ -6,6 +6,7 @@ a loop.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -216,9 +217,11 @@ def test_agrees_on_many_tokens_of_a_large_vocabulary(impl: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_tokens", [1, 7, 513])
+@pytest.mark.parametrize(
+    "impl, num_tokens",  # "triton" with 513 is for a GPU: the interpreter takes minutes
+    [pair for pair in itertools.product(IMPLS, [1, 7, 513]) if pair != ("triton", 513)],
+)
 def test_agrees_on_a_vocabulary_of_151936(impl: str, dtypes: str, num_tokens: int) -> None:
     problem = make_problem(num_tokens, 151936, dtypes, temperature=0.8)
     oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
