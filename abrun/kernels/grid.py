@@ -41,7 +41,12 @@ class Cost:
 
 
 def make_grid(
-    num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int, chunk_size: int | None = None
+    num_tokens: int,
+    num_rows: int,
+    cost: Cost,
+    budget_bytes: int,
+    chunk_size: int | None = None,
+    widest_chunk: float = math.inf,
 ) -> Grid:
     """The largest tiles, and then the largest chunks, that the budget allows; `chunk_size` fixes the chunks.
 
@@ -56,7 +61,7 @@ def make_grid(
         return Grid(tiles=tiles, chunks=_pieces(num_rows, chunk_size, 1))
     tile_size = max(size_of_largest(tiles), 1)
     most = (budget - tile_size * cost.token) / (cost.row + tile_size * cost.logit)
-    return Grid(tiles=tiles, chunks=_pieces(num_rows, most, ALIGNMENT))
+    return Grid(tiles=tiles, chunks=_pieces(num_rows, min(most, widest_chunk), ALIGNMENT))
 
 
 def make_whole_row_grid(

@@ -6,6 +6,7 @@ to the weight's dtype once more, as gradient accumulation over microbatches does
 v rows of a chunk, b blocks of rows.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +19,10 @@ from .grid import Cost, Grid, make_grid, make_lent_grid, make_whole_row_grid, si
 from .head import Head
 from .products import add_product
 from .softmax import LogitGradient, SoftmaxSums, Targets
+
+# Rows that one product sums into d_hidden where its factors are wide too: a float32 sum of parts errs less
+# than one over all the vocabulary. The rounding of 16-bit factors hides that.
+WIDEST_SUM = 32768
 
 # (log-probs [n], entropies [n] or None, which of the N tokens) -> losses [n]
 TokenLoss = Callable[[Tensor, Any, slice], Tensor]
@@ -103,7 +108,8 @@ class LinearLogprobs(torch.autograd.Function):
         )
         gradient = LogitGradient.of(sums, grad_logprobs, grad_entropies, Targets.of(target, head), head)
         cost = tiles.gradient_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad)
-        grid = make_grid(len(hidden), head.num_rows, cost, ctx.budget_bytes, ctx.chunk_size)
+        widest = WIDEST_SUM if head.projection_dtype == head.result_dtype else math.inf
+        grid = make_grid(len(hidden), head.num_rows, cost, ctx.budget_bytes, ctx.chunk_size, widest)
         gradients = _Gradients(hidden, weight, head, ctx.needs_input_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in grid.tiles:
