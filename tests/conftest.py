@@ -1,6 +1,7 @@
 """Without a GPU the Triton kernels run in Triton's interpreter: said before anything imports triton, and
 inherited by every process that a test starts."""
 
+import importlib.util
 import os
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-TRITON_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 needs_interpreter = pytest.mark.skipif(
-    not TRITON_ON_CPU, reason="Triton runs on this machine's GPU; on its CPU with TRITON_INTERPRET=1"
+    not TRITON_ON_CPU,
+    reason="needs the package triton and TRITON_INTERPRET=1, which a machine with a GPU does not set",
 )

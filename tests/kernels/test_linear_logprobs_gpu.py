@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from abrun.kernels import linear_logprobs
 from tests.kernels.test_linear_logprobs import (
-    IMPLS,
     Answer,
     Problem,
     check,
@@ -31,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 TILED = ["chunked", "triton"]
+IMPLS = ["logits", *TILED]
 
 
 def on_gpu(problem: Problem) -> Problem:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from abrun.kernels import grid, linear, linear_logprobs, linear_policy_loss
 from abrun.rl.losses import clipped_policy_loss, kl_penalty
+from tests.conftest import needs_interpreter
 from tests.kernels.test_linear_logprobs import (
     DTYPES,
     EPSILON,
     IGNORE,
     IMPLS,
     SETTINGS,
+    TILED,
     Answer,
     Problem,
     check,
@@ -27,8 +29,6 @@ from tests.kernels.test_linear_logprobs import (
     rounding,
 )
 from tests.spawn import run_ranks
-
-TILED = ["chunked", "triton"]
 
 
 def one_pass_answer(problem: Problem, impl: str, **options: Any) -> Answer:
@@ -84,6 +84,7 @@ def test_answer_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> N
         check(answer, oracle, naive, slack | rounding(impl, problem, oracle))
 
 
+@needs_interpreter
 @pytest.mark.parametrize("settings", [{}, {"logit_softcap": 3.0, "temperature": 0.7, "vocab_size": 1600}])
 def test_first_tokens_are_kept_where_d_weight_will_be(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
