@@ -64,6 +64,10 @@ class Tiles(Protocol):
         """The same without a product; what was kept is overwritten, unless it is in a room."""
         ...
 
+    def scale(self, values: Tensor, factor: Tensor) -> Tensor:
+        """values *= factor, one number on their device."""
+        ...
+
 
 class LinearLogprobs(torch.autograd.Function):
     """Forward 2NHV operations, backward 6NHV: the logits are computed a second time."""

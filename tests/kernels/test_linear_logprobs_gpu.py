@@ -205,7 +205,7 @@ def test_capture_in_a_cuda_graph(impl: str) -> None:
         assert torch.equal(replayed, fresh)
 
 
-def test_triton_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_needs_a_gpu() -> None:
     problem = make_problem(7, 151)
     with pytest.raises(ValueError, match="'triton' runs on a CUDA device, not on 'cpu'"):
         kernel_answer(problem, "triton")
