@@ -11,7 +11,8 @@ import yaml
 
 from abrun.errors import RecipeError
 from abrun.plan import make_plan
-from abrun.recipe import RunConfig, _Loader, dotted, load_recipe, merge, nested, parse_primary
+from abrun.recipe import RunConfig, dotted, load_recipe, merge, nested, parse_primary
+from abrun.recipe.reading import Loader
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
@@ -117,7 +118,7 @@ def test_the_fused_paths_take_all_that_fits_them(impl: str) -> None:
 
 
 def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path) -> None:
-    tree = yaml.load(SMALL.read_text(), _Loader)
+    tree = yaml.load(SMALL.read_text(), Loader)
     path = tmp_path / "arms.yaml"
     for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}):
         path.write_text(yaml.safe_dump(tree | {"arms": arms}))
@@ -312,7 +313,7 @@ def corrupt(text: str, draw: random.Random) -> bytes:
 def test_fuzz(path: Path, tmp_path: Path) -> None:
     draw = random.Random(f"abrun {path.stem}")
     text = path.read_text()
-    tree = yaml.load(text, _Loader)  # as abrun reads it: 1e-3 is a number
+    tree = yaml.load(text, Loader)  # as abrun reads it: 1e-3 is a number
     shutil.copytree(path.parent, tmp_path / "recipes")  # with what its `defaults:` name
     target = tmp_path / "recipes" / path.name
     outcomes = {"planned": 0, "refused": 0}
