@@ -1,0 +1,61 @@
+"""Metrics as arrays: what every source of runs is read into. Imports nothing of abrun but its errors."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Steps = NDArray[np.int64]
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """One metric of one run, at the steps where it was recorded.
+
+    A NaN among the values was recorded as NaN; a step at which nothing was recorded is not among the steps.
+    """
+
+    steps: Steps  # [S] strictly ascending
+    values: Array  # [S]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def at(self, step: int) -> float | None:
+        """The value at a step, None where there is none."""
+        index = int(np.searchsorted(self.steps, step))
+        found = index < len(self.steps) and self.steps[index] == step
+        return float(self.values[index]) if found else None
+
+
+NO_SERIES = Series(np.empty(0, np.int64), np.empty(0))
+
+
+def by_step(steps: Sequence[int] | Steps, values: Sequence[float] | Array) -> tuple[Series, int]:
+    """A series from points in the order they were written, and how many were replaced by a later one.
+
+    Where a step comes twice (a resumed run, say) the last value counts.
+    """
+    all_steps, all_values = np.asarray(steps, np.int64), np.asarray(values, np.float64)
+    if len(all_steps) < 2 or (np.diff(all_steps) > 0).all():
+        return Series(all_steps, all_values), 0
+    order = np.argsort(all_steps, kind="stable")
+    last = np.append(np.diff(all_steps[order]) > 0, True)
+    kept = order[last]
+    return Series(all_steps[kept], all_values[kept]), len(all_steps) - len(kept)
+
+
+def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, Series], int]:
+    """A series a key of (step, row) pairs, and how many points a later one replaced; None is no value."""
+    points: dict[str, tuple[list[int], list[float]]] = {}
+    for step, row in rows:
+        for key, value in row.items():
+            if value is not None:
+                steps, values = points.setdefault(key, ([], []))
+                steps.append(step)
+                values.append(value)
+    series = {key: by_step(*one) for key, one in points.items()}
+    return {key: one for key, (one, _) in series.items()}, sum(replaced for _, replaced in series.values())
