@@ -1,15 +1,18 @@
-"""Paired equivalence testing: when arms may be called the same, and how many pairs that takes.
+"""Equivalence testing: when arms may be called the same, and how many pairs that takes.
 
-Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed. Pure
+Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed, for a
+margin in units of the metric; Wellek's exact test (Testing Statistical Hypotheses of Equivalence and
+Noninferiority, 2nd ed. 2010, section 6.1) for a margin in units of the unknown spread over seeds. Pure
 functions on arrays: planning uses them before the runs, the verdict after.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special, stats
+from scipy import special  # scipy.stats would take a second to import
 
 ALPHA = 0.05
 MOST_PAIRS = 1000  # beyond this nobody runs them: "more than" is answer enough
@@ -55,8 +58,8 @@ def paired_tost(
         p_tost, p_difference = float(abs(mean) >= margin), float(mean == 0)
     else:
         standard_error, freedom = sd / math.sqrt(len(difference)), len(difference) - 1
-        p_tost = float(stats.t.sf((margin - abs(mean)) / standard_error, freedom))
-        p_difference = float(2 * stats.t.sf(abs(mean) / standard_error, freedom))
+        p_tost = float(special.stdtr(freedom, (abs(mean) - margin) / standard_error))
+        p_difference = float(2 * special.stdtr(freedom, -abs(mean) / standard_error))
     return PairedTost(
         num_pairs=len(difference),
         mean_difference=mean,
@@ -68,6 +71,80 @@ def paired_tost(
         pair_correlation=_correlation(left, right),
         equivalent=p_tost < alpha,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmaTest:
+    """What two arms say about |mean difference| < k sigma; sigma is their own, unknown, spread over seeds."""
+
+    num_pairs: int
+    sigma: float  # pooled over both arms, n - 1 in each denominator
+    p_equivalence: float
+    certified_sigmas: float  # the smallest k that would have passed; inf where no k would
+    equivalent: bool
+
+
+def sigma_test(baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA) -> SigmaTest:
+    """Wellek's exact two-sample test: equivalent iff |t| < sqrt(F^-1(alpha; 1, 2n - 2, n sigmas^2 / 2)).
+
+    F is the noncentral F distribution, t the pooled two-sample statistic. Exact where the arms are
+    independent; where seeds correlate them, t varies less and the test keeps its level. Multiplying the same
+    data's sigma into a margin for TOST would not: that margin is random. Raises ValueError as `paired_tost`.
+    """
+    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
+    if left.ndim != 1 or left.shape != right.shape or len(left) < 2:
+        raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
+    if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
+        raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
+    num_pairs = len(left)
+    sigma = math.sqrt((mean_and_sd(left)[1] ** 2 + mean_and_sd(right)[1] ** 2) / 2)
+    difference = mean_and_sd(right)[0] - mean_and_sd(left)[0]
+    if sigma == 0:
+        p_value, certified = float(difference != 0), 0.0 if difference == 0 else math.inf
+    else:
+        f = difference**2 / sigma**2 * num_pairs / 2
+        p_value = _p_of_sigmas(f, num_pairs, sigmas)
+        certified = _certified_sigmas(f, num_pairs, alpha)
+    return SigmaTest(
+        num_pairs=num_pairs,
+        sigma=sigma,
+        p_equivalence=p_value,
+        certified_sigmas=certified,
+        equivalent=p_value < alpha,
+    )
+
+
+def sigma_power(sigmas: float, num_pairs: int, alpha: float = ALPHA) -> float:
+    """P(`sigma_test` passes) for equal, independent, normal arms; correlated arms pass more often."""
+    if num_pairs < 2:
+        return 0.0
+    freedom = 2 * num_pairs - 2
+    critical = float(special.ncfdtri(1, freedom, num_pairs * sigmas**2 / 2, alpha))
+    return float(special.fdtr(1, freedom, critical))
+
+
+def sigma_pairs_needed(
+    sigmas: float, target: float = 0.8, alpha: float = ALPHA, most: int = MOST_PAIRS
+) -> int | None:
+    """The fewest pairs for which `sigma_power` is at least `target`; None beyond `most`."""
+    return _fewest(lambda pairs: sigma_power(sigmas, pairs, alpha), target, most)
+
+
+def _p_of_sigmas(f: float, num_pairs: int, sigmas: float) -> float:
+    return float(special.ncfdtr(1, 2 * num_pairs - 2, num_pairs * sigmas**2 / 2, f))
+
+
+def _certified_sigmas(f: float, num_pairs: int, alpha: float) -> float:
+    """Where `_p_of_sigmas` falls to alpha, by bisection: it is continuous and decreases with sigmas."""
+    low, high = 0.0, 1.0
+    if _p_of_sigmas(f, num_pairs, low) <= alpha:
+        return 0.0
+    while _p_of_sigmas(f, num_pairs, high) > alpha:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _p_of_sigmas(f, num_pairs, middle) > alpha else (low, middle)
+    return high
 
 
 def holm(p_values: ArrayLike) -> list[float]:
@@ -91,14 +168,14 @@ def t_interval(values: ArrayLike, confidence: float) -> tuple[float, float]:
     """Student's t interval of a mean. (Bootstrap percentiles cover 84 %, not 95 %, at n = 5.)"""
     sample = np.asarray(values, float)
     mean, sd = mean_and_sd(sample)
-    reach = float(stats.t.ppf(0.5 + confidence / 2, len(sample) - 1)) * sd / math.sqrt(len(sample))
+    reach = float(special.stdtrit(len(sample) - 1, 0.5 + confidence / 2)) * sd / math.sqrt(len(sample))
     return mean - reach, mean + reach
 
 
 def sd_interval(sd: float, num_pairs: int, confidence: float = 0.9) -> tuple[float, float]:
     """Chi-square interval of a standard deviation estimated from `num_pairs` normal differences."""
     freedom = num_pairs - 1
-    tails = stats.chi2.ppf([0.5 + confidence / 2, 0.5 - confidence / 2], freedom)
+    tails = special.chdtri(freedom, np.array([0.5 - confidence / 2, 0.5 + confidence / 2]))
     low, high = sd * np.sqrt(freedom / tails)
     return float(low), float(high)
 
@@ -161,15 +238,18 @@ def pairs_needed(
     margin: float, sd_difference: float, target: float = 0.8, alpha: float = ALPHA, most: int = MOST_PAIRS
 ) -> int | None:
     """The fewest pairs with power `target` if the arms are truly equal; None beyond `most`."""
+    return _fewest(lambda pairs: power_at(margin, sd_difference, pairs, alpha), target, most)
+
+
+def _fewest(power_with: Callable[[int], float], target: float, most: int) -> int | None:
     low, high = 1, 2
-    while power_at(margin, sd_difference, high, alpha) < target:
+    while power_with(high) < target:
         if high >= most:
             return None
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        enough = power_at(margin, sd_difference, middle, alpha) >= target
-        low, high = (low, middle) if enough else (middle, high)
+        low, high = (low, middle) if power_with(middle) >= target else (middle, high)
     return high
 
 

@@ -11,6 +11,7 @@
         result.json       the run is finished                        written by the trainer, last
         metrics.jsonl     one line a step                            appended by the trainer
         events.jsonl      started, resumed, checkpoint, failed, ...  appended by the trainer
+        metrics.npz       a cache of metrics.jsonl                   written by whoever compares
         stdout.log, checkpoints/
     runs/warm-starts/<hash>/                  a run directory too: steps shared by all arms and seeds
 
@@ -25,21 +26,27 @@ import math
 import os
 import socket
 import time
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+import orjson
 
 from abrun.errors import StoreError
 from abrun.plan import RunName
-
-if TYPE_CHECKING:
-    import pandas as pd
+from abrun.series import Series, Steps, from_rows
 
 SCHEMA_VERSION = 1
 WARM_STARTS = "warm-starts"
 LOCK = "launcher.lock"
 STALLED_AFTER_S = 600.0
+METRICS_CACHE = "metrics.npz"
+CACHE_VERSION = 1
+NOT_METRICS = ("step", "attempt", "time_s")
+NOT_NUMBERS = (b"null", b"true", b"false")
 
 Status = Literal["pending", "running", "stalled", "finished", "failed", "interrupted"]
 
@@ -167,7 +174,7 @@ class LineReader:
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            row = json.loads(line)
+            row = orjson.loads(line)
         except ValueError:
             row = None
         if not isinstance(row, dict):
@@ -179,22 +186,118 @@ class LineReader:
         return {key: _decode(value) for key, value in row.items()}
 
 
-def read_metrics(directory: Path) -> "pd.DataFrame":
-    """The metrics of one run: index `step`, a column a key; where a step ran twice the last attempt wins."""
-    import pandas as pd
+def read_metrics(directory: Path) -> dict[str, Series]:
+    """The metrics of one run. Rows of one step and attempt add up; of several attempts the last one counts.
 
-    path = directory / "metrics.jsonl"
+    Parsed numbers of a finished run are kept in a cache beside the file, which may be deleted at any time.
+    Raises StoreError naming file and line where a row is corrupt.
+    """
+    path, cache = directory / "metrics.jsonl", directory / METRICS_CACHE
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return {}
+    key = [state.st_size, state.st_mtime_ns]
+    metrics = _cached(cache, key)
+    if metrics is None:
+        metrics = _parsed(path)
+        if (directory / "result.json").is_file():
+            _write_cache(cache, key, metrics)
+    return metrics
+
+
+def _parsed(path: Path) -> dict[str, Series]:
+    content = path.read_bytes()
+    content = content[: content.rfind(b"\n") + 1]  # without the torn last line of a writer at work, or killed
+    return _rows_of_numbers(content) or _rows_of_anything(path)
+
+
+def _rows_of_numbers(content: bytes) -> dict[str, Series] | None:
+    """The usual file, quickly: every row has the same keys, holds numbers alone, and comes after the last."""
+    try:
+        rows = orjson.loads(b"[" + b",".join(content.splitlines()) + b"]")
+        names = list(rows[0])
+        if content.count(b'"') != 2 * len(rows) * len(names) or any(word in content for word in NOT_NUMBERS):
+            return None
+        if "step" not in names or any(list(row) != names for row in rows):
+            return None
+        values = np.array([list(row.values()) for row in rows], dtype=np.float64).T.copy()  # [M, S]
+    except (ValueError, TypeError, IndexError, AttributeError):
+        return None
+    steps = values[names.index("step")]
+    whole = steps.astype(np.int64)
+    if (whole != steps).any() or (np.diff(whole) <= 0).any():
+        return None
+    return {
+        name: Series(whole, row) for name, row in zip(names, values, strict=True) if name not in NOT_METRICS
+    }
+
+
+def _rows_of_anything(path: Path) -> dict[str, Series]:
     rows: dict[int, dict[str, Any]] = {}
+    attempts: dict[int, int] = {}
     for number, row in enumerate(read_lines(path), 1):
         step, attempt = row.get("step"), row.get("attempt", 1)
-        if not isinstance(step, int) or not isinstance(attempt, int):
+        if type(step) is not int or type(attempt) is not int:
             raise StoreError(
                 f"{path}, line {number}: got step {step!r}, attempt {attempt!r}; both are whole numbers"
             )
-        if step not in rows or attempt >= rows[step].get("attempt", 1):
-            rows[step] = row
-    frame = pd.DataFrame.from_records([rows[step] for step in sorted(rows)])
-    return frame.set_index("step") if len(frame) else pd.DataFrame(index=pd.Index([], name="step"))
+        metrics = {key: value for key, value in row.items() if key not in NOT_METRICS}
+        wrong = [key for key, value in metrics.items() if value is not None and not _is_number(value)]
+        if wrong:
+            raise StoreError(
+                f"{path}, line {number}: {wrong[0]}: got {metrics[wrong[0]]!r}; a number is expected: "
+                "mend the trainer that wrote it and run again"
+            )
+        if step not in rows or attempt > attempts[step]:
+            rows[step], attempts[step] = metrics, attempt
+        elif attempt == attempts[step]:
+            rows[step].update(metrics)
+    return from_rows(sorted(rows.items()))[0]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cached(cache: Path, key: list[int]) -> dict[str, Series] | None:
+    try:
+        with np.load(cache, allow_pickle=False) as stored:
+            if stored["key"].tolist() != [CACHE_VERSION, *key]:
+                return None
+            grids = [stored[f"steps-{index}"] for index in range(int(stored["num_grids"]))]
+            owners = zip(stored["names"].tolist(), stored["grid_of"].tolist(), strict=True)
+            values, start, metrics = stored["values"], 0, {}
+            for name, grid in owners:
+                end = start + len(grids[grid])
+                metrics[name] = Series(grids[grid], values[start:end])
+                start = end
+            return metrics
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None  # none there, another version's, or torn: the JSON lines are the truth
+
+
+def _write_cache(cache: Path, key: list[int], metrics: Mapping[str, Series]) -> None:
+    grids: dict[bytes, tuple[int, Steps]] = {}
+    grid_of = []
+    for series in metrics.values():
+        grid, _ = grids.setdefault(series.steps.tobytes(), (len(grids), series.steps))
+        grid_of.append(grid)
+    content = {
+        "key": np.array([CACHE_VERSION, *key]),
+        "names": np.array(list(metrics), dtype=str),
+        "grid_of": np.array(grid_of, dtype=np.int64),
+        "num_grids": np.array(len(grids)),
+        "values": np.concatenate([np.empty(0), *(series.values for series in metrics.values())]),
+        **{f"steps-{index}": steps for index, steps in grids.values()},
+    }
+    partial = cache.with_name(f".{cache.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.savez(file, **content)
+        partial.replace(cache)
+    except OSError:  # a full disk or somebody else's folder: the next reader parses again
+        partial.unlink(missing_ok=True)
 
 
 def open_experiment(experiment_dir: Path) -> dict[str, Any]:

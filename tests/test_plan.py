@@ -67,6 +67,6 @@ def test_a_warm_start_that_would_come_out_otherwise_has_another_key(override: st
 
 
 def test_the_compare_hash_is_of_the_comparison_alone() -> None:
-    assert compare_hash(plan_of("steps=9").recipe) == compare_hash(plan_of().recipe)
+    assert compare_hash(plan_of("steps=9").recipe.compare) == compare_hash(plan_of().recipe.compare)
     other = plan_of("compare.primary=[{metric: train/reward, margin: 0.06}]")
-    assert compare_hash(other.recipe) != compare_hash(plan_of().recipe)
+    assert compare_hash(other.recipe.compare) != compare_hash(plan_of().recipe.compare)

@@ -85,11 +85,10 @@ def test_metrics_are_by_step_and_the_last_attempt_wins(tmp_path: Path) -> None:
         writer.write({"step": step, "attempt": attempt, "train/reward": reward})
     writer.write({"step": 4, "attempt": 1, "train/reward": 9.0})  # a zombie's: an older attempt never wins
     writer.close()
-    frame = store.read_metrics(tmp_path)
-    assert list(frame.index) == [1, 2, 3, 4]
-    assert frame["train/reward"].tolist() == pytest.approx([0.1, 0.22, math.nan, 0.44], nan_ok=True)
-    empty = store.read_metrics(tmp_path / "nowhere")
-    assert len(empty) == 0 and empty.index.name == "step"
+    reward = store.read_metrics(tmp_path)["train/reward"]
+    assert reward.steps.tolist() == [1, 2, 3, 4]
+    assert reward.values.tolist() == pytest.approx([0.1, 0.22, math.nan, 0.44], nan_ok=True)
+    assert store.read_metrics(tmp_path / "nowhere") == {}
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path) -> None:

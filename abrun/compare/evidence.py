@@ -7,19 +7,30 @@ from typing import Literal
 
 import numpy as np
 
+from abrun.compare.experiment import Pair, Reference, Run, stack, stack_pairs, union, window_bounds
 from abrun.compare.metrics import (
     TOKEN_MULT_PROB_ERROR,
-    Array,
     Transform,
     default_reduction,
     default_transform,
     reduced,
     transformed,
 )
-from abrun.compare.sources import Pair, Run, Steps, stack, stack_pairs, window_bounds
-from abrun.equivalence import ALPHA, holm, paired_tost, pairs_needed, pairs_needed_range, power_at
+from abrun.equivalence import (
+    ALPHA,
+    holm,
+    paired_tost,
+    pairs_needed,
+    pairs_needed_range,
+    power_at,
+    sigma_pairs_needed,
+    sigma_power,
+    sigma_test,
+    t_interval,
+)
 from abrun.errors import ComparisonError
 from abrun.recipe import Compare, Primary
+from abrun.series import Array, Steps
 
 STEP_ONE_METRICS = (
     "train/reward",
@@ -73,6 +84,15 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """How far arms may differ and still be called equivalent: absolute, or in the runs' own sigmas."""
+
+    absolute: float | None  # in units of the transformed metric
+    sigmas: float | None  # of the runs' own spread over seeds, where absolute is None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrimaryResult:
     """T3 for one declared claim. Summaries and differences are in units of the transformed metric."""
 
@@ -83,16 +103,24 @@ class PrimaryResult:
     num_steps: int  # steps in it at which the metric was recorded by every pair
     transform: Transform
     reduction: Literal["mean", "median"]
-    margin: float
+    test: Literal["paired TOST", "exact sigma test"]
+    margin: float | None  # None: in sigmas, whose size only the exact test's estimate knows
+    margin_sigmas: float | None
+    margin_text: str
+    alpha: float  # of each one-sided test: 0.05, or this look's share of it
     num_pairs: int
     seeds: tuple[int, ...]
+    differences: tuple[float, ...] = ()  # treatment - baseline, by seed
     baseline_mean: float | None = None
     baseline_sd: float | None = None
     treatment_mean: float | None = None
     mean_difference: float | None = None
     sd_difference: float | None = None
     ci90: tuple[float, float] | None = None
-    certified_bound: float | None = None
+    interval: tuple[float, float] | None = None  # level 1 - 2 alpha: what the margin is compared with
+    certified_bound: float | None = None  # the smallest margin that would have passed
+    certified_sigmas: float | None = None  # the same in sigmas, for a margin in sigmas
+    p_equivalence: float | None = None
     p_tost: float | None = None
     p_difference: float | None = None
     p_difference_holm: float | None = None
@@ -109,8 +137,10 @@ class PrimaryResult:
 def step_one(arm: str, pairs: Sequence[Pair], compare: Compare) -> list[StepOne]:
     """T1 for every metric of the list that the first step of some pair has in both arms.
 
-    A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`.
+    A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`. Nothing
+    where the first recorded step is a later one than 1: updates have been made by then.
     """
+    pairs = [pair for pair in pairs if first_step(pair.baseline) <= 1]
     found = (_step_one(arm, pairs, metric, compare) for metric in STEP_ONE_METRICS)
     return [one for one in found if one]
 
@@ -135,7 +165,7 @@ def _step_one(arm: str, pairs: Sequence[Pair], metric: str, compare: Compare) ->
     return StepOne(
         arm=arm,
         metric=metric,
-        step=int(pair.baseline.steps[0]),
+        step=first_step(pair.baseline),
         seed=pair.seed,
         num_pairs=len(deviations),
         baseline=baseline,
@@ -148,11 +178,14 @@ def _step_one(arm: str, pairs: Sequence[Pair], metric: str, compare: Compare) ->
     )
 
 
+def first_step(run: Run) -> int:
+    """The first step of a run's training; 0 where it has none. (Evaluations may come before.)"""
+    return min((int(run.series(one).steps[0]) for one in STEP_ONE_METRICS if len(run.series(one))), default=0)
+
+
 def _first_values(baseline: Run, other: Run, metric: str) -> tuple[float, float] | None:
-    if not len(baseline.steps):
-        return None
-    first = int(baseline.steps[0])
-    left, right = baseline.series(metric).get(first), other.series(metric).get(first)
+    first = first_step(baseline)
+    left, right = baseline.series(metric).at(first), other.series(metric).at(first)
     return None if left is None or right is None else (left, right)
 
 
@@ -170,8 +203,8 @@ def _scale(baseline: Run, metric: str, left: float, right: float) -> float:
     if metric == "train/loss":
         # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel: what was rounded are the
         # terms, as large as the largest advantage (about 1 where they are normalised).
-        first = int(baseline.steps[0])
-        ends = [baseline.series(f"train/advantages/{end}").get(first) for end in ("min", "max")]
+        first = first_step(baseline)
+        ends = [baseline.series(f"train/advantages/{end}").at(first) for end in ("min", "max")]
         terms = max((abs(end) for end in ends if end is not None and math.isfinite(end)), default=1.0)
         return max(size, terms)
     return size
@@ -180,7 +213,10 @@ def _scale(baseline: Run, metric: str, left: float, right: float) -> float:
 def _tolerance(pair: Pair, compare: Compare, aa_deviation: float | None) -> tuple[float, str]:
     if compare.step_one_tolerance is not None:
         return compare.step_one_tolerance, "recipe"
-    dtypes = {str(run.config.get("policy.dtype")) for run in (pair.baseline, pair.treatment)}
+    # A foreign framework's precision is not known, and is most often bfloat16.
+    dtypes = {
+        str((run.config or {}).get("policy.dtype", "bfloat16")) for run in (pair.baseline, pair.treatment)
+    }
     coarsest = max(dtypes, key=lambda dtype: ROUNDING.get(dtype, 0.0))
     rounding = ROUNDING.get(coarsest, ROUNDING["float32"])
     if aa_deviation is not None and 3 * aa_deviation > rounding and math.isfinite(aa_deviation):
@@ -246,19 +282,45 @@ def _noise(repeat: tuple[Run, Run], metric: str, steps: Steps) -> Array | None:
 # --- T3 ---
 
 
-def judge_primaries(
-    arm: str, pairs: Sequence[Pair], primaries: Sequence[Primary], grid: Steps
-) -> list[PrimaryResult]:
-    """T3 for every declared claim, over the pairs of which both runs finished with finite values.
+def resolved_margin(primary: Primary, reference: Reference | None) -> Margin:
+    """A claim's margin in numbers. Raises ComparisonError where the reference does not know its sigma."""
+    if primary.sigmas is None:
+        return Margin(absolute=float(primary.margin), sigmas=None, text=f"±{primary.margin:g}")
+    text = f"±{primary.sigmas:g} sigma"
+    if reference is None:
+        return Margin(absolute=None, sigmas=primary.sigmas, text=f"{text} of these runs (exact test)")
+    if not any(
+        (c.metric, c.window, c.transform) == (primary.metric, primary.window, primary.transform)
+        for c in reference.claims
+    ):
+        known = ", ".join(f"{claim.metric} over {claim.window}" for claim in reference.claims)
+        raise ComparisonError(
+            f"{primary.metric}: margin: got {primary.margin!r} over {primary.window!r}, of which the "
+            f"reference {reference.name!r} knows no sigma; it holds: {known}"
+        )
+    grid = union(run.steps for run in reference.runs)
+    first, last = window_bounds(primary.window, grid, primary.metric)
+    steps, values = stack(reference.runs, primary.metric)
+    sigma = float(summaries(values[:, (first <= steps) & (steps <= last)], primary).std(ddof=1))
+    if not sigma > 0:
+        raise ComparisonError(
+            f"{primary.metric}: margin: got {primary.margin!r}, and the reference {reference.name!r} has no "
+            "spread over seeds to measure it in; give an absolute margin"
+        )
+    margin = primary.sigmas * sigma
+    return Margin(
+        absolute=margin, sigmas=None, text=f"±{margin:.3g} ({primary.sigmas:g} sigma of {reference.name})"
+    )
 
-    Equivalence is an intersection-union test: every claim at full alpha, no correction. Differences are many
-    looks at one experiment: Holm over the claims.
+
+def judge_primary(
+    arm: str, pairs: Sequence[Pair], primary: Primary, margin: Margin, grid: Steps, alpha: float = ALPHA
+) -> PrimaryResult:
+    """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
+
+    Equivalence is an intersection-union test: every claim at full alpha, no correction. Raises
+    ComparisonError for an empty window.
     """
-    return with_holm([judge_primary(arm, pairs, primary, grid) for primary in primaries])
-
-
-def judge_primary(arm: str, pairs: Sequence[Pair], primary: Primary, grid: Steps) -> PrimaryResult:
-    """T3 for one claim, before the correction over claims. Raises ComparisonError for an empty window."""
     metric, finished = primary.metric, [pair for pair in pairs if pair.finished]
     transform = primary.transform or default_transform(metric)
     bounds = window_bounds(primary.window, grid, metric) if len(grid) else None
@@ -273,14 +335,23 @@ def judge_primary(arm: str, pairs: Sequence[Pair], primary: Primary, grid: Steps
         num_steps=len(steps),
         transform=transform,
         reduction=default_reduction(metric),
-        margin=primary.margin,
+        test="exact sigma test" if margin.absolute is None else "paired TOST",
+        margin=margin.absolute,
+        margin_sigmas=margin.sigmas,
+        margin_text=margin.text,
+        alpha=alpha,
         num_pairs=len(seeds),
         seeds=tuple(seeds),
     )
     if not seeds:
         return result
-    summaries = (reduced(transformed(x[usable], transform, metric), metric) for x in (baseline, treatment))
-    return with_statistics(result, *summaries)
+    return with_statistics(result, *(summaries(x[usable], primary) for x in (baseline, treatment)))
+
+
+def summaries(values: Array, primary: Primary) -> Array:
+    """One number a run [R] of a claim's values in its window [R, W]."""
+    transform = primary.transform or default_transform(primary.metric)
+    return reduced(transformed(values, transform, primary.metric), primary.metric)
 
 
 def _in_window(
@@ -290,8 +361,8 @@ def _in_window(
     steps, baseline, treatment = stack_pairs(pairs, primary.metric)
     first, last = bounds or (0, 0)
     inside = (steps >= first) & (steps <= last)
-    recorded = sorted({step for pair in pairs for step in pair.baseline.series(primary.metric)})
-    if recorded and not any(first <= step <= last for step in recorded):
+    recorded = union(pair.baseline.series(primary.metric).steps for pair in pairs)
+    if len(recorded) and not ((first <= recorded) & (recorded <= last)).any():
         raise ComparisonError(
             f"{primary.metric}: window: got {primary.window!r}, which selects none of the {len(recorded)} "
             f"steps {recorded[0]}-{recorded[-1]} at which it was recorded; use a wider window, such as 'all'"
@@ -303,35 +374,60 @@ def with_statistics(result: PrimaryResult, baseline: Array, treatment: Array) ->
     """A result filled in from one summary a pair; with fewer than two pairs there is nothing to test."""
     if len(baseline) < 2:
         return result
-    tost = paired_tost(baseline, treatment, result.margin)
-    sd = tost.sd_difference
-    return replace(
+    # The margin is not yet looked at: mean, intervals and correlation are the same for any.
+    tost = paired_tost(baseline, treatment, result.margin or 1.0, result.alpha)
+    result = replace(
         result,
+        differences=tuple((treatment - baseline).tolist()),
         baseline_mean=float(baseline.mean()),
         baseline_sd=float(baseline.std(ddof=1)),
         treatment_mean=float(treatment.mean()),
         mean_difference=tost.mean_difference,
-        sd_difference=sd,
-        ci90=tost.interval,
+        sd_difference=tost.sd_difference,
+        ci90=t_interval(treatment - baseline, 0.9),
+        interval=tost.interval,
         certified_bound=tost.certified_bound,
-        p_tost=tost.p_tost,
         p_difference=tost.p_difference,
         pair_correlation=tost.pair_correlation,
-        power_now=power_at(result.margin, sd, tost.num_pairs),
-        pairs_needed=pairs_needed(result.margin, sd),
-        pairs_needed_range=pairs_needed_range(result.margin, sd, tost.num_pairs),
+    )
+    if result.margin is None:
+        assert result.margin_sigmas is not None
+        exact = sigma_test(baseline, treatment, result.margin_sigmas, result.alpha)
+        needed = sigma_pairs_needed(result.margin_sigmas, alpha=result.alpha)
+        return replace(
+            result,
+            margin=result.margin_sigmas * exact.sigma,
+            certified_sigmas=exact.certified_sigmas,
+            p_equivalence=exact.p_equivalence,
+            power_now=sigma_power(result.margin_sigmas, exact.num_pairs, result.alpha),
+            pairs_needed=needed,
+            pairs_needed_range=(needed, needed),
+            result="equivalent" if exact.equivalent else "undecided",
+        )
+    sd, margin, alpha = tost.sd_difference, result.margin, result.alpha
+    return replace(
+        result,
+        p_equivalence=tost.p_tost,
+        p_tost=tost.p_tost,
+        power_now=power_at(margin, sd, tost.num_pairs, alpha),
+        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
+        pairs_needed_range=pairs_needed_range(margin, sd, tost.num_pairs, alpha=alpha),
         result="equivalent" if tost.equivalent else "undecided",
     )
 
 
 def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
-    """Holm-corrected p-values, and "different" where one is below alpha with a mean beyond the margin."""
+    """Holm-corrected p-values, and "different" where one is below alpha with a mean beyond the margin.
+
+    Differences are many looks at one experiment: the family is every claim of every treatment.
+    """
     corrected = iter(holm([result.p_difference for result in results if result.p_difference is not None]))
     final = []
     for result in results:
         if result.p_difference is not None and result.mean_difference is not None:
             p_holm = next(corrected)
-            beyond = p_holm < ALPHA and abs(result.mean_difference) > result.margin
+            assert result.margin is not None
+            beyond = p_holm < result.alpha and abs(result.mean_difference) > result.margin
             result = replace(
                 result, p_difference_holm=p_holm, result="different" if beyond else result.result
             )

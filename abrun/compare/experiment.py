@@ -22,10 +22,13 @@ class Run:
     place: str  # where it was read, for people
     status: Status | Literal["missing", "unknown"]  # unknown: the source does not say whether it finished
     failure: str = ""  # how it ended, where it failed
-    identity: Mapping[str, Any] | None = None  # arm, seed, rerun as its own files state them; None: they do not
+    identity: Mapping[str, Any] | None = (
+        None  # arm, seed, rerun as its own files state them; None: they do not
+    )
     config: Mapping[str, Any] | None = None  # resolved, dotted; None: the source does not say
     environment: Mapping[str, Any] | None = None  # versions, devices, prompts; None: the source does not say
     metrics: Mapping[str, Series]
+    thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
 
     @property
@@ -68,6 +71,15 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reference:
+    """A frozen ensemble: runs of one arm, and the claims whose windows it holds in full."""
+
+    name: str
+    claims: tuple[Primary, ...]
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Experiment:
     """Arms to compare, and what was declared about them before they ran, if anything was."""
 
@@ -76,8 +88,13 @@ class Experiment:
     compare: Compare
     runs: Mapping[RunName, Run]
     # Of an experiment that abrun launched; None: nothing was declared before the runs.
-    treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = None  # arm -> key -> [baseline's, arm's]
+    treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = (
+        None  # arm -> key -> [baseline's, arm's]
+    )
     launched_compare_sha256: str | None = None
+    launched_pairs: int = 0
+    reference: Reference | None = None
+    regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property
     def baseline(self) -> str:

@@ -7,10 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.metrics import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, Array
-from abrun.compare.sources import Pair, Run
+from abrun.compare.experiment import Pair, Run
+from abrun.compare.metrics import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR
 from abrun.equivalence import t_interval
 from abrun.recipe import Guards
+from abrun.series import Array
 
 # "baseline too": the treatment breaks a limit that the baseline breaks as well. It is not the cause, so this
 # is no mismatch; but nothing measured on such a run supports a match either.
@@ -93,11 +94,11 @@ def shared_memory_metrics(runs: Sequence[Run], counter: str) -> list[str]:
 
 
 def largest(run: Run, metric: str) -> float:
-    return float(np.max(list(run.series(metric).values())))  # NaN stays NaN
+    return float(run.series(metric).values.max())  # NaN stays NaN
 
 
 def _median_step(run: Run) -> float:
-    return float(np.median(list(run.series(STEP_TIME).values())))
+    return float(np.median(run.series(STEP_TIME).values))
 
 
 def _saving(arm: str, quantity: str, values: Array) -> Saving | None:  # values: [P, 2]
@@ -161,7 +162,9 @@ def _new_non_finite(pair: Pair) -> Iterator[tuple[Run, str, int, float]]:
         step = pair.treatment.first_non_finite(metric)
         baselines = (pair.baseline, *pair.reruns)
         if step is not None and all(run.first_non_finite(metric) is None for run in baselines):
-            yield pair.treatment, metric, step, pair.treatment.series(metric)[step]
+            value = pair.treatment.series(metric).at(step)
+            assert value is not None
+            yield pair.treatment, metric, step, value
 
 
 def _token_mult_prob_error(arm: str, pairs: Sequence[Pair], limits: Guards) -> Iterator[Guard]:
@@ -180,7 +183,7 @@ def _token_mult_prob_error(arm: str, pairs: Sequence[Pair], limits: Guards) -> I
 
 def _finite_errors(runs: Sequence[Run]) -> list[Array]:
     """One array a run that recorded any; NaN has a guard of its own."""
-    values = [np.array(list(run.series(TOKEN_MULT_PROB_ERROR).values())) for run in runs]
+    values = [run.series(TOKEN_MULT_PROB_ERROR).values for run in runs]
     finite = [one[np.isfinite(one)] for one in values]
     return [one for one in finite if len(one)]
 

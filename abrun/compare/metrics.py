@@ -3,12 +3,11 @@
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from abrun.errors import ComparisonError
+from abrun.series import Array
 
 Transform = Literal["identity", "log", "log_excess"]
-Array = NDArray[np.float64]
 
 TOKEN_MULT_PROB_ERROR = "train/token_mult_prob_error"
 STEP_TIME = "timing/train/total_step_time_s"

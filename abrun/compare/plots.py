@@ -15,19 +15,18 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from abrun.compare.evidence import PrimaryResult
+from abrun.compare.experiment import Experiment, Pair, Run, stack, stack_pairs
 from abrun.compare.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
 from abrun.compare.metrics import (
     TOKEN_MULT_PROB_ERROR,
-    Array,
     default_transform,
     difference_unit,
     display_unit,
     reduced,
     transformed,
 )
-from abrun.compare.sources import Experiment, Pair, Run, Steps, stack, stack_pairs
 from abrun.equivalence import t_interval
-from abrun.recipe import BASELINE
+from abrun.series import Array, Steps
 
 # Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -85,7 +84,7 @@ def metric_figure(experiment: Experiment, metric: str, results: Sequence[Primary
             ax, steps[finite], baseline[:, finite], treatment[:, finite], metric, claims, colors[arm]
         )
         note = "; bars are cut off at the edge" if cut else ""
-        ax.set_title(f"{arm} - {BASELINE}, {len(pairs)} pair{'s' * (len(pairs) > 1)}{note}")
+        ax.set_title(f"{arm} - {experiment.baseline}, {len(pairs)} pair{'s' * (len(pairs) > 1)}{note}")
     axes[-1].set_xlabel("optimizer step")
     axes[-1].margins(x=0.02)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -101,7 +100,7 @@ def _finished_pairs(experiment: Experiment, arm: str) -> list[Pair]:
 def arm_curves(experiment: Experiment, metric: str) -> list[Curve]:
     """The finished runs of every arm that recorded the metric, each arm in its colour."""
     curves = []
-    for index, arm in enumerate([BASELINE, *experiment.treatments]):
+    for index, arm in enumerate(experiment.arms):
         runs = [run for run in experiment.arm(arm).values() if run.finished and metric in run.metrics]
         steps, values = stack(runs, metric)
         if len(steps):
@@ -178,7 +177,7 @@ def paired_difference(
 
 def _claim(ax: Axes, claim: PrimaryResult) -> list[float]:
     """Draws a claim's margin zone and interval; returns what the panel must show of it."""
-    if claim.steps is None:
+    if claim.steps is None or claim.margin is None:
         return []
     first, last, margin = claim.steps[0] - 0.5, claim.steps[1] + 0.5, claim.margin
     zone = Rectangle(
@@ -187,7 +186,7 @@ def _claim(ax: Axes, claim: PrimaryResult) -> list[float]:
         2 * margin,
         color=MARGIN_COLOR,
         alpha=0.35,
-        label=f"margin ±{margin:g}",
+        label=f"margin {claim.margin_text}",
     )
     ax.add_patch(zone)
     if claim.ci90 is None:
@@ -217,12 +216,7 @@ def _bar(
 def overview(experiment: Experiment, error_limit: float) -> Figure | None:
     """Trainer against engine log-probs, and peak memory: looked at whichever metrics were declared."""
     errors = arm_curves(experiment, TOKEN_MULT_PROB_ERROR)
-    runs = [
-        run
-        for arm in (BASELINE, *experiment.treatments)
-        for run in experiment.arm(arm).values()
-        if run.finished
-    ]
+    runs = [run for arm in experiment.arms for run in experiment.arm(arm).values() if run.finished]
     counter = shared_peak_counter(runs)
     num_panels = bool(errors) + (counter is not None)
     if not num_panels:
@@ -234,7 +228,7 @@ def overview(experiment: Experiment, error_limit: float) -> Figure | None:
         bands(ax, errors, TOKEN_MULT_PROB_ERROR)
         error_line(ax, error_limit)
     if counter is not None:
-        memory_bars(axes.pop(0), runs, [BASELINE, *experiment.treatments], counter)
+        memory_bars(axes.pop(0), runs, experiment.arms, counter)
     return figure
 
 

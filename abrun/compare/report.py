@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.compare.sources import Experiment
-from abrun.compare.verdict import ArmVerdict
+from abrun.compare.experiment import Experiment
+from abrun.compare.verdict_file import VerdictFile, as_json
 from abrun.errors import ComparisonError
 from abrun.store import write_json
 
@@ -17,24 +17,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
 
-FORMATS = ("json", "markdown", "png", "svg")
+FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 Content = Mapping[str, Any]
 
 
 def write_report(
-    experiment: Experiment,
-    content: Content,  # what verdict.json holds
-    arms: Sequence[ArmVerdict],
-    output: Path,
-    formats: Collection[str],
+    experiment: Experiment, verdict: VerdictFile, output: Path, formats: Collection[str]
 ) -> list[Path]:
     """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written."""
+    content = as_json(verdict)
     files: list[Path] = []
     images = [form for form in ("png", "svg") if form in formats]
     try:
         output.mkdir(parents=True, exist_ok=True)
-        figures = list(_write_figures(experiment, arms, output, images)) if images else []
+        figures = list(_write_figures(experiment, verdict, output, images)) if images else []
+        if "html" in formats:
+            from abrun.compare.page import render_page
+
+            files.append(output / "report.html")
+            files[-1].write_text(render_page(experiment, content), encoding="utf-8")
         if "json" in formats:
             files.append(output / "verdict.json")
             write_json(files[-1], content)
@@ -50,18 +52,17 @@ def write_report(
 
 
 def _write_figures(
-    experiment: Experiment, arms: Sequence[ArmVerdict], output: Path, images: Sequence[str]
+    experiment: Experiment, verdict: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
     from matplotlib import rc_context
 
     from abrun.compare import plots
 
-    results = [result for arm in arms for result in arm.primaries]
     with rc_context(plots.STYLE):
-        for slug, metric in slugs(result.metric for result in results).items():
-            of_metric = [result for result in results if result.metric == metric]
+        for slug, metric in slugs(result.metric for result in verdict.primaries).items():
+            of_metric = [result for result in verdict.primaries if result.metric == metric]
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / slug, images)
-        limit = experiment.recipe.compare.guards.token_mult_prob_error_median
+        limit = experiment.compare.guards.token_mult_prob_error_median
         yield from _save(plots.overview(experiment, limit), output / "overview", images)
 
 
@@ -120,9 +121,11 @@ def _primary_cells(one: Content) -> list[str]:
     ci90 = one["ci90"]
     difference = f"{one['mean_difference']:+.3g} [{ci90[0]:.3g}, {ci90[1]:.3g}]" if ci90 else "-"
     bound = "-" if one["certified_bound"] is None else f"{one['certified_bound']:.3g}"
+    if one["margin_sigmas"] is not None and one["certified_sigmas"] is not None:
+        bound = f"{one['certified_sigmas']:.3g} sigma"
     scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
     metric = f"{one['metric']}{scale}"
-    return [metric, steps, str(one["num_pairs"]), difference, f"±{one['margin']:g}", bound, one["result"]]
+    return [metric, steps, str(one["num_pairs"]), difference, one["margin_text"], bound, one["result"]]
 
 
 def _facts(content: Content) -> Iterator[tuple[str, str]]:
@@ -197,8 +200,9 @@ def _saving(one: Content) -> str:
 # --- terminal ---
 
 
-def terminal_summary(content: Content, files: Sequence[Path]) -> "RenderableType":
+def terminal_summary(verdict: VerdictFile, files: Sequence[Path]) -> "RenderableType":
     """The verdict first, then why, the claims as a table, the rest as lines, the files last."""
+    content = as_json(verdict)
     from rich.console import Group
     from rich.panel import Panel
     from rich.table import Table

@@ -1,14 +1,14 @@
 """INVALID comes first: what must hold before two arms are comparable at all (verdict.md, rule 3)."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
+from abrun.compare.experiment import Experiment, Pair, Run, union, window_bounds
 from abrun.compare.guards import shared_peak_counter
 from abrun.compare.metrics import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR
-from abrun.compare.sources import Experiment, Pair, Run, union_of_steps, window_bounds
-from abrun.recipe import BASELINE, Primary
+from abrun.recipe import Primary, dotted
 
 # What of environment.json must not differ between paired runs. Hosts may.
 ENVIRONMENT = {
@@ -19,38 +19,84 @@ ENVIRONMENT = {
 }
 
 
-def invalid_reasons(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[str]:
+def invalid_reasons(
+    experiment: Experiment, arm: str, num_pairs: int, primaries: Sequence[Primary]
+) -> list[str]:
     """One sentence for each thing that makes this arm and the baseline incomparable; empty: comparable.
 
-    A treatment that failed where its baseline finished is not among them: that is a result (see guards).
+    Of the pairs, the first `num_pairs` must have ended. A treatment that failed where its baseline finished
+    is not among the reasons: that is a result (see guards).
     """
     pairs = experiment.pairs(arm)
-    reruns = [run for run in experiment.runs.values() if run.name.rerun]
-    finished = [run for pair in pairs for run in (pair.baseline, pair.treatment) if run.finished]
-    finished += [run for run in reruns if run.finished]
+    reruns = [run for pair in pairs for run in pair.reruns]
+    needed = pairs[:num_pairs]
+    baselines = [run for pair in needed for run in (pair.baseline, *pair.reruns)]
+    finished = [
+        run for pair in needed for run in (pair.baseline, pair.treatment, *pair.reruns) if run.finished
+    ]
     return [
         *_unpaired(experiment, arm),
-        *_unfinished([pair.baseline for pair in pairs] + reruns, [pair.treatment for pair in pairs]),
+        *_unfinished(baselines, [pair.treatment for pair in needed]),
         *_mistaken([*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]),
         *_config_differences(experiment, arm, pairs, reruns),
-        *_environment_differences(pairs),
-        *_other_steps(finished),
+        *_environment_differences(experiment, pairs),
+        *_other_steps([run for run in finished if not run.thinned]),
         *_missing_metrics(experiment, finished, primaries),
-        *_baseline_not_a_number(experiment, pairs, primaries),
+        *_baseline_not_a_number(experiment, needed, primaries),
     ]
+
+
+def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
+    """What the arm differs in, dotted key -> [baseline's value, the arm's]: as declared, or else as found."""
+    if experiment.treatment_diff is not None:
+        return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
+    pairs = experiment.pairs(arm)
+    found = {
+        key: [values[0][0], values[0][1]]
+        for key, values in _config_values(pairs).items()
+        if _kind(values) == "treatment"
+    }
+    if experiment.regression:
+        for pair in pairs[:1]:
+            left, right = (dotted(_environment(run)) for run in (pair.baseline, pair.treatment))
+            found |= {
+                key: [left.get(key), right.get(key)]
+                for key in (*left, *(key for key in right if key not in left))
+                if left.get(key) != right.get(key) and key != "prompts_sha256"
+            }
+    return found
+
+
+def other_machine(experiment: Experiment, arm: str) -> bool:
+    """Whether a reference was measured with other versions or devices, so that not even step one repeats."""
+    return experiment.regression and any(
+        _environment(pair.baseline) != _environment(pair.treatment) for pair in experiment.pairs(arm)
+    )
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    return {key: (run.environment or {}).get(key) for key in ENVIRONMENT}
 
 
 def coverage(pairs: Sequence[Pair]) -> dict[str, int]:
     """How many steps the finished pairs share, of those that any of them has."""
     finished = [run for pair in pairs if pair.finished for run in (pair.baseline, pair.treatment)]
-    shared = set.intersection(*({int(step) for step in run.steps} for run in finished)) if finished else set()
-    return {"shared_steps": len(shared), "all_steps": len(union_of_steps(finished))}
+    everything = union(run.steps for run in finished)
+    shared = everything
+    for run in finished:
+        shared = np.intersect1d(shared, run.steps, assume_unique=True)
+    return {"shared_steps": len(shared), "all_steps": len(everything)}
 
 
 def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
-    baseline, treatment = experiment.arm(BASELINE), experiment.arm(arm)
+    baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
+    if not baseline.keys() & treatment.keys():
+        yield f"no seed is in both {experiment.baseline} ({_seeds(baseline)}) and {arm} ({_seeds(treatment)})"
+        return
     for seed in sorted(baseline.keys() ^ treatment.keys()):
-        lacking = arm if seed in baseline else BASELINE
+        lacking = arm if seed in baseline else experiment.baseline
+        if experiment.regression and lacking == arm:
+            continue  # a later run may have fewer seeds than the reference
         yield f"unpaired seed {seed}: {lacking} has no run of it; every seed needs both arms"
 
 
@@ -62,14 +108,14 @@ def _unfinished(baselines: Sequence[Run], treatments: Sequence[Run]) -> Iterator
                 "the treatment; mend the cause and launch with --resume"
             )
         elif run.status not in ("finished", "failed"):
-            there = "" if run.directory.is_dir() else "; its directory is missing"
-            yield f"{run} is not finished ({run.status}{there}): launch with --resume"
+            state = "its directory is missing" if run.status == "missing" else run.status
+            yield f"{run} is not finished ({state}): launch with --resume"
 
 
 def _mistaken(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         planned = {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun}
-        if run.directory.is_dir() and run.identity != planned:
+        if run.status != "missing" and run.identity is not None and run.identity != planned:
             states = ", ".join(f"{key} {value}" for key, value in run.identity.items())
             yield f"{run}: its config.json is that of another run ({states}): run directories were exchanged"
 
@@ -80,8 +126,11 @@ def _config_differences(
     """Each run's resolved configuration against one baseline's: the declared treatment, and nothing else."""
     if not pairs:
         return
+    if experiment.treatment_diff is None:
+        yield from _undeclared_differences(pairs)
+        return
     reference = next((pair.baseline for pair in pairs if pair.baseline.config), pairs[0].baseline)
-    declared = {key: values[1] for key, values in experiment.treatment_diff.get(arm, {}).items()}
+    declared = {key: values[1] for key, values in differences(experiment, arm).items()}
     if any(key.split(".")[0] in ("model", "task", "warm_start") for key in declared):
         declared["initial_weights"] = ...  # follows from such a treatment: any value
     for run in [*(pair.baseline for pair in pairs), *reruns]:
@@ -91,7 +140,7 @@ def _config_differences(
 
 
 def _differences(run: Run, reference: Run, declared: dict[str, Any]) -> Iterator[str]:
-    if not run.directory.is_dir():
+    if run.status == "missing" or run.config is None or reference.config is None:
         return  # already said: not finished
     for key in sorted({*run.config, *reference.config}):
         got, expected = run.config.get(key), declared.get(key, reference.config.get(key))
@@ -105,15 +154,56 @@ def _differences(run: Run, reference: Run, declared: dict[str, Any]) -> Iterator
                 )
 
 
-def _environment_differences(pairs: Sequence[Pair]) -> Iterator[str]:
+def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Where nothing was declared: keys that neither follow the arm, nor the seed, nor name the run."""
+    for key, values in _config_values(pairs).items():
+        if _kind(values) == "mixed":
+            shown = ", ".join(
+                f"{pair.baseline} {a!r} / {pair.treatment} {b!r}"
+                for pair, (a, b) in zip(pairs, values, strict=True)
+            )
+            yield f"config {key} differs within an arm, and not by seed: {shown[:300]}"
+
+
+def _config_values(pairs: Sequence[Pair]) -> dict[str, list[tuple[Any, Any]]]:
+    """Dotted key -> its value in both runs of every pair; nothing where a run's configuration is unknown."""
+    known = [(pair.baseline.config, pair.treatment.config) for pair in pairs]
+    keys = sorted({key for both in known for config in both for key in config or {}})
+    if any(config is None for both in known for config in both):
+        return {}
+    return {key: [((a or {}).get(key), (b or {}).get(key)) for a, b in known] for key in keys}
+
+
+def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatment", "run", "mixed"]:
+    """What a configuration key follows, from its values in both runs of every pair."""
+    if all(a == b for a, b in values):
+        return "same" if all(one == values[0] for one in values) else "seed"
+    if all(one == values[0] for one in values):
+        return "treatment"
+    flat = [repr(value) for both in values for value in both]
+    return "run" if len(set(flat)) == len(flat) else "mixed"
+
+
+def _environment_differences(experiment: Experiment, pairs: Sequence[Pair]) -> Iterator[str]:
+    """Rule 3. Against a reference, other versions and devices are what is tested; see `differences`."""
+    keys = {"prompts_sha256": ENVIRONMENT["prompts_sha256"]} if experiment.regression else ENVIRONMENT
     for pair in pairs:
         for run in (pair.treatment, *pair.reruns):
             for one in (pair.baseline, run):
-                if one.finished and one.environment is None:
+                if (
+                    one.status == "finished"
+                    and one.environment is None
+                    and experiment.treatment_diff is not None
+                ):
                     yield f"{one}: environment.json is missing: versions, devices and prompts are unknown"
             if pair.baseline.environment is None or run.environment is None:
                 continue
-            for key, what in ENVIRONMENT.items():
+            for key, what in keys.items():
+                if experiment.treatment_diff is None and None in (
+                    pair.baseline.environment.get(key),
+                    run.environment.get(key),
+                ):
+                    continue  # a framework that does not say: among what was not tested
                 yield from _environment_difference(pair.baseline, run, key, what)
 
 
@@ -139,7 +229,7 @@ def _brief(value: Any) -> str:
 
 
 def _other_steps(finished: Sequence[Run]) -> Iterator[str]:
-    everything = union_of_steps(finished)
+    everything = union(run.steps for run in finished)
     for run in finished:
         if len(run.steps) < len(everything):
             lacking = np.setdiff1d(everything, run.steps)
@@ -153,21 +243,21 @@ def _other_steps(finished: Sequence[Run]) -> Iterator[str]:
 def _missing_metrics(
     experiment: Experiment, finished: Sequence[Run], primaries: Sequence[Primary]
 ) -> Iterator[str]:
-    guards = experiment.recipe.compare.guards
+    guards = experiment.compare.guards
     needed = {primary.metric: "primary" for primary in primaries}
     if guards.step_time_ratio is not None:
         needed.setdefault(STEP_TIME, "guard")
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):
         needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not measuring
     for metric, role in needed.items():
-        grids = {run: set(run.series(metric)) for run in finished}
-        everything = set().union(*grids.values())
-        for run, grid in grids.items():
-            lacking = everything.intersection(run.steps.tolist()) - grid
-            if not grid:
+        everything = union(run.series(metric).steps for run in finished)
+        for run in finished:
+            grid = run.series(metric).steps
+            lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
+            if not len(grid):
                 yield f"missing metric: {run} did not record {metric} ({role})"
-            elif lacking:
-                yield f"missing metric: {run} did not record {metric} ({role}) at step {min(lacking)}"
+            elif len(lacking):
+                yield f"missing metric: {run} did not record {metric} ({role}) at step {lacking[0]}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
 
@@ -183,5 +273,9 @@ def _baseline_not_a_number(
         for pair in pairs:
             step = pair.baseline.first_non_finite(primary.metric, first, last)
             if step is not None:
-                value = pair.baseline.series(primary.metric)[step]
+                value = pair.baseline.series(primary.metric).at(step)
                 yield f"{pair.baseline}: {primary.metric} is {value} at step {step} in the baseline itself"
+
+
+def _seeds(runs: Mapping[int, Run]) -> str:
+    return f"seeds {', '.join(map(str, sorted(runs)))}" if runs else "no runs"

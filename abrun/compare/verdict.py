@@ -10,13 +10,16 @@ from abrun.compare.evidence import (
     PrimaryResult,
     StepOne,
     divergence,
-    judge_primaries,
+    judge_primary,
+    resolved_margin,
     step_one,
+    with_holm,
 )
+from abrun.compare.experiment import Experiment, Pair
 from abrun.compare.guards import Guard, Saving, check_guards, measure_savings
-from abrun.compare.metrics import difference_unit
-from abrun.compare.sources import Experiment
-from abrun.compare.validity import coverage, invalid_reasons
+from abrun.compare.metrics import TOKEN_MULT_PROB_ERROR, difference_unit
+from abrun.compare.validity import coverage, differences, invalid_reasons, other_machine
+from abrun.equivalence import ALPHA
 from abrun.recipe import Primary
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
@@ -26,12 +29,22 @@ _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A verdict taken when that many pairs had ended, at its share of alpha."""
+
+    num_pairs: int
+    alpha: float
+    verdict: Verdict | None = None  # None: not taken yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArmVerdict:
     """One treatment against the baseline."""
 
     arm: str
     verdict: Verdict
     reasons: list[str]
+    not_tested: list[str]
     num_pairs: int  # finished pairs, of
     num_planned_pairs: int
     treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
@@ -41,34 +54,132 @@ class ArmVerdict:
     primaries: list[PrimaryResult]
     guards: list[Guard]
     savings: list[Saving]
+    looks: list[Look]  # empty where none were declared: one verdict over all pairs
 
 
-def judge_arm(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> ArmVerdict:
-    """Gather the evidence for one arm and decide. Raises ComparisonError where a claim cannot be read."""
-    pairs = experiment.pairs(arm)
-    compare = experiment.recipe.compare
-    invalid = invalid_reasons(experiment, arm, primaries)
+def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdict]:
+    """Gather the evidence for every treatment and decide. Raises ComparisonError for a claim it cannot read.
+
+    With looks declared, the first that decides stands: each has alpha / number of looks, so that all of them
+    together err no more often than one verdict would (Bonferroni).
+    """
+    margins = [resolved_margin(primary, experiment.reference) for primary in primaries]
+    arms = experiment.treatments
+    planned = looks_of(experiment)
+    taken = [look for look in planned if all(_ended(experiment, arm, look) for arm in arms)] or planned[:1]
+    judged: dict[str, ArmVerdict] = {}
+    looks: dict[str, list[Look]] = {arm: [] for arm in arms}
+    for look in taken:
+        results = with_holm(
+            [
+                judge_primary(
+                    arm,
+                    experiment.pairs(arm)[: look.num_pairs],
+                    primary,
+                    margin,
+                    experiment.all_steps(),
+                    look.alpha,
+                )
+                for arm in arms
+                for primary, margin in zip(primaries, margins, strict=True)
+            ]
+        )
+        for arm in arms:
+            if not looks[arm] or looks[arm][-1].verdict == "INCONCLUSIVE":
+                of_arm = [result for result in results if result.arm == arm]
+                judged[arm] = judge_arm(experiment, arm, primaries, of_arm, look)
+                looks[arm].append(replace(look, verdict=judged[arm].verdict))
+    if not experiment.compare.looks:
+        return list(judged.values())
+    return [replace(one, looks=[*looks[arm], *planned[len(looks[arm]) :]]) for arm, one in judged.items()]
+
+
+def looks_of(experiment: Experiment) -> list[Look]:
+    """The declared looks; where there are none, one at all pairs."""
+    counts = experiment.compare.looks or [
+        max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
+    ]
+    return [Look(num_pairs=count, alpha=ALPHA / len(counts)) for count in counts]
+
+
+def _ended(experiment: Experiment, arm: str, look: Look) -> bool:
+    pairs = experiment.pairs(arm)[: look.num_pairs]
+    runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
+    return len(pairs) >= look.num_pairs and all(run.finished or run.status == "failed" for run in runs)
+
+
+def judge_arm(
+    experiment: Experiment,
+    arm: str,
+    primaries: Sequence[Primary],
+    results: Sequence[PrimaryResult],
+    look: Look,
+) -> ArmVerdict:
+    """One treatment's verdict at one look, from the results of its claims and everything beside them."""
+    pairs = experiment.pairs(arm)  # what broke after the look is no less broken
+    compare = experiment.compare
+    reads_step_one = compare.step_one and not other_machine(experiment, arm)
+    invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
     savings = measure_savings(arm, pairs)
     guards = check_guards(arm, pairs, compare.guards, savings)
-    first_steps = step_one(arm, pairs, compare)
-    results = judge_primaries(arm, pairs, primaries, experiment.all_steps())
-    verdict, reasons = decide(invalid, first_steps, guards, results)
+    first_steps = step_one(arm, pairs, compare) if reads_step_one else []
+    diverged = divergence(arm, pairs, primaries)
+    verdict, reasons = decide(invalid, first_steps, guards, results, reads_step_one=reads_step_one)
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        num_pairs=sum(pair.finished for pair in pairs),
+        not_tested=not_tested(experiment, pairs, primaries, diverged),
+        num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
         num_planned_pairs=len(pairs),
-        treatment_diff=experiment.treatment_diff.get(arm, {}),
+        treatment_diff=differences(experiment, arm),
         coverage=coverage(pairs),
         step_one=first_steps,
-        divergence=divergence(arm, pairs, primaries),
-        primaries=results,
+        divergence=diverged,
+        primaries=list(results),
         guards=guards,
         savings=savings,
+        looks=[],
     )
+
+
+def not_tested(
+    experiment: Experiment,
+    pairs: Sequence[Pair],
+    primaries: Sequence[Primary],
+    diverged: Sequence[Divergence],
+) -> list[str]:
+    """What a reader might believe was looked at, and was not: one sentence each."""
+    runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
+    steps = experiment.all_steps()
+    others = len(experiment.metrics()) - len({primary.metric for primary in primaries})
+    unknown = {
+        "whether the runs finished": any(run.status == "unknown" for run in runs),
+        "resolved configurations": any(run.config is None for run in runs),
+        "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
+        "that both arms saw the same prompts": any(
+            not (run.environment or {}).get("prompts_sha256") for run in runs
+        ),
+    }
+    no_error = all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs)
+    sentences = [
+        f"{what}: the runs do not say" for what, is_unknown in unknown.items() if runs and is_unknown
+    ]
+    if not experiment.compare.step_one:
+        sentences.append("step one: switched off (compare.step_one: false)")
+    elif any(other_machine(experiment, arm) for arm in experiment.treatments):
+        sentences.append("step one: the reference was made with other package versions or devices")
+    if no_error:
+        sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
+    if any(one.noise_floor == "unknown" for one in diverged):
+        sentences.append("divergence against the noise floor: no A/A reruns (controls.aa_reruns)")
+    if primaries and others > 0:
+        sentences.append(f"{_count(others, 'other metric')}: recorded, without a claim")
+    if len(steps):
+        sentences.append(f"anything but this recipe, these seeds and steps {steps[0]}-{steps[-1]}")
+    return sentences
 
 
 def decide(
@@ -76,14 +187,17 @@ def decide(
     first_steps: Sequence[StepOne],
     guards: Sequence[Guard],
     primaries: Sequence[PrimaryResult],
+    *,
+    reads_step_one: bool = True,
 ) -> tuple[Verdict, list[str]]:
     """The verdict of one arm and why: invalid before mismatch before inconclusive before match."""
     if invalid:
         return "INVALID", _shortened(invalid)
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
-    if not first_steps and not crashed:
+    if reads_step_one and not first_steps and not crashed:
         return "INVALID", [
-            "missing metric: no step-one metric is recorded in both arms, so T1 cannot be read"
+            "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms "
+            "at step 0 or 1, so step one cannot be read; map names with --alias, or say --no-step-one"
         ]
     wrong = [
         *(_step_one_sentence(one) for one in first_steps if not one.passes),
@@ -117,18 +231,20 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
 def primary_sentence(result: PrimaryResult) -> str:
     """One claim's outcome, in words that promise no more than was tested."""
     unit = difference_unit(result.transform)
-    margin = f"±{result.margin:g}{unit}"
-    if result.mean_difference is None or result.ci90 is None or result.steps is None:
+    margin = f"{result.margin_text}{unit if result.margin_sigmas is None else ''}"
+    if result.mean_difference is None or result.interval is None or result.steps is None:
         return (
             f"{result.metric}: {_count(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
             "at least two: only step one, the guards and the divergence were looked at"
         )
     where = f"{_count(result.num_pairs, 'pair')}, this recipe, steps {result.steps[0]}-{result.steps[1]}"
-    interval = f"90 % interval [{result.ci90[0]:.3g}, {result.ci90[1]:.3g}]"
+    level = f"{100 * (1 - 2 * result.alpha):.3g} %"
+    interval = f"{level} interval [{result.interval[0]:.3g}, {result.interval[1]:.3g}]"
+    bound = f"certified bound {certified(result)}"
     if result.result == "equivalent":
         return (
-            f"{result.metric}: equivalent within {margin} at 95 % confidence over {where} "
-            f"(certified bound {result.certified_bound:.3g})"
+            f"{result.metric}: equivalent within {margin} at {100 * (1 - result.alpha):.3g} % confidence "
+            f"over {where} ({bound})"
         )
     if result.result == "different":
         return (
@@ -138,10 +254,17 @@ def primary_sentence(result: PrimaryResult) -> str:
     correlation = "undefined" if result.pair_correlation is None else f"{result.pair_correlation:.2f}"
     return (
         f"{result.metric}: not decided over {where}: mean difference {result.mean_difference:+.3g}{unit}, "
-        f"{interval}, certified bound {result.certified_bound:.3g} against {margin}; "
+        f"{interval}, {bound} against {margin}; "
         f"s_d {result.sd_difference:.3g}, pair correlation {correlation}, "
         f"power now {_percent(result.power_now)}, pairs needed for 80 % power {_pairs_needed(result)}"
     )
+
+
+def certified(result: PrimaryResult) -> str:
+    """The smallest margin that would have passed, in the margin's own unit."""
+    if result.margin_sigmas is not None and result.certified_sigmas is not None:
+        return f"{result.certified_sigmas:.3g} sigma"
+    return "-" if result.certified_bound is None else f"{result.certified_bound:.3g}"
 
 
 def _step_one_sentence(one: StepOne) -> str:

@@ -1,27 +1,31 @@
 """What a comparison claims, declared before the runs: primaries with margins, guards, controls."""
 
 import re
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
-from abrun.recipe.models import Positive, Section
+from abrun.recipe.models import Count, Positive, Section
 from abrun.recipe.reading import shortened, validated
 
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d*-[1-9]\d*"
+SIGMAS = r"\d+(\.\d+)? sigma"
 
 
 class Primary(Section):
     """One declared claim: arms agree on `metric` over `window` within `margin` (verdict.md's T3).
 
-    `margin` is absolute, in units of the transformed metric. `sigma` (over seeds) and `correlation` (between
-    paired arms) are assumptions that only the power shown before launch depends on.
+    `margin` is absolute, in units of the transformed metric, or `"1.5 sigma"`: in standard deviations over
+    seeds, those of `Compare.reference` where one is named, else the runs' own by an exact test. `sigma` (over
+    seeds) and `correlation` (between paired arms) are assumptions that only the power shown before launch
+    depends on.
     """
 
     metric: str
     window: str = "last 20%"
-    margin: Positive
+    margin: Positive | str
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: by the metric's name
     sigma: Positive | None = None
     correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
@@ -34,6 +38,18 @@ class Primary(Section):
         if window.startswith("steps") and int(window[6:].split("-")[0]) > int(window.split("-")[1]):
             raise ValueError(f"got {window!r}, which ends before it begins; write the smaller step first")
         return window
+
+    @field_validator("margin")
+    @classmethod
+    def _margin_is_readable(cls, margin: float | str) -> float | str:
+        if isinstance(margin, str) and not (re.fullmatch(SIGMAS, margin) and float(margin.split()[0]) > 0):
+            raise ValueError(f"got {shortened(margin)}; allowed: a number above 0, or such as '1.5 sigma'")
+        return margin
+
+    @property
+    def sigmas(self) -> float | None:
+        """A margin in standard deviations over seeds; None where it is absolute."""
+        return float(self.margin.split()[0]) if isinstance(self.margin, str) else None
 
 
 class Guards(Section):
@@ -50,7 +66,17 @@ class Compare(Section):
 
     primary: list[Primary] = Field(default=[])
     guards: Guards = Guards()
+    step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
     step_one_tolerance: Positive | None = None  # relative; None: 3x the A/A deviation or the dtype's rounding
+    looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
+    reference: str | None = None  # a frozen reference ensemble (abrun freeze)
+
+    @field_validator("looks")
+    @classmethod
+    def _looks_go_up(cls, looks: list[int]) -> list[int]:
+        if looks and (len(looks) < 2 or looks[0] < 2 or any(b <= a for a, b in pairwise(looks))):
+            raise ValueError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
+        return looks
 
 
 class Controls(Section):
@@ -60,16 +86,15 @@ class Controls(Section):
 
 
 def parse_primary(text: str) -> Primary:
-    """A claim given as METRIC:WINDOW:MARGIN on the command line."""
-    metric, _, rest = text.partition(":")
-    window, colon, margin = rest.partition(":")
+    """A claim given as METRIC:WINDOW:MARGIN on the command line; a metric's name may hold colons."""
+    metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
+    if not (metric and margin):
+        raise RecipeError(
+            f"--primary: got {shortened(text)}; allowed: METRIC:WINDOW:MARGIN, such as "
+            "'train/reward:last 20%:0.05' or 'train/reward:all:1.5 sigma'"
+        )
     try:
         number = float(margin)
     except ValueError:
-        number = None
-    if not metric or not colon or number is None:
-        raise RecipeError(
-            f"--primary: got {shortened(text)}; allowed: METRIC:WINDOW:MARGIN, "
-            "such as 'train/reward:last 20%:0.05'"
-        )
+        number = margin
     return validated(Primary, {"metric": metric, "window": window, "margin": number}, "--primary")

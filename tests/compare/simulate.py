@@ -47,7 +47,8 @@ def write_experiment(
         "recipe": plan.recipe.model_dump(mode="json"),
         "runs": [{"arm": r.name.arm, "seed": r.name.seed, "rerun": r.name.rerun} for r in plan.runs],
         "treatment_diff": plan.treatment_diff,
-        "compare_sha256": compare_hash(plan.recipe),
+        "compare_sha256": compare_hash(plan.recipe.compare),
+        "launched_pairs": len(plan.recipe.seeds),
     }
     write(experiment_dir / "experiment.json", content)
     for run in plan.runs:

@@ -97,7 +97,10 @@ def test_a_crashed_treatment_s_first_step_still_counts(simulated, judged):
     edit(experiment_dir / "treatment/seed-4/meta.json", lambda content: content.update(status="failed"))
     comparison = judged(experiment_dir)
     assert check(comparison, "train/entropy").seed == 4
-    assert {reason.split(":")[0] for reason in comparison.reasons} == {"step one", "guard finished fails"}
+    assert {reason.split(":")[0] for reason in comparison.content.reasons} == {
+        "step one",
+        "guard finished fails",
+    }
 
 
 # --- T2 ---
@@ -165,7 +168,11 @@ def claim(name="train/reward", margin=1.0):
         num_steps=40,
         transform="identity",
         reduction="mean",
+        test="paired TOST",
         margin=margin,
+        margin_sigmas=None,
+        margin_text=f"±{margin:g}",
+        alpha=0.05,
         num_pairs=6,
         seeds=tuple(range(6)),
     )

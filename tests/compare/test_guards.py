@@ -44,7 +44,7 @@ def test_what_the_baseline_breaks_too_is_no_mismatch_and_no_match(simulated, jud
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INCONCLUSIVE"
     assert guard(comparison, "token_mult_prob_error_median").result == "baseline too"
-    assert "not the treatment's doing" in comparison.reasons[0]
+    assert "not the treatment's doing" in comparison.content.reasons[0]
 
 
 def test_a_better_treatment_passes(simulated, judged):
@@ -102,7 +102,7 @@ def test_a_ratio_guard_without_its_metric_is_invalid(simulated, judged, limit):
     edit_rows(experiment_dir / "treatment/seed-0", drop)
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INVALID"
-    assert "missing metric" in comparison.reasons[0]
+    assert "missing metric" in comparison.content.reasons[0]
 
 
 def test_savings_are_geometric_mean_ratios(simulated, judged):
@@ -147,4 +147,4 @@ def test_limits_come_from_the_recipe(simulated, judged):
         lambda content: content["recipe"]["compare"]["guards"].update(token_mult_prob_error_median=1.05),
     )
     comparison = judged(experiment_dir)
-    assert guard(comparison, "token_mult_prob_error_median").result == "pass" and comparison.post_hoc
+    assert guard(comparison, "token_mult_prob_error_median").result == "pass" and comparison.content.post_hoc

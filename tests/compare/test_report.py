@@ -10,6 +10,7 @@ from rich.console import Console
 
 from abrun.compare import compare_experiment
 from abrun.compare.report import slugs
+from abrun.compare.verdict_file import as_json
 from abrun.errors import ComparisonError
 from tests.compare.simulate import edit_rows, fail
 
@@ -58,7 +59,7 @@ def test_verdict_json_holds_what_the_architecture_names(simulated, judged):
     experiment_dir = simulated()
     judged(experiment_dir)
     content = json.loads((experiment_dir / "report/verdict.json").read_text())
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     assert (content["experiment"], content["verdict"], content["num_pairs"]) == ("simulated", "MATCH", 5)
     assert content["post_hoc"] is False and content["exit_code"] == 0
     wanted = "arm metric window transform margin num_pairs baseline_mean baseline_sd mean_difference ci90"
@@ -140,14 +141,14 @@ def test_post_hoc_stands_in_the_headline(simulated, judged):
 @pytest.mark.parametrize("scenario", [{"shift": 0.04}, {"noise": 0.05}, {}])
 def test_words_promise_no_more_than_was_tested(simulated, judged, scenario):
     comparison = judged(simulated(**scenario))
-    text = (shown(comparison) + json.dumps(comparison.content)).lower()
+    text = (shown(comparison) + json.dumps(as_json(comparison.content))).lower()
     assert "identical" not in text and "no regression" not in text and "same" not in text
 
 
 def test_only_asked_formats_are_written(simulated, judged):
     comparison = judged(simulated(), formats=("json",))
     assert [path.name for path in comparison.files] == ["verdict.json"]
-    with pytest.raises(ComparisonError, match="--format: got 'pdf'; allowed: json, markdown, png, svg"):
+    with pytest.raises(ComparisonError, match="--format: got 'pdf'; allowed: json, html, markdown, png, svg"):
         judged(simulated(), formats=("pdf",))
 
 

@@ -21,7 +21,7 @@ from abrun.recipe import RunConfig, load_recipe, merge, nested
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 SHORT = ("steps=12", "algorithm.prompts_per_step=4", "checkpoint.every=3", "warm_start=null")
-VOLATILE = ("timing/", "performance/", "time_s", "attempt")
+VOLATILE = ("timing/", "performance/")
 
 # Children are forked from a server that has done the slow imports: each starts in milliseconds, and is a
 # process that can be killed like any other.
@@ -66,9 +66,12 @@ def new_attempt(directory: Path) -> None:
 
 def metric_values(directory: Path) -> dict[str, list[str]]:
     """Every metric that does not depend on the clock: its values over the steps, exact to the last bit."""
-    frame = store.read_metrics(directory)
-    keys = [key for key in frame if not str(key).startswith(VOLATILE)]
-    return {"step": list(map(str, frame.index)), **{k: [float(v).hex() for v in frame[k]] for k in keys}}
+    metrics = store.read_metrics(directory)
+    return {
+        key: [f"{step} {value.hex()}" for step, value in zip(one.steps, one.values.tolist(), strict=True)]
+        for key, one in metrics.items()
+        if not key.startswith(VOLATILE)
+    }
 
 
 def events(directory: Path) -> list[str]:
@@ -110,8 +113,11 @@ def train_here(directory: Path) -> dict[int, dict[str, float]]:
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, float]]:
-    frame = store.read_metrics(directory)
-    return {int(step): row.dropna().to_dict() for step, row in frame.iterrows()}  # pyright: ignore
+    rows: dict[int, dict[str, float]] = {}
+    for key, series in store.read_metrics(directory).items():
+        for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+            rows.setdefault(step, {})[key] = value
+    return dict(sorted(rows.items()))
 
 
 # --- in a process of its own ---

@@ -31,7 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, warm_weights: Path) -> Path:
     run_to_end(directory)
     assert last_step(directory) == 12
     values = store.read_metrics(directory)
-    assert values["train/grad_norm"].min() > 0 and values["train/reward"].nunique() > 5
+    assert values["train/grad_norm"].values.min() > 0 and len(set(values["train/reward"].values.tolist())) > 5
     return directory
 
 

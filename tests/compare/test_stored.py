@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from abrun.compare.sources import load_experiment, stack, window_bounds
+from abrun.compare.experiment import stack, window_bounds
+from abrun.compare.stored import load_experiment
 from abrun.errors import ComparisonError, StoreError
 from abrun.plan import RunName
 from tests.compare.simulate import edit, edit_rows, write_rows
@@ -53,8 +54,8 @@ def test_nan_is_a_value_and_absence_is_not(simulated):
 
     edit_rows(experiment_dir / "baseline/seed-0", change)
     series = load_experiment(experiment_dir).runs[BASELINE].series("train/entropy")
-    assert math.isnan(series[3])
-    assert 4 not in series and 5 not in series and len(series) == 38
+    assert math.isnan(series.at(3) or 0.0)
+    assert series.at(4) is None and series.at(5) is None and len(series) == 38
 
 
 def test_the_last_attempt_wins(simulated):
@@ -62,7 +63,8 @@ def test_the_last_attempt_wins(simulated):
     rows = [{"step": 1, "attempt": 1, "x": "NaN"}, {"step": 2, "attempt": 1, "x": 2.0}]
     rows += [{"step": 1, "attempt": 2, "x": 7.0}, {"step": 2, "attempt": 2}]
     write_rows(experiment_dir / "baseline/seed-0", rows)
-    assert load_experiment(experiment_dir).runs[BASELINE].series("x") == {1: 7.0}
+    series = load_experiment(experiment_dir).runs[BASELINE].series("x")
+    assert (series.steps.tolist(), series.values.tolist()) == ([1], [7.0])
 
 
 def test_only_shared_steps_are_stacked(simulated):
@@ -77,8 +79,8 @@ def test_only_shared_steps_are_stacked(simulated):
 def test_text_in_place_of_a_number_is_refused(simulated):
     experiment_dir = simulated()
     edit_rows(experiment_dir / "baseline/seed-0", lambda row: row.update({"train/entropy": "high"}))
-    with pytest.raises(StoreError, match="train/entropy at step 1: got 'high'"):
-        load_experiment(experiment_dir).runs[BASELINE].series("train/entropy")
+    with pytest.raises(StoreError, match="line 1: train/entropy: got 'high'"):
+        load_experiment(experiment_dir)
 
 
 def test_a_corrupt_line_is_refused_with_its_number(simulated, judged):
