@@ -23,12 +23,15 @@ import contextlib
 import fcntl
 import json
 import math
+import multiprocessing
 import os
 import socket
+import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +49,8 @@ STALLED_AFTER_S = 600.0
 METRICS_CACHE = "metrics.npz"
 CACHE_VERSION = 1
 NOT_METRICS = ("step", "attempt", "time_s")
-NOT_NUMBERS = (b"null", b"true", b"false")
+NOT_FINITE = (b'"NaN"', b'"Infinity"', b'"-Infinity"')
+WORTH_A_PROCESS = 1 << 26  # bytes of JSON lines that are quicker read by several processes
 
 Status = Literal["pending", "running", "stalled", "finished", "failed", "interrupted"]
 
@@ -193,17 +197,34 @@ def read_metrics(directory: Path) -> dict[str, Series]:
     Raises StoreError naming file and line where a row is corrupt.
     """
     path, cache = directory / "metrics.jsonl", directory / METRICS_CACHE
-    try:
-        state = path.stat()
-    except FileNotFoundError:
+    key = _cache_key(path)
+    if key is None:
         return {}
-    key = [state.st_size, state.st_mtime_ns]
     metrics = _cached(cache, key)
     if metrics is None:
         metrics = _parsed(path)
         if (directory / "result.json").is_file():
             _write_cache(cache, key, metrics)
     return metrics
+
+
+def read_metrics_of(directories: Sequence[Path]) -> list[dict[str, Series]]:
+    """`read_metrics` of many runs, on all cores where files are large and this process has no threads."""
+    uncached = [one / "metrics.jsonl" for one in directories if not (one / METRICS_CACHE).is_file()]
+    large = sum(path.stat().st_size for path in uncached if path.is_file()) > WORTH_A_PROCESS
+    if not large or threading.active_count() > 1 or "fork" not in multiprocessing.get_all_start_methods():
+        return [read_metrics(one) for one in directories]
+    with multiprocessing.get_context("fork").Pool(min(len(directories), os.cpu_count() or 1)) as pool:
+        return pool.map(read_metrics, directories, chunksize=1)
+
+
+def _cache_key(path: Path) -> list[int] | None:
+    """Changes with the file; None where there is none."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return [CACHE_VERSION, state.st_size, state.st_mtime_ns]
 
 
 def _parsed(path: Path) -> dict[str, Series]:
@@ -215,21 +236,24 @@ def _parsed(path: Path) -> dict[str, Series]:
 def _rows_of_numbers(content: bytes) -> dict[str, Series] | None:
     """The usual file, quickly: every row has the same keys, holds numbers alone, and comes after the last."""
     try:
-        rows = orjson.loads(b"[" + b",".join(content.splitlines()) + b"]")
+        rows = orjson.loads(b"[" + content.rstrip().replace(b"\n", b",") + b"]")
         names = list(rows[0])
-        if content.count(b'"') != 2 * len(rows) * len(names) or any(word in content for word in NOT_NUMBERS):
+        num_strings = content.count(b'"') // 2 - len(rows) * len(names)
+        if num_strings != (sum(content.count(word) for word in NOT_FINITE) if num_strings else 0):
             return None
         if "step" not in names or any(list(row) != names for row in rows):
             return None
-        values = np.array([list(row.values()) for row in rows], dtype=np.float64).T.copy()  # [M, S]
-    except (ValueError, TypeError, IndexError, AttributeError):
+        values = np.fromiter(chain.from_iterable(map(dict.values, rows)), np.float64)
+    except (ValueError, TypeError, IndexError):
         return None
-    steps = values[names.index("step")]
-    whole = steps.astype(np.int64)
-    if (whole != steps).any() or (np.diff(whole) <= 0).any():
+    if np.isnan(values).any() and (not num_strings or b"null" in content):
+        return None  # null is no value, and NaN is one: the two must not be mixed up
+    values = values.reshape(len(rows), len(names)).T.copy()  # [M, S]
+    steps = values[names.index("step")].astype(np.int64)
+    if (values[names.index("step")] != steps).any() or (np.diff(steps) <= 0).any():
         return None
     return {
-        name: Series(whole, row) for name, row in zip(names, values, strict=True) if name not in NOT_METRICS
+        name: Series(steps, row) for name, row in zip(names, values, strict=True) if name not in NOT_METRICS
     }
 
 
@@ -243,7 +267,7 @@ def _rows_of_anything(path: Path) -> dict[str, Series]:
                 f"{path}, line {number}: got step {step!r}, attempt {attempt!r}; both are whole numbers"
             )
         metrics = {key: value for key, value in row.items() if key not in NOT_METRICS}
-        wrong = [key for key, value in metrics.items() if value is not None and not _is_number(value)]
+        wrong = [key for key, value in metrics.items() if not isinstance(value, int | float | None)]
         if wrong:
             raise StoreError(
                 f"{path}, line {number}: {wrong[0]}: got {metrics[wrong[0]]!r}; a number is expected: "
@@ -256,14 +280,10 @@ def _rows_of_anything(path: Path) -> dict[str, Series]:
     return from_rows(sorted(rows.items()))[0]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _cached(cache: Path, key: list[int]) -> dict[str, Series] | None:
     try:
         with np.load(cache, allow_pickle=False) as stored:
-            if stored["key"].tolist() != [CACHE_VERSION, *key]:
+            if stored["key"].tolist() != key:
                 return None
             grids = [stored[f"steps-{index}"] for index in range(int(stored["num_grids"]))]
             owners = zip(stored["names"].tolist(), stored["grid_of"].tolist(), strict=True)
@@ -284,7 +304,7 @@ def _write_cache(cache: Path, key: list[int], metrics: Mapping[str, Series]) -> 
         grid, _ = grids.setdefault(series.steps.tobytes(), (len(grids), series.steps))
         grid_of.append(grid)
     content = {
-        "key": np.array([CACHE_VERSION, *key]),
+        "key": np.array(key),
         "names": np.array(list(metrics), dtype=str),
         "grid_of": np.array(grid_of, dtype=np.int64),
         "num_grids": np.array(len(grids)),

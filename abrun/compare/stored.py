@@ -1,5 +1,6 @@
 """An experiment of the run store, ready to compare."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from abrun.compare.experiment import Experiment, Run
 from abrun.errors import StoreError
 from abrun.plan import RunName
 from abrun.recipe import BASELINE, Recipe, dotted
-from abrun.store import open_experiment, read_json, read_metrics, run_dir, run_state
+from abrun.series import Series
+from abrun.store import open_experiment, read_json, read_metrics_of, run_dir, run_state
 
 
 def load_experiment(experiment_dir: Path) -> Experiment:
@@ -39,11 +41,16 @@ def load_experiment(experiment_dir: Path) -> Experiment:
         treatment_diff=content["treatment_diff"],
         launched_compare_sha256=content["compare_sha256"],
         launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
-        runs={name: _load_run(experiment_dir, name) for name in names},
+        runs={
+            name: _load_run(experiment_dir, name, metrics)
+            for name, metrics in zip(
+                names, read_metrics_of([run_dir(experiment_dir, name) for name in names]), strict=True
+            )
+        },
     )
 
 
-def _load_run(experiment_dir: Path, name: RunName) -> Run:
+def _load_run(experiment_dir: Path, name: RunName, metrics: Mapping[str, Series]) -> Run:
     directory = run_dir(experiment_dir, name)
     state = run_state(experiment_dir, name)
     config = _json_or_none(directory / "config.json") or {}
@@ -55,7 +62,7 @@ def _load_run(experiment_dir: Path, name: RunName) -> Run:
         identity={key: config.get(key) for key in ("arm", "seed", "rerun")},
         config=dotted({**config.get("config", {}), "initial_weights": config.get("initial_weights")}),
         environment=_json_or_none(directory / "environment.json"),
-        metrics=read_metrics(directory),
+        metrics=metrics,
     )
 
 

@@ -253,11 +253,12 @@ def _missing_metrics(
         everything = union(run.series(metric).steps for run in finished)
         for run in finished:
             grid = run.series(metric).steps
-            lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
             if not len(grid):
                 yield f"missing metric: {run} did not record {metric} ({role})"
-            elif len(lacking):
-                yield f"missing metric: {run} did not record {metric} ({role}) at step {lacking[0]}"
+            elif not np.array_equal(grid, everything):
+                lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
+                if len(lacking):
+                    yield f"missing metric: {run} did not record {metric} ({role}) at step {lacking[0]}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
 
