@@ -81,7 +81,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with partial.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(_encode(content), indent=1, allow_nan=False) + "\n")
+                file.write(json.dumps(encode(content), indent=1, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -104,7 +104,7 @@ class LineWriter:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. A line that the disk cannot take whole is removed before StoreError is raised."""
-        line = (json.dumps(_encode(row), allow_nan=False) + "\n").encode()
+        line = (json.dumps(encode(row), allow_nan=False) + "\n").encode()
         start = os.lseek(self._file, 0, os.SEEK_END)
         with explained(self.path):
             if os.write(self._file, line) < len(line):
@@ -187,7 +187,7 @@ class LineReader:
                 f"{self.path}, line {number}: got {shown!r}; a JSON object is expected: "
                 "remove the line or run again"
             )
-        return {key: _decode(value) for key, value in row.items()}
+        return {key: decode(value) for key, value in row.items()}
 
 
 def read_metrics(directory: Path) -> dict[str, Series]:
@@ -486,16 +486,16 @@ def _end_of_last_line(file: int) -> int:
     return 0
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """JSON has no NaN and Inf: they are kept as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _encode(item) for key, item in value.items()}
+        return {key: encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     return value
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

@@ -291,16 +291,17 @@ def resolved_margin(primary: Primary, reference: Reference | None) -> Margin:
         return Margin(absolute=None, sigmas=primary.sigmas, text=f"{text} of these runs (exact test)")
     if not any(
         (c.metric, c.window, c.transform) == (primary.metric, primary.window, primary.transform)
-        for c in reference.claims
+        for c in reference.compare.primary
     ):
-        known = ", ".join(f"{claim.metric} over {claim.window}" for claim in reference.claims)
+        known = ", ".join(f"{claim.metric} over {claim.window}" for claim in reference.compare.primary)
         raise ComparisonError(
             f"{primary.metric}: margin: got {primary.margin!r} over {primary.window!r}, of which the "
             f"reference {reference.name!r} knows no sigma; it holds: {known}"
         )
-    grid = union(run.steps for run in reference.runs)
+    runs = [run for run in reference.runs if not run.name.rerun]
+    grid = union(run.steps for run in runs)
     first, last = window_bounds(primary.window, grid, primary.metric)
-    steps, values = stack(reference.runs, primary.metric)
+    steps, values = stack(runs, primary.metric)
     sigma = float(summaries(values[:, (first <= steps) & (steps <= last)], primary).std(ddof=1))
     if not sigma > 0:
         raise ComparisonError(

@@ -72,10 +72,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """A frozen ensemble: runs of one arm, and the claims whose windows it holds in full."""
+    """A frozen ensemble: runs of one arm, and the comparison whose windows it holds in full."""
 
     name: str
-    claims: tuple[Primary, ...]
+    compare: Compare
     runs: tuple[Run, ...]
 
 
@@ -124,8 +124,9 @@ class Experiment:
         ]
 
     def all_steps(self) -> Steps:
-        """Every step that any finished run reached: the grid that windows are read on."""
-        return union(run.steps for run in self.runs.values() if run.finished)
+        """Every step that any finished run (against a reference: one of its) reached; windows are of these."""
+        of = [run for run in self.runs.values() if run.finished and run.thinned == self.regression]
+        return union(run.steps for run in of)
 
     def metrics(self) -> list[str]:
         """Every metric that some run recorded, sorted."""

@@ -9,6 +9,7 @@ from abrun.compare.experiment import Experiment, Pair, Run, union, window_bounds
 from abrun.compare.guards import shared_peak_counter
 from abrun.compare.metrics import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR
 from abrun.recipe import Primary, dotted
+from abrun.series import Steps
 
 # What of environment.json must not differ between paired runs. Hosts may.
 ENVIRONMENT = {
@@ -41,6 +42,7 @@ def invalid_reasons(
         *_config_differences(experiment, arm, pairs, reruns),
         *_environment_differences(experiment, pairs),
         *_other_steps([run for run in finished if not run.thinned]),
+        *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, needed, primaries),
     ]
@@ -240,6 +242,24 @@ def _other_steps(finished: Sequence[Run]) -> Iterator[str]:
             )
 
 
+def _other_windows(
+    experiment: Experiment, finished: Sequence[Run], primaries: Sequence[Primary]
+) -> Iterator[str]:
+    """A reference holds every step of its claims' windows, and so must the later runs."""
+    grid = experiment.all_steps()
+    for primary in primaries if experiment.regression and len(grid) else ():
+        first, last = window_bounds(primary.window, grid, primary.metric)
+        held: dict[bool, Steps] = {}
+        for thinned in (True, False):
+            steps = union(run.series(primary.metric).steps for run in finished if run.thinned == thinned)
+            held[thinned] = steps[(first <= steps) & (steps <= last)]
+        if not np.array_equal(held[True], held[False]):
+            yield (
+                f"step grids differ: of steps {first}-{last} of {primary.metric} the reference holds "
+                f"{len(held[True])}, the later runs {len(held[False])}: train as long, and log as often"
+            )
+
+
 def _missing_metrics(
     experiment: Experiment, finished: Sequence[Run], primaries: Sequence[Primary]
 ) -> Iterator[str]:
@@ -255,7 +275,7 @@ def _missing_metrics(
             grid = run.series(metric).steps
             if not len(grid):
                 yield f"missing metric: {run} did not record {metric} ({role})"
-            elif not np.array_equal(grid, everything):
+            elif not (run.thinned or np.array_equal(grid, everything)):
                 lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
                 if len(lacking):
                     yield f"missing metric: {run} did not record {metric} ({role}) at step {lacking[0]}"

@@ -1,0 +1,173 @@
+"""Frozen reference ensembles: the runs of one arm as a small JSON file, to commit and to compare with later.
+
+A reference holds what a verdict reads: the claims with their margins, the windows of the claimed metrics in
+full, and some steps of the others, among them the first and the largest. It holds no hosts, no absolute
+paths, no environment variables.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from abrun.compare.evidence import STEP_ONE_METRICS
+from abrun.compare.experiment import Experiment, Reference, Run, union, window_bounds
+from abrun.compare.metrics import PEAK_MEMORY, STEP_TIME
+from abrun.errors import ComparisonError
+from abrun.plan import RunName, compare_hash
+from abrun.recipe import Compare
+from abrun.series import Series, Steps
+from abrun.store import decode, encode, explained, read_json
+
+ARM = "reference"
+_SCHEMA_VERSION = 1
+_KEPT_STEPS = 64  # of a metric without a claim, spread over the run
+_ENVIRONMENT = ("python", "versions", "devices", "prompts_sha256")
+_PRIVATE = ("wandb.", "trainer.env.", "initial_weights")
+
+
+def freeze(experiment: Experiment, arm: str, path: Path) -> None:
+    """Write the runs of an arm, with the claims of its experiment, as a reference file.
+
+    Raises ComparisonError where the arm is not there, has fewer than two finished runs or unfinished ones.
+    """
+    if arm not in experiment.arms:
+        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.arms)}")
+    runs = [run for name, run in experiment.runs.items() if name.arm == arm]
+    if len(experiment.arm(arm)) < 2:
+        raise ComparisonError(
+            f"{experiment.name}: arm {arm} has {len(experiment.arm(arm))} seed; a reference needs the spread "
+            "over at least two: launch more seeds"
+        )
+    for run in runs:
+        if not run.finished:
+            raise ComparisonError(f"{run} is not finished ({run.status}); a reference needs whole runs")
+    compare = experiment.compare.model_copy(update={"looks": [], "reference": None})
+    grid = union(run.steps for run in runs)
+    environment = runs[0].environment or {}
+    content = {
+        "schema_version": _SCHEMA_VERSION,
+        "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
+        "compare": compare.model_dump(mode="json", exclude_defaults=True),
+        "config": _common([_public(run.config or {}) for run in runs]),
+        "environment": {key: environment.get(key) for key in _ENVIRONMENT},
+    }
+    frozen = [_frozen(run, compare, grid, content["config"]) for run in runs]
+    lines = [json.dumps(encode(one), allow_nan=False) for one in frozen]
+    head = json.dumps(encode(content), indent=1, allow_nan=False).removesuffix("\n}")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + ',\n "runs": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n", encoding="utf-8")
+
+
+def load_reference(path: Path) -> Reference:
+    """Raises ComparisonError where the file is none, or another version's."""
+    content = read_json(path)
+    if content.get("schema_version") != _SCHEMA_VERSION or "runs" not in content:
+        raise ComparisonError(
+            f"{path}: got schema_version {content.get('schema_version')!r}; a reference of version "
+            f"{_SCHEMA_VERSION} is expected: make it with abrun freeze"
+        )
+    try:
+        compare = Compare.model_validate(content["compare"])
+        runs = tuple(_thawed(row, content, path) for row in content["runs"])
+        return Reference(name=str(content["name"]), compare=compare, runs=runs)
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise ComparisonError(f"{path}: not a reference: {_line(error)}; make it with abrun freeze") from None
+
+
+def against_reference(experiment: Experiment, reference: Reference, arm: str) -> Experiment:
+    """One arm of an experiment as the treatment of a reference, with the reference's claims.
+
+    Configuration keys that the reference does not hold (paths, for instance) are not compared.
+    """
+    if arm not in experiment.arms:
+        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.arms)}")
+    known = {key for run in reference.runs for key in run.config or {}}
+    runs = {run.name: run for run in reference.runs}
+    for name, run in experiment.runs.items():
+        if name.arm == arm and not name.rerun:
+            config = {key: (run.config or {}).get(key) for key in known} if run.config else None
+            runs[name] = replace(run, config=config)
+    return Experiment(
+        name=f"{experiment.name} against {reference.name}",
+        arms=(ARM, arm),
+        compare=reference.compare,
+        launched_compare_sha256=compare_hash(reference.compare),  # declared when the reference was frozen
+        launched_pairs=len(reference.runs),
+        runs=runs,
+        reference=reference,
+        regression=True,
+    )
+
+
+def _frozen(run: Run, compare: Compare, grid: Steps, common: Mapping[str, Any]) -> dict[str, Any]:
+    kept = [*(primary.metric for primary in compare.primary), *STEP_ONE_METRICS, STEP_TIME]
+    kept += [
+        metric for metric in run.metrics if metric.startswith("memory/") and metric.endswith(PEAK_MEMORY)
+    ]
+    config = {key: value for key, value in _public(run.config or {}).items() if key not in common}
+    metrics = {}
+    for metric in dict.fromkeys(kept):
+        if metric in run.metrics:
+            series = _kept(run.series(metric), _full(metric, compare, grid))
+            metrics[metric] = {"steps": series.steps.tolist(), "values": series.values.tolist()}
+    return {"seed": run.name.seed, "rerun": run.name.rerun, "config": config, "metrics": metrics}
+
+
+def _full(metric: str, compare: Compare, grid: Steps) -> Sequence[tuple[int, int]]:
+    """The windows in which every step of a metric is kept."""
+    return [window_bounds(one.window, grid, metric) for one in compare.primary if one.metric == metric]
+
+
+def _kept(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
+    """Every step of the windows; elsewhere some, with the first, the largest and the first non-finite one."""
+    size = len(series)
+    keep = np.zeros(size, bool)
+    keep[np.linspace(0, size - 1, min(size, _KEPT_STEPS)).round().astype(int)] = True
+    keep[np.argmax(np.nan_to_num(series.values, nan=-np.inf))] = True
+    keep[np.flatnonzero(~np.isfinite(series.values))[:1]] = True
+    for first, last in windows:
+        keep |= (first <= series.steps) & (series.steps <= last)
+    return Series(series.steps[keep], series.values[keep])
+
+
+def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> Run:
+    metrics = {
+        metric: Series(
+            np.array(one["steps"], np.int64), np.array([decode(value) for value in one["values"]], np.float64)
+        )
+        for metric, one in row["metrics"].items()
+    }
+    return Run(
+        name=RunName(arm=ARM, seed=row["seed"], rerun=row["rerun"]),
+        place=str(path),
+        status="finished",
+        config={**content["config"], **row["config"]},
+        environment=content["environment"],
+        metrics=metrics,
+        thinned=True,
+    )
+
+
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what belongs to one machine or one person."""
+    return {
+        key: value
+        for key, value in config.items()
+        if not key.startswith(_PRIVATE) and not (isinstance(value, str) and os.path.isabs(value))
+    }
+
+
+def _common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first, *others = configs
+    return {key: value for key, value in first.items() if all(one.get(key) == value for one in others)}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,162 @@
+"""Regression mode: an ensemble frozen as a file, and a later run compared with it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from abrun.compare import compare
+from abrun.compare.reference import against_reference, freeze, load_reference
+from abrun.compare.stored import load_experiment
+from abrun.errors import ComparisonError
+from tests.compare.simulate import edit, edit_rows, write_experiment
+
+
+@pytest.fixture
+def frozen(simulated, tmp_path: Path) -> Path:
+    freeze(load_experiment(simulated()), "baseline", tmp_path / "ref.json")
+    return tmp_path / "ref.json"
+
+
+def later(
+    tmp_path: Path, frozen: Path, arm: str = "baseline", change=lambda experiment_dir: None, **scenario
+):
+    """The verdict on a later experiment's arm against the frozen one."""
+    experiment_dir = write_experiment(tmp_path / "later", **scenario)
+    change(experiment_dir)
+    experiment = against_reference(load_experiment(experiment_dir), load_reference(frozen), arm)
+    return compare(experiment, output=tmp_path / "report", formats=("json",)).content
+
+
+def test_the_same_runs_match(tmp_path, frozen):
+    content = later(tmp_path, frozen)
+    assert content.verdict == "MATCH" and content.primaries[0].certified_bound == 0.0
+    assert content.baseline == "reference" and content.reference == "simulated"
+    assert not content.post_hoc  # the claims were frozen with the reference
+    assert {one.noise_floor for one in content.divergence} == {"measured", "zero"}  # A/A reruns are kept
+
+
+def test_a_shift_is_a_mismatch(tmp_path, frozen):
+    def lower(experiment_dir: Path) -> None:
+        for directory in experiment_dir.glob("baseline/seed-?"):
+            edit_rows(
+                directory,
+                lambda row: row.update({"train/reward": row["train/reward"] - 0.1 * (row["step"] > 1)}),
+            )
+
+    content = later(tmp_path, frozen, change=lower)
+    assert content.verdict == "MISMATCH"
+    assert content.primaries[0].mean_difference == pytest.approx(-0.1)
+
+
+def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen):
+    assert later(tmp_path, frozen, seeds=[1, 3, 4]).num_pairs == 3
+    content = later(tmp_path / "other", frozen, seeds=[7, 8])
+    assert (
+        content.verdict == "INVALID"
+        and "no seed is in both reference (seeds 0, 1, 2, 3, 4)" in content.reasons[0]
+    )
+
+
+def test_other_versions_are_what_is_tested(tmp_path, frozen):
+    def newer(experiment_dir: Path) -> None:
+        for path in experiment_dir.glob("*/*/environment.json"):
+            edit(path, lambda content: content["versions"].update(torch="2.12.0"))
+
+    content = later(tmp_path, frozen, change=newer)
+    assert content.verdict == "MATCH"
+    assert content.arms["baseline"].treatment_diff == {"versions.torch": ["2.11.0", "2.12.0"]}
+    assert not content.step_one and any(
+        one.startswith("step one: the reference") for one in content.not_tested
+    )
+
+
+def test_other_prompts_are_invalid(tmp_path, frozen):
+    def other(experiment_dir: Path) -> None:
+        for path in experiment_dir.glob("*/*/environment.json"):
+            edit(path, lambda content: content.update(prompts_sha256="f" * 64))
+
+    content = later(tmp_path, frozen, change=other)
+    assert content.verdict == "INVALID" and "prompt hash differs" in content.reasons[0]
+
+
+def test_another_configuration_is_listed(tmp_path, frozen):
+    content = later(tmp_path, frozen, arm="treatment")
+    assert content.arms["treatment"].treatment_diff == {"policy.logprobs.impl": ["logits", "chunked"]}
+
+
+def test_windows_are_those_of_the_reference(tmp_path, frozen):
+    assert later(tmp_path, frozen, steps=60).primaries[0].steps == (33, 40)
+    content = later(tmp_path / "shorter", frozen, steps=36)
+    assert content.verdict == "INVALID"
+    assert "of steps 33-40 of train/reward the reference holds 8, the later runs 4" in content.reasons[0]
+
+
+def test_windows_are_whole_and_the_rest_is_thinned(tmp_path):
+    experiment_dir = write_experiment(tmp_path / "long", steps=1000, seeds=[0, 1])
+    freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+    whole = load_experiment(experiment_dir).arm("baseline")[0]
+    kept = next(run for run in load_reference(tmp_path / "ref.json").runs if run.name.seed == 0)
+    reward, norm = kept.series("train/reward"), kept.series("train/grad_norm")
+    assert np.isin(np.arange(801, 1001), reward.steps).all() and reward.steps[0] == 1 and len(reward) < 260
+    assert len(norm) <= 66 and norm.values.max() == whole.series("train/grad_norm").values.max()
+    assert [reward.at(step) for step in (1, 900)] == [
+        whole.series("train/reward").at(step) for step in (1, 900)
+    ]
+    assert (tmp_path / "ref.json").stat().st_size < 100_000
+
+
+def test_a_reference_is_safe_to_commit(tmp_path):
+    experiment_dir = write_experiment(
+        tmp_path / "x", seeds=[0, 1], model={"path": "/home/somebody/weights"}, wandb={"entity": "somebody"}
+    )
+    freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+    text = (tmp_path / "ref.json").read_text()
+    assert "somebody" not in text and "node-1" not in text and str(tmp_path) not in text
+    again = tmp_path / "again.json"
+    freeze(load_experiment(experiment_dir), "baseline", again)
+    assert again.read_text() == text
+
+
+def test_nan_survives(tmp_path, simulated):
+    experiment_dir = simulated()
+    edit_rows(experiment_dir / "baseline/seed-2", lambda row: row.update({"train/entropy": "NaN"}))
+    freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+    json.loads((tmp_path / "ref.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    kept = next(run for run in load_reference(tmp_path / "ref.json").runs if run.name.seed == 2)
+    assert kept.first_non_finite("train/entropy") == 1
+
+
+def test_margins_in_its_sigma(tmp_path, simulated):
+    """k sigma of a frozen reference is absolute: the spread of the compared runs does not move it."""
+    recipe = {"compare": {"primary": [{"metric": "train/reward", "margin": "2 sigma"}]}}
+    freeze(load_experiment(simulated(**recipe)), "baseline", tmp_path / "ref.json")
+    reference = load_reference(tmp_path / "ref.json")
+    windows = [run.series("train/reward").values[-8:].mean() for run in reference.runs if not run.name.rerun]
+    content = later(tmp_path, tmp_path / "ref.json", noise=0.02)
+    assert content.primaries[0].margin == pytest.approx(2 * np.std(windows, ddof=1))
+    assert (
+        content.primaries[0].test == "paired TOST"
+        and "sigma of simulated" in content.primaries[0].margin_text
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "got schema_version None; a reference of version 1"),
+        ('{"schema_version": 1, "runs": [{}]}', "not a reference: 'compare'"),
+        ("\x00\x01", "not readable as JSON"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path, content, message):
+    (tmp_path / "ref.json").write_text(content)
+    with pytest.raises((ComparisonError, Exception), match=message):
+        load_reference(tmp_path / "ref.json")
+
+
+def test_one_seed_is_no_ensemble(tmp_path):
+    experiment_dir = write_experiment(tmp_path / "x", seeds=[0], compare={"primary": []})
+    with pytest.raises(ComparisonError, match="arm baseline has 1 seed; a reference needs"):
+        freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
