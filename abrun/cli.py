@@ -29,6 +29,36 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a value by its dotted key; repeatable."),
 ]
 Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="An experiment (a path, or a name under --runs-dir); or folders and files of runs, one an arm "
+        "(NAME=PATH names it); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
+    ),
+]
+Claims = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--primary",
+        metavar="METRIC:WINDOW:MARGIN",
+        help="A claim instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
+    ),
+]
+Baseline = Annotated[str | None, typer.Option(help="Which arm is the baseline.")]
+Pattern = Annotated[
+    str | None, typer.Option(help="How names of runs hold arm and seed, such as '{arm}-s{seed}'.")
+]
+Group = Annotated[str | None, typer.Option(help="Only the wandb runs of this group.")]
+Aliases = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OURS=THEIRS",
+        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework: trl, "
+        "verl, nemo-rl, skyrl; repeatable.",
+    ),
+]
+StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
 MOST_SEEDS = 1000
 
 
@@ -93,34 +123,134 @@ def launch(
 
 @app.command()
 def compare(
-    experiment: Experiment,
-    primary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="METRIC:WINDOW:MARGIN",
-            help="A claim instead of the recipe's, such as 'train/reward:last 20%:0.05'; repeatable.",
-        ),
+    sources: Sources,
+    primary: Claims = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
     ] = None,
+    arm: Annotated[
+        str | None, typer.Option(help="With --reference: which arm (the baseline).")
+    ] = None,
+    baseline: Baseline = None,
+    pattern: Pattern = None,
+    group: Group = None,
+    alias: Aliases = None,
+    step_column: StepColumn = None,
+    no_step_one: Annotated[
+        bool,
+        typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
+    ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Where the report goes; default: the experiment.")
+        Path | None, typer.Option(help="Where the report goes; default: the experiment, or <name>-report.")
     ] = None,
+    formats: Annotated[
+        str, typer.Option("--format", help="What to write: terminal, html, markdown, json, png, svg.")
+    ] = "terminal,html,markdown,json,png,svg",
     allow_inconclusive: Annotated[
         bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
     ] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Judge whether the arms of an experiment converge the same way.
+    """Judge whether arms converge the same way: an experiment, or runs that any framework logged.
 
     Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
     """
-    from abrun.compare import compare_experiment
+    from abrun.compare import compare_sources
+    from abrun.compare.sources import Reading
     from abrun.recipe import parse_primary
 
-    primaries = [parse_primary(text) for text in primary] if primary else None
-    comparison = compare_experiment(_find(experiment, runs_dir), primaries=primaries, output=output)
-    _console().print(comparison.summary())
+    wanted = _parse_formats(formats)
+    comparison = compare_sources(
+        sources,
+        Reading(
+            runs_dir=runs_dir,
+            baseline=baseline,
+            pattern=pattern,
+            group=group,
+            aliases=tuple(alias or ()),
+            step_column=step_column,
+        ),
+        primaries=[parse_primary(text) for text in primary] if primary else None,
+        reference=reference,
+        arm=arm,
+        step_one=not no_step_one,
+        output=output,
+        formats=[form for form in wanted if form != "terminal"],
+    )
+    if "terminal" in wanted:
+        _console().print(comparison.summary())
     tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if tolerated else comparison.exit_code)
+
+
+@app.command()
+def freeze(
+    sources: Sources,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The reference file to write.")],
+    arm: Annotated[str | None, typer.Option(help="Which arm; default: the baseline.")] = None,
+    primary: Claims = None,
+    baseline: Baseline = None,
+    pattern: Pattern = None,
+    group: Group = None,
+    alias: Aliases = None,
+    step_column: StepColumn = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with."""
+    from abrun.compare.reference import freeze as write_reference
+    from abrun.compare.sources import Reading, open_sources
+    from abrun.recipe import parse_primary
+
+    reading = Reading(
+        runs_dir=runs_dir,
+        baseline=baseline,
+        pattern=pattern,
+        group=group,
+        aliases=tuple(alias or ()),
+        step_column=step_column,
+    )
+    primaries = [parse_primary(text) for text in primary] if primary else None
+    experiment = open_sources(sources, reading, primaries)
+    write_reference(experiment, arm or experiment.baseline, output)
+    seeds = len(experiment.arm(arm or experiment.baseline))
+    _console().print(
+        f"{output}: {seeds} seeds; compare later runs with: abrun compare NEW --reference {output}",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+@app.command()
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    earlier: Annotated[
+        str | None, typer.Option("--from", help="Measure spread and correlation in this earlier experiment.")
+    ] = None,
+    sigma: Annotated[
+        float | None, typer.Option(min=0, help="Spread over seeds of one arm, for every claim.")
+    ] = None,
+    correlation: Annotated[
+        float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Say how many seeds the declared margins take, before any GPU is spent."""
+    from abrun.compare.planning import plan_report
+    from abrun.compare.stored import load_experiment
+    from abrun.recipe import load_recipe
+    from abrun.store import find_experiment
+
+    loaded = load_recipe(recipe, overrides or [])
+    report = plan_report(
+        loaded.name,
+        loaded.compare,
+        len(loaded.seeds),
+        earlier=load_experiment(find_experiment(earlier, runs_dir)) if earlier else None,
+        sigma=sigma,
+        correlation=correlation,
+    )
+    _console().print(report)
 
 
 @app.command("memory-profile")
@@ -154,8 +284,9 @@ def memory_profile(
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     """Follow an experiment that another shell or another host launches."""
     from abrun import watch as live
+    from abrun.store import find_experiment
 
-    live.watch(_find(experiment, runs_dir), _console())
+    live.watch(find_experiment(experiment, runs_dir), _console())
 
 
 @app.command()
@@ -165,12 +296,13 @@ def status(
 ) -> None:
     """Show what the runs of an experiment are doing, or all experiments in a line each."""
     from abrun import watch as live
+    from abrun.store import find_experiment
 
     console = _console()
     if experiment is None:
         console.print(live.status_of_experiments(runs_dir))
         return
-    experiment_dir = _find(experiment, runs_dir)
+    experiment_dir = find_experiment(experiment, runs_dir)
     views = live.ExperimentReader(experiment_dir).read()
     console.print(live.render(experiment_dir.name, views, console.width))
 
@@ -213,22 +345,24 @@ def _console() -> "Console":
     return Console(highlight=False, width=None if fixed else 120)
 
 
-def _find(experiment: str, runs_dir: Path) -> Path:
-    """The directory of an experiment given as a path or as a name."""
-    named, path = runs_dir / experiment, Path(experiment)
-    here = next((each for each in (named, path) if (each / "experiment.json").is_file()), None)
-    return here or (path if "/" in experiment else named)
-
-
 def _compare_after_launch(experiment_dir: Path, console: "Console") -> None:
     from abrun.compare import compare_experiment
 
     try:
-        comparison = compare_experiment(experiment_dir, primaries=None, output=None)
+        comparison = compare_experiment(experiment_dir)
     except AbrunError as error:  # said here: the exit code speaks of the runs
         _complain(str(error))
         return
     console.print(comparison.summary())
+
+
+def _parse_formats(text: str) -> list[str]:
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    allowed = ("terminal", "html", "markdown", "json", "png", "svg")
+    for form in wanted:
+        if form not in allowed:
+            raise RecipeError(f"--format: got {form!r}; allowed: {', '.join(allowed)}")
+    return wanted
 
 
 def _parse_lengths(text: str) -> list[int]:

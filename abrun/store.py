@@ -335,6 +335,13 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
     return experiment
 
 
+def find_experiment(experiment: str, runs_dir: Path) -> Path:
+    """The directory of an experiment given as a path or as a name; whether there is one, others find out."""
+    named, path = runs_dir / experiment, Path(experiment)
+    here = next((each for each in (named, path) if (each / "experiment.json").is_file()), None)
+    return here or (path if "/" in experiment else named)
+
+
 def planned_runs(experiment_dir: Path) -> list[RunName]:
     """The runs of an experiment, in launch order."""
     return [RunName(**run) for run in open_experiment(experiment_dir)["runs"]]

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.experiment import Experiment, refuse_unknown_metrics
 from abrun.compare.metrics import default_transform
-from abrun.compare.report import FORMATS, terminal_summary, write_report
+from abrun.compare.reference import against_reference, load_reference
+from abrun.compare.report import FORMATS, slug, terminal_summary, write_report
+from abrun.compare.sources import Reading, open_sources, stored_in
 from abrun.compare.stored import load_experiment
 from abrun.compare.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.verdict_file import VerdictFile, verdict_file
@@ -44,11 +46,37 @@ class Comparison:
         return terminal_summary(self.content, self.files)
 
 
-def compare_experiment(experiment_dir: Path, *, output: Path | None = None, **options: Any) -> Comparison:
-    """`compare` an experiment of the run store; its report goes to `report/` inside, unless told otherwise.
+def compare_sources(
+    sources: Sequence[str],
+    reading: Reading,
+    *,
+    primaries: Sequence[Primary] | None = None,
+    reference: Path | None = None,
+    arm: str | None = None,
+    step_one: bool = True,
+    output: Path | None = None,
+    formats: Collection[str] = FORMATS,
+) -> Comparison:
+    """Read runs from wherever they are, judge them, and write the report.
 
-    Raises StoreError for files that cannot be read.
+    With a `reference`, one `arm` (default: the baseline) is compared with the frozen ensemble, by its claims.
+    `primaries` replace the declared claims. Raises StoreError or ComparisonError for what cannot be read.
     """
+    directory = stored_in(sources, reading.runs_dir)
+    experiment = open_sources(sources, reading)
+    if reference is not None:
+        experiment = against_reference(experiment, load_reference(reference), arm or experiment.baseline)
+    elif arm is not None:
+        raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
+    folder = "report" if reference is None else "report-against-reference"
+    default = directory / folder if directory else Path(f"{slug(experiment.name)}-report")
+    return compare(
+        experiment, output=output or default, primaries=primaries, step_one=step_one, formats=formats
+    )
+
+
+def compare_experiment(experiment_dir: Path, *, output: Path | None = None, **options: Any) -> Comparison:
+    """`compare` an experiment of the run store; its report goes to `report/` inside by default."""
     return compare(load_experiment(experiment_dir), output=output or experiment_dir / "report", **options)
 
 
@@ -57,12 +85,13 @@ def compare(
     *,
     output: Path,
     primaries: Sequence[Primary] | None = None,
+    step_one: bool = True,
     formats: Collection[str] = FORMATS,
 ) -> Comparison:
     """Judge every treatment against the baseline, and write the report.
 
-    `primaries` replaces the declared claims; others than those declared at launch make the verdict post hoc.
-    Raises ComparisonError for a claim that cannot be read on these runs.
+    `primaries` replaces the declared claims; others than those declared at launch make the verdict post hoc,
+    as does leaving out step one. Raises ComparisonError for a claim that cannot be read on these runs.
     """
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
@@ -71,6 +100,8 @@ def compare(
     if primaries is not None:
         refuse_unknown_metrics(experiment, primaries)
         experiment = replace(experiment, compare=declared.model_copy(update={"primary": list(primaries)}))
+    if not step_one:
+        experiment = replace(experiment, compare=experiment.compare.model_copy(update={"step_one": False}))
     arms = judge(experiment, experiment.compare.primary)
     content = verdict_file(experiment, arms, post_hoc(experiment, declared))
     files = write_report(experiment, content, output, formats)
@@ -84,6 +115,8 @@ def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
     claimed = [_claim(primary) for primary in experiment.compare.primary]
     if claimed != [_claim(primary) for primary in declared.primary]:
         return "the claims are not those declared when the experiment was launched"
+    if experiment.compare.step_one != declared.step_one:
+        return "step one was left out, which was not declared when the experiment was launched"
     if compare_hash(declared) != experiment.launched_compare_sha256:
         return "the comparison is not the one declared when the experiment was launched"
     added = max(len(experiment.pairs(arm)) for arm in experiment.treatments) - experiment.launched_pairs

@@ -124,7 +124,7 @@ class Experiment:
         ]
 
     def all_steps(self) -> Steps:
-        """Every step that any finished run (against a reference: one of its) reached; windows are of these."""
+        """Every step that any finished run reached, or any of the reference: what windows are read on."""
         of = [run for run in self.runs.values() if run.finished and run.thinned == self.regression]
         return union(run.steps for run in of)
 

@@ -157,7 +157,7 @@ def _arms(runs: Mapping[RunName, Log], baseline: str | None, several: bool) -> t
         )
     if baseline is not None:
         if baseline not in arms:
-            raise ComparisonError(f"--baseline: got {printable(baseline)!r}; allowed: {listed(arms)}")
+            raise ComparisonError(f"--baseline: got '{printable(baseline)}'; allowed: {listed(arms)}")
         first = baseline
     elif BASELINE in arms:
         first = BASELINE

@@ -59,9 +59,9 @@ def _write_figures(
     from abrun.compare import plots
 
     with rc_context(plots.STYLE):
-        for slug, metric in slugs(result.metric for result in verdict.primaries).items():
+        for stem, metric in slugs(result.metric for result in verdict.primaries).items():
             of_metric = [result for result in verdict.primaries if result.metric == metric]
-            yield from _save(plots.metric_figure(experiment, metric, of_metric), output / slug, images)
+            yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
         limit = experiment.compare.guards.token_mult_prob_error_median
         yield from _save(plots.overview(experiment, limit), output / "overview", images)
 
@@ -79,12 +79,17 @@ def slugs(metrics: Iterable[str]) -> dict[str, str]:
     """A file name for each metric: `train/reward` is `train-reward`; colliding names are numbered."""
     named: dict[str, str] = {}
     for metric in dict.fromkeys(metrics):
-        plain = re.sub(r"[^A-Za-z0-9_]+", "-", metric).strip("-") or "metric"
-        slug, number = plain, 2
-        while slug in named or slug == "overview":
-            slug, number = f"{plain}-{number}", number + 1
-        named[slug] = metric
+        plain = slug(metric) or "metric"
+        unique, number = plain, 2
+        while unique in named or unique == "overview":
+            unique, number = f"{plain}-{number}", number + 1
+        named[unique] = metric
     return named
+
+
+def slug(name: str) -> str:
+    """What of a name can be a file's."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:100]
 
 
 # --- markdown, for a pull request ---
