@@ -45,6 +45,7 @@ STYLE: Any = {
     "legend.framealpha": 0.8,
     "legend.edgecolor": "none",
     "legend.fontsize": 8,
+    "text.parse_math": False,  # a metric may be called $x$
     "svg.hashsalt": "abrun",  # ids of an SVG are random otherwise
     "svg.fonttype": "none",
 }

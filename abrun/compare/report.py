@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
+MOST_LINES = 25  # of the markdown, without images
 Content = Mapping[str, Any]
 
 
@@ -96,22 +97,34 @@ def slug(name: str) -> str:
 
 
 def markdown(content: Content, images: Sequence[str]) -> str:
-    """A page of at most about 25 lines, then the figures."""
-    lines = [f"# {_headline(content)}", "", *(f"- {reason}" for reason in content["reasons"]), ""]
+    """A page of at most MOST_LINES lines, then the figures."""
+    lines = [
+        f"# {_escaped(_headline(content))}",
+        "",
+        *(f"- {_escaped(reason)}" for reason in content["reasons"]),
+    ]
     primaries = content["primaries"]
     if primaries:
         several = len(content["arms"]) > 1
         head = ["arm"] * several + _PRIMARY_COLUMNS
-        lines += [_row(head), _row(["---"] * len(head))]
+        lines += ["", _row(head), _row(["---"] * len(head))]
         lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
-        lines.append("")
-    lines += [f"**{label}**: {text}  " for label, text in _facts(content)]
+    facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
+    lines += ["", *facts]
+    if len(lines) > MOST_LINES:
+        more = len(lines) - MOST_LINES + 2
+        lines = [*lines[: MOST_LINES - 2], "", f"and {more} more lines in report.html and verdict.json"]
     lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(_escaped(cell) for cell in cells) + " |"
+
+
+def _escaped(text: str) -> str:
+    """Without what markdown or the HTML in it would read as more than text."""
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", text)
 
 
 def _headline(content: Content) -> str:
@@ -149,6 +162,16 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
         savings = [one for one in content["savings"] if one["arm"] == arm and "," not in one["quantity"]]
         if savings:
             yield f"{mark}treatment / baseline", "; ".join(_saving(one) for one in savings)
+        looks = [look for look in section["looks"] if look["verdict"]]
+        if section["looks"]:
+            taken = ", ".join(f"{look['num_pairs']} pairs: {look['verdict']}" for look in looks) or "none yet"
+            planned = ", ".join(str(look["num_pairs"]) for look in section["looks"])
+            yield f"{mark}looks", f"declared at {planned} pairs; taken: {taken}"
+    if content["not_tested"]:
+        yield "not tested", "; ".join(content["not_tested"])
+    if content["notes"]:
+        more = f"; and {len(content['notes']) - 3} more" if len(content["notes"]) > 3 else ""
+        yield "notes", "; ".join(content["notes"][:3]) + more
 
 
 def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
@@ -183,7 +206,7 @@ def _divergence(divergences: Sequence[Content]) -> str:
         return "no finished pair"
     first = divergences[0]
     if first["noise_floor"] == "unknown":
-        return "noise floor unknown (no A/A reruns: controls.aa_reruns)"
+        return "noise floor unknown (no A/A reruns)"
     return "; ".join(_against_noise(one) for one in divergences[:3] if one["noise_floor"] != "unknown")
 
 

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from abrun.compare.experiment import Experiment, Run
 from abrun.errors import StoreError
+from abrun.logs.log import printable
 from abrun.plan import RunName
 from abrun.recipe import BASELINE, Recipe, dotted
 from abrun.series import Series
@@ -62,7 +63,7 @@ def _load_run(experiment_dir: Path, name: RunName, metrics: Mapping[str, Series]
         identity={key: config.get(key) for key in ("arm", "seed", "rerun")},
         config=dotted({**config.get("config", {}), "initial_weights": config.get("initial_weights")}),
         environment=_json_or_none(directory / "environment.json"),
-        metrics=metrics,
+        metrics={printable(metric): series for metric, series in metrics.items()},
     )
 
 

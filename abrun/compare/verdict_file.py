@@ -95,10 +95,23 @@ def as_json(content: VerdictFile) -> dict[str, Any]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of `verdict.json`; NaN and infinities are the strings "NaN", "Infinity", "-Infinity"."""
+    """The schema of `verdict.json`, as `verdict.schema.json` beside this module holds it."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(VerdictFile).json_schema(mode="serialization")
+    schema = _with_numbers_of_the_store(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
+    schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
+
+
+def _with_numbers_of_the_store(schema: Any) -> Any:
+    """JSON has no NaN and Inf: the store writes them as text."""
+    if isinstance(schema, list):
+        return [_with_numbers_of_the_store(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "number":
+        return {"$ref": "#/$defs/Number"}
+    return {key: _with_numbers_of_the_store(value) for key, value in schema.items()}
 
 
 def _environments(experiment: Experiment) -> list[EnvironmentOfRuns]:

@@ -36,6 +36,7 @@ def test_the_same_runs_give_the_same_bytes(simulated, tmp_path):
     assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
     assert set(hashes(tmp_path / "one")) == {
         "verdict.json",
+        "report.html",
         "report.md",
         *(f"{s}.{form}" for s in ("train-reward", "overview") for form in ("png", "svg")),
     }

@@ -1,0 +1,96 @@
+"""Declared interim verdicts: which pairs they read, at which level; the first that decides stands."""
+
+import shutil
+
+import pytest
+
+from tests.compare.simulate import edit, edit_rows, fail
+
+LOOKS = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
+
+
+def unfinished(experiment_dir, *seeds):
+    for seed in seeds:
+        for arm in ("baseline", "treatment"):
+            (experiment_dir / f"{arm}/seed-{seed}/result.json").unlink()
+            edit(
+                experiment_dir / f"{arm}/seed-{seed}/meta.json",
+                lambda content: content.update(status="pending"),
+            )
+
+
+def taken(content):
+    return [(look.num_pairs, look.verdict) for look in content.arms["treatment"].looks]
+
+
+def test_a_look_reads_the_first_pairs_while_the_others_run(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS)
+    unfinished(experiment_dir, 3, 4)
+    content = judged(experiment_dir).content
+    assert content.verdict == "MATCH" and taken(content) == [(3, "MATCH"), (5, None)]
+    assert content.primaries[0].num_pairs == 3 and content.primaries[0].alpha == 0.025
+    assert "at 97.5 % confidence over 3 pairs" in content.reasons[0]
+    assert not content.post_hoc
+    low, high = content.primaries[0].interval
+    assert low < content.primaries[0].ci90[0] and high > content.primaries[0].ci90[1]
+
+
+def test_before_the_first_look_there_is_none(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS)
+    unfinished(experiment_dir, 2, 3, 4)
+    content = judged(experiment_dir).content
+    assert content.verdict == "INVALID" and "baseline/seed-2 is not finished" in content.reasons[0]
+
+
+def test_the_first_look_that_decides_stands(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS)
+    for seed in (3, 4):  # pairs that would undo the match
+        edit_rows(
+            experiment_dir / f"treatment/seed-{seed}",
+            lambda row: row.update({"train/reward": row["train/reward"] + 0.1 * (row["step"] > 1)}),
+        )
+    content = judged(experiment_dir).content
+    assert content.verdict == "MATCH" and taken(content) == [(3, "MATCH"), (5, None)]
+
+
+def test_an_undecided_look_goes_on_to_the_next(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS, noise=0.02)
+    content = judged(experiment_dir).content
+    assert taken(content)[0] == (3, "INCONCLUSIVE")
+    assert content.primaries[0].num_pairs == 5
+
+
+def test_a_crash_after_the_match_still_counts(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS)
+    fail(experiment_dir / "treatment/seed-4", after_steps=20)
+    content = judged(experiment_dir).content
+    assert content.verdict == "MISMATCH" and "guard finished" in content.reasons[0]
+
+
+def test_pairs_added_without_looks_are_post_hoc(simulated, judged):
+    experiment_dir = simulated()
+    edit(experiment_dir / "experiment.json", lambda content: content.update(launched_pairs=3))
+    content = judged(experiment_dir).content
+    assert content.post_hoc and "2 pairs were added after the launch" in content.reasons[-1]
+
+
+def test_one_look_per_treatment(simulated, judged):
+    """An arm that is decided keeps its verdict while the other goes on."""
+    arms = {"baseline": {}, "near": {"policy.logprobs.impl": "chunked"}, "far": {"policy.dtype": "bfloat16"}}
+    content = judged(simulated(arms=arms, compare=LOOKS, shift={"near": 0.0, "far": 0.018})).content
+    looks = {arm: [look.verdict for look in section.looks] for arm, section in content.arms.items()}
+    assert looks["near"] == ["MATCH", None]
+    assert looks["far"][0] == "INCONCLUSIVE" and looks["far"][1] is not None
+
+
+@pytest.mark.parametrize("looks", [[5], [1, 5], [5, 5], [5, 3]])
+def test_looks_go_up_from_two(simulated, looks):
+    with pytest.raises(ValueError, match="two or more numbers of pairs going up from 2"):
+        simulated(compare={**LOOKS, "looks": looks})
+
+
+def test_a_missing_pair_does_not_let_a_later_one_take_its_place(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS)
+    shutil.rmtree(experiment_dir / "treatment/seed-1")
+    content = judged(experiment_dir).content
+    assert content.verdict == "INVALID" and "treatment/seed-1 is not finished" in content.reasons[0]
