@@ -109,7 +109,7 @@ def _unfinished(baselines: Sequence[Run], treatments: Sequence[Run]) -> Iterator
                 f"{run} failed ({run.failure}): without its baseline a seed says nothing about "
                 "the treatment; mend the cause and launch with --resume"
             )
-        elif run.status not in ("finished", "failed"):
+        elif not run.finished and run.status != "failed":
             state = "its directory is missing" if run.status == "missing" else run.status
             yield f"{run} is not finished ({state}): launch with --resume"
 

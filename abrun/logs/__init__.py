@@ -1,0 +1,232 @@
+"""Runs of any framework, read from what it logs: TensorBoard, wandb, CSV, JSON lines, Parquet.
+
+A source is a file, a folder that may hold many runs, or a project on a wandb server. What is read is a `Log`;
+`naming` says which run of an experiment it is, `aliases` what its metrics are called here.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import StoreError
+from abrun.logs.log import Log, cleaned, listed, printable, readable
+from abrun.logs.stored import is_run_dir, read_run_dir
+from abrun.logs.tables import read_csv, read_jsonl, read_parquet, read_trainer_state
+from abrun.logs.tensorboard import EVENTS, begun, event_files, read_event_files
+from abrun.logs.wandb_files import read_run_files
+
+__all__ = ["FORMATS", "Log", "read_log", "read_logs"]
+
+FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")
+PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for name in FORMATS[1:]}}
+TABLES = {
+    ".csv": ("csv", read_csv),
+    ".jsonl": ("jsonl", read_jsonl),
+    ".ndjson": ("jsonl", read_jsonl),
+    ".parquet": ("parquet", read_parquet),
+}
+TRAINER_STATE = "trainer_state.json"
+PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
+HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the folder that torch's add_hparams makes inside a run's: the time
+STARTED = re.compile(r"run-(\d{8}_\d{6})-")
+RUN_ID = re.compile(r"run-(.+)\.wandb")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One run in a folder, not yet read."""
+
+    format: str
+    name: str
+    path: Path  # its folder, or the file where it is a table
+    files: tuple[Path, ...]
+
+
+def read_logs(source: str, *, group: str | None = None, step_column: str | None = None) -> list[Log]:
+    """Every run of a source, by name.
+
+    `PATH`, `tb:PATH`, `wandb:PATH`, `csv:PATH`, `jsonl:PATH`, `parquet:PATH`, or `wandb:ENTITY/PROJECT[/RUN]`
+    on a server; `group` keeps the runs of one of wandb's groups. Raises StoreError, one line, where nothing
+    can be read.
+    """
+    prefix, colon, rest = source.partition(":")
+    format = PREFIXES.get(prefix) if colon else None
+    path = Path(rest if format else source)
+    if format == "wandb" and not path.exists() and re.fullmatch(PROJECT, rest.strip("/")):
+        from abrun.logs.wandb_api import read_project
+
+        logs = read_project(rest, group, step_column)
+    else:
+        logs = _without_hparams_runs(
+            [(one, _read(one, step_column)) for one in _runs_in(path, format, source)]
+        )
+    if group is not None:
+        logs = _of_group(logs, group, source)
+    return sorted((cleaned(log) for log in logs), key=lambda log: _natural(log.name))
+
+
+def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
+    """The one run that a file, or everything in a folder, holds; empty while the path does not exist.
+
+    It may still be written: a torn end is left out, with a note.
+    """
+    if format not in FORMATS:
+        raise StoreError(f"format: got {format!r}; allowed: {', '.join(FORMATS)}")
+    name = path.name
+    found = [one for one in _walk(path, path) if one.format == format] if path.is_dir() else []
+    files = [file for one in found for file in one.files] if path.is_dir() else [path]
+    if not path.exists() or not files:
+        what = "holds nothing of that format yet" if path.exists() else "does not exist yet"
+        return Log(name=name, place=printable(str(path)), metrics={}, notes=(f"it {what}",))
+    if format in ("csv", "jsonl", "parquet") and len(files) > 1:
+        raise StoreError(
+            f"{printable(str(path))}: got {len(files)} {format} files; one run is one file: name it"
+        )
+    if format == "tensorboard":
+        files = sorted(files, key=begun)
+    elif format == "wandb":
+        files = sorted(files, key=_started)
+    one = Found(format=format, name=name, path=path if len(files) > 1 else files[0], files=tuple(files))
+    return cleaned(replace(_read(one, step_column), name=name))
+
+
+# --- which runs are there ---
+
+
+def _runs_in(path: Path, format: str | None, source: str) -> list[Found]:
+    with readable(path):
+        there = path.exists()
+    if not there:
+        prefixes = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:]))
+        raise StoreError(
+            f"{printable(source)}: no such file or folder; allowed: a path, with one of {prefixes} before it "
+            "or none, or wandb:ENTITY/PROJECT"
+        )
+    found = list(_walk(path, path)) if path.is_dir() else [_file(path, format)]
+    if format is not None:
+        found = [one for one in found if one.format == format]
+    elif any(one.format != "trainer_state" for one in found):
+        found = [one for one in found if one.format != "trainer_state"]  # the same metrics, logged again
+    formats = sorted({one.format for one in found})
+    if not found:
+        what = format or f"{', '.join(FORMATS)} or abrun's own"
+        raise StoreError(f"{printable(source)}: no runs there; allowed: runs logged as {what}")
+    if len(formats) > 1:
+        raise StoreError(
+            f"{printable(source)}: got runs logged as {' and '.join(formats)}; allowed: one kind at a time; "
+            f"say which, such as {'tb' if 'tensorboard' in formats else formats[0]}:{printable(str(path))}"
+        )
+    return found
+
+
+def _file(path: Path, format: str | None) -> Found:
+    kind = _kind(path)
+    if kind is None and format in ("csv", "jsonl", "parquet", "wandb"):
+        kind = format  # an odd suffix, but the user says what it is
+    if kind is None or (format is not None and kind != format):
+        raise StoreError(
+            f"{printable(str(path))}: not a file of {format or 'metrics'}; allowed: *.csv, *.jsonl, "
+            f"*.ndjson, *.parquet, *.wandb, {EVENTS}*, {TRAINER_STATE}"
+        )
+    return Found(format=kind, name=path.name, path=path, files=(path,))
+
+
+def _kind(path: Path) -> str | None:
+    if EVENTS in path.name:
+        return "tensorboard"
+    if path.name == TRAINER_STATE:
+        return "trainer_state"
+    if path.suffix == ".wandb":
+        return "wandb"
+    return TABLES[path.suffix][0] if path.suffix in TABLES else None
+
+
+def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Found]:
+    """The runs in a folder and below it, each once, however it is linked to."""
+    seen = set() if seen is None else seen
+    if folder.resolve() in seen:
+        return
+    seen.add(folder.resolve())
+    name = folder.relative_to(top).as_posix() if folder != top else folder.resolve().name
+    if is_run_dir(folder):
+        yield Found(format="abrun", name=name, path=folder, files=())
+        return
+    with readable(folder):
+        entries = sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name))
+        files = [entry for entry in entries if entry.is_file()]
+        folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    kinds = {file: _kind(file) for file in files}
+    if any(kind == "wandb" for kind in kinds.values()):
+        for file in (file for file in files if kinds[file] == "wandb"):
+            yield Found(format="wandb", name=name, path=folder, files=(file,))
+        return  # what is below are its own copies
+    if any(kind == "tensorboard" for kind in kinds.values()):
+        yield Found(format="tensorboard", name=name, path=folder, files=tuple(event_files(folder)))
+    for file in files:
+        if (kind := kinds[file]) == "trainer_state" and not folder.name.startswith("checkpoint-"):
+            yield Found(format=kind, name=name, path=file, files=(file,))
+        elif kind in ("csv", "jsonl", "parquet"):
+            yield Found(format=kind, name=file.relative_to(top).as_posix(), path=file, files=(file,))
+    yield from _joined([one for below in folders for one in _walk(below, top, seen)])
+
+
+def _joined(found: Sequence[Found]) -> list[Found]:
+    """A wandb run that was resumed offline has a folder for each start, side by side: one run."""
+    joined: dict[Any, Found] = {}
+    for one in found:
+        run_id = RUN_ID.fullmatch(one.files[0].name) if one.format == "wandb" else None
+        key = (one.path.parent, run_id[1]) if run_id else (one.path, one.format)
+        files = (*joined[key].files, *one.files) if key in joined else one.files
+        joined[key] = replace(one, files=tuple(sorted(files, key=_started)) if run_id else files)
+    return list(joined.values())
+
+
+# --- reading them ---
+
+
+def _read(found: Found, step_column: str | None) -> Log:
+    match found.format:
+        case "abrun":
+            return read_run_dir(found.path, found.name)
+        case "tensorboard":
+            return read_event_files(found.files, found.name, found.path)
+        case "wandb":
+            return read_run_files(found.files, found.name, step_column)
+        case "trainer_state":
+            return replace(read_trainer_state(found.path, step_column), name=found.name)
+        case _:
+            reader = next(reader for kind, reader in TABLES.values() if kind == found.format)
+            return replace(reader(found.path, step_column), name=found.name)
+
+
+def _without_hparams_runs(read: Sequence[tuple[Found, Log]]) -> list[Log]:
+    """Event files below a run's own that hold hyperparameters and no metrics are part of that run."""
+    runs = {one.path: log for one, log in read if one.format == "tensorboard"}
+    for folder, log in list(runs.items()):
+        parent = next((above for above in folder.parents if above in runs), None)
+        if parent is not None and (not log.metrics or re.fullmatch(HPARAMS_RUN, folder.name)):
+            del runs[folder]
+            config = {**(runs[parent].config or {}), **(log.config or {})}
+            runs[parent] = replace(runs[parent], config=config or None)
+    return [*runs.values(), *(log for one, log in read if one.format != "tensorboard")]
+
+
+def _of_group(logs: Sequence[Log], group: str, source: str) -> list[Log]:
+    kept = [log for log in logs if log.group == group]
+    if not kept:
+        groups = sorted({log.group for log in logs if log.group})
+        there = f"there are {listed(groups)}" if groups else "its runs have none (wandb's have)"
+        raise StoreError(f"{printable(source)}: --group: got '{printable(group)}'; {there}")
+    return kept
+
+
+def _started(file: Path) -> tuple[str, str]:
+    found = STARTED.search(file.parent.name)
+    return found[1] if found else "", file.name
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts s2 before s10."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]

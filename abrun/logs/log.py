@@ -1,0 +1,86 @@
+"""One run as some framework logged it: what every reader of this package returns."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from abrun.errors import StoreError
+from abrun.plan import RunName
+from abrun.series import Series
+
+LogStatus = Literal["finished", "failed", "running", "unknown"]
+EMPTY = "nothing is recorded in it yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Log:
+    """One run as some framework logged it."""
+
+    name: str  # what naming rules match: the path relative to its source, or wandb's run name
+    place: str  # where it was read, for people
+    metrics: Mapping[str, Series]
+    status: LogStatus = "unknown"  # unknown: the source does not say whether it finished
+    failure: str = ""  # how it ended, where it failed
+    config: Mapping[str, Any] | None = None  # dotted keys; None: the source does not say
+    environment: Mapping[str, Any] | None = None  # python, versions, devices, hosts, as far as it says
+    group: str | None = None  # wandb's
+    job_type: str | None = None  # wandb's
+    run_id: str | None = None  # wandb's: a resumed run is several files of one id
+    identity: RunName | None = None  # as its own files state it: a run directory of abrun
+    notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
+
+
+def printable(text: str) -> str:
+    """`text` with every character that could break a line or move a terminal's cursor as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in text
+    )
+
+
+def cleaned(log: Log) -> Log:
+    """A log whose names came from files, made safe to print."""
+    return replace(
+        log,
+        name=printable(log.name),
+        place=printable(log.place),
+        failure=printable(log.failure),
+        metrics={printable(name): series for name, series in log.metrics.items()},
+        job_type=printable(log.job_type) if log.job_type else None,
+        group=printable(log.group) if log.group else None,
+        notes=tuple(printable(note) for note in log.notes),
+    )
+
+
+def left_out(num_replaced: int) -> list[str]:
+    """The note on points that a later one replaced."""
+    if not num_replaced:
+        return []
+    points, were = ("point", "was") if num_replaced == 1 else ("points", "were")
+    return [f"{num_replaced} {points} {were} recorded again at the same step; the last counts"]
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """Some names for an error message, in quotes and on one line."""
+    shown = ", ".join(f"'{printable(name[:80])}'" for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns an operating-system error about `path` into one StoreError line."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{printable(str(path))}: cannot be read: {error.strerror or error}") from None
+
+
+def needs_package(path: Path | str, package: str, to_install: str) -> StoreError:
+    return StoreError(
+        f"{printable(str(path))}: reading it needs the package {package}, which is not installed; "
+        f"run: pip install {to_install}"
+    )

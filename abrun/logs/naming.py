@@ -1,0 +1,223 @@
+"""Arms, seeds and A/A reruns from the names of runs."""
+
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from abrun.errors import ComparisonError
+from abrun.logs.log import Log, listed, printable
+from abrun.plan import RunName
+
+SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet", ".wandb", ".json")
+# The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
+DEFAULT_PATTERNS = (
+    "{arm}/seed-{seed}",
+    "{arm}/seed_{seed}",
+    "{arm}/seed{seed}",
+    "{arm}/seed={seed}",
+    "{arm}/s{seed}",
+    "{arm}-seed-{seed}",
+    "{arm}-seed_{seed}",
+    "{arm}-seed{seed}",
+    "{arm}-seed={seed}",
+    "{arm}-s{seed}",
+    "{arm}_seed-{seed}",
+    "{arm}_seed_{seed}",
+    "{arm}_seed{seed}",
+    "{arm}_seed={seed}",
+    "{arm}_s{seed}",
+    "{arm}.seed{seed}",
+    "{arm}.s{seed}",
+    "{arm}/{seed}",
+)
+# Where the arm is known already: `seed-0`, `s0`, `0`, or one of these behind anything.
+SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", "{seed}")
+LARGEST_SEED = 2**31
+
+
+class Match(NamedTuple):
+    """What a pattern found in a name."""
+
+    arm: str | None
+    seed: int
+    rerun: int
+    folders: int  # how many of the name's leading folders it took
+
+
+Matcher = Callable[[str], Match | None]
+
+
+def name_runs(logs: Sequence[Log], pattern: str | None = None) -> list[RunName]:
+    """Which run each log is, by the first rule that says so of all of them.
+
+    What their own files state; `pattern`; wandb's job types as arms; DEFAULT_PATTERNS. Raises ComparisonError
+    where no rule fits, or where two logs are the same run.
+    """
+    if pattern is not None:
+        matcher = _matcher(pattern, needs_arm=True)
+        return _distinct(logs, [_required(log, matcher, pattern) for log in logs])
+    if logs and all(log.identity for log in logs):
+        return _distinct(logs, [log.identity for log in logs if log.identity])
+    if len({log.job_type for log in logs}) > 1 and all(log.job_type for log in logs):
+        named = [_of_job_type(log) for log in logs]
+        if all(named):
+            return _distinct(logs, [name for name in named if name])
+    collision = None
+    for named in _by_defaults(logs):
+        try:
+            return _distinct(logs, named)
+        except ComparisonError as error:
+            collision = collision or error
+    raise collision or ComparisonError(
+        f"arms and seeds: got runs named {listed([log.name for log in logs])}, which no usual pattern "
+        "matches; say how their names are made, such as --pattern '{arm}-s{seed}'"
+    )
+
+
+def name_seeds(logs: Sequence[Log], arm: str, pattern: str | None = None) -> list[RunName]:
+    """Which run of a known arm each log is; a single one that names no seed is seed 0."""
+    if pattern is not None:
+        matcher = _matcher(pattern, needs_arm=False)
+        return _distinct(logs, [_required(log, matcher, pattern, arm) for log in logs])
+    found = [_seed_of(log) for log in logs]
+    if len(logs) == 1 and found[0] is None:
+        found = [(0, 0)]
+    if None in found:
+        unnamed = [log.name for log, seed in zip(logs, found, strict=True) if seed is None]
+        raise ComparisonError(
+            f"seeds: got runs of {arm} named {listed(unnamed)}, whose seed is not in the name or the config; "
+            "say where it is, such as --pattern '*-s{seed}'"
+        )
+    return _distinct(logs, [RunName(arm=arm, seed=one[0], rerun=one[1]) for one in found if one])
+
+
+def names_both(pattern: str) -> bool:
+    """Whether a pattern says the arm as well."""
+    return "arm" in _fields(pattern)
+
+
+def stem(name: str) -> str:
+    """A name without the suffix of a file format."""
+    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+
+
+# --- one run ---
+
+
+def _by_defaults(logs: Sequence[Log]) -> list[list[RunName]]:
+    """The names by each default pattern that matches every log, those first that need the fewest folders."""
+    fitting = []
+    for pattern in DEFAULT_PATTERNS:
+        matcher = _matcher(pattern, needs_arm=True, reruns=True)
+        found = [matcher(log.name) for log in logs]
+        if logs and all(one or log.identity for one, log in zip(found, logs, strict=True)):
+            named = [log.identity or _run_name(one) for one, log in zip(found, logs, strict=True)]
+            fitting.append((sum(one.folders for one in found if one), [name for name in named if name]))
+    return [named for _, named in sorted(fitting, key=lambda one: one[0])]
+
+
+def _of_job_type(log: Log) -> RunName | None:
+    seed = _seed_of(log)
+    assert log.job_type is not None
+    return RunName(arm=log.job_type, seed=seed[0], rerun=seed[1]) if seed else None
+
+
+def _seed_of(log: Log) -> tuple[int, int] | None:
+    """Seed and rerun: as its files state them, from its name, or from the one `seed` of its configuration."""
+    if log.identity:
+        return log.identity.seed, log.identity.rerun
+    for pattern in SEED_PATTERNS:
+        for start in ("", "*/", "*-", "*_", "*."):
+            found = _matcher(start + pattern, needs_arm=False, reruns=True)(log.name)
+            if found:
+                return found.seed, found.rerun
+    values = {
+        key: value
+        for key, value in (log.config or {}).items()
+        if key.rsplit(".", 1)[-1] == "seed" and type(value) is int and 0 <= value < LARGEST_SEED
+    }
+    if "seed" in values:
+        return values["seed"], 0
+    return (next(iter(values.values())), 0) if len(set(values.values())) == 1 else None
+
+
+def _run_name(found: Match | None, arm: str | None = None) -> RunName | None:
+    if found is None:
+        return None
+    return RunName(arm=arm if arm is not None else found.arm or "", seed=found.seed, rerun=found.rerun)
+
+
+def _required(log: Log, matcher: Matcher, pattern: str, arm: str | None = None) -> RunName:
+    name = _run_name(matcher(log.name), arm)
+    if name is None:
+        raise ComparisonError(
+            f"--pattern: got {pattern!r}, which does not match '{printable(log.name)}' ({log.place}); "
+            "change it, or leave that run out of the sources"
+        )
+    return name
+
+
+def _distinct(logs: Sequence[Log], names: Sequence[RunName]) -> list[RunName]:
+    owners: dict[RunName, Log] = {}
+    for name, log in zip(names, logs, strict=True):
+        if name in owners:
+            raise ComparisonError(
+                f"{printable(str(name))}: got two runs of that name, {owners[name].place} and {log.place}; "
+                "leave one out, or say how names are made, such as --pattern '{arm}-s{seed}'"
+            )
+        owners[name] = log
+    return list(names)
+
+
+# --- patterns ---
+
+
+def _fields(pattern: str) -> list[str]:
+    try:
+        parts = list(string.Formatter().parse(pattern))
+    except ValueError as error:
+        raise ComparisonError(
+            f"--pattern: got {pattern!r}: {error}; write such as '{{arm}}-s{{seed}}', literal braces doubled"
+        ) from None
+    fields = [name for _, name, form, conversion in parts if name is not None]
+    odd = [name for _, name, form, conversion in parts if name is not None and (form or conversion)]
+    unknown = [name for name in fields if name not in ("arm", "seed", "rerun")] + odd
+    if unknown or len(set(fields)) < len(fields):
+        raise ComparisonError(
+            f"--pattern: got {pattern!r}; allowed: {{arm}}, {{seed}} and {{rerun}}, each once, "
+            "'*' for anything, and text"
+        )
+    return fields
+
+
+def _matcher(pattern: str, *, needs_arm: bool, reruns: bool = False) -> Matcher:
+    """Matches a name, or the leading folders of one, against a pattern: the fewest folders that fit."""
+    fields = _fields(pattern)
+    missing = [name for name in ("arm", "seed") if name not in fields and (name == "seed" or needs_arm)]
+    if missing:
+        raise ComparisonError(
+            f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; allowed: such as '{{arm}}-s{{seed}}'"
+        )
+    groups: Mapping[str, str] = {
+        "arm": "(?P<arm>.+)",
+        "seed": r"(?P<seed>\d{1,10})",
+        "rerun": r"(?P<rerun>\d{1,9})",
+    }
+    text = ""
+    for literal, name, _, _ in string.Formatter().parse(pattern):
+        text += ".*".join(re.escape(part) for part in literal.split("*")) + (groups[name] if name else "")
+    if reruns and "rerun" not in fields:
+        text += r"(?:-aa(?P<rerun>\d{1,9}))?"
+    compiled = re.compile(text, re.DOTALL | re.ASCII)
+
+    def match(name: str) -> Match | None:
+        folders = stem(name).split("/")
+        for count in range(1, len(folders) + 1):
+            found = compiled.fullmatch("/".join(folders[:count]))
+            if found and int(found["seed"]) < LARGEST_SEED:
+                parts = found.groupdict()
+                return Match(parts.get("arm"), int(parts["seed"]), int(parts.get("rerun") or 0), count)
+        return None
+
+    return match

@@ -1,0 +1,95 @@
+"""From rows of anything to series: which column is the step, which values are numbers."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from abrun.errors import StoreError
+from abrun.logs.log import left_out, listed, printable
+from abrun.series import Series, from_rows
+
+# In this order, the first that every row has. Trainers that log their own step come before wandb's `_step`,
+# which counts calls of wandb.log.
+STEP_COLUMNS = (
+    "step",
+    "global_step",
+    "train/global_step",
+    "trainer/global_step",
+    "_step",
+    "iteration",
+    "iter",
+)
+NOT_METRICS = {"_step", "_runtime", "_timestamp"}  # wandb's own columns
+WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
+LARGEST_STEP = 2**53  # whole numbers above it are not exact as floats
+
+
+def flat_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a row of JSON; nested names are joined by '/', what is no number is left out.
+
+    A mapping with a `_type` is one of wandb's media (a histogram, a table), not metrics.
+    """
+    for key, value in row.items():
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, int | float):
+            yield prefix + key, _as_float(value)
+        elif isinstance(value, str):
+            if value in WORDS:
+                yield prefix + key, float(value)
+        elif isinstance(value, Mapping) and "_type" not in value:
+            yield from flat_numbers(value, f"{prefix}{key}/")
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return float("inf") if value > 0 else float("-inf")
+
+
+def series_of(
+    rows: Sequence[Mapping[str, float]], place: str, step_column: str | None, columns: Sequence[str] = ()
+) -> tuple[dict[str, Series], list[str]]:
+    """The series of rows of numbers in the order they were written, and notes on what was left out.
+
+    `columns`: all that the file names, for messages. Raises StoreError where no column is the step, or where
+    a step is not a whole number.
+    """
+    filled = [row for row in rows if not row.keys() <= NOT_METRICS]
+    names = list(columns) or list(dict.fromkeys(name for row in filled for name in row))
+    if not names:
+        return {}, []
+    column = step_column if step_column is not None else _step_column(filled, names)
+    lacking = sum(math.isnan(row.get(column or "", math.nan)) for row in filled)
+    if column is None or column not in names or (filled and lacking == len(filled)):
+        what = f"no step in column '{printable(column)}'" if column else "no column has the step"
+        raise StoreError(
+            f"{place}: {what}; found are {listed(names, 12)}; name the column that has it with --step-column"
+        )
+    dropped = {column, *NOT_METRICS}
+    steps = (
+        (_whole(row[column], place, column), {name: row[name] for name in row if name not in dropped})
+        for row in filled
+        if not math.isnan(row.get(column, math.nan))
+    )
+    metrics, num_replaced = from_rows(steps)
+    notes = left_out(num_replaced)
+    if lacking:
+        notes.append(f"{lacking} of {len(filled)} rows have no {column} and were left out")
+    return metrics, notes
+
+
+def _step_column(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> str | None:
+    there = {name: sum(name in row for row in rows) for name in STEP_COLUMNS if name in names}
+    most = max(there.values(), default=0)
+    return next((name for name, count in there.items() if count == most), None)
+
+
+def _whole(step: float, place: str, column: str) -> int:
+    if step % 1 or abs(step) > LARGEST_STEP:
+        raise StoreError(
+            f"{place}: {printable(column)}: got {step:g}; a step is a whole number: "
+            "mend the row, or name another column with --step-column"
+        )
+    return int(step)

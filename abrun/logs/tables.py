@@ -1,0 +1,215 @@
+"""Runs in tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from abrun.errors import StoreError
+from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
+from abrun.logs.rows import flat_numbers, series_of
+
+TORN = "its last line is torn, or still being written, and was left out"
+NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
+PARQUET_MAGIC = b"PAR1"
+LARGEST_CELL = 2**24  # characters
+
+Row = dict[str, float]
+
+
+# --- CSV ---
+
+
+def read_csv(path: Path, step_column: str | None = None) -> Log:
+    """A CSV file: a header, then a line a step. An empty cell is not recorded; `nan` and `inf` are."""
+    content = _content(path)
+    whole = content.endswith((b"\n", b"\r"))
+    csv.field_size_limit(LARGEST_CELL)
+    reader = csv.reader(io.StringIO(_text(path, content), newline=""))
+    lines: list[tuple[int, list[str]]] = []
+    try:
+        for cells in reader:
+            if cells:
+                lines.append((reader.line_num, cells))
+    except csv.Error as error:
+        raise StoreError(f"{_shown(path)}, line {reader.line_num}: not readable as CSV: {error}") from None
+    torn = bool(lines) and not whole
+    if torn:
+        lines.pop()
+    if not lines:
+        return _log(path, {}, [TORN if torn else EMPTY])
+    header = [name.strip() for name in lines[0][1]]
+    twice = sorted({name for name in header if name and header.count(name) > 1})
+    if twice:
+        raise StoreError(
+            f"{_shown(path)}: the column '{printable(twice[0])}' is there twice; rename one of them"
+        )
+    rows, num_texts = _numbers(path, header, lines[1:])
+    metrics, notes = series_of(rows, _shown(path), step_column, header)
+    notes += [
+        f"{count} values of {printable(name)} are not numbers and were left out"
+        for name, count in num_texts.items()
+        if name in metrics
+    ]
+    return _log(path, metrics, notes + [TORN] * torn)
+
+
+def _numbers(
+    path: Path, header: list[str], lines: list[tuple[int, list[str]]]
+) -> tuple[list[Row], dict[str, int]]:
+    """Rows of numbers, and how many filled cells of each column are none."""
+    rows: list[Row] = []
+    num_texts: dict[str, int] = {}
+    for number, cells in lines:
+        if len(cells) != len(header):
+            raise StoreError(
+                f"{_shown(path)}, line {number}: got {len(cells)} cells; the header names {len(header)}: "
+                "mend the line or write the file again"
+            )
+        row: Row = {}
+        for name, cell in zip(header, cells, strict=True):
+            if not cell or not name:
+                continue
+            try:
+                row[name] = float(cell)
+            except ValueError:
+                if cell.strip() and cell.strip() != name:  # a resumed writer may write the header again
+                    num_texts[name] = num_texts.get(name, 0) + 1
+        rows.append(row)
+    return rows, num_texts
+
+
+# --- JSON ---
+
+
+def read_jsonl(path: Path, step_column: str | None = None) -> Log:
+    """A JSON-lines file: an object a line, nested names joined by '/', bare or quoted NaN and Infinity."""
+    lines = _content(path).split(b"\n")
+    last = max((index for index, line in enumerate(lines) if line.strip()), default=-1)
+    rows: list[Row] = []
+    notes = [] if last >= 0 else [EMPTY]
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        row = _object(line)
+        if row is not None:
+            rows.append(dict(flat_numbers(_without_envelope(row))))
+        elif index == last and line.lstrip().startswith(b"{"):
+            notes.append(TORN)
+        else:
+            shown = printable(line[:40].decode(errors="replace"))
+            raise StoreError(
+                f"{_shown(path)}, line {index + 1}: got '{shown}'; a JSON object is expected: "
+                "remove the line or write the file again"
+            )
+    metrics, more = series_of(rows, _shown(path), step_column)
+    return _log(path, metrics, notes + more)
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = orjson.loads(line)
+    except ValueError:
+        try:
+            row = json.loads(line)  # which knows NaN and Infinity
+        except (ValueError, RecursionError):
+            return None
+    return row if isinstance(row, dict) else None
+
+
+def _without_envelope(row: dict[str, Any]) -> dict[str, Any]:
+    """verl's file logger writes `{"step": 1, "data": {metrics}}`."""
+    data = row.get("data")
+    return {"step": row["step"], **data} if row.keys() == {"step", "data"} and isinstance(data, dict) else row
+
+
+def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
+    """transformers' (so TRL's) trainer_state.json, its metrics named as its other loggers name them."""
+    state = _object(_content(path))
+    history = state.get("log_history") if state else None
+    if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
+        raise StoreError(
+            f"{_shown(path)}: no log_history of rows; a trainer_state.json of transformers is expected"
+        )
+    rows = [dict(_as_logged(dict(flat_numbers(row)))) for row in history]
+    return _log(path, *series_of(rows, _shown(path), step_column))
+
+
+def _as_logged(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """`rewrite_logs` of transformers: eval_x is eval/x, test_x is test/x, anything else train/x."""
+    for name, value in row.items():
+        if name == "step":
+            yield name, value
+        elif name.startswith(("eval_", "test_")):
+            yield name.replace("_", "/", 1), value
+        else:
+            yield f"train/{name}", value
+
+
+# --- Parquet ---
+
+
+def read_parquet(path: Path, step_column: str | None = None) -> Log:
+    """A Parquet file: a column a metric. A null is not recorded (pandas writes NaN as null)."""
+    with readable(path), path.open("rb") as file:
+        magic = file.read(len(PARQUET_MAGIC))
+        size = file.seek(0, 2)
+        file.seek(max(0, size - len(PARQUET_MAGIC)))
+        end = file.read()
+    if not size:
+        return _log(path, {}, [EMPTY])
+    if magic == PARQUET_MAGIC and (end != PARQUET_MAGIC or size < 12):
+        return _log(path, {}, [NO_FOOTER])
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise needs_package(path, "pyarrow", "'abrun[parquet]'") from None
+    try:
+        table = pq.ParquetFile(path).read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StoreError(f"{_shown(path)}: not readable as Parquet: {_one_line(error)}") from None
+    rows: list[Row] = [{} for _ in range(table.num_rows)]
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        kind = column.type
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+            values = column.cast(pa.float64(), safe=False).to_pylist()
+            for row, value in zip(rows, values, strict=True):
+                if value is not None:
+                    row[name] = value
+    return _log(path, *series_of(rows, _shown(path), step_column, table.column_names))
+
+
+# --- files ---
+
+
+def _content(path: Path) -> bytes:
+    with readable(path):
+        return path.read_bytes()
+
+
+def _text(path: Path, content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":  # torn inside a character
+            return content[: error.start].decode("utf-8-sig")
+        raise StoreError(
+            f"{_shown(path)}: byte {error.start} is not UTF-8 text; a CSV file is expected"
+        ) from None
+
+
+def _log(path: Path, metrics: Mapping[str, Any], notes: list[str]) -> Log:
+    return Log(name=path.name, place=_shown(path), metrics=metrics, notes=tuple(notes))
+
+
+def _shown(path: Path) -> str:
+    return printable(str(path))
+
+
+def _one_line(error: Exception) -> str:
+    return printable(" ".join(str(error).split())[:200])

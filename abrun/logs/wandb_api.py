@@ -1,0 +1,136 @@
+"""Runs on a wandb server, through wandb's public API: every row of the history, not a sample of it."""
+
+import http.client
+import netrc
+import os
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from abrun.errors import StoreError
+from abrun.logs.log import Log, LogStatus, needs_package, printable
+from abrun.logs.rows import flat_numbers, series_of
+from abrun.logs.wandb_files import environment_of
+from abrun.recipe import dotted
+
+TIMEOUT_S = 60
+REACHED_WITHIN_S = 10
+STATUS: dict[str, LogStatus] = {
+    "finished": "finished",
+    "failed": "failed",
+    "crashed": "failed",
+    "killed": "failed",
+    "running": "running",
+    "pending": "running",
+    "preempting": "running",
+    "preempted": "running",
+}
+
+
+def read_project(path: str, group: str | None, step_column: str | None = None) -> list[Log]:
+    """The runs of `entity/project` (of one group), or the run `entity/project/run_id`.
+
+    Raises StoreError, one line, without a key, without a network, or where nothing is there.
+    """
+    entity, project, *run_id = path.strip("/").split("/")
+    with _explained(path):
+        api = _api(path)
+        if run_id:
+            runs = [api.run(f"{entity}/{project}/{run_id[0]}")]
+        else:
+            filters = {"group": group} if group is not None else {}
+            runs = list(api.runs(f"{entity}/{project}", filters=filters, order="+created_at"))
+        if not runs:
+            where = f"{path}, group {group!r}" if group is not None else path
+            raise StoreError(f"wandb:{printable(where)}: no runs there; check the names")
+        return [_log(run, f"{entity}/{project}", step_column) for run in runs]
+
+
+def _log(run: Any, project: str, step_column: str | None) -> Log:
+    place = printable(f"wandb:{project}/{run.id}")
+    scanned = run.scan_history() if run.lastHistoryStep >= 0 else []  # it fails on a run that logged nothing
+    rows = [dict(flat_numbers(row)) for row in scanned]
+    metrics, notes = series_of(rows, place, step_column)
+    status = STATUS.get(run.state, "unknown")
+    config = {key: value for key, value in run.config.items() if key != "_wandb"}
+    environment = environment_of(run.metadata or {}, _requirements(run))
+    return Log(
+        name=run.name or run.id,
+        place=place,
+        metrics=metrics,
+        status=status,
+        failure=f"wandb says {run.state}" if status == "failed" else "",
+        config=dotted(config),
+        environment=environment or None,
+        group=run.group or None,
+        job_type=run.job_type or None,
+        run_id=run.id,
+        notes=tuple(notes),
+    )
+
+
+def _requirements(run: Any) -> str:
+    files = [file for file in run.files(["requirements.txt"]) if file.size]
+    if not files:
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        files[0].download(root=folder, replace=True)
+        return Path(folder, "requirements.txt").read_text(errors="replace")
+
+
+def _api(path: str) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise needs_package(f"wandb:{path}", "wandb", "wandb") from None
+    base_url = wandb.setup().settings.base_url
+    if not _has_key(base_url):  # wandb.Api would ask for one, and wait
+        raise StoreError(f"wandb:{printable(path)}: got no API key; set WANDB_API_KEY, or run: wandb login")
+    _refuse_unreachable(base_url, path)
+    return wandb.Api(timeout=TIMEOUT_S)
+
+
+def _refuse_unreachable(base_url: str, path: str) -> None:
+    """wandb.Api tries for half a minute, and then does not say what was wrong."""
+    try:
+        urllib.request.urlopen(base_url, timeout=REACHED_WITHIN_S).close()
+    except urllib.error.HTTPError:
+        return  # it answers
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise StoreError(
+            f"wandb:{printable(path)}: the server {base_url} cannot be reached: {printable(str(reason))}; "
+            "check the network and WANDB_BASE_URL, or copy the run's folders here"
+        ) from None
+
+
+def _has_key(base_url: str) -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    candidates = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
+    for file in (Path(name).expanduser() for name in candidates if name):
+        try:
+            if netrc.netrc(file).authenticators(urlsplit(base_url).hostname or ""):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turns what wandb and its HTTP clients raise into one StoreError line."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:  # they share no base class: wandb's, requests', GraphQL's, protobuf's
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        raise StoreError(
+            f"wandb:{printable(path)}: {printable(text)}; check the names, WANDB_API_KEY and the network"
+        ) from None

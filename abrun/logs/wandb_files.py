@@ -1,0 +1,245 @@
+"""Runs in wandb's own files: `offline-run-*/run-*.wandb`, or `run-*` of a run that was online too.
+
+A .wandb file is a log in LevelDB's format: a header of 7 bytes, then blocks of 32 KiB of chunks: CRC (4
+bytes), length (2), type (1), and a part of a protobuf Record. The client has the messages, but since 0.28 no
+reader in Python.
+"""
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from abrun.errors import StoreError
+from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
+from abrun.logs.rows import flat_numbers, series_of
+from abrun.recipe import dotted
+
+MAGIC = b":W&B\xe1\xbe"
+FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+NO_EXIT = "it has no record of its end: it still runs, or was killed"
+# What of requirements.txt tells whether two runs ran the same software.
+RECORDED_PACKAGES = (
+    "accelerate",
+    "bitsandbytes",
+    "deepspeed",
+    "flash-attn",
+    "liger-kernel",
+    "megatron-core",
+    "nemo-rl",
+    "numpy",
+    "peft",
+    "ray",
+    "sglang",
+    "skyrl",
+    "skyrl-train",
+    "tokenizers",
+    "torch",
+    "transformer-engine",
+    "transformers",
+    "triton",
+    "trl",
+    "unsloth",
+    "verl",
+    "vllm",
+)
+
+
+@dataclass(slots=True)
+class Contents:
+    """What the records of a run's files add up to."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    run: Any = None  # the last RunRecord
+    exit_code: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def read_run_files(files: Sequence[Path], name: str, step_column: str | None = None) -> Log:
+    """One run of its .wandb files in the order in which they were begun (each resumption begins another).
+
+    The log is named `name` where the run has no name of its own.
+    """
+    contents = Contents()
+    for path in files:
+        contents.exit_code = None
+        _add(contents, path)
+    place = printable(str(files[-1]))
+    metrics, notes = series_of(contents.rows, place, step_column)
+    run, code = contents.run, contents.exit_code
+    if run is None:
+        status, more = "unknown", [EMPTY]
+    else:
+        status, more = ("running", [NO_EXIT]) if code is None else ("failed" if code else "finished", [])
+    config = {key: value for key, value in contents.config.items() if key != "_wandb"}
+    return Log(
+        name=(run.display_name if run else "") or name,
+        place=place,
+        metrics=metrics,
+        status=status,
+        failure=f"exit code {code}" if code else "",
+        config=dotted(config) if run else None,
+        environment=contents.environment or None,
+        group=(run.run_group if run else "") or None,
+        job_type=(run.job_type if run else "") or None,
+        run_id=(run.run_id if run else "") or None,
+        notes=tuple(notes + contents.notes + more),
+    )
+
+
+def _add(contents: Contents, path: Path) -> None:
+    record_type = _record_type(path)
+    with readable(path):
+        content = path.read_bytes()
+    if content and content[: len(MAGIC)] != MAGIC[: len(content)]:
+        raise StoreError(f"{printable(str(path))}: not a file of wandb's; remove or rename it")
+    end = FILE_HEADER
+    for body, end in _records(content):  # noqa: B007
+        record = record_type.FromString(body)
+        match record.WhichOneof("record_type"):
+            case "history":
+                contents.rows.append(_row(record.history))
+            case "run":
+                contents.run = record.run
+                _update(contents.config, record.run.config)
+            case "config":
+                _update(contents.config, record.config)
+            case "environment":
+                _add_environment(contents.environment, record.environment)
+            case "exit":
+                contents.exit_code = record.exit.exit_code
+    if end < len(content):
+        contents.notes.append(f"{len(content) - end} bytes at its end are torn or damaged and were left out")
+    files = path.parent / "files"
+    contents.environment.update(environment_of(_metadata(files), _requirements(files)))
+
+
+def _record_type(path: Path) -> Any:
+    try:
+        from wandb.proto import wandb_internal_pb2
+    except ImportError:
+        raise needs_package(path, "wandb", "wandb") from None
+    return wandb_internal_pb2.Record  # type: ignore[attr-defined]
+
+
+def _records(content: bytes) -> Iterator[tuple[bytes, int]]:
+    """The whole records of a log, up to the first torn or damaged one, and where each ends."""
+    position, parts = FILE_HEADER, []
+    while position + CHUNK_HEADER <= len(content):
+        if BLOCK - position % BLOCK < CHUNK_HEADER:
+            position += BLOCK - position % BLOCK  # padding at the end of a block
+            continue
+        crc, length, kind = struct.unpack_from("<IHB", content, position)
+        start = position + CHUNK_HEADER
+        position = start + length
+        if position > len(content) or zlib.crc32(content[start - 1 : position]) != crc:
+            return
+        parts = [*parts, content[start:position]] if kind in (MIDDLE, LAST) else [content[start:position]]
+        if kind in (FULL, LAST):
+            yield b"".join(parts), position
+
+
+def _row(history: Any) -> dict[str, float]:
+    row: dict[str, float] = {}
+    media: list[str] = []
+    for item in history.item:
+        name, text = item.key or "/".join(item.nested_key), _value_json(item)
+        if name.endswith("/_type"):
+            media.append(name.removesuffix("_type"))
+            continue
+        try:
+            row[name] = float(text)
+        except ValueError:
+            value = _json(text)
+            if isinstance(value, dict | str):
+                row.update(flat_numbers({name: value}))
+    if "_step" not in row and history.HasField("step"):
+        row["_step"] = history.step.num
+    if media:
+        return {name: value for name, value in row.items() if not name.startswith(tuple(media))}
+    return row
+
+
+def _value_json(item: Any) -> str:
+    """The value of an item, which clients from 0.31 on may write as a number instead of JSON."""
+    kind = item.WhichOneof("value") if "value" in item.DESCRIPTOR.oneofs_by_name else None
+    return str(getattr(item, kind)) if kind in ("integer", "number") else item.value_json
+
+
+def _update(config: dict[str, Any], change: Any) -> None:
+    for item in change.update:
+        *parents, last = item.nested_key or [item.key]
+        branch = config
+        for parent in parents:
+            below = branch.get(parent)
+            branch[parent] = below if isinstance(below, dict) else {}
+            branch = branch[parent]
+        branch[last] = _json(item.value_json)
+    for item in change.remove:
+        config.pop(item.key or item.nested_key[0], None)
+
+
+def _json(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        try:
+            return json.loads(text)  # which knows NaN and Infinity
+        except (ValueError, RecursionError):
+            return None
+
+
+# --- environment ---
+
+
+def _add_environment(environment: dict[str, Any], record: Any) -> None:
+    gpus = [gpu.name for gpu in record.gpu_nvidia] or [record.gpu_type] * record.gpu_count
+    known = {
+        "python": record.python,
+        "host": record.host,
+        "gpu_devices": [{"name": name} for name in gpus if name],
+    }
+    environment.update(environment_of(known, ""))
+
+
+def environment_of(metadata: Mapping[str, Any], requirements: str) -> dict[str, Any]:
+    """What wandb-metadata.json and requirements.txt say of a run's machine; unknown keys are not there."""
+    environment: dict[str, Any] = {}
+    if python := str(metadata.get("python") or "").split():
+        environment["python"] = python[-1]  # "CPython 3.11.7", or without the first word
+    if host := metadata.get("host"):
+        environment["hosts"] = [str(host)]
+    named = metadata.get("gpu_nvidia") or metadata.get("gpu_devices")
+    if isinstance(named, list) and named:
+        environment["devices"] = [str(gpu.get("name")) for gpu in named if isinstance(gpu, dict)]
+    elif (gpu := metadata.get("gpu")) and isinstance(count := metadata.get("gpu_count", 1), int):
+        environment["devices"] = [str(gpu)] * min(count, 1024)
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", requirements, re.MULTILINE)
+    versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
+    if versions:
+        environment["versions"] = {name: versions.get(name) for name in RECORDED_PACKAGES if name in versions}
+    return environment
+
+
+def _metadata(files: Path) -> dict[str, Any]:
+    try:
+        content = orjson.loads((files / "wandb-metadata.json").read_bytes())
+    except (OSError, ValueError):
+        return {}  # it is written late, and not at all in some versions
+    return content if isinstance(content, dict) else {}
+
+
+def _requirements(files: Path) -> str:
+    try:
+        return (files / "requirements.txt").read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,182 @@
+"""Experiments of other trainers' logs: arms, baseline, pairs, status and notes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun import store
+from abrun.compare.experiment import Experiment
+from abrun.compare.foreign import load_foreign
+from abrun.errors import AbrunError, ComparisonError, StoreError
+from abrun.plan import RunName
+from abrun.recipe import Compare
+
+
+def write(
+    folder: Path, name: str, values: Sequence[float] = (0.5, 0.25), metric: str = "train/reward"
+) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = "".join(f"{step},{value}\n" for step, value in enumerate(values, 1))
+    path.write_text(f"step,{metric}\n{rows}")
+    return path
+
+
+def load(*sources: object, **options: Any) -> Experiment:
+    return load_foreign([str(source) for source in sources], compare=Compare(), **options)
+
+
+def names(experiment: Experiment) -> list[str]:
+    return [str(name) for name in experiment.runs]
+
+
+def test_one_folder_of_all_arms(tmp_path: Path) -> None:
+    for arm in ("fused", "baseline"):
+        for seed in (10, 2):
+            write(tmp_path / "exp 1", f"{arm}-s{seed}.csv")
+    write(tmp_path / "exp 1", "baseline-s2-aa1.csv")
+    experiment = load(tmp_path / "exp 1")
+    assert experiment.arms == ("baseline", "fused") and experiment.name == "exp-1"
+    assert names(experiment) == [
+        "baseline/seed-2",
+        "baseline/seed-2-aa1",
+        "fused/seed-2",
+        "baseline/seed-10",
+        "fused/seed-10",
+    ]
+    first, second = experiment.pairs("fused")
+    assert (first.seed, second.seed) == (2, 10) and len(first.reruns) == 1 and second.reruns == ()
+    run = first.baseline
+    assert run.place.endswith("baseline-s2.csv") and run.status == "unknown" and run.finished
+    assert run.identity is run.config is run.environment is None
+    assert run.series("train/reward").values.tolist() == [0.5, 0.25]
+    assert experiment.treatment_diff is None and experiment.launched_compare_sha256 is None
+
+
+def test_sources_are_arms(tmp_path: Path) -> None:
+    for arm in ("old", "new"):
+        for seed in (0, 1):
+            write(tmp_path, f"{arm}/run-{seed}/seed{seed}.csv")
+    experiment = load(tmp_path / "old", tmp_path / "new")
+    assert experiment.arms == ("old", "new") and experiment.name == "old-vs-new"
+    assert names(experiment) == ["old/seed-0", "new/seed-0", "old/seed-1", "new/seed-1"]
+    assert load(tmp_path / "old", tmp_path / "new", baseline="new").arms == ("new", "old")
+    assert load(f"x={tmp_path / 'old'}", f"baseline=csv:{tmp_path / 'new'}").arms == ("baseline", "x")
+    by_pattern = load(tmp_path / "old", tmp_path / "new", pattern="run-{seed}")
+    assert names(by_pattern) == names(experiment)
+
+
+def test_files_given_one_by_one(tmp_path: Path) -> None:
+    files = [write(tmp_path, f"{arm}-s{seed}.csv") for arm in ("a", "b") for seed in (0, 1)]
+    assert names(load(*files)) == ["a/seed-0", "b/seed-0", "a/seed-1", "b/seed-1"]
+    files = [write(tmp_path, f"{arm}/seed-{seed}.csv") for arm in ("a", "b") for seed in (0, 1)]
+    assert names(load(*files)) == ["a/seed-0", "b/seed-0", "a/seed-1", "b/seed-1"]
+    one, other = write(tmp_path, "before.csv"), write(tmp_path, "after.csv")
+    assert names(load(one, other)) == ["before/seed-0", "after/seed-0"]
+
+
+def test_patterns_with_arms_over_several_sources(tmp_path: Path) -> None:
+    for host in ("host1", "host2"):
+        for arm in ("a", "b"):
+            write(tmp_path, f"{host}/{arm}_{host[-1]}.csv")
+    experiment = load(tmp_path / "host1", tmp_path / "host2", pattern="{arm}_{seed}")
+    assert names(experiment) == ["a/seed-1", "b/seed-1", "a/seed-2", "b/seed-2"]
+    with pytest.raises(ComparisonError, match="one of them to say the arm"):
+        load(f"x={tmp_path / 'host1'}", f"y={tmp_path / 'host2'}", pattern="{arm}_{seed}")
+
+
+def test_aliases_and_step_columns(tmp_path: Path) -> None:
+    for arm in ("baseline", "b"):
+        write(tmp_path, f"{arm}-s0.csv", metric="critic/score/mean")
+    assert load(tmp_path, aliases=["verl"]).metrics() == ["train/reward"]
+    assert load(tmp_path, aliases=["x=critic/score/mean"]).metrics() == ["x"]
+    assert load(tmp_path, step_column="step").metrics() == ["critic/score/mean"]
+    with pytest.raises(ComparisonError, match="no run recorded; did you mean 'critic/score/mean'"):
+        load(tmp_path, aliases=["x=critic/score"])
+
+
+def test_runs_that_recorded_nothing_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, "baseline-s0.csv")
+    (tmp_path / "b-s0.csv").touch()
+    experiment = load(tmp_path)
+    empty = experiment.runs[RunName(arm="b", seed=0)]
+    assert empty.metrics == {} and empty.notes == ("nothing is recorded in it yet",)
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        (
+            ["a-s0", "b-s0"],
+            {},
+            "--baseline: not given, and no arm is named 'baseline'; allowed: 'a', 'b'; say which",
+        ),
+        (["a-s0", "b-s0"], {"baseline": "c"}, "--baseline: got 'c'; allowed: 'a', 'b'"),
+        (["a-s0", "a-s1"], {}, "arms: got only 'a', of 2 runs; a comparison needs two"),
+        (["a", "b"], {}, "arms and seeds: got runs named 'a.csv', 'b.csv'"),
+        (["baseline-s0", "b-s0", "b-s0-aa1"], {}, "b/seed-0-aa1: a same-seed rerun"),
+        (["baseline-s0", "b-s0"], {"group": "g"}, "--group: got 'g'; its runs have none"),
+        ([], {}, "no runs there"),
+    ],
+)
+def test_what_cannot_be_told_is_one_line(
+    tmp_path: Path, files: list[str], options: dict[str, Any], message: str
+) -> None:
+    for name in files:
+        write(tmp_path, f"{name}.csv")
+    with pytest.raises(AbrunError, match=message) as refused:
+        load(tmp_path, **options)
+    assert str(refused.value).isprintable()
+
+
+def test_two_sources_of_one_name(tmp_path: Path) -> None:
+    for folder in ("x/logs", "y/logs"):
+        write(tmp_path, f"{folder}/s0.csv")
+        write(tmp_path, f"{folder}/s1.csv")
+    with pytest.raises(
+        ComparisonError, match="which would all be the arm 'logs'; name them, such as baseline="
+    ):
+        load(tmp_path / "x/logs", tmp_path / "y/logs")
+    with pytest.raises(StoreError, match="no such file"):
+        load("baseline=nowhere", tmp_path)
+
+
+def _stored(directory: Path, arm: str, seed: int, **meta: Any) -> None:
+    config = {
+        "experiment": "e",
+        "arm": arm,
+        "seed": seed,
+        "rerun": 0,
+        "config": {"steps": 2, "policy": {"dtype": "bf16"}},
+    }
+    store.write_json(directory / "config.json", config)
+    store.write_json(directory / "environment.json", {"python": "3.11.7"})
+    store.write_json(directory / "meta.json", {"status": "finished", **meta})
+    writer = store.LineWriter(directory / "metrics.jsonl")
+    for step in (1, 2):
+        writer.write({"step": step, "attempt": 1, "time_s": 0.0, "train/reward": float(seed)})
+    writer.close()
+
+
+def test_run_directories_of_abrun(tmp_path: Path) -> None:
+    _stored(tmp_path / "baseline" / "seed-1", "baseline", 1)
+    store.write_json(tmp_path / "baseline" / "seed-1" / "result.json", {"step": 2})
+    _stored(tmp_path / "b" / "seed-1", "b", 1, status="failed", message="out of memory")
+    _stored(tmp_path / "copied" / "elsewhere", "b", 2)
+    (tmp_path / "b" / "seed-1" / "checkpoints").mkdir()
+    write(tmp_path / "b" / "seed-1" / "checkpoints", "x.csv")  # not a run
+    runs = {str(name): run for name, run in load(tmp_path).runs.items()}
+    assert sorted(runs) == ["b/seed-1", "b/seed-2", "baseline/seed-1"]
+    assert [runs[name].status for name in sorted(runs)] == ["failed", "unknown", "finished"]
+    assert runs["b/seed-1"].failure == "out of memory"
+    assert runs["b/seed-1"].identity == {"arm": "b", "seed": 1, "rerun": 0}
+    assert runs["b/seed-1"].config == {"steps": 2, "policy.dtype": "bf16", "initial_weights": None}
+    assert runs["b/seed-1"].environment == {"python": "3.11.7"}
+    assert runs["b/seed-2"].series("train/reward").values.tolist() == [2.0, 2.0]
+    (tmp_path / "b" / "seed-1" / "config.json").write_text(
+        '{"arm": "b", "seed": "x", "rerun": 0, "config": {}}'
+    )
+    with pytest.raises(StoreError, match="got arm 'b', seed 'x'"):
+        load(tmp_path)

@@ -1,0 +1,168 @@
+"""Arms, seeds and reruns from names; metrics under their canonical names."""
+
+import numpy as np
+import pytest
+
+from abrun.errors import ComparisonError
+from abrun.logs import Log
+from abrun.logs.aliases import PRESETS, apply, apply_to_all, parse
+from abrun.logs.naming import DEFAULT_PATTERNS, name_runs, name_seeds
+from abrun.plan import RunName
+from abrun.series import Series
+
+
+def log(name: str, **known: object) -> Log:
+    return Log(name=name, place=f"place/{name}", metrics={}, **known)  # type: ignore[arg-type]
+
+
+def named(*names: str, pattern: str | None = None) -> list[str]:
+    return [str(run) for run in name_runs([log(name) for name in names], pattern)]
+
+
+@pytest.mark.parametrize("pattern", DEFAULT_PATTERNS)
+def test_default_patterns(pattern: str) -> None:
+    names = [pattern.format(arm=arm, seed=seed) for arm in ("baseline", "fused-2") for seed in (0, 11)]
+    expected = ["baseline/seed-0", "baseline/seed-11", "fused-2/seed-0", "fused-2/seed-11"]
+    assert named(*names) == expected
+    assert named(*(f"{name}.csv" for name in names)) == expected
+    assert named(*(f"{name}/runs/Nov21_12-00-s7/x" for name in names)) == expected
+    assert named(*names, f"{names[0]}-aa2")[-1] == "baseline/seed-0-aa2"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["exp/a/seed-1", "exp/b/seed-1"], ["exp/a/seed-1", "exp/b/seed-1"]),
+        (["qwen-s2-a-s0", "qwen-s2-b-s0"], ["qwen-s2-a/seed-0", "qwen-s2-b/seed-0"]),
+        (["a/3/log.jsonl", "b/3/log.jsonl"], ["a/seed-3", "b/seed-3"]),
+        (["<b>'\"-s1", "\\x1b-s1"], ["<b>'\"/seed-1", "\\x1b/seed-1"]),
+        (["a-s007", "b-s7"], ["a/seed-7", "b/seed-7"]),
+    ],
+)
+def test_odd_names(names: list[str], expected: list[str]) -> None:
+    assert named(*names) == expected
+
+
+def test_patterns_given_by_hand() -> None:
+    assert named("x_0_fast", "x_1_slow", pattern="x_{seed}_{arm}") == ["fast/seed-0", "slow/seed-1"]
+    assert named("2024/a.lr0.1/run3", pattern="*/{arm}.lr*/run{seed}") == ["a/seed-3"]
+    assert named("a[0]{x}", pattern="{arm}[{seed}]{{x}}") == ["a/seed-0"]
+    assert named("a-1-2", pattern="{arm}-{seed}-{rerun}") == ["a/seed-1-aa2"]
+    with pytest.raises(
+        ComparisonError, match=r"--pattern: got '\{arm\}-s\{seed\}', which does not match 'eval'"
+    ):
+        named("a-s0", "eval", pattern="{arm}-s{seed}")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{arm}", "{seed}", "{arm}{x}{seed}", "{arm}{arm}{seed}", "{arm", "{}", "{seed:d}{arm}"]
+)
+def test_patterns_that_are_none(pattern: str) -> None:
+    with pytest.raises(ComparisonError, match=r"--pattern: got '.*(allowed|write)"):
+        named("a-s0", pattern=pattern)
+
+
+def test_two_runs_of_one_name_are_refused_with_both() -> None:
+    with pytest.raises(
+        ComparisonError, match="a/seed-0: got two runs of that name, place/a-s0/x and place/a-s0/y"
+    ):
+        named("a-s0/x", "a-s0/y")
+
+
+def test_names_without_a_rule_are_listed() -> None:
+    with pytest.raises(
+        ComparisonError, match=r"got runs named 'one', 'two', 'a-s0', which no .* --pattern '{arm}-s{seed}'"
+    ):
+        named("one", "two", "a-s0")
+    with pytest.raises(ComparisonError, match="and 3 more"):
+        named(*(f"run{letter}" for letter in "abcdefgh"))
+
+
+def test_job_types_and_configs() -> None:
+    logs = [
+        log("x-s3-aa1", job_type="baseline"),
+        log("fluffy-cloud", job_type="baseline", config={"seed": 4, "data.seed": 9}),
+        log("misty-moon", job_type="fused", config={"trainer.seed": 5}),
+    ]
+    assert [str(run) for run in name_runs(logs)] == ["baseline/seed-3-aa1", "baseline/seed-4", "fused/seed-5"]
+    same = [log("a-s0", job_type="train"), log("b-s0", job_type="train")]  # which says nothing about arms
+    assert [run.arm for run in name_runs(same)] == ["a", "b"]
+
+
+def test_identity_beats_names() -> None:
+    known = log("whatever-s9", identity=RunName(arm="b", seed=1, rerun=2))
+    assert name_runs([known]) == [RunName(arm="b", seed=1, rerun=2)]
+    assert name_seeds([known], "other") == [RunName(arm="other", seed=1, rerun=2)]
+
+
+def test_seeds_of_a_known_arm() -> None:
+    def seeds(*names: str, pattern: str | None = None) -> list[int]:
+        return [run.seed for run in name_seeds([log(name) for name in names], "x", pattern)]
+
+    assert seeds("seed-0", "run_seed1.csv", "a/b-s2", "3") == [0, 1, 2, 3]
+    assert seeds("only") == [0]
+    assert seeds("r0x", "r1x", pattern="r{seed}x") == [0, 1]
+    with pytest.raises(ComparisonError, match=r"seeds: got runs of x named 'one', 'two', whose seed is not"):
+        seeds("one", "two")
+    with pytest.raises(ComparisonError, match="x/seed-1: got two runs"):
+        seeds("s1", "seed1")
+
+
+# --- aliases ---
+
+
+def series(*values: float) -> Series:
+    return Series(np.arange(len(values)), np.array(values))
+
+
+def test_presets_rename_and_never_replace() -> None:
+    metrics = {"critic/score/mean": series(1), "timing_s/step": series(2), "other": series(3)}
+    (renamed,) = apply_to_all([metrics], parse(["verl"]))
+    assert renamed["train/reward"] is metrics["critic/score/mean"]
+    assert sorted(renamed) == ["other", "timing/train/total_step_time_s", "train/reward"]
+    ours = {**metrics, "train/reward": series(9)}
+    left, right = apply_to_all(
+        [ours, metrics], parse(["verl"])
+    )  # alike in both, or it would compare two things
+    assert left["train/reward"].at(0) == 9 and "train/reward" not in right and "critic/score/mean" in right
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_name_no_metric_twice(preset: str) -> None:
+    aliases = PRESETS[preset]
+    assert len(set(aliases.values())) == len(aliases)
+    assert not set(aliases) & set(aliases.values())
+
+
+def test_explicit_aliases() -> None:
+    metrics = {"a": series(1), "b": series(2)}
+    assert apply(metrics, {"a": "b", "b": "a"}) == {"a": metrics["b"], "b": metrics["a"]}
+    assert list(apply(metrics, {"train/reward": "a", "x": "nothing"})) == ["b", "train/reward"]
+    (renamed,) = apply_to_all(
+        [{"critic/score/mean": series(1), "r": series(2)}], parse(["verl", "train/reward=r"])
+    )
+    assert renamed["train/reward"].at(0) == 2
+    (renamed,) = apply_to_all([{"a=b": series(1)}], parse(["x=a=b"]))
+    assert list(renamed) == ["x"]
+    with pytest.raises(
+        ComparisonError,
+        match=r"--alias: got x=aa, a metric that no run recorded; recorded are 'a', 'b'|did you mean",
+    ):
+        apply_to_all([metrics], parse(["x=aa"]))
+    assert apply_to_all([{}, {}], parse(["x=aa"])) == [
+        {},
+        {},
+    ]  # runs that recorded nothing are another matter
+
+
+@pytest.mark.parametrize("text", ["nemo", "=x", "x=", "", "x\n"])
+def test_aliases_that_are_none(text: str) -> None:
+    with pytest.raises(
+        ComparisonError, match=r"--alias: got .* allowed: trl, verl, nemo-rl, skyrl, or OURS=THEIRS"
+    ):
+        parse([text])
+
+
+def test_one_of_our_names_for_two_of_theirs() -> None:
+    with pytest.raises(ComparisonError, match="--alias: got 'x' twice"):
+        parse(["x=a", "x=b"])

@@ -1,0 +1,313 @@
+"""CSV, JSON lines, Parquet and trainer_state.json: whole, torn, odd and hostile files."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from abrun.errors import StoreError
+from abrun.logs import Log, read_log, read_logs
+
+
+def one(path: Path, step_column: str | None = None) -> Log:
+    (log,) = read_logs(str(path), step_column=step_column)
+    return log
+
+
+def values(log: Log, metric: str) -> dict[int, float]:
+    series = log.metrics[metric]
+    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+
+
+# --- CSV ---
+
+
+def test_csv_keeps_nan_apart_from_not_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('step,"train/reward, mean",loss,note\n1,0.5,nan,hi\n2,,inf,\n3,0.25,-Infinity,1e3\n')
+    log = one(path)
+    assert sorted(log.metrics) == ["loss", "note", "train/reward, mean"]
+    assert values(log, "train/reward, mean") == {1: 0.5, 3: 0.25}
+    loss = values(log, "loss")
+    assert math.isnan(loss[1]) and loss[2] == math.inf and loss[3] == -math.inf
+    assert log.notes == ("1 values of note are not numbers and were left out",)
+    assert (log.name, log.status, log.config, log.environment) == ("a.csv", "unknown", None, None)
+
+
+def test_csv_of_pandas_in_any_order_with_a_step_twice(tmp_path: Path) -> None:
+    frame = pd.DataFrame(
+        {"loss": [3.0, 1.0, 2.0, 9.0], "global_step": [30, 10, 20, 10], "text": list("abcd")}
+    )
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    log = one(tmp_path / "a.csv")
+    assert values(log, "loss") == {10: 9.0, 20: 2.0, 30: 3.0}
+    assert log.notes == ("1 point was recorded again at the same step; the last counts",)
+    assert list(log.metrics) == ["loss"]
+
+
+def test_the_step_column_is_the_first_that_every_row_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("_step,train/global_step,iter,loss\n0,10,1,1.5\n1,20,2,2.5\n")
+    assert values(one(path), "loss") == {10: 1.5, 20: 2.5}
+    assert values(one(path, "iter"), "loss") == {1: 1.5, 2: 2.5}
+    path.write_text("_step,train/global_step,loss\n0,10,1.5\n1,,2.5\n")
+    assert values(one(path), "loss") == {0: 1.5, 1: 2.5}
+    path.write_text("step,loss\n0,1.5\n,2.5\n1,3.5\n")
+    assert values(one(path), "loss") == {0: 1.5, 1: 3.5}
+    assert one(path).notes == ("1 of 3 rows have no step and were left out",)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("step,loss\n1,0.5\n2,0.2")  # of 0.25, perhaps
+    assert values(one(path), "loss") == {1: 0.5}
+    assert "torn" in one(path).notes[0]
+    path.write_bytes('step,loss,π\n1,0.5,2\n2,0.25,"'.encode() + "π".encode()[:1])
+    assert values(one(path), "loss") == {1: 0.5}
+    path.write_text("step,lo")
+    assert one(path).metrics == {} and "torn" in one(path).notes[0]
+
+
+def test_a_header_written_again_by_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("step,loss\n1,0.5\nstep,loss\n1,0.75\n2,0.25\n")
+    assert values(one(path), "loss") == {1: 0.75, 2: 0.25}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"epoch,loss\n1,2\n", "no column has the step; found are 'epoch', 'loss'; name the column"),
+        (b"step,loss\n1,2,3\n", r"line 2: got 3 cells; the header names 2"),
+        (b"step,loss,loss\n1,2,3\n", "the column 'loss' is there twice"),
+        (b"step,loss\n1.5,2\n", "step: got 1.5; a step is a whole number"),
+        (b"step,loss\n1e300,2\n", "a step is a whole number"),
+        (b"step,loss\ninf,2\n", "a step is a whole number"),
+        (b"step,loss\n1,\xff\xfe\n", "byte 12 is not UTF-8 text"),
+        (b"\x1b[31m,loss\n1,2\n", r"found are '\\x1b\[31m', 'loss'"),
+        (b"hello\nworld\n", "no column has the step"),
+    ],
+)
+def test_csv_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=message) as refused:
+        one(path)
+    assert "a.csv" in str(refused.value) and str(refused.value).isprintable()
+
+
+def test_a_step_column_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
+    with pytest.raises(StoreError, match="no step in column 'x'; found are 'step', 'loss'"):
+        one(tmp_path / "a.csv", "x")
+
+
+# --- JSON ---
+
+
+def test_jsonl_in_every_spelling_of_nan(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"step": 1, "a": NaN, "b": Infinity, "c": {"d": {"e": 1}}, "t": "text", "f": true, "n": null}\n'
+        '{"step": 2, "a": "NaN", "b": "-Infinity", "c": {"d": {"e": 2.5}}, "l": [1, 2]}\n\n'
+        '{"step": 3, "a": 1' + "0" * 400 + "}\n"
+    )
+    log = one(path)
+    assert sorted(log.metrics) == ["a", "b", "c/d/e"]
+    a = values(log, "a")
+    assert math.isnan(a[1]) and math.isnan(a[2]) and a[3] == math.inf
+    assert values(log, "b") == {1: math.inf, 2: -math.inf}
+    assert values(log, "c/d/e") == {1: 1.0, 2: 2.5}
+
+
+def test_jsonl_of_verl(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
+    assert values(one(tmp_path / "a.jsonl"), "critic/score/mean") == {1: 0.5}
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 2, "loss": 0.2\n', "{"])
+def test_a_torn_last_line_of_jsonl_is_left_out(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "a.ndjson"
+    path.write_text('{"step": 1, "loss": 0.5}\n' + torn)
+    assert values(one(path), "loss") == {1: 0.5}
+    assert "torn" in one(path).notes[0]
+    path.write_text(torn)
+    assert one(path).metrics == {}
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}')  # whole, though it has no newline
+    assert values(one(path), "loss") == {1: 0.5, 2: 0.25}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"step": 1}\nxx\n{"step": 2}\n', "line 2: got 'xx'; a JSON object is expected"),
+        (b'{"step": 1, "a": 1}\n[1, 2]\n', "line 2"),
+        (b"\x00\xff\x1b garbage", r"line 1: got '\\x00"),
+        (b'{"epoch": 1, "loss": 2}\n', "no column has the step; found are 'epoch', 'loss'"),
+        (b'{"a": ' + b"[" * 100_000 + b"\n{}\n", "line 1"),
+    ],
+)
+def test_jsonl_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(StoreError, match=message) as refused:
+        one(tmp_path / "a.jsonl")
+    assert "a.jsonl" in str(refused.value) and str(refused.value).isprintable()
+
+
+def test_trainer_state_of_transformers(tmp_path: Path) -> None:
+    history = [
+        {"step": 10, "epoch": 0.1, "reward": 0.5, "loss": math.nan},
+        {"step": 10, "eval_reward": 0.75},
+        {"step": 20, "epoch": 0.2, "reward": 0.6, "loss": 1.0},
+    ]
+    for folder in ("a-s0", "a-s0/checkpoint-10"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    log = one(tmp_path)
+    assert log.name == "a-s0"
+    assert values(log, "train/reward") == {10: 0.5, 20: 0.6}
+    assert values(log, "eval/reward") == {10: 0.75}
+    (tmp_path / "a-s0" / "trainer_state.json").write_text("{}")
+    with pytest.raises(StoreError, match="no log_history"):
+        one(tmp_path)
+
+
+# --- Parquet ---
+
+
+def test_parquet_of_pandas(tmp_path: Path) -> None:
+    frame = pd.DataFrame(
+        {"step": [1, 2, 2], "loss": [0.5, None, 0.25], "text": ["a", "b", "c"], "n": [1, 2, 3]}
+    )
+    frame.to_parquet(tmp_path / "a.parquet")
+    log = one(tmp_path / "a.parquet")
+    assert values(log, "loss") == {1: 0.5, 2: 0.25}
+    assert values(log, "n") == {1: 1.0, 2: 3.0}
+    assert sorted(log.metrics) == ["loss", "n"]
+
+
+def test_parquet_keeps_nan_where_the_file_does(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"step": [1.0, 2.0, 3.0], "loss": pa.array([float("nan"), None, 1.0])})
+    pq.write_table(table, tmp_path / "a.parquet")
+    loss = values(one(tmp_path / "a.parquet"), "loss")
+    assert math.isnan(loss[1]) and loss[3] == 1.0 and 2 not in loss
+
+
+def test_torn_and_foreign_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pd.DataFrame({"step": range(100), "loss": range(100)}).to_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    assert one(path).metrics == {} and "no footer" in one(path).notes[0]
+    path.write_bytes(whole[:200] + b"\xff" * 300 + whole[500:])
+    with pytest.raises(StoreError, match=r"a\.parquet: not readable as Parquet"):
+        one(path)
+    path.write_bytes(os.urandom(100))
+    with pytest.raises(StoreError, match=r"a\.parquet: not readable as Parquet"):
+        one(path)
+
+
+# --- all of them ---
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a.wandb", "events.out.tfevents.1.a"])
+def test_an_empty_file_is_a_run_that_recorded_nothing(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    log = one(tmp_path / name)
+    assert log.metrics == {} and log.notes == ("nothing is recorded in it yet",)
+    assert log.status == "unknown"
+
+
+@pytest.mark.parametrize("format", ["csv", "jsonl", "parquet", "wandb", "tensorboard"])
+def test_a_run_that_has_not_begun_can_be_followed(tmp_path: Path, format: str) -> None:
+    assert read_log(tmp_path / "later", format).notes == ("it does not exist yet",)
+    assert read_log(tmp_path, format).notes == ("it holds nothing of that format yet",)
+
+
+def test_a_growing_file_can_be_followed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = b"".join(json.dumps({"step": step, "loss": step / 3}).encode() + b"\n" for step in range(20))
+    num_steps = []
+    for end in range(0, len(content), 7):
+        path.write_bytes(content[:end])
+        log = read_log(tmp_path if end % 2 else path, "jsonl")
+        num_steps.append(len(log.metrics["loss"]) if log.metrics else 0)
+    assert num_steps == sorted(num_steps) and num_steps[-1] >= 19
+
+
+def test_folders_of_many_runs_in_natural_order(tmp_path: Path) -> None:
+    for seed in (0, 2, 10):
+        (tmp_path / "a" / f"seed-{seed}").mkdir(parents=True)
+        (tmp_path / "a" / f"seed-{seed}" / "log.csv").write_text(f"step,loss\n1,{seed}\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "a")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "x.csv").write_text("garbage")
+    logs = read_logs(str(tmp_path))
+    assert [log.name for log in logs] == [f"a/seed-{seed}/log.csv" for seed in (0, 2, 10)]
+    assert [log.metrics["loss"].at(1) for log in logs] == [0, 2, 10]
+
+
+def test_mixed_folders_ask_which_kind(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
+    (tmp_path / "b.jsonl").write_text('{"step": 1, "loss": 3}\n')
+    with pytest.raises(StoreError, match="got runs logged as csv and jsonl; allowed: one kind at a time"):
+        read_logs(str(tmp_path))
+    assert [log.name for log in read_logs(f"jsonl:{tmp_path}")] == ["b.jsonl"]
+    (tmp_path / "odd.log").write_text("step,loss\n1,2\n")
+    assert [log.name for log in read_logs(f"csv:{tmp_path / 'odd.log'}")] == ["odd.log"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere", "nowhere: no such file or folder; allowed: a path"),
+        ("wandb:nowhere", "no such file or folder"),
+        ("csv:.", "no runs there; allowed: runs logged as csv"),
+        (
+            ".",
+            "no runs there; allowed: runs logged as tensorboard, wandb, csv, jsonl, parquet or abrun's own",
+        ),
+        ("odd.txt", "odd.txt: not a file of metrics; allowed: "),
+        ("tb:a.csv/", "not a file of tensorboard"),
+        ("x" * 5000, "cannot be read: File name too long"),
+    ],
+)
+def test_sources_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.txt").write_text("hi")
+    if "a.csv" in source:
+        (tmp_path / "a.csv").write_text("step\n1\n")
+    with pytest.raises(StoreError, match=message):
+        read_logs(source.rstrip("/"))
+
+
+def test_names_from_files_cannot_move_the_cursor(tmp_path: Path) -> None:
+    (tmp_path / "a\x1b[2J\n.csv").write_text('step,"<b>\n\x07"\n1,2\n')
+    log = one(tmp_path)
+    assert log.name == "a\\x1b[2J\\n.csv" and list(log.metrics) == ["<b>\\n\\x07"]
+    assert log.place.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("a.parquet", "pyarrow"), ("events.out.tfevents.1.a", "tensorboard")]
+)
+def test_a_missing_package_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    (tmp_path / name).write_bytes(b"PAR1" * 5)
+    for module in [module for module in sys.modules if module.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        StoreError, match=rf"needs the package {package}, .*; run: pip install 'abrun\[\w+\]'$"
+    ):
+        one(tmp_path / name)

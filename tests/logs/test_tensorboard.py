@@ -1,0 +1,141 @@
+"""TensorBoard: files of the real writers of torch and of tensorboard itself."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util.tensor_util import make_tensor_proto
+from torch.utils.tensorboard import SummaryWriter
+
+from abrun.errors import StoreError
+from abrun.logs import read_log, read_logs
+
+
+def write(folder: Path, values: list[float], first: int = 0, tag: str = "train/reward") -> Path:
+    writer = EventFileWriter(str(folder))
+    for step, value in enumerate(values, first):
+        writer.add_event(
+            Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
+        )
+    writer.close()
+    return next(folder.glob("events*"))
+
+
+def test_every_point_is_read_not_a_sample(tmp_path: Path) -> None:
+    writer = SummaryWriter(str(tmp_path / "baseline-s0"))
+    for step in range(1500):
+        writer.add_scalar("train/reward", step / 8, step)
+        writer.add_scalar("train/loss", math.nan if step == 7 else -step, step)
+    writer.add_text("args", "{}")
+    writer.add_histogram("weights", np.arange(9.0), 3)
+    writer.close()
+    (log,) = read_logs(str(tmp_path))
+    assert (log.name, log.status, log.config, log.notes) == ("baseline-s0", "unknown", None, ())
+    assert sorted(log.metrics) == ["train/loss", "train/reward"]
+    assert log.metrics["train/reward"].steps.tolist() == list(range(1500))
+    assert log.metrics["train/reward"].values.tolist() == [step / 8 for step in range(1500)]
+    assert math.isnan(log.metrics["train/loss"].values[7])
+
+
+def test_scalars_as_tensors(tmp_path: Path) -> None:
+    writer = EventFileWriter(str(tmp_path))
+    for step in (1, 2):
+        tensors = {
+            "float": np.float32(step / 4),
+            "double": np.float64(0.1),
+            "int": np.int64(step),
+            "one": np.array([2.5], np.float32),
+            "vector": np.arange(3.0),
+            "text": np.array("hi", dtype=object),
+        }
+        values = [Summary.Value(tag=tag, tensor=make_tensor_proto(value)) for tag, value in tensors.items()]
+        writer.add_event(Event(step=step, summary=Summary(value=values)))
+    writer.close()
+    (log,) = read_logs(f"tb:{tmp_path}")
+    assert {tag: series.at(2) for tag, series in log.metrics.items()} == {
+        "float": 0.5,
+        "double": 0.1,
+        "int": 2.0,
+        "one": 2.5,
+    }
+
+
+def test_files_of_a_resumed_run_are_one_run(tmp_path: Path) -> None:
+    write(tmp_path / "b", [5.0, 6.0], first=2).rename(tmp_path / "events.out.tfevents.10000000000.host.1.0")
+    write(tmp_path / "a", [1.0, 2.0, 3.0]).rename(tmp_path / "events.out.tfevents.9999999999.host.2.0")
+    (log,) = [log for log in read_logs(str(tmp_path)) if log.metrics]
+    assert log.metrics["train/reward"].values.tolist() == [1.0, 2.0, 5.0, 6.0]
+    assert log.notes == ("1 point was recorded again at the same step; the last counts",)
+
+
+def test_hyperparameters_are_the_configuration(tmp_path: Path) -> None:
+    writer = SummaryWriter(str(tmp_path / "run"))
+    writer.add_scalar("loss", 1.5, 1)
+    writer.add_hparams({"seed": 3, "optim/lr": 0.5, "name": "x", "flag": True}, {})
+    writer.close()
+    (log,) = read_logs(str(tmp_path))
+    assert log.config == {"seed": 3.0, "optim.lr": 0.5, "name": "x", "flag": True}
+    assert list(log.metrics) == ["loss"]
+
+
+def test_nested_runs_are_runs_each_and_one_to_who_follows_them(tmp_path: Path) -> None:
+    write(tmp_path / "treatment-s1" / "runs" / "Nov21_host", [1.0], first=1)
+    write(tmp_path / "baseline-s1" / "runs" / "Nov21_host", [2.0], first=1)
+    assert [log.name for log in read_logs(str(tmp_path))] == [
+        "baseline-s1/runs/Nov21_host",
+        "treatment-s1/runs/Nov21_host",
+    ]
+    write(tmp_path / "baseline-s1" / "runs" / "Nov22_host", [7.0], first=2)
+    log = read_log(tmp_path / "baseline-s1", "tensorboard")
+    assert log.metrics["train/reward"].values.tolist() == [2.0, 7.0] and log.name == "baseline-s1"
+
+
+def test_torn_and_damaged_files_are_read_to_the_last_whole_event(tmp_path: Path) -> None:
+    file = write(tmp_path, [float(step) for step in range(200)])
+    whole = file.read_bytes()
+    lengths = []
+    for end in (0, 5, 30, 60, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:end])
+        log = read_log(tmp_path, "tensorboard")
+        series = log.metrics.get("train/reward")
+        lengths.append(len(series) if series else 0)
+        assert log.notes and (
+            not series or series.values.tolist() == [float(step) for step in range(lengths[-1])]
+        )
+    assert lengths[0] == lengths[1] == 0 and 90 < lengths[-2] < 110 and lengths[-1] == 199
+    for position in (len(whole) // 2, len(whole) // 2 + 11, len(whole) // 2 + 23):  # in any part of an event
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x40
+        file.write_bytes(damaged)
+        (log,) = read_logs(str(tmp_path))
+        assert 90 < len(log.metrics["train/reward"]) < 110
+        assert log.metrics["train/reward"].values.tolist() == log.metrics["train/reward"].steps.tolist()
+        assert "torn or damaged and were left out" in log.notes[0]
+
+
+def test_garbage_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(os.urandom(500))
+    with pytest.raises(
+        StoreError, match=r"tfevents.1.host: not an event file of TensorBoard; remove or rename"
+    ):
+        read_logs(str(tmp_path))
+
+
+def test_reading_imports_neither_tensorflow_nor_torch(tmp_path: Path) -> None:
+    write(tmp_path, [1.0])
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
+    code = (
+        "import sys; from abrun.logs import read_logs\n"
+        "assert not {'wandb', 'pandas', 'pyarrow', 'tensorboard'} & set(sys.modules)\n"
+        f"assert read_logs({str(tmp_path)!r})[0].metrics['train/reward'].at(0) == 1\n"
+        "assert not {'torch', 'wandb'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,0 +1,240 @@
+"""wandb: what its real client wrote offline, and a server that its real client talks to."""
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from abrun.errors import StoreError
+from abrun.logs import read_log, read_logs
+from abrun.logs.naming import name_runs
+from abrun.plan import RunName
+from tests.logs import server
+
+KEY = "a" * 40
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Three runs of the real client: whole, failed, and one of 3000 steps whose records span blocks."""
+    import wandb
+
+    folder = tmp_path_factory.mktemp("offline")
+
+    def settings() -> wandb.Settings:  # init changes what it is given
+        return wandb.Settings(console="off", silent=True, x_disable_stats=True)
+
+    whole = wandb.init(
+        mode="offline", dir=folder, project="p", group="g", job_type="baseline", name="baseline-s3",
+        config={"seed": 3, "optim": {"lr": 1e-3}, "_private": 1}, settings=settings(),
+    )  # fmt: skip
+    for step in range(1, 5):
+        whole.log(
+            {
+                "train/reward": step / 10,
+                "train/loss": math.nan if step == 2 else math.inf if step == 3 else 0.5,
+                "nested": {"a": step},
+                "text": "hi",
+                "flag": True,
+                "histogram": wandb.Histogram([1.0, 2.0]),
+            },
+            step=step,
+        )
+    whole.config["late"] = {"x": [1, 2]}
+    whole.finish()
+    failed = wandb.init(
+        mode="offline", dir=folder, project="p", group="other", job_type="treatment", name="odd \x1b[31m<b>",
+        config={"data": {"seed": 4}}, settings=settings(),
+    )  # fmt: skip
+    for step in range(3):  # as transformers logs: its own step, and a table in a row of its own
+        failed.log({"train/reward": float(step), "train/global_step": 10 * step})
+        failed.log({"completions": wandb.Histogram([1.0])})
+    failed.finish(exit_code=3)
+    long = wandb.init(mode="offline", dir=folder, project="p", id="long", settings=settings())
+    for step in range(300):
+        long.log({f"metric/{index}": step + index / 7 for index in range(60)}, step=step)
+    long.finish()
+    yield folder
+
+
+def test_offline_runs_are_read_whole(offline: Path) -> None:
+    logs = {log.name: log for log in read_logs(str(offline))}
+    assert len(logs) == 3
+    one = logs["baseline-s3"]
+    assert (one.status, one.failure, one.group, one.job_type) == ("finished", "", "g", "baseline")
+    assert one.config == {"seed": 3, "optim.lr": 1e-3, "_private": 1, "late.x": [1, 2]}
+    assert sorted(one.metrics) == ["nested/a", "train/loss", "train/reward"]
+    assert one.metrics["train/reward"].steps.tolist() == [1, 2, 3, 4]
+    assert one.metrics["train/reward"].values.tolist() == [0.1, 0.2, 0.3, 0.4]
+    loss = one.metrics["train/loss"].values.tolist()
+    assert loss[0] == loss[3] == 0.5 and math.isnan(loss[1]) and loss[2] == math.inf
+    assert one.environment is not None
+    assert one.environment["python"].count(".") == 2 and len(one.environment["hosts"]) == 1
+    assert "torch" in one.environment["versions"] and "pytest" not in one.environment["versions"]
+    assert one.notes == ()
+
+
+def test_records_that_span_blocks(offline: Path) -> None:
+    (log,) = [log for log in read_logs(str(offline)) if log.run_id == "long"]
+    assert len(log.metrics) == 60
+    assert all(len(series) == 300 for series in log.metrics.values())
+    assert log.metrics["metric/59"].at(299) == 299 + 59 / 7
+    assert "offline-run-" in log.name  # it has no name of its own
+
+
+def test_a_failed_run_with_its_own_steps_and_an_odd_name(offline: Path) -> None:
+    (log,) = [log for log in read_logs(str(offline)) if log.status == "failed"]
+    assert log.failure == "exit code 3"
+    assert log.name == "odd \\x1b[31m<b>"
+    assert log.metrics["train/reward"].steps.tolist() == [0, 10, 20]  # not wandb's count of log calls
+    assert log.notes == ()
+
+
+def test_groups(offline: Path) -> None:
+    assert [log.name for log in read_logs(str(offline), group="g")] == ["baseline-s3"]
+    with pytest.raises(StoreError, match="--group: got 'x'; there are 'g', 'other'"):
+        read_logs(str(offline), group="x")
+
+
+def test_job_types_are_arms_and_seeds_come_from_names_or_configs(offline: Path) -> None:
+    logs = [log for log in read_logs(f"wandb:{offline}") if log.job_type]
+    assert sorted(name_runs(logs)) == [RunName(arm="baseline", seed=3), RunName(arm="treatment", seed=4)]
+
+
+def _copy_of(offline: Path, run: str, folder: Path) -> Path:
+    (file,) = [log.place for log in read_logs(str(offline)) if log.run_id == run or log.name == run]
+    return Path(shutil.copytree(Path(file).parent, folder / Path(file).parent.name)) / Path(file).name
+
+
+@pytest.mark.parametrize("kept", [0, 3, 7, 9, 100, 5000, 70_000, -1, -30])
+def test_torn_files_are_read_to_their_last_whole_record(offline: Path, tmp_path: Path, kept: int) -> None:
+    file = _copy_of(offline, "long", tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept])
+    for log in (read_log(tmp_path, "wandb"), read_log(file, "wandb"), *read_logs(str(tmp_path))):
+        rows = max((len(series) for series in log.metrics.values()), default=0)
+        assert rows < 300 if kept >= 0 else rows == 300
+        assert log.status in ("running", "unknown") and log.notes
+        assert all(series.at(0) == int(name[7:]) / 7 for name, series in log.metrics.items())
+    assert kept < 70_000 or rows > 10  # type: ignore[possibly-undefined]
+
+
+def test_a_damaged_record_ends_the_reading(offline: Path, tmp_path: Path) -> None:
+    file = _copy_of(offline, "long", tmp_path)
+    content = bytearray(file.read_bytes())
+    content[100_000] ^= 0xFF
+    file.write_bytes(content)
+    (log,) = read_logs(str(file))
+    assert 10 < len(log.metrics["metric/0"]) < 300
+    assert any("damaged and were left out" in note for note in log.notes)
+
+
+def test_a_resumed_run_is_one_run(offline: Path, tmp_path: Path) -> None:
+    first = _copy_of(offline, "baseline-s3", tmp_path)
+    again = tmp_path / f"offline-run-29991231_235959-{first.stem.removeprefix('run-')}"
+    shutil.copytree(first.parent, again)
+    (log,) = read_logs(str(tmp_path))
+    assert log.metrics["train/reward"].steps.tolist() == [1, 2, 3, 4]
+    assert "12 points were recorded again at the same step; the last counts" in log.notes
+    assert read_log(tmp_path, "wandb").metrics["train/reward"].at(4) == 0.4
+
+
+def test_garbage_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run-x.wandb").write_bytes(os.urandom(4096))
+    with pytest.raises(StoreError, match=r"run-x.wandb: not a file of wandb's; remove or rename it$"):
+        read_logs(str(tmp_path))
+
+
+# --- online ---
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    rows = [
+        {"_step": 0, "_runtime": 1.0, "train/reward": 0.5, "nested": {"a": 1}},
+        {"_step": 1, "train/reward": "NaN", "histogram": {"_type": "histogram", "values": [1]}},
+        {"_step": 2000, "train/reward": 0.75},
+    ]
+    runs = [
+        server.run("a1", displayName="baseline-s0", jobType="baseline", group="g", rows=rows),
+        server.run(
+            "b1", displayName="treatment-s0", jobType="treatment", group="g", state="crashed", rows=rows
+        ),
+        server.run("c1", displayName="later", group="other", state="running"),
+    ]
+    cache = tmp_path_factory.mktemp("cache")
+    patch = pytest.MonkeyPatch()
+    with server.serving("proj", runs) as url:
+        patch.setenv("WANDB_BASE_URL", url)
+        patch.setenv("WANDB_API_KEY", KEY)
+        patch.setenv("WANDB_CACHE_DIR", str(cache))
+        patch.setenv("WANDB_DIR", str(cache))
+        import wandb
+
+        wandb.teardown()  # settings are read once a process
+        yield
+    patch.undo()
+    wandb.teardown()
+
+
+def test_a_project_on_a_server(online: None) -> None:
+    first, second = read_logs("wandb:team/proj", group="g")
+    assert (first.name, first.status, first.job_type, first.run_id) == (
+        "baseline-s0",
+        "finished",
+        "baseline",
+        "a1",
+    )
+    assert (second.status, second.failure) == ("failed", "wandb says crashed")
+    assert first.place == "wandb:team/proj/a1"
+    assert first.config == {"seed": 0, "optim.lr": 1}
+    reward = first.metrics["train/reward"]
+    assert reward.steps.tolist() == [0, 1, 2000] and math.isnan(reward.values[1]) and reward.at(2000) == 0.75
+    assert sorted(first.metrics) == ["nested/a", "train/reward"]
+    assert first.environment == {
+        "python": "3.11.7",
+        "hosts": ["node-1"],
+        "devices": ["NVIDIA H100"] * 2,
+        "versions": {"torch": "2.9.0", "vllm": "0.26.1"},
+    }
+    assert name_runs([first, second]) == [RunName(arm="baseline", seed=0), RunName(arm="treatment", seed=0)]
+
+
+def test_one_run_on_a_server_that_logged_nothing(online: None) -> None:
+    (log,) = read_logs("wandb:team/proj/c1")
+    assert (log.name, log.status, log.metrics) == ("later", "running", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "group"),
+    [("wandb:team/nothing", None), ("wandb:team/proj/nothing", None), ("wandb:team/proj", "x")],
+)
+def test_what_is_not_on_the_server_is_one_line(online: None, source: str, group: str | None) -> None:
+    with pytest.raises(StoreError) as refused:
+        read_logs(source, group=group)
+    assert str(refused.value).startswith(source) and "\n" not in str(refused.value)
+    assert "check the names" in str(refused.value)
+
+
+def test_without_a_key_it_says_so_and_does_not_ask(
+    online: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NETRC", raising=False)
+    with pytest.raises(StoreError, match="got no API key; set WANDB_API_KEY, or run: wandb login"):
+        read_logs("wandb:team/proj")
+
+
+def test_a_server_that_cannot_be_reached_is_one_line(online: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    wandb.teardown()
+    with pytest.raises(
+        StoreError, match=r"server http://127.0.0.1:9 cannot be reached: .*refused; check the"
+    ):
+        read_logs("wandb:team/proj")
