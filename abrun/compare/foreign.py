@@ -181,5 +181,5 @@ def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:
 
 def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:
     """A name that can be a folder's."""
-    text = _arm_of(sources[0][1]) if len(sources) == 1 else f"{arms[0]}-vs-{arms[1]}"
+    text = _arm_of(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "comparison"

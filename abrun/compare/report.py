@@ -106,7 +106,7 @@ def markdown(content: Content, images: Sequence[str]) -> str:
     primaries = content["primaries"]
     if primaries:
         several = len(content["arms"]) > 1
-        head = ["arm"] * several + _PRIMARY_COLUMNS
+        head = ["arm"] * several + _primary_columns(content)
         lines += ["", _row(head), _row(["---"] * len(head))]
         lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
     facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
@@ -124,20 +124,22 @@ def _row(cells: Sequence[str]) -> str:
 
 def _escaped(text: str) -> str:
     """Without what markdown or the HTML in it would read as more than text."""
-    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", text)
+    return re.sub(r"([\\`*<>|]|\](?=[(\[:]))", r"\\\1", text)
 
 
 def _headline(content: Content) -> str:
     return f"{content['verdict']}{' (post hoc)' if content['post_hoc'] else ''}: {content['experiment']}"
 
 
-_PRIMARY_COLUMNS = ["metric", "steps", "pairs", "difference [90 %]", "margin", "certified bound", "result"]
+def _primary_columns(content: Content) -> list[str]:
+    level = 100 * (1 - 2 * max(one["alpha"] for one in content["primaries"]))
+    return ["metric", "steps", "pairs", f"difference [{level:.3g} %]", "margin", "certified bound", "result"]
 
 
 def _primary_cells(one: Content) -> list[str]:
     steps = f"{one['steps'][0]}-{one['steps'][1]}" if one["steps"] else one["window"]
-    ci90 = one["ci90"]
-    difference = f"{one['mean_difference']:+.3g} [{ci90[0]:.3g}, {ci90[1]:.3g}]" if ci90 else "-"
+    interval = one["interval"]
+    difference = f"{one['mean_difference']:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "-"
     bound = "-" if one["certified_bound"] is None else f"{one['certified_bound']:.3g}"
     if one["margin_sigmas"] is not None and one["certified_sigmas"] is not None:
         bound = f"{one['certified_sigmas']:.3g} sigma"
@@ -152,7 +154,8 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
         mark = f"{arm}, " if len(content["arms"]) > 1 else ""
         if mark:
             yield arm, section["verdict"]
-        yield f"{mark}treatment", _differences(section["treatment_diff"])
+        if section["treatment_diff"]:
+            yield f"{mark}treatment", _differences(section["treatment_diff"])
         shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
         pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
         yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
@@ -189,7 +192,11 @@ def _step_one(checks: Sequence[Content]) -> str:
         f"{closest['metric']} deviates most: {closest['deviation']:.2g} of {closest['tolerance']:.2g} "
         f"({closest['tolerance_from']})"
     )
-    state = f"fails for {', '.join(failed)}" if failed else f"{len(checks)} metrics agree"
+    state = (
+        f"fails for {', '.join(failed)}"
+        if failed
+        else f"{len(checks)} metric{'s' * (len(checks) > 1)} agree{'s' * (len(checks) == 1)}"
+    )
     return f"{state}; {largest}"
 
 
@@ -245,7 +252,8 @@ def terminal_summary(verdict: VerdictFile, files: Sequence[Path]) -> "Renderable
     ]
     several = len(content["arms"]) > 1
     if content["primaries"]:
-        table = Table(*["arm"] * several, *_PRIMARY_COLUMNS, box=None, header_style="bold", pad_edge=False)
+        columns = ["arm"] * several + _primary_columns(content)
+        table = Table(*columns, box=None, header_style="bold", pad_edge=False)
         for one in content["primaries"]:
             table.add_row(*(Text(cell) for cell in [one["arm"]] * several + _primary_cells(one)))
         parts += [table, Text("")]

@@ -159,14 +159,13 @@ def not_tested(
         "whether the runs finished": any(run.status == "unknown" for run in runs),
         "resolved configurations": any(run.config is None for run in runs),
         "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
-        "that both arms saw the same prompts": any(
+        "whether both arms saw the same prompts": any(
             not (run.environment or {}).get("prompts_sha256") for run in runs
         ),
     }
     no_error = all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs)
-    sentences = [
-        f"{what}: the runs do not say" for what, is_unknown in unknown.items() if runs and is_unknown
-    ]
+    silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
+    sentences = [f"{', '.join(silent)}: the runs do not say"] if silent else []
     if not experiment.compare.step_one:
         sentences.append("step one: switched off (compare.step_one: false)")
     elif any(other_machine(experiment, arm) for arm in experiment.treatments):
