@@ -149,7 +149,10 @@ def stack(runs: Sequence[Run], metric: str) -> tuple[Steps, Array]:
     for one in series[1:]:
         if not np.array_equal(one.steps, shared):
             shared = np.intersect1d(shared, one.steps, assume_unique=True)
-    rows = [one.values[np.searchsorted(one.steps, shared)] for one in series]
+    rows = [
+        one.values if len(one) == len(shared) else one.values[np.searchsorted(one.steps, shared)]
+        for one in series
+    ]
     return shared, np.array(rows).reshape(len(runs), len(shared))
 
 

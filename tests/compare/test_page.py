@@ -1,0 +1,329 @@
+"""The HTML report: self-contained, safe with any name, true to the data where it thins it, deterministic."""
+
+import base64
+import hashlib
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from abrun.compare.experiment import Experiment, Run
+from abrun.compare.page import charts, render_page
+from abrun.plan import RunName
+from abrun.recipe import Compare
+from abrun.series import Series
+
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)>",
+    "\"quoted\" 'name' & <b>bold</b>",
+    "line\nbreak/../../etc\\passwd",
+    "separators \u2028 and \u2029, half a pair \ud800, <!--<script>",
+)
+
+
+def experiment(values, arms=("baseline", "treatment"), name="simulated", failed=(), **settings) -> Experiment:
+    """`values`: {(arm, seed[, rerun]): {metric: values or (steps, values)}}."""
+    runs = {}
+    for (arm, *numbers), metrics in values.items():
+        key = RunName(arm=arm, seed=numbers[0], rerun=numbers[1] if numbers[1:] else 0)
+        series = {}
+        for metric, one in metrics.items():
+            steps, of_metric = one if isinstance(one, tuple) else (np.arange(1, len(one) + 1), one)
+            series[metric] = Series(np.asarray(steps, np.int64), np.asarray(of_metric, np.float64))
+        status = "failed" if (arm, *numbers) in failed else "finished"
+        runs[key] = Run(name=key, place=str(key), status=status, metrics=series)
+    return Experiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
+
+
+def claim(metric="train/reward", arm="treatment", steps=(33, 40), **changed):
+    return {
+        "arm": arm, "metric": metric, "window": "last 20%", "steps": list(steps), "num_steps": 8,
+        "transform": "identity", "reduction": "mean", "test": "paired TOST", "margin": 0.05,
+        "margin_text": "±0.05", "alpha": 0.05, "num_pairs": 3, "seeds": [0, 1, 2],
+        "differences": [0.01, -0.004, 0.002], "mean_difference": 0.0027, "ci90": [-0.009, 0.0144],
+        "interval": [-0.009, 0.0144], "certified_bound": 0.0144, "result": "equivalent",
+    } | changed  # fmt: skip
+
+
+def verdict(primaries=(), arms=("treatment",), **changed):
+    section = {
+        "verdict": "MATCH", "num_pairs": 3, "num_planned_pairs": 3, "looks": [],
+        "coverage": {"shared_steps": 40, "all_steps": 40},
+        "treatment_diff": {"policy.logprobs.impl": ["logits", "chunked"]},
+    }  # fmt: skip
+    return {
+        "schema_version": 2, "experiment": "simulated", "baseline": "baseline", "verdict": "MATCH",
+        "exit_code": 0, "reasons": ["train/reward: equivalent within ±0.05"], "post_hoc": False,
+        "num_pairs": 3,
+        "primaries": list(primaries), "guards": [], "step_one": [], "divergence": [], "savings": [],
+        "arms": dict.fromkeys(arms, section),
+    } | changed  # fmt: skip
+
+
+def learning(num_steps=40, seeds=3, metrics=("train/reward",), arms=("baseline", "treatment")):
+    random = np.random.default_rng(0)
+
+    def curve():
+        return np.linspace(0.2, 0.7, num_steps) + 0.02 * random.standard_normal(num_steps)
+
+    return {(arm, seed): {metric: curve() for metric in metrics} for arm in arms for seed in range(seeds)}
+
+
+def hostile_page():
+    """Every name that a run or a recipe brings in is hostile."""
+    arms = ("baseline", HOSTILE[0])
+    of_experiment = experiment(learning(metrics=HOSTILE, arms=arms), arms=arms, name=HOSTILE[1])
+    claims = [claim(metric=metric, arm=arms[1], margin_text=HOSTILE[0]) for metric in HOSTILE]
+    guard = {"arm": arms[1], "guard": HOSTILE[0], "limit": 1, "value": 1, "result": HOSTILE[0]}
+    said = {
+        "reasons": HOSTILE, "notes": HOSTILE, "not_tested": HOSTILE, "reference": HOSTILE[0],
+        "guards": [{**guard, "text": HOSTILE[3]}],
+        "environments": [{"runs": HOSTILE, "environment": {HOSTILE[0]: {HOSTILE[1]: HOSTILE}}}],
+    }  # fmt: skip
+    content = verdict(claims, arms=arms[1:], experiment=HOSTILE[1], **said)
+    content["arms"][arms[1]]["treatment_diff"] = {HOSTILE[0]: [HOSTILE[1], {HOSTILE[2]: 2**70}]}
+    return render_page(of_experiment, content)
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text of scripts, styles and data blocks."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.texts, self.open = [], [], None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open = tag
+
+    def handle_endtag(self, tag):
+        self.open = None
+
+    def handle_data(self, data):
+        if self.open in ("script", "style", "title"):
+            self.texts.append((*self.tags[-1], data))
+
+    def data(self, name):
+        return json.loads("".join(text for _, attrs, text in self.texts if attrs.get("id") == name))
+
+
+def drawn(values, claims=(), metric="train/reward", **options):
+    return charts.chart(experiment(values, **options), metric, claims)
+
+
+def test_nothing_is_loaded():
+    page = render_page(experiment(learning()), verdict([claim()]))
+    for tag, attributes in Page(page).tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form"), tag
+        assert not {"src", "href", "srcset", "style", "onclick", "onload"} & attributes.keys()
+    code = re.sub(r"/\*! https://github.com/leeoniya/uPlot .*?\*/", "", page)
+    assert re.findall(r"https?://[^\"' )]*", code) == ["http://www.w3.org/2000/svg"]  # a name, never fetched
+    assert "url(" not in code and "@import" not in code and "fetch(" not in code
+
+
+def test_the_policy_allows_exactly_what_the_page_holds():
+    page = Page(render_page(experiment(learning()), verdict([claim()])))
+    policy = next(attrs for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy["content"].split(";"))
+    assert rules["default-src"] == "'none'" and rules["img-src"] == "data:"
+
+    def hashes(wanted):
+        blocks = [text for tag, attrs, text in page.texts if tag == wanted and "type" not in attrs]
+        digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in blocks]
+        return [f"'sha256-{digest}'" for digest in digests]
+
+    assert rules["script-src"].split() == hashes("script") and len(hashes("script")) == 5
+    assert rules["style-src"].split() == hashes("style") and len(hashes("style")) == 2
+
+
+def test_names_are_data_and_nothing_else():
+    page = hostile_page()
+    page.encode()  # half a surrogate pair is gone
+    assert "<img" not in page and "onerror=alert(1)>" not in page
+    assert "\u2028" not in page and "\u2029" not in page
+    tags = [tag for tag, _ in Page(page).tags]
+    assert set(tags) == {"html", "head", "meta", "title", "style", "body", "noscript", "p", "script"}
+    report = Page(page).data("report")
+    assert report["arms"][1] == HOSTILE[0] and set(HOSTILE[:3]) < set(report["metrics"])
+    assert report["content"]["arms"][HOSTILE[0]]["treatment_diff"][HOSTILE[0]][1] == {HOSTILE[2]: str(2**70)}
+
+
+def sources():
+    folder = Path(charts.__file__).parent
+    own = [path for path in folder.iterdir() if path.suffix in (".html", ".js") and "uPlot" not in path.name]
+    assert len(own) == 5
+    return [path.read_text() for path in own]
+
+
+def test_no_markup_is_made_from_strings():
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function"
+    assert not any(re.search(forbidden, source) for source in sources())
+
+
+def test_words_promise_no_more_than_was_tested():
+    assert not any(re.search("identical|no regression", source, re.IGNORECASE) for source in sources())
+
+
+def test_the_same_input_gives_the_same_bytes():
+    pages = {render_page(experiment(learning()), verdict([claim()])) for _ in range(2)}
+    assert len(pages) == 1
+
+
+def test_few_steps_are_all_shown():
+    values = learning(num_steps=500)
+    chart = drawn(values)
+    assert chart["num_buckets"] == 0 and chart["steps"].tolist() == list(range(1, 501))
+    row = chart["rows"][chart["arms"][1]["seeds"][2]["row"]]
+    assert row == pytest.approx(values["treatment", 2]["train/reward"], rel=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [501, 749, 1000, 10_000, 12_345])
+def test_a_bucket_keeps_its_smallest_and_largest_value_in_their_order(num_steps):
+    random = np.random.default_rng(1)
+    values = {(arm, 0): {"x": random.standard_normal(num_steps)} for arm in ("baseline", "treatment")}
+    chart = drawn(values, metric="x")
+    assert chart["num_buckets"] == charts.NUM_BUCKETS and (np.diff(chart["steps"]) > 0).all()
+    shown = chart["rows"][chart["arms"][1]["seeds"][0]["row"]].reshape(-1, 2)
+    covered = 0
+    for (first, last), pair in zip(chart["ends"], shown, strict=True):
+        held = values["treatment", 0]["x"][first - 1 : last]
+        expected = [held.min(), held.max()] if held.argmin() < held.argmax() else [held.max(), held.min()]
+        assert pair == pytest.approx(expected, rel=1e-6)
+        covered += len(held)
+    assert covered == num_steps
+
+
+def test_mean_and_band_are_those_of_every_step_before_they_are_thinned():
+    values = learning(num_steps=2000, seeds=4)
+    of_arm = np.array([values["baseline", seed]["train/reward"] for seed in range(4)])
+    mean, sd = of_arm.mean(axis=0), of_arm.std(axis=0, ddof=1)
+    chart = drawn(values)
+    arm = chart["arms"][0]
+    low, high = (chart["rows"][row].reshape(-1, 2) for row in arm["band"])
+    first, last = chart["ends"][7]
+    inside = slice(first - 1, last)
+    assert chart["rows"][arm["mean"]].reshape(-1, 2)[7].max() == pytest.approx(mean[inside].max(), rel=1e-6)
+    assert low[7].min() == pytest.approx((mean - sd)[inside].min(), rel=1e-6)
+    assert high[7].max() == pytest.approx((mean + sd)[inside].max(), rel=1e-6)
+
+
+def test_nan_is_a_gap_that_is_counted_and_an_absent_step_is_not():
+    values = learning()
+    values["treatment", 1]["train/reward"][29:] = [np.nan] * 10 + [np.inf]
+    values["baseline", 0]["train/reward"] = (np.arange(2, 41, 2), np.linspace(0.2, 0.7, 20))
+    chart = drawn(values)
+    assert "treatment/seed-1: 10 NaN and 1 infinite (of 40 values), the first at step 30" in chart["notes"]
+    assert "baseline: mean and band cover the 20 of 40 steps that all its runs recorded" in chart["notes"]
+    broken, sparse = chart["arms"][1]["seeds"][1]["row"], chart["arms"][0]["seeds"][0]["row"]
+    assert chart["gaps"][str(broken)].tolist() == list(range(29, 40))
+    assert str(sparse) not in chart["gaps"] and np.isnan(chart["rows"][sparse][0])
+    assert chart["gaps"][str(chart["arms"][1]["mean"])].tolist() == list(range(29, 40))
+
+
+def test_a_metric_that_is_nan_throughout_has_a_chart_without_values():
+    values = {key: {"x": np.full(2000, np.nan)} for key in learning()}
+    chart = drawn(values, metric="x", claims=[claim(metric="x")])
+    assert np.isnan(chart["rows"]).all() and chart["notes"][0] == (
+        "baseline/seed-0: 2000 NaN (all values), the first at step 1"
+    )
+    render_page(experiment(values), verdict([claim(metric="x")]))
+
+
+def test_a_metric_of_one_arm_only():
+    values = learning()
+    values["treatment", 0]["treatment/only"] = np.ones(40)
+    chart = drawn(values, metric="treatment/only", claims=[claim(metric="treatment/only")])
+    assert [one["arm"] for one in chart["arms"]] == [1]
+    assert "baseline: no finished run recorded this metric" in chart["notes"]
+    assert "treatment/seed-2: did not record this metric" in chart["notes"]
+
+
+def test_a_failed_run_is_drawn_and_is_no_part_of_the_mean():
+    values = learning()
+    values["treatment", 2]["train/reward"] = np.full(17, 5.0)
+    chart = drawn(values, claims=[claim()], failed=[("treatment", 2)])
+    arm = chart["arms"][1]
+    assert [seed["finished"] for seed in arm["seeds"]] == [True, True, False] and arm["count"] == 2
+    assert chart["rows"][arm["mean"]].max() < 1 and len(chart["differences"][0]["pairs"]) == 2
+    assert "treatment/seed-2: failed after step 17; drawn dotted, not part of the mean" in chart["notes"]
+
+
+def test_differences_stand_on_the_scale_of_the_claim():
+    steps = np.arange(40)
+    metric, flat = "train/grad_norm", np.zeros(40)
+    values = {("baseline", seed): {metric: np.exp(0.1 * seed + flat)} for seed in range(3)}
+    values |= {("treatment", seed): {metric: np.exp(0.12 * seed + flat)} for seed in range(3)}
+    values["treatment", 0][metric] = np.where(steps == 3, 0.0, 1.0)  # outside of the logarithm's domain
+    values["baseline", 0, 1] = {metric: np.exp(0.5 + flat)}
+    chart = drawn(values, [claim(metric=metric, transform="log")] * 2, metric)
+    panel, *others = chart["differences"]
+    assert not others and panel["arm"] == 1 and panel["unit"] == "log ratio"
+    assert chart["rows"][panel["pairs"][2]["row"]] == pytest.approx(np.full(40, 0.04), abs=1e-6)
+    assert chart["gaps"][str(panel["mean"])].tolist() == [3]
+    assert chart["rows"][panel["reruns"][0]["row"]] == pytest.approx(np.full(40, 0.5))
+    assert len(panel["windows"]) == charts.NUM_WINDOWS and panel["windows"][0]["steps"][0] == 1
+    from scipy import stats
+
+    reach = stats.t.ppf(1 - 0.025 / 8, 2) * 0.02 / 3**0.5
+    assert panel["windows"][5]["interval"] == pytest.approx((0.02 - reach, 0.02 + reach))
+
+
+def test_numbers_that_float32_would_blur_stay_exact():
+    values = {("baseline", 0): {"x": 1.7e9 + np.arange(40)}, ("treatment", 0): {"x": np.full(40, 1e300)}}
+    chart = drawn(values, metric="x")
+    assert chart["rows"][0].tolist() == values["baseline", 0]["x"].tolist()
+
+
+def test_memory_is_the_mean_over_seeds_by_phase():
+    metric = "memory/{}/peak_allocated_bytes"
+    values = {
+        (arm, seed): {metric.format("logprobs"): [1, (2 + seed) * 2**30], metric.format("loss"): [2**30, 1]}
+        for arm in ("baseline", "treatment")
+        for seed in range(3)
+    }
+    memory = charts.memory_peaks(experiment(values))
+    assert memory["unit"] == "GiB" and memory["phases"] == ["overall", "logprobs", "loss"]
+    assert memory["means"] == [[3, 3, 1], [3, 3, 1]]
+    assert charts.memory_peaks(experiment(learning())) is None
+
+
+def test_claims_come_first_and_every_metric_has_its_chart():
+    page = Page(render_page(experiment(learning(metrics=("a", "train/reward", "z"))), verdict([claim()])))
+    report = page.data("report")
+    assert report["metrics"] == ["train/reward", "a", "z"] and report["num_claimed"] == 1
+    assert [page.data(f"chart-{index}")["metric"] for index in range(3)] == report["metrics"]
+    assert page.data("chart-0")["windows"] == [[33, 40]]
+
+
+NOTHING = {("baseline", 0): {}, ("treatment", 0): {}}
+
+
+@pytest.mark.parametrize("values", [{}, NOTHING, learning(num_steps=1, seeds=1)])
+def test_little_data_still_has_a_page(values):
+    unknown = dict.fromkeys(("margin", "mean_difference", "ci90", "interval", "certified_bound"))
+    bare = claim(num_pairs=0, steps=(0, 0), differences=[], **unknown)
+    page = Page(render_page(experiment(values), verdict([bare], verdict="INVALID")))
+    assert page.data("report")["content"]["verdict"] == "INVALID"
+
+
+def test_a_large_experiment_is_small_and_quick():
+    random = np.random.default_rng(2)
+    metrics = [f"train/metric-{index:02d}" for index in range(40)]
+    values = {
+        (arm, seed): {metric: random.standard_normal(10_000) for metric in metrics}
+        for arm in ("baseline", "treatment")
+        for seed in range(10)
+    }
+    large = experiment(values)
+    claims = [claim(metric=metric, steps=(8001, 10_000)) for metric in metrics[:3]]
+    start = time.perf_counter()
+    page = render_page(large, verdict(claims))
+    seconds = time.perf_counter() - start
+    assert len(page.encode()) < 10e6
+    assert seconds < 5  # 1 s on an idle machine of 2024
+    print(f"{len(page.encode()) / 1e6:.2f} MB in {seconds:.2f} s")

@@ -1,0 +1,241 @@
+"""The HTML report in a real browser: it draws, reacts, loads nothing and runs nothing that a name brings in.
+
+Needs `playwright` from PyPI and a Chromium of the system (Debian: `apt-get install chromium`), or its path in
+ABRUN_CHROMIUM; playwright's own download is not used. Without them these tests fail, they do not skip.
+"""
+
+import os
+import shutil
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from abrun.compare.page import render_page
+from tests.compare.test_page import claim, experiment, hostile_page, learning, verdict
+
+pytestmark = pytest.mark.slow
+CURVE, DIFFERENCE = ".figure .plot.curve", ".figure .plot.difference"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = os.environ.get("ABRUN_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.fail("no Chromium: apt-get install chromium, or name one in ABRUN_CHROMIUM")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.fail("no playwright: pip install playwright (its browsers are not needed)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a page, and when the test has driven it asserts that it was silent and loaded nothing."""
+
+    @contextmanager
+    def open_page(html, width=1280, scheme="light"):
+        path = tmp_path / "report.html"
+        path.write_text(html, encoding="utf-8")
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.set_default_timeout(5000)
+        said, requested = [], []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: requested.append(request.url))
+        page.goto(path.as_uri())
+        yield page
+        page.close()
+        assert said == [] and requested == [path.as_uri()]
+
+    return open_page
+
+
+@pytest.fixture(scope="module")
+def usual():
+    values = learning(num_steps=300, metrics=("train/reward", "train/entropy", "train/token_mult_prob_error"))
+    for metrics in values.values():
+        metrics["train/token_mult_prob_error"] += 1
+    return render_page(experiment(values), verdict([claim(steps=(241, 300))], not_tested=["Evaluation."]))
+
+
+def ink(page, selector=CURVE):
+    """What a chart shows: every pixel of its canvas, as one comparable string."""
+    return page.locator(f"{selector} canvas").first.evaluate("canvas => canvas.toDataURL()")
+
+
+def reach(page, selector=CURVE):
+    """First and last step that a chart shows."""
+    index = 0 if selector == CURVE else 1
+    scale = page.evaluate(f"document.querySelector('.figure').figure.plots[{index}].scales.x")
+    return scale["min"], scale["max"]
+
+
+def drag(page, first, last):
+    box = page.locator(f"{CURVE} .u-over").first.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + first * box["width"], y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + last * box["width"], y, steps=5)
+    page.mouse.up()
+
+
+def test_the_verdict_comes_first_and_the_charts_below_are_drawn_when_seen(opened, usual):
+    with opened(usual) as page:
+        assert page.locator("h1").inner_text().endswith("MATCH")
+        assert page.locator("h2").first.inner_text() == "Claims"
+        page.locator(CURVE).first.scroll_into_view_if_needed()
+        page.wait_for_selector(f"{DIFFERENCE} canvas")
+        assert page.locator(".metric canvas").count() == 0
+        page.locator("summary", has_text="train/entropy").click()
+        page.wait_for_selector(".metric canvas")
+
+
+def test_an_arm_goes_and_comes_back_everywhere(opened, usual):
+    with opened(usual) as page:
+        page.wait_for_selector(f"{CURVE} canvas")
+        before, toggle = ink(page), page.locator(".bar button", has_text="treatment")
+        toggle.click()
+        page.wait_for_timeout(50)
+        assert toggle.get_attribute("aria-pressed") == "false" and ink(page) != before
+        assert page.locator(DIFFERENCE).first.is_hidden()
+        toggle.focus()
+        page.keyboard.press("Enter")
+        page.wait_for_timeout(50)
+        assert toggle.get_attribute("aria-pressed") == "true" and ink(page) == before
+        page.locator(".figure .tools .arm", has_text="baseline").first.click()
+        page.wait_for_timeout(50)
+        assert ink(page) != before and page.locator(DIFFERENCE).first.is_visible()
+
+
+def test_dragging_zooms_both_charts_and_a_double_click_resets(opened, usual):
+    with opened(usual) as page:
+        page.locator(CURVE).first.scroll_into_view_if_needed()
+        page.wait_for_selector(f"{DIFFERENCE} canvas")
+        assert reach(page) == (1, 300)
+        drag(page, 0.25, 0.5)
+        zoomed = reach(page)
+        assert zoomed == pytest.approx((76, 150), abs=4)
+        assert reach(page, DIFFERENCE) == pytest.approx(zoomed, abs=1)
+        page.locator("button", has_text="Log scale").first.click()
+        assert reach(page) == pytest.approx(zoomed)  # redrawing keeps the zoom
+        page.locator(f"{CURVE} .u-over").first.dblclick()
+        assert reach(page) == reach(page, DIFFERENCE) == (1, 300)
+        drag(page, 0.5, 0.75)
+        page.locator("button", has_text="Reset zoom").first.click()
+        page.wait_for_timeout(50)
+        assert reach(page) == reach(page, DIFFERENCE) == (1, 300)
+
+
+def test_hovering_tells_step_means_and_seeds_in_both_charts(opened, usual):
+    with opened(usual) as page:
+        page.locator(CURVE).first.scroll_into_view_if_needed()
+        page.wait_for_selector(f"{DIFFERENCE} canvas")
+        page.locator(f"{CURVE} .u-over").first.hover()
+        tip = page.locator(f"{CURVE} .tip").first.inner_text()
+        assert tip.startswith("step 15") and "baseline" in tip and "treatment" in tip and "2: 0." in tip
+        assert page.locator(f"{DIFFERENCE} .tip").first.inner_text().startswith(tip.split("\n")[0])
+        page.mouse.move(0, 0)
+        assert page.locator(f"{CURVE} .tip").first.is_hidden()
+
+
+def test_log_scale_and_theme_redraw(opened, usual):
+    with opened(usual) as page:
+        page.wait_for_selector(f"{CURVE} canvas")
+        before = ink(page)
+        page.locator("button", has_text="Log scale").first.click()
+        page.wait_for_timeout(50)
+        assert page.locator("button", has_text="Log scale").first.get_attribute("aria-pressed") == "true"
+        logarithmic = ink(page)
+        assert logarithmic != before
+        page.locator("button.theme").click()
+        page.wait_for_timeout(50)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(19, 22, 25)"
+        assert ink(page) != logarithmic
+
+
+def test_filtering_metrics(opened, usual):
+    with opened(usual) as page:
+        page.locator("input[type=search]").fill("ENTR")
+        assert page.locator(".metric:visible").all_inner_texts() == ["train/entropy"]
+        page.locator("input[type=search]").fill("nothing such")
+        assert page.locator(".metric:visible").count() == 0
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_hostile_names_are_only_text_and_fit(opened, width):
+    with opened(hostile_page(), width=width) as page:
+        for position in range(0, 9000, 400):
+            page.evaluate(f"scrollTo(0, {position})")
+            page.wait_for_timeout(20)
+        page.locator(f"{CURVE} .u-over").first.hover()
+        assert page.locator("img").count() == 0
+        assert "</script><img src=x onerror=alert(1)>" in page.locator("main").inner_text()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(opened, usual, scheme):
+    with opened(usual, width=375, scheme=scheme) as page:
+        page.wait_for_selector(f"{CURVE} canvas")
+        assert page.evaluate("document.documentElement.scrollWidth") == 375
+
+
+def test_odd_values_are_drawn_without_a_fault(opened):
+    values = learning()
+    for index, (key, metrics) in enumerate(values.items()):
+        metrics["nan"] = np.full(40, np.nan)
+        metrics["huge"] = np.full(40, (-1) ** index * 1e300)
+        metrics["tiny"] = np.linspace(1e-300, 2e-300, 40)
+        metrics["negative"] = np.linspace(-2.0, -1.0, 40)
+        metrics["constant"] = np.ones(40)
+        metrics["alone"] = np.array([1.0])
+        if key[0] == "baseline":
+            metrics["holes"] = np.where(np.arange(40) % 2, np.nan, 1.0)
+    claims = [claim(), claim(metric="nan"), claim(metric="huge"), claim(metric="alone", steps=(1, 1))]
+    with opened(render_page(experiment(values), verdict(claims))) as page:
+        page.locator("button", has_text="Open all").click()
+        for position in range(0, 9000, 300):
+            page.evaluate(f"scrollTo(0, {position})")
+            page.wait_for_timeout(20)
+        assert page.locator("text=No finite value to draw.").count() == 1
+        assert page.locator(".plot.curve canvas").count() == 7
+        for button in page.locator("button:enabled", has_text="Log scale").all():
+            button.click()
+
+
+def test_paper_shows_the_claims_in_light_colours(opened, usual, tmp_path):
+    with opened(usual, scheme="dark") as page:
+        page.pdf(path=tmp_path / "report.pdf", format="A4", print_background=True)
+        assert (tmp_path / "report.pdf").stat().st_size > 50_000
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+        assert page.locator("canvas").count() >= 3
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert page.evaluate("document.documentElement.dataset.theme") is None
+
+
+def test_a_large_experiment_opens_quickly_and_stays_fluid(opened):
+    random = np.random.default_rng(2)
+    metrics = [f"train/metric-{index:02d}" for index in range(40)]
+    values = {
+        (arm, seed): {metric: random.standard_normal(10_000) for metric in metrics}
+        for arm in ("baseline", "treatment")
+        for seed in range(10)
+    }
+    html = render_page(experiment(values), verdict([claim(metric=metrics[0], steps=(8001, 10_000))]))
+    with opened(html) as page:
+        page.locator("button", has_text="Open all").click()
+        drawn_at_once = page.evaluate("document.querySelectorAll('canvas').length")
+        assert drawn_at_once < 10
+        page.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
+        page.wait_for_timeout(500)
+        assert 2 < page.evaluate("document.querySelectorAll('canvas').length") < 20
+        page.locator(f"{CURVE} .u-over").first.hover()
+        assert "steps " in page.locator(f"{CURVE} .tip").first.inner_text()
+        assert "10,000 steps shown as 250 buckets" in page.locator(".resolution").first.inner_text()
