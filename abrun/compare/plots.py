@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from abrun.compare.buckets import bucket_indices, drawn
 from abrun.compare.evidence import PrimaryResult
 from abrun.compare.experiment import Experiment, Pair, Run, stack, stack_pairs
 from abrun.compare.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
@@ -118,16 +119,19 @@ def bands(ax: Axes, curves: Sequence[Curve], metric: str, windows: Sequence[tupl
         mean = values.mean(axis=0)
         style = "-" if order == 0 else (0, (5, 1.5))  # dashed on top: two equal curves are both seen
         label = f"{curve.arm}: mean of {len(values)} seed{'s' * (len(values) > 1)}"
-        ax.plot(curve.steps, mean, color=color, linewidth=2, linestyle=style, label=label, zorder=3 + order)
+        sd = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros_like(mean)
+        steps, rows = drawn(curve.steps, np.stack([mean, mean - sd, mean + sd, *values]))
+        ax.plot(steps, rows[0], color=color, linewidth=2, linestyle=style, label=label, zorder=3 + order)
         if len(values) > 1:
-            sd = values.std(axis=0, ddof=1)
-            ax.plot(curve.steps, values.T, color=color, linewidth=0.5, alpha=0.35)
-            ax.fill_between(curve.steps, mean - sd, mean + sd, color=color, alpha=0.16, linewidth=0)
+            ax.plot(steps, rows[3:].T, color=color, linewidth=0.5, alpha=0.35)
+            ax.fill_between(steps, rows[1], rows[2], color=color, alpha=0.16, linewidth=0)
     for first, last in windows:
         ax.axvspan(first - 0.5, last + 0.5, color="black", alpha=0.05, linewidth=0)
     ax.set_ylabel(f"{metric.split('/', 1)[-1]}{f' [{unit}]' if unit else ''}")
     if windows:
         ax.fill_between([], [], [], color="black", alpha=0.05, linewidth=0, label="grey: window of a claim")
+    if any(bucket_indices(len(curve.steps)) is not None for curve in curves):
+        ax.plot([], [], alpha=0, label="many steps: smallest and largest of a bucket")
     if any(len(curve.values) > 1 for curve in curves):
         ax.plot([], [], color="grey", linewidth=0.5, label="thin: one seed")
         ax.fill_between([], [], [], color="grey", alpha=0.25, linewidth=0, label="band: ±1 sd over seeds")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from abrun.compare.buckets import NUM_BUCKETS
 from abrun.compare.experiment import Experiment, Run
 from abrun.compare.page import charts, render_page
 from abrun.plan import RunName
@@ -187,7 +188,7 @@ def test_a_bucket_keeps_its_smallest_and_largest_value_in_their_order(num_steps)
     random = np.random.default_rng(1)
     values = {(arm, 0): {"x": random.standard_normal(num_steps)} for arm in ("baseline", "treatment")}
     chart = drawn(values, metric="x")
-    assert chart["num_buckets"] == charts.NUM_BUCKETS and (np.diff(chart["steps"]) > 0).all()
+    assert chart["num_buckets"] == NUM_BUCKETS and (np.diff(chart["steps"]) > 0).all()
     shown = chart["rows"][chart["arms"][1]["seeds"][0]["row"]].reshape(-1, 2)
     covered = 0
     for (first, last), pair in zip(chart["ends"], shown, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from abrun.compare.buckets import bucket_indices, bucket_steps, smallest_and_largest
 from abrun.compare.experiment import Experiment, Pair, Run, stack, stack_pairs, union
 from abrun.compare.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
 from abrun.compare.metrics import (
@@ -24,7 +25,6 @@ from abrun.compare.metrics import (
 from abrun.equivalence import t_interval
 from abrun.series import Array, Series, Steps
 
-NUM_BUCKETS = 250
 NUM_WINDOWS = 8  # of the Bonferroni-t bars
 MOST_NOTES = 8
 Content = Mapping[str, Any]
@@ -169,8 +169,7 @@ def drawn(rows: Rows) -> dict[str, Any]:
     buckets = bucket_indices(len(rows.steps))
     steps = rows.steps
     if buckets is not None:
-        width = buckets.shape[1]
-        steps = steps[buckets[:, [width // 4, 3 * width // 4]]].reshape(-1)
+        steps = bucket_steps(steps, buckets)
         values = smallest_and_largest(values, buckets)
         recorded = recorded[:, buckets].any(axis=-1).repeat(2, axis=-1)
     gaps = np.isnan(values) & recorded
@@ -182,25 +181,6 @@ def drawn(rows: Rows) -> dict[str, Any]:
         "rows": _short(values),
         "gaps": {str(index): np.flatnonzero(gaps[index]) for index in np.flatnonzero(gaps.any(axis=-1))},
     }
-
-
-def bucket_indices(num_steps: int) -> NDArray[np.int64] | None:
-    """Which steps a bucket holds, [B, W], a shorter bucket repeating its last; None for few enough steps."""
-    if num_steps <= 2 * NUM_BUCKETS:
-        return None
-    edges = np.linspace(0, num_steps, NUM_BUCKETS + 1).astype(np.int64)
-    width = int(np.diff(edges).max())
-    return np.minimum(edges[:-1, None] + np.arange(width), edges[1:, None] - 1)
-
-
-def smallest_and_largest(values: Array, buckets: NDArray[np.int64]) -> Array:
-    """[R, S] -> [R, 2 B]: two values a bucket, in the order in which they occurred; NaN where it has none."""
-    held = values[:, buckets]
-    missing = np.isnan(held)
-    smallest = np.where(missing, np.inf, held).argmin(axis=-1)
-    largest = np.where(missing, -np.inf, held).argmax(axis=-1)
-    order = np.stack([np.minimum(smallest, largest), np.maximum(smallest, largest)], axis=-1)
-    return np.take_along_axis(held, order, axis=-1).reshape(len(values), -1)
 
 
 def _short(values: Array) -> NDArray[Any]:
