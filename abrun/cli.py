@@ -128,9 +128,7 @@ def compare(
     reference: Annotated[
         Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
     ] = None,
-    arm: Annotated[
-        str | None, typer.Option(help="With --reference: which arm (the baseline).")
-    ] = None,
+    arm: Annotated[str | None, typer.Option(help="With --reference: which arm (the baseline).")] = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
     group: Group = None,
@@ -346,10 +344,11 @@ def _console() -> "Console":
 
 
 def _compare_after_launch(experiment_dir: Path, console: "Console") -> None:
-    from abrun.compare import compare_experiment
+    from abrun.compare import compare_sources
+    from abrun.compare.sources import Reading
 
     try:
-        comparison = compare_experiment(experiment_dir)
+        comparison = compare_sources([str(experiment_dir)], Reading())
     except AbrunError as error:  # said here: the exit code speaks of the runs
         _complain(str(error))
         return

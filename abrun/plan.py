@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.recipe import BASELINE, Recipe, RunConfig, Sft, dotted
+from abrun.recipe import BASELINE, CommandRun, Compare, Declared, Run, RunConfig, Sft, dotted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -26,7 +26,7 @@ class RunSpec:
     """One run to launch."""
 
     name: RunName
-    config: RunConfig
+    config: RunConfig | CommandRun
     warm_start: str | None  # key into Plan.warm_starts
 
 
@@ -34,14 +34,14 @@ class RunSpec:
 class Plan:
     """The runs of an experiment in launch order: by pair, so that the first pair finishes first."""
 
-    recipe: Recipe
+    recipe: Declared
     runs: tuple[RunSpec, ...]
     warm_starts: dict[str, RunConfig]  # hash -> the supervised run that makes the shared initial weights
     # arm -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
 
 
-def make_plan(recipe: Recipe) -> Plan:
+def make_plan(recipe: Declared) -> Plan:
     """The plan of a recipe. Raises RecipeError where an arm does not differ from the baseline."""
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
     treatments = [arm for arm in configs if arm != BASELINE]
@@ -56,7 +56,7 @@ def make_plan(recipe: Recipe) -> Plan:
     warm_start_of: dict[str, str | None] = {}
     for arm, config in configs.items():
         warm_start_of[arm] = None
-        if config.warm_start:
+        if isinstance(config, RunConfig) and config.warm_start:
             shared = _warm_start_run(configs[BASELINE], config)
             key = _sha256(shared.model_dump(mode="json"))[:16]
             warm_starts[key] = shared
@@ -79,28 +79,33 @@ def make_plan(recipe: Recipe) -> Plan:
     )
 
 
-def config_diff(base: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+def config_diff(base: Run, other: Run) -> dict[str, tuple[Any, Any]]:
     """Every dotted key whose resolved value differs, with both values."""
     left, right = dotted(base.model_dump(mode="json")), dotted(other.model_dump(mode="json"))
     keys = [*left, *(key for key in right if key not in left)]
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
-def compare_hash(recipe: Recipe) -> str:
-    """Identifies the declared comparison, so that a later change can be called post hoc."""
-    return _sha256(recipe.compare.model_dump(mode="json"))
+def compare_hash(compare: Compare) -> str:
+    """Identifies the declared comparison, so that a later change can be called post hoc.
+
+    Defaults are left out: a field that abrun gains does not change what was declared before.
+    """
+    return _sha256(compare.model_dump(mode="json", exclude_defaults=True))
 
 
-def _reruns_of(index: int, recipe: Recipe) -> int:
+def _reruns_of(index: int, recipe: Declared) -> int:
     """How many of `controls.aa_reruns` fall to the seed at `index`: they go round the seeds in order."""
     rounds, rest = divmod(recipe.controls.aa_reruns, len(recipe.seeds))
     return rounds + (index < rest)
 
 
-def _warm_start_run(baseline: RunConfig, config: RunConfig) -> RunConfig:
+def _warm_start_run(baseline: Run, config: RunConfig) -> RunConfig:
     """The supervised run behind an arm's initial weights: the baseline's stack, so that arms share it."""
     warm_start = config.warm_start
     assert warm_start is not None
+    if not isinstance(baseline, RunConfig):  # a foreign trainer's, which has none to share
+        baseline = config
     optimizer = baseline.policy.optimizer.model_copy(update={"learning_rate": warm_start.learning_rate})
     return baseline.model_copy(
         update={

@@ -1,6 +1,7 @@
 """The run store: the only module that knows the layout of `runs/`.
 
     runs/<experiment>/experiment.json         resolved recipe, planned runs, hash of the compare block
+    runs/<experiment>/reference.json          a copy of the frozen ensemble that the recipe names, if any
     runs/<experiment>/launcher.lock           who launches it now
     runs/<experiment>/<arm>/seed-<k>[-aa<j>]/
         config.json       {experiment, arm, seed, rerun,             written by the launcher, once
@@ -45,6 +46,7 @@ from abrun.series import Series, Steps, from_rows
 SCHEMA_VERSION = 1
 WARM_STARTS = "warm-starts"
 LOCK = "launcher.lock"
+REFERENCE = "reference.json"
 STALLED_AFTER_S = 600.0
 METRICS_CACHE = "metrics.npz"
 CACHE_VERSION = 1

@@ -56,13 +56,13 @@ def verdict(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Any]]:
     def answer(result: str | Exception) -> list[Any]:
         calls: list[Any] = []
 
-        def compare(experiment_dir: Path, **options: Any) -> Verdict:
-            calls.append((experiment_dir, options))
+        def compare(sources: list[str], reading: Any, **options: Any) -> Verdict:
+            calls.append((sources, {**options, "reading": reading}))
             if isinstance(result, Exception):
                 raise result
             return Verdict(result)
 
-        monkeypatch.setattr(abrun.compare, "compare_experiment", compare)
+        monkeypatch.setattr(abrun.compare, "compare_sources", compare)
         return calls
 
     return answer
@@ -193,7 +193,7 @@ def test_a_launch_runs_compares_and_exits_with_0_whatever_the_verdict(
     calls = verdict("MISMATCH")
     code, output, errors = run("launch", SMALL, "--name", "mine", "--seeds", "4,7-8", "--jobs", "6")
     assert (code, errors) == (0, "")
-    assert calls == [(tmp_path / "runs" / "mine", {"primaries": None, "output": None})]
+    assert [sources for sources, _ in calls] == [[str(tmp_path / "runs" / "mine")]]
     assert output.rstrip().endswith("The verdict: MISMATCH") and "treatment/seed-8: finished" in output
     assert {name.seed for name in store.planned_runs(tmp_path / "runs" / "mine")} == {4, 7, 8}
     code, output, _ = run("status")
@@ -270,8 +270,8 @@ def test_the_verdict_is_the_exit_code(
         code,
         f"The verdict: {result}\n",
     )
-    ((experiment_dir, asked),) = calls
-    assert experiment_dir == Path("runs/mine") and asked["output"] == Path("report")
+    ((sources, asked),) = calls
+    assert sources == ["mine"] and asked["output"] == Path("report")
     assert [(claim.metric, claim.window, claim.margin) for claim in asked["primaries"]] == [
         ("train/reward", "last 20%", 0.05),
         ("train/kl/mean", "steps 1-9", 0.1),

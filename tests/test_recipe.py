@@ -11,11 +11,21 @@ import yaml
 
 from abrun.errors import RecipeError
 from abrun.plan import make_plan
-from abrun.recipe import RunConfig, dotted, load_recipe, merge, nested, parse_primary
+from abrun.recipe import (
+    dotted,
+    invocation,
+    load_recipe,
+    merge,
+    nested,
+    parse_primary,
+    stored_recipe,
+    stored_run,
+)
 from abrun.recipe.reading import Loader
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.yaml"))
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
+FOREIGN = Path(__file__).parent / "external" / "foreign.yaml"
 
 
 def refused(path: Path, *overrides: str) -> str:
@@ -34,7 +44,8 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
     plan = make_plan(recipe)
     assert len(plan.runs) == len(recipe.arms) * len(recipe.seeds) + recipe.controls.aa_reruns
     for run in plan.runs:
-        assert RunConfig.model_validate(run.config.model_dump(mode="json")) == run.config
+        assert stored_run(run.config.model_dump(mode="json")) == run.config
+    assert stored_recipe(recipe.model_dump(mode="json")) == recipe
 
 
 @pytest.mark.parametrize(
@@ -117,12 +128,97 @@ def test_the_fused_paths_take_all_that_fits_them(impl: str) -> None:
         }
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.argz=[x]", ["trainer.argz", "did you mean 'argv'"]),
+        ("trainer.type=comand", ["trainer.type", "'comand'", "'abrun', 'command'"]),
+        ("trainer={type: [1]}", ["trainer.type", "[1]", "'abrun', 'command'"]),
+        ("trainer=3", ["trainer", "3", "a mapping"]),
+        ("policy={dtype: float32}", ["policy", "unknown key", "trainer"]),
+        ("arms.treatment.policy.dtype=bfloat16", ["arms.treatment.policy", "unknown key", "trainer"]),
+        ("arms.treatment.trainer.type=comand", ["arms.treatment", "trainer.type", "'comand'"]),
+        ("arms.other.trainer={type: abrun}", ["arms.other", "algorithm", "missing"]),
+        ("trainer.argv=[]", ["trainer.argv", "at least 1 item"]),
+        ("trainer.argv=[a, 3]", ["trainer.argv.1", "3", "string"]),
+        (
+            "trainer.argv=['{python}', '{sed}']",
+            ["trainer.argv.1", "{sed}", "{seed}", "{learning_rate}", "{{"],
+        ),
+        ("trainer.argv=['{seed!r}']", ["trainer.argv.0", "{seed!r}", "{seed}"]),
+        ("trainer.argv=['{seed:>3}']", ["trainer.argv.0", "{seed:>3}"]),
+        ("trainer.argv=['{}']", ["trainer.argv.0", "{}", "literal braces"]),
+        ("trainer.argv=['{seed.real}']", ["trainer.argv.0", "{seed.real}"]),
+        ("trainer.argv=['a}']", ["trainer.argv.0", "'a}'", "single brace", "}}"]),
+        ('trainer.argv=["a\\0b"]', ["trainer.argv.0", "NUL"]),
+        ("trainer.env.A='{nope}'", ["trainer.env.A", "{nope}", "{run_dir}"]),
+        ("trainer.env={'a b': c}", ["trainer.env", "'a b'", "letters"]),
+        ("trainer.env.ABRUN_SEED='3'", ["trainer.env", "ABRUN_SEED", "launcher sets itself"]),
+        ("trainer.env.CUDA_VISIBLE_DEVICES='0'", ["trainer.env", "CUDA_VISIBLE_DEVICES", "cluster:"]),
+        ("arms.treatment.trainer.parameters.lr=3", ["arms.treatment", "parameters.lr", "not used", "{lr}"]),
+        ("trainer.parameters.seed=3", ["trainer.parameters", "'seed'", "none of seed"]),
+        ("trainer.parameters.a-b=3", ["trainer.parameters", "'a-b'", "letters"]),
+        (
+            "trainer.parameters.learning_rate=[1]",
+            ["trainer.parameters.learning_rate", "[1]", "a finite number"],
+        ),
+        ("trainer.parameters.learning_rate=.nan", ["trainer.parameters.learning_rate", "nan", "finite"]),
+        ("trainer.parameters.learning_rate=null", ["trainer.parameters.learning_rate", "None", "text"]),
+        ("trainer.metrics.format=excel", ["trainer.metrics.format", "'excel'", "'tensorboard'"]),
+        ("trainer.metrics.path=/tmp/m.jsonl", ["trainer.metrics.path", "/tmp/m.jsonl", "{run_dir}/"]),
+        (
+            "trainer.metrics.path='{run_dir}/metrics.jsonl'",
+            ["trainer.metrics.path", "metrics.jsonl", "abrun's"],
+        ),
+        ("trainer.metrics.path='{run_dir}'", ["trainer.metrics.path", "{run_dir}/"]),
+        ("trainer.aliases=tlr", ["trainer.aliases", "'tlr'", "'trl'", "a mapping"]),
+        ("trainer.aliases={a: 3}", ["trainer.aliases", "{'a': 3", "'trl'"]),
+        ("steps=0", ["steps", "0", "greater than or equal to 1"]),
+    ],
+)
+def test_each_rule_of_command_arms_is_one_line(override: str, words: list[str]) -> None:
+    line = refused(FOREIGN, override)
+    assert all(word in line for word in words), line
+
+
+def test_templates_are_filled_in_with_the_run_and_its_parameters() -> None:
+    recipe = load_recipe(
+        FOREIGN,
+        [
+            "trainer={argv: [a, '{experiment}/{arm}-{seed}-{rerun}', '{steps}', 'x={{{learning_rate}}}', "
+            "'{flag}'], env: {OUT: '{run_dir}/out'}, metrics: {format: csv, path: '{run_dir}/{name}.csv'}, "
+            "parameters: {flag: true, name: log, learning_rate: 1e-6}}",
+            *(
+                f"trainer.env.{name.upper()}='{{{name}}}'"
+                for name in ("script", "behaviour", "step_s", "format")
+            ),
+            "trainer.env.LABEL='{label}'",
+        ],
+    )
+    filled = invocation(
+        recipe.run_config("treatment"), experiment="e", arm="treatment", seed=3, rerun=0, run_dir="/runs/x"
+    )
+    assert filled.argv == ["a", "e/treatment-3-0", "5", "x={0.1}", "true"]
+    assert filled.env["OUT"] == "/runs/x/out" and filled.metrics_path == "/runs/x/log.csv"
+
+
+def test_an_arm_of_another_trainer_keeps_only_what_every_run_has() -> None:
+    command = "{trainer: {metrics: {path: '{run_dir}/m', format: csv}, argv: [x], type: command}}"
+    recipe = load_recipe(SMALL, [f"arms.other={command}", "cluster.cpu_ranks=2"])
+    config = recipe.run_config("other")
+    assert config.model_dump().keys() == {"steps", "cluster", "trainer"}
+    assert (config.steps, config.cluster.cpu_ranks, config.trainer.argv) == (3, 2, ["x"])
+    ours = "algorithm: {type: grpo}, model: {preset: qwen2-tiny}, task: {type: arithmetic}"
+    config = load_recipe(FOREIGN, [f"arms.other={{trainer: {{type: abrun}}, {ours}}}"]).run_config("other")
+    assert (config.steps, config.trainer.type, config.algorithm.type) == (5, "abrun", "grpo")
+
+
 def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path) -> None:
     tree = yaml.load(SMALL.read_text(), Loader)
     path = tmp_path / "arms.yaml"
     for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}):
         path.write_text(yaml.safe_dump(tree | {"arms": arms}))
-        assert "an arm named 'baseline' and at least one more" in refused(path)
+        assert "an experiment needs an arm named 'baseline'" in refused(path)
     del tree["task"]["type"]
     path.write_text(yaml.safe_dump(tree))
     assert "task.type: missing" in refused(path)

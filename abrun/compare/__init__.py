@@ -14,7 +14,6 @@ from abrun.compare.metrics import default_transform
 from abrun.compare.reference import against_reference, load_reference
 from abrun.compare.report import FORMATS, slug, terminal_summary, write_report
 from abrun.compare.sources import Reading, open_sources, stored_in
-from abrun.compare.stored import load_experiment
 from abrun.compare.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.verdict_file import VerdictFile, verdict_file
 from abrun.errors import ComparisonError
@@ -59,25 +58,25 @@ def compare_sources(
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report.
 
-    With a `reference`, one `arm` (default: the baseline) is compared with the frozen ensemble, by its claims.
-    `primaries` replace the declared claims. Raises StoreError or ComparisonError for what cannot be read.
+    With a `reference` (or one arm alone, whose recipe names one), `arm` (default: the baseline) is compared
+    with the frozen ensemble, by its claims. `primaries` replace the declared claims. The report of a stored
+    experiment goes into its directory by default. Raises StoreError or ComparisonError for what cannot be
+    read.
     """
     directory = stored_in(sources, reading.runs_dir)
     experiment = open_sources(sources, reading)
-    if reference is not None:
-        experiment = against_reference(experiment, load_reference(reference), arm or experiment.baseline)
+    folder = "report"
+    if reference is not None or (experiment.reference and not experiment.treatments):
+        frozen = load_reference(reference) if reference else experiment.reference
+        assert frozen is not None
+        experiment = against_reference(experiment, frozen, arm or experiment.baseline)
+        folder = "report-against-reference"
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
-    folder = "report" if reference is None else "report-against-reference"
     default = directory / folder if directory else Path(f"{slug(experiment.name)}-report")
     return compare(
         experiment, output=output or default, primaries=primaries, step_one=step_one, formats=formats
     )
-
-
-def compare_experiment(experiment_dir: Path, *, output: Path | None = None, **options: Any) -> Comparison:
-    """`compare` an experiment of the run store; its report goes to `report/` inside by default."""
-    return compare(load_experiment(experiment_dir), output=output or experiment_dir / "report", **options)
 
 
 def compare(
@@ -96,6 +95,11 @@ def compare(
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(f"--format: got {unknown[0]!r}; allowed: {', '.join(FORMATS)}")
+    if not experiment.treatments:
+        raise ComparisonError(
+            f"{experiment.name}: got the arm {experiment.baseline!r} alone, and nothing to compare it with; "
+            "give --reference FILE (abrun freeze makes one)"
+        )
     declared = experiment.compare
     if primaries is not None:
         refuse_unknown_metrics(experiment, primaries)

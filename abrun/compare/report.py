@@ -3,20 +3,25 @@
 Everything is a function of the content of the runs: the same runs give the same bytes, without dates.
 """
 
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from abrun.compare.experiment import Experiment
 from abrun.compare.verdict_file import VerdictFile, as_json
-from abrun.errors import ComparisonError
-from abrun.store import write_json
+from abrun.errors import ComparisonError, StoreError
+from abrun.store import read_json, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
 
+PAGE = "report.html"
+STAMP = ".report.json"  # what the page and the figures were drawn of
 FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 MOST_LINES = 25  # of the markdown, without images
@@ -26,21 +31,32 @@ Content = Mapping[str, Any]
 def write_report(
     experiment: Experiment, verdict: VerdictFile, output: Path, formats: Collection[str]
 ) -> list[Path]:
-    """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written."""
+    """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written.
+
+    The page and the figures take a second; where the last report there was of the same runs and claims, by
+    the same code, they are left as they are.
+    """
     content = as_json(verdict)
     files: list[Path] = []
     images = [form for form in ("png", "svg") if form in formats]
+    drawn = {"formats": sorted({"html", *images} & set(formats)), "of": _fingerprint(experiment, content)}
+    stamp = output / STAMP
     try:
         output.mkdir(parents=True, exist_ok=True)
-        figures = list(_write_figures(experiment, verdict, output, images)) if images else []
-        if "html" in formats:
-            from abrun.compare.page import render_page
+        figures = _figures_of(stamp, drawn)
+        if figures is None:
+            stamp.unlink(missing_ok=True)  # until everything is written
+            figures = list(_write_figures(experiment, verdict, output, images)) if images else []
+            if "html" in formats:
+                from abrun.compare.page import render_page
 
-            files.append(output / "report.html")
-            files[-1].write_text(render_page(experiment, content), encoding="utf-8")
+                (output / PAGE).write_text(render_page(experiment, content), encoding="utf-8")
+            write_json(stamp, {**drawn, "figures": [path.name for path in figures]})
         if "json" in formats:
             files.append(output / "verdict.json")
             write_json(files[-1], content)
+        if "html" in formats:
+            files.append(output / PAGE)
         if "markdown" in formats:
             files.append(output / "report.md")
             shown = [path.name for path in figures if path.suffix == f".{images[0]}"]
@@ -50,6 +66,32 @@ def write_report(
             f"--output: {output} cannot be written: {error.strerror or error}; choose another folder"
         ) from None
     return [*files, *figures]
+
+
+def _fingerprint(experiment: Experiment, content: Content) -> str:
+    """Of all that the page and the figures show, and of the code that draws them."""
+    digest = hashlib.blake2b(repr(content).encode())
+    for run in experiment.runs.values():
+        digest.update(f"{run} {run.status} {run.failure}".encode())
+        for metric, series in run.metrics.items():
+            digest.update(metric.encode())
+            digest.update(np.ascontiguousarray(series.steps))
+            digest.update(np.ascontiguousarray(series.values))
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in (".py", ".js", ".css", ".html"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _figures_of(stamp: Path, drawn: Content) -> list[Path] | None:
+    """The figures of the last report, where it is of the same content and its files are all there."""
+    try:
+        last = read_json(stamp)
+    except StoreError:
+        return None
+    figures = [stamp.parent / name for name in last.pop("figures", ())]
+    pages = [stamp.parent / PAGE] if "html" in drawn["formats"] else []
+    return figures if last == drawn and all(path.is_file() for path in [*pages, *figures]) else None
 
 
 def _write_figures(
@@ -68,8 +110,11 @@ def _write_figures(
 
 
 def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> Iterator[Path]:
-    for form in images if figure is not None else ():
-        assert figure is not None
+    if figure is None:
+        return
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once for all formats
+    for form in images:
         path = stem.with_name(f"{stem.name}.{form}")
         # No date and no version of matplotlib in the file: same runs, same bytes.
         figure.savefig(path, dpi=150, metadata={"Date": None} if form == "svg" else {"Software": None})

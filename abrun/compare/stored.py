@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from abrun.compare.experiment import Experiment, Run
-from abrun.errors import StoreError
+from abrun.compare.reference import load_reference
+from abrun.errors import RecipeError, StoreError
 from abrun.logs.log import printable
 from abrun.plan import RunName
-from abrun.recipe import BASELINE, Recipe, dotted
+from abrun.recipe import BASELINE, dotted, stored_recipe
 from abrun.series import Series
-from abrun.store import open_experiment, read_json, read_metrics_of, run_dir, run_state
+from abrun.store import REFERENCE, open_experiment, read_json, read_metrics_of, run_dir, run_state
 
 
 def load_experiment(experiment_dir: Path) -> Experiment:
@@ -27,13 +26,9 @@ def load_experiment(experiment_dir: Path) -> Experiment:
     if missing:
         raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again under another --name")
     try:
-        recipe = Recipe.model_validate(content["recipe"])
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise StoreError(
-            f"{path}: recipe.{where}: {first['msg']}; compare with the abrun that launched it"
-        ) from None
+        recipe = stored_recipe(content["recipe"])
+    except RecipeError as error:
+        raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
     names = [RunName(**run) for run in content["runs"]]
     return Experiment(
         name=content["experiment"],
@@ -42,6 +37,7 @@ def load_experiment(experiment_dir: Path) -> Experiment:
         treatment_diff=content["treatment_diff"],
         launched_compare_sha256=content["compare_sha256"],
         launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
+        reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
         runs={
             name: _load_run(experiment_dir, name, metrics)
             for name, metrics in zip(

@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "devices": "devices differ",
     "prompts_sha256": "the prompt hash differs",
 }
+OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
 def invalid_reasons(
@@ -40,7 +41,7 @@ def invalid_reasons(
         *_unfinished(baselines, [pair.treatment for pair in needed]),
         *_mistaken([*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]),
         *_config_differences(experiment, arm, pairs, reruns),
-        *_environment_differences(experiment, pairs),
+        *_environment_differences(experiment, arm, pairs),
         *_other_steps([run for run in finished if not run.thinned]),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
@@ -186,9 +187,15 @@ def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatme
     return "run" if len(set(flat)) == len(flat) else "mixed"
 
 
-def _environment_differences(experiment: Experiment, pairs: Sequence[Pair]) -> Iterator[str]:
-    """Rule 3. Against a reference, other versions and devices are what is tested; see `differences`."""
-    keys = {"prompts_sha256": ENVIRONMENT["prompts_sha256"]} if experiment.regression else ENVIRONMENT
+def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[Pair]) -> Iterator[str]:
+    """Rule 3. Against a reference, other versions and devices are what is tested; with another trainer as the
+    treatment, other packages belong to it.
+    """
+    keys = dict(ENVIRONMENT)
+    if experiment.regression:
+        keys = {"prompts_sha256": ENVIRONMENT["prompts_sha256"]}
+    elif any(key in OTHER_TRAINER for key in differences(experiment, arm)):
+        keys = {"devices": ENVIRONMENT["devices"]}
     for pair in pairs:
         for run in (pair.treatment, *pair.reruns):
             for one in (pair.baseline, run):

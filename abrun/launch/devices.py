@@ -2,13 +2,14 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.errors import LaunchError
 from abrun.plan import Plan
-from abrun.recipe import Cluster, RunConfig
+from abrun.recipe import Cluster, CommandRun, Run, RunConfig, invocation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,14 @@ class Slots:
 
 def refusal(plan: Plan, machine: Machine, num_jobs: int | None) -> LaunchError | None:
     """Why this machine cannot run the plan, or None where it can."""
+    reference = plan.recipe.compare.reference
+    if reference and not Path(reference).expanduser().is_file():
+        return LaunchError(
+            f"{plan.recipe.name}: compare.reference: got {reference!r}, no such file here; "
+            "abrun freeze makes one"
+        )
     for arm, config in {run.name.arm: run.config for run in plan.runs}.items():
-        missing = _missing_file(config) or _missing_kernel(config)
+        missing = _missing(config)
         if missing:
             return LaunchError(f"{plan.recipe.name}, arm {arm}: {missing}")
         cluster, where = config.cluster, f"{plan.recipe.name}, arm {arm}: cluster"
@@ -114,6 +121,26 @@ def refusal(plan: Plan, machine: Machine, num_jobs: int | None) -> LaunchError |
                 f"--jobs: got {num_jobs} runs at once of {_count(cluster.gpus_per_node, 'GPU')} each; this "
                 f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // cluster.gpus_per_node}"
             )
+    return None
+
+
+def _missing(config: Run) -> str | None:
+    """What a run needs besides devices and is not on this machine."""
+    if isinstance(config, CommandRun):
+        return _missing_command(config)
+    assert isinstance(config, RunConfig)
+    return _missing_file(config) or _missing_kernel(config)
+
+
+def _missing_command(config: CommandRun) -> str | None:
+    """A command that cannot be found; neither an arm nor a seed changes where it is looked for."""
+    filled = invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
+    path = filled.env.get("PATH", os.environ.get("PATH"))
+    if shutil.which(filled.argv[0], path=path) is None:
+        return (
+            f"trainer.argv.0: got {filled.argv[0]!r}, no such command on PATH; "
+            "install it, or give the path of an executable file"
+        )
     return None
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from abrun import store
-from abrun.errors import LaunchError, StoreError
+from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.launch.processes import works_in
 from abrun.plan import Plan, RunName, compare_hash, config_diff
-from abrun.recipe import NAME, RunConfig
+from abrun.recipe import NAME, Run, stored_run
 
 
 def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Path:
@@ -62,7 +62,7 @@ def owned_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> Itera
 
 
 def write_run(
-    directory: Path, experiment: str, name: RunName, config: RunConfig, warm_start: Path | None = None
+    directory: Path, experiment: str, name: RunName, config: Run, warm_start: Path | None = None
 ) -> None:
     """Tell a trainer what to do: the `config.json` of its run directory."""
     final = warm_start and os.path.relpath(warm_start / "checkpoints" / "final", directory)
@@ -95,7 +95,16 @@ def worker_alive(directory: Path) -> int | None:
 
 def _write(plan: Plan, experiment_dir: Path) -> None:
     path = experiment_dir / "experiment.json"
-    declared = _json(path).get("compare_sha256") or compare_hash(plan.recipe)  # what was declared first stays
+    reference = plan.recipe.compare.reference
+    if (
+        reference and not (experiment_dir / store.REFERENCE).is_file()
+    ):  # a later change of the file is none here
+        with store.explained(experiment_dir / store.REFERENCE):
+            shutil.copyfile(Path(reference).expanduser(), experiment_dir / store.REFERENCE)
+    declared = {"compare_sha256": compare_hash(plan.recipe.compare), "launched_pairs": len(plan.recipe.seeds)}
+    declared |= {
+        key: value for key, value in _json(path).items() if key in declared
+    }  # the first launch's stay
     store.write_json(
         path,
         {
@@ -106,7 +115,7 @@ def _write(plan: Plan, experiment_dir: Path) -> None:
                 {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun} for run in plan.runs
             ],
             "treatment_diff": plan.treatment_diff,
-            "compare_sha256": declared,
+            **declared,
         },
     )
     for run in plan.runs:
@@ -154,11 +163,11 @@ def _check_same(plan: Plan, experiment_dir: Path) -> None:
             )
 
 
-def _difference(directory: Path, config: RunConfig) -> str | None:
+def _difference(directory: Path, config: Run) -> str | None:
     """The first value in which a run directory's configuration is not the planned one."""
     try:
-        there = RunConfig.model_validate(store.read_json(directory / "config.json").get("config"))
-    except ValueError:
+        there = stored_run(store.read_json(directory / "config.json").get("config"))
+    except RecipeError:
         return "its config.json does not hold a configuration of this abrun"
     differences = config_diff(there, config)
     for key, (has, wants) in differences.items():

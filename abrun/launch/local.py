@@ -1,4 +1,6 @@
-"""The local launcher: the runs of a plan as torchrun process groups on this machine, as many as fit at once.
+"""The local launcher: the runs of a plan as processes on this machine, as many as fit at once.
+
+A run of our own trainer is a torchrun process group, a run of a foreign one is `python -m abrun.external`.
 
 Everything a run says, it says through its directory; this module starts, watches and stops processes, and
 keeps `meta.json`. One thread, one loop.
@@ -30,7 +32,7 @@ from abrun.launch.experiment import (
 )
 from abrun.launch.processes import Process, descendants, kill
 from abrun.plan import Plan, RunName
-from abrun.recipe import RunConfig
+from abrun.recipe import CommandRun, Run
 from abrun.store import Status
 
 POLL_S = 0.2
@@ -68,12 +70,22 @@ def torchrun(directory: Path, num_ranks: int, module: str = "abrun.train") -> li
     ]
 
 
-def environment(devices: Sequence[str]) -> dict[str, str]:
-    """The environment variables of a run on these GPUs, or on CPU cores where there are none among them."""
+def external(directory: Path) -> list[str]:
+    """The command of one run of a foreign trainer."""
+    return [sys.executable, "-m", "abrun.external", str(directory)]
+
+
+def environment(devices: Sequence[str], *, own: bool = True) -> dict[str, str]:
+    """The environment variables of a run on these GPUs, or on CPU cores where there are none among them.
+
+    `own`: a run of our own trainer, which has a process a core. A foreign one gets as many threads as cores,
+    unless the user's environment says otherwise.
+    """
     inherited = dict(os.environ, PYTHONUNBUFFERED="1")
     gpus = [device for device in devices if device != "cpu"]
     if not gpus:
-        return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        threads = "1" if own else inherited.get("OMP_NUM_THREADS", str(len(devices)))
+        return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
     # nvidia-smi numbers the GPUs by bus, CUDA by speed unless told otherwise
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | inherited | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
@@ -118,7 +130,7 @@ class _Job:
 
     label: str
     directory: Path
-    config: RunConfig
+    config: Run
     needs: "_Job | None" = None  # the warm start to wait for
     shared: bool = False  # a warm start: other experiments may want it, too
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -266,6 +278,7 @@ class _Supervisor:
             "signal": None,
         }
         meta = {"status": "running", "attempts": [*attempts, attempt], "message": None, "git": self._git}
+        own = not isinstance(job.config, CommandRun)
         log = job.directory / "stdout.log"
         job.num_events = len(store.read_lines(job.directory / "events.jsonl"))
         # Before the process: from here on a process of an older attempt knows that it no longer owns the run.
@@ -273,11 +286,11 @@ class _Supervisor:
         with store.explained(log), log.open("ab") as output:
             job.log_start = output.tell()
             job.process = subprocess.Popen(
-                self._command(job.directory, len(job.devices)),
+                self._command(job.directory, len(job.devices)) if own else external(job.directory),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(job.devices),
+                env=environment(job.devices, own=own),
                 start_new_session=True,  # Ctrl-C must reach the launcher alone
             )
         attempt["pid"] = job.process.pid
@@ -307,7 +320,7 @@ class _Supervisor:
         store.write_json(job.directory / "meta.json", meta | {"status": "failed", "message": message})
 
     def _stop_all(self, tick: Callable[[], object]) -> None:
-        """SIGTERM to every torchrun, which passes it on; time for a checkpoint; then SIGKILL."""
+        """SIGTERM to every run's first process, which passes it on; time for a checkpoint; then SIGKILL."""
         running = [job for job in self._jobs if job.process and not job.done]
         if running:
             self._say(

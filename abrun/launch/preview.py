@@ -1,5 +1,6 @@
 """What a launch would do, as tables: `abrun launch --dry-run`. Writes nothing."""
 
+import shlex
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -8,7 +9,7 @@ from rich.text import Text
 
 from abrun.launch.devices import Machine, Slots, refusal, this_machine
 from abrun.plan import Plan
-from abrun.recipe import Cluster, Primary
+from abrun.recipe import Cluster, CommandRun, Compare, Run, RunConfig, invocation
 
 
 def preview(plan: Plan, num_jobs: int | None = None) -> RenderableType:
@@ -22,10 +23,11 @@ def preview(plan: Plan, num_jobs: int | None = None) -> RenderableType:
         Text(title, style="bold"),
         _runs(plan),
         Text(_devices(plan, machine, num_jobs)),
+        *_commands(plan),
         _heading("What differs from the baseline, resolved"),
         _diff(plan),
         _heading("Expected power of the comparison"),
-        _power(recipe.compare.primary, len(recipe.seeds)),
+        _power(recipe.compare, len(recipe.seeds)),
     )
 
 
@@ -33,18 +35,41 @@ def _runs(plan: Plan) -> Table:
     table = _table("", "run", "steps", "devices", "starts from")
     for key, config in plan.warm_starts.items():
         table.add_row(
-            "", f"warm start {key[:8]}", str(config.steps), _occupies(config.cluster), _model(config)
+            "", f"warm start {key[:8]}", str(config.steps), _occupies(config.cluster), _start(config)
         )
     for number, run in enumerate(plan.runs, 1):
-        begins = f"warm start {run.warm_start[:8]}" if run.warm_start else _model(run.config)
+        begins = f"warm start {run.warm_start[:8]}" if run.warm_start else _start(run.config)
         table.add_row(
             str(number), str(run.name), str(run.config.steps), _occupies(run.config.cluster), begins
         )
     return table
 
 
-def _model(config: Any) -> str:
-    return f"preset {config.model.preset}" if config.model.preset else str(config.model.path)
+def _start(config: Run) -> str:
+    if isinstance(config, RunConfig):
+        return f"preset {config.model.preset}" if config.model.preset else str(config.model.path)
+    return "its own command"
+
+
+def _commands(plan: Plan) -> list[RenderableType]:
+    """The command line of each foreign arm, at its first seed."""
+    parts: list[RenderableType] = []
+    shown: set[str] = set()
+    for run in plan.runs:
+        if isinstance(run.config, CommandRun) and run.name.arm not in shown:
+            shown.add(run.name.arm)
+            filled = invocation(
+                run.config,
+                experiment=plan.recipe.name,
+                arm=run.name.arm,
+                seed=run.name.seed,
+                rerun=run.name.rerun,
+                run_dir="RUN_DIR",
+            )
+            variables = "".join(f"{name}={shlex.quote(value)} " for name, value in filled.env.items())
+            parts.append(_heading(f"The command of {run.name}, with metrics in {filled.metrics_path}"))
+            parts.append(Text(variables + shlex.join(filled.argv)))
+    return parts
 
 
 def _occupies(cluster: Cluster) -> str:
@@ -76,25 +101,29 @@ def _value(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _power(primaries: list[Primary], num_pairs: int) -> RenderableType:
+def _power(compare: Compare, num_pairs: int) -> RenderableType:
     """P(MATCH) of each claim if the arms are truly equal; the verdict needs all of them."""
-    if not primaries:
+    if not compare.primary:
         return Text("No claim declared (compare.primary): only step one and the guards can be judged.")
-    from abrun.equivalence import pairs_needed, power, sd_of_difference  # scipy: half a second
+    from abrun.equivalence import ALPHA  # scipy: half a second
+    from abrun.power import assumed_spread, claim_power
 
     table = _table(
         "metric", "window", "margin", "sigma", "correlation", f"power, {num_pairs} pairs", "80 % needs"
     )
-    for index, claim in enumerate(primaries):
-        if claim.sigma is None:
+    for index, claim in enumerate(compare.primary):
+        spread = assumed_spread(claim, compare.reference is not None)
+        alpha = ALPHA / max(1, len(compare.looks))
+        chances = claim_power(claim, compare, spread, alpha)
+        if chances is None:
             expected, needed = f"sigma unknown: set compare.primary.{index}.sigma", ""
         else:
-            pairs = pairs_needed(claim.margin, sd_of_difference(claim.sigma, claim.correlation))
-            expected = f"{power(claim.margin, claim.sigma, claim.correlation, num_pairs):.0%}"
+            expected, pairs = f"{chances.power(num_pairs):.0%}", chances.pairs_needed
             needed = f"{pairs} pairs" if pairs else "over 1000 pairs"
+        margin = claim.margin if isinstance(claim.margin, str) else f"{claim.margin:g}"
         sigma = "" if claim.sigma is None else f"{claim.sigma:g}"
-        correlation = "" if claim.sigma is None else f"{claim.correlation:g}"
-        table.add_row(claim.metric, claim.window, f"±{claim.margin:g}", sigma, correlation, expected, needed)
+        correlation = f"{claim.correlation:g}" if spread else ""
+        table.add_row(claim.metric, claim.window, f"±{margin}", sigma, correlation, expected, needed)
     return table
 
 

@@ -15,7 +15,7 @@ from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.devices import this_machine
 from abrun.launch.local import environment, torchrun
-from abrun.recipe import BASELINE, Recipe, RunConfig
+from abrun.recipe import BASELINE, Declared, RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +77,20 @@ class MemoryProfile:
 
 
 def measure_recipe(
-    recipe: Recipe, output: Path, *, lengths: Sequence[int], num_sequences: int | None = None
+    recipe: Declared, output: Path, *, lengths: Sequence[int], num_sequences: int | None = None
 ) -> MemoryProfile:
     """Measure every arm of `recipe` and write peaks.json, memory.png and memory.svg into `output`.
 
     `lengths`, ascending, are tokens of a sequence (prompt and completion); `num_sequences` a rank's
-    microbatch, by default the recipe's `policy.micro_batch_size`, or 1. Raises LaunchError where an arm
+    microbatch, by default the baseline's `policy.micro_batch_size`, or 1. Raises LaunchError where an arm
     cannot be measured here.
     """
     measured: dict[str, list[Peaks]] = {}
     kind = ""
-    num_sequences = num_sequences or recipe.policy.micro_batch_size or 1
-    for arm in sorted(recipe.arms, key=lambda arm: arm != BASELINE):
-        rows = _measure(recipe.run_config(arm), output / "arms" / arm, lengths, num_sequences)
+    configs = _own_configs(recipe)
+    num_sequences = num_sequences or configs[BASELINE].policy.micro_batch_size or 1
+    for arm, config in configs.items():
+        rows = _measure(config, output / "arms" / arm, lengths, num_sequences)
         kind = next((key.rsplit("/", 1)[1] for row in rows for key in row if key.startswith("memory/")), kind)
         measured[arm] = [_peaks(arm, row) for row in rows]
     profile = MemoryProfile(
@@ -142,6 +143,20 @@ def plot(profile: MemoryProfile, output: Path) -> None:
         figure.savefig(output / "memory.png", dpi=150)
         figure.savefig(output / "memory.svg", metadata={"Date": None})
     pyplot.close(figure)
+
+
+def _own_configs(recipe: Declared) -> dict[str, RunConfig]:
+    """The arms' configurations, the baseline's first."""
+    configs: dict[str, RunConfig] = {}
+    for arm in sorted(recipe.arms, key=lambda arm: arm != BASELINE):
+        config = recipe.run_config(arm)
+        if not isinstance(config, RunConfig):
+            raise LaunchError(
+                f"{recipe.name}: arms.{arm}: trainer.type: got 'command'; memory-profile runs single steps "
+                "of abrun's own trainer alone: measure a foreign one with its own tools"
+            )
+        configs[arm] = config
+    return configs
 
 
 def _peaks(arm: str, row: dict[str, int]) -> Peaks:

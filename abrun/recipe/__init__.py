@@ -1,12 +1,13 @@
 """Recipes: what an experiment is, as strict models, and how a YAML file becomes one.
 
-A recipe is a `RunConfig` (what one training run sees) plus the experiment around it: arms as dotted
-differences, seeds, controls, and the comparison declared before the runs. `load_recipe` resolves `defaults:`
-inheritance and `--set` overrides; every refusal is one `RecipeError` line.
+A recipe is a run (what one training run sees: a `RunConfig` of our own trainer, or a `CommandRun` of any
+other) plus the experiment around it: arms as dotted differences, seeds, controls, and the comparison declared
+before the runs. `load_recipe` resolves `defaults:` inheritance and `--set` overrides; every refusal is one
+`RecipeError` line.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -14,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.recipe.claims import Compare, Controls, Guards, Primary, parse_primary
+from abrun.recipe.command import Command, CommandRun, Invocation, MetricsLog, invocation
 from abrun.recipe.models import (
     Arithmetic,
     Checkpoint,
@@ -25,8 +27,10 @@ from abrun.recipe.models import (
     Logprobs,
     Model,
     Optimizer,
+    OwnTrainer,
     Policy,
     Rollout,
+    Run,
     RunConfig,
     Section,
     Sft,
@@ -50,38 +54,49 @@ __all__ = [
     "Arithmetic",
     "Checkpoint",
     "Cluster",
+    "Command",
+    "CommandRecipe",
+    "CommandRun",
     "Compare",
     "Controls",
+    "Declared",
     "Dtensor",
     "Grpo",
     "Gsm8k",
     "Guards",
+    "Invocation",
     "Jsonl",
     "Logprobs",
+    "MetricsLog",
     "Model",
     "Optimizer",
+    "OwnTrainer",
     "Policy",
     "Primary",
     "Recipe",
     "Rollout",
+    "Run",
     "RunConfig",
     "Section",
     "Sft",
     "Wandb",
     "WarmStart",
     "dotted",
+    "invocation",
     "load_recipe",
     "merge",
     "nested",
     "parse_primary",
+    "stored_recipe",
+    "stored_run",
 ]
 
 BASELINE = "baseline"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
-class Recipe(RunConfig):
-    """An experiment: a base run, arms as dotted differences from it, seeds, controls and the comparison."""
+class Declared(Section):
+    """What an experiment declares around a base run: arms as dotted differences, seeds, the comparison."""
 
     name: str
     arms: dict[str, dict[str, Any]]
@@ -102,12 +117,23 @@ class Recipe(RunConfig):
         bad = [arm for arm in arms if not re.fullmatch(NAME, arm)]
         if bad:
             raise ValueError(f"got an arm named {bad[0]!r}; allowed: letters, digits, '.', '_' and '-'")
-        if BASELINE not in arms or len(arms) < 2:
-            raise ValueError(
-                f"got {shortened(list(arms))}; an experiment needs an arm named 'baseline' "
-                "and at least one more"
-            )
+        if BASELINE not in arms:
+            raise ValueError(f"got {shortened(list(arms))}; an experiment needs an arm named 'baseline'")
         return arms
+
+    @model_validator(mode="after")
+    def _something_to_compare_with(self) -> Self:
+        if len(self.arms) < 2 and self.compare.reference is None:
+            raise ValueError(
+                f"arms: got {shortened(list(self.arms))}; an experiment needs an arm named 'baseline' and at "
+                "least one more, or a frozen ensemble to compare with (compare.reference)"
+            )
+        if self.compare.looks and self.compare.looks[-1] != len(self.seeds):
+            raise ValueError(
+                f"compare.looks: got {self.compare.looks} with {len(self.seeds)} seeds; the last look takes "
+                "all pairs: make it the number of seeds"
+            )
+        return self
 
     @model_validator(mode="after")
     def _seeds_can_carry_the_claim(self) -> Self:
@@ -120,13 +146,28 @@ class Recipe(RunConfig):
             )
         return self
 
-    def run_config(self, arm: str) -> RunConfig:
+    def run_config(self, arm: str) -> RunConfig | CommandRun:
         """The resolved configuration of one arm. Raises RecipeError where its differences do not fit."""
-        base = self.model_dump(include=set(RunConfig.model_fields))
-        return validated(RunConfig, merge(base, nested(self.arms[arm])), f"{self.name}: arms.{arm}")
+        source = f"{self.name}: arms.{arm}"
+        base, change = self.model_dump(exclude=set(Declared.model_fields)), nested(self.arms[arm])
+        model = RUNS[_trainer_type(change, source) or base["trainer"]["type"]]
+        if not isinstance(self, model):  # an arm of another trainer: drop what only the base's trainer knows
+            base = {key: value for key, value in base.items() if key in model.model_fields}
+        return validated(model, merge(base, change), source)
 
 
-def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
+class Recipe(Declared, RunConfig):
+    """An experiment whose base is a run of our own trainer."""
+
+
+class CommandRecipe(Declared, CommandRun):
+    """An experiment whose base is a run of a foreign trainer."""
+
+
+RUNS: dict[str, type[RunConfig] | type[CommandRun]] = {"abrun": RunConfig, "command": CommandRun}
+
+
+def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRecipe:
     """The recipe in a YAML file, with its `defaults:` below it and `key=value` overrides on top.
 
     Raises RecipeError: one line with field, value received, what is allowed, what to do.
@@ -142,10 +183,36 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
             }
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply to be a recipe; a few levels are enough") from None
-    recipe = validated(Recipe, raw, str(path))
+    recipe = stored_recipe(raw, str(path))
     for arm, change in recipe.arms.items():
+        model = RUNS[_trainer_type(nested(change), f"{path}: arms.{arm}") or recipe.trainer.type]
         for key in change:
-            if key.split(".")[0] not in RunConfig.model_fields:
-                raise RecipeError(f"{path}: arms.{arm}.{key}: {unknown(key.split('.')[0], RunConfig)}")
+            if key.split(".")[0] not in model.model_fields:
+                raise RecipeError(f"{path}: arms.{arm}.{key}: {unknown(key.split('.')[0], model)}")
         recipe.run_config(arm)
     return recipe
+
+
+def stored_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe | CommandRecipe:
+    """A recipe from what its `model_dump` gave, as experiment.json keeps it. Raises RecipeError, one line."""
+    if _trainer_type(content, source) == "command":
+        return validated(CommandRecipe, content, source)
+    return validated(Recipe, content, source)
+
+
+def stored_run(content: Any, source: str = "config") -> RunConfig | CommandRun:
+    """A run's resolved configuration, as its config.json keeps it. Raises RecipeError, one line."""
+    kind = _trainer_type(content, source) if isinstance(content, Mapping) else None
+    return validated(RUNS[kind or "abrun"], content, source)
+
+
+def _trainer_type(raw: Mapping[str, Any], source: str) -> str | None:
+    """Which trainer a mapping asks for; None where it leaves that open, or is no section at all."""
+    trainer = raw.get("trainer")
+    if not isinstance(trainer, Mapping) or "type" not in trainer:
+        return None
+    kind = trainer["type"]
+    if not isinstance(kind, str) or kind not in RUNS:
+        allowed = ", ".join(repr(each) for each in RUNS)
+        raise RecipeError(f"{source}: trainer.type: got {shortened(kind)}; allowed: {allowed}")
+    return kind

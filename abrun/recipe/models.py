@@ -212,18 +212,30 @@ class Wandb(Section):
     entity: str | None = None
 
 
-class RunConfig(Section):
-    """Everything one training run sees. Resolved, it is what `config.json` of a run holds."""
+class Run(Section):
+    """What any run has, whoever trains it."""
 
+    steps: Count
+    cluster: Cluster = Cluster()
+
+
+class OwnTrainer(Section):
+    """The trainer that comes with abrun."""
+
+    type: Literal["abrun"] = "abrun"
+
+
+class RunConfig(Run):
+    """Everything one run of abrun's own trainer sees. Resolved, it is what its `config.json` holds."""
+
+    trainer: OwnTrainer = OwnTrainer()
     algorithm: Annotated[Grpo | Sft, Field(discriminator="type")]
     model: Model
     policy: Policy = Policy()
     rollout: Rollout = Rollout()
     task: Annotated[Arithmetic | Gsm8k | Jsonl, Field(discriminator="type")]
     warm_start: WarmStart | None = None
-    steps: Count
     checkpoint: Checkpoint = Checkpoint()
-    cluster: Cluster = Cluster()
     wandb: Wandb | None = None
     planted_fault: Literal["flipped_advantages"] | None = None
 

@@ -31,10 +31,12 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *parents, last = name.split(".")
-        leaf: dict[str, Any] = {last: value}
-        for parent in reversed(parents):
-            leaf = {parent: leaf}
-        tree = merge(tree, leaf)
+        branch = tree
+        for parent in parents:
+            below = branch.get(parent)
+            branch[parent] = dict(below) if isinstance(below, Mapping) else {}
+            branch = branch[parent]
+        branch[last] = value
     return tree
 
 

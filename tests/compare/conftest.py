@@ -16,8 +16,10 @@ def simulated(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def judged() -> Callable[..., Any]:
     """Compares without drawing, which takes a second a figure."""
-    from abrun.compare import compare_experiment
+    from abrun.compare import compare
+    from abrun.compare.stored import load_experiment
 
-    return lambda experiment_dir, **options: compare_experiment(
-        experiment_dir, **{"formats": ("json", "markdown"), **options}
+    return lambda experiment_dir, **options: compare(
+        load_experiment(experiment_dir),
+        **{"output": experiment_dir / "report", "formats": ("json", "markdown"), **options},
     )

@@ -8,10 +8,12 @@ import sys
 import pytest
 from rich.console import Console
 
-from abrun.compare import compare_experiment
+from abrun.compare import compare_sources
 from abrun.compare.report import slugs
+from abrun.compare.sources import Reading
 from abrun.compare.verdict_file import as_json
 from abrun.errors import ComparisonError
+from abrun.recipe import Primary
 from tests.compare.simulate import edit_rows, fail
 
 TWO_CLAIMS = {
@@ -32,9 +34,10 @@ def shown(comparison, width=120):
 def test_the_same_runs_give_the_same_bytes(simulated, tmp_path):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
     for output in ("one", "two"):
-        compare_experiment(experiment_dir, output=tmp_path / output)
+        compare_sources([str(experiment_dir)], Reading(), output=tmp_path / output)
     assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
     assert set(hashes(tmp_path / "one")) == {
+        ".report.json",
         "verdict.json",
         "report.html",
         "report.md",
@@ -42,12 +45,32 @@ def test_the_same_runs_give_the_same_bytes(simulated, tmp_path):
     }
 
 
+def test_nothing_is_drawn_again_for_the_same_report(simulated, tmp_path):
+    experiment_dir = simulated()
+    drawn = ("report.html", "train-reward.png", "overview.svg")
+
+    def written(**options):
+        compare_sources([str(experiment_dir)], Reading(), output=tmp_path, **options)
+        return [(tmp_path / name).stat().st_mtime_ns for name in drawn]
+
+    first = written()
+    assert written() == first
+    other = written(primaries=[Primary(metric="train/reward", margin=0.03)])
+    assert all(new > old for new, old in zip(other, first, strict=True))
+    (tmp_path / "overview.svg").unlink()
+    assert written() > other
+    edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/entropy": 1.0}))
+    last = written()
+    edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/entropy": 1.1}))
+    assert all(new > old for new, old in zip(written(), last, strict=True))
+
+
 def test_another_process_gives_the_same_bytes(simulated, tmp_path):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
-    compare_experiment(experiment_dir, output=tmp_path / "here")
+    compare_sources([str(experiment_dir)], Reading(), output=tmp_path / "here")
     code = (
-        "import sys; from pathlib import Path; from abrun.compare import compare_experiment; "
-        "compare_experiment(Path(sys.argv[1]), output=Path(sys.argv[2])); "
+        "import sys; from pathlib import Path; from abrun.compare import compare_sources, Reading; "
+        "compare_sources([sys.argv[1]], Reading(), output=Path(sys.argv[2])); "
         "forbidden = {'torch', 'triton', 'transformers', 'vllm', 'megatron'} & set(sys.modules); "
         "assert not forbidden, forbidden"
     )
@@ -131,8 +154,6 @@ def test_brackets_in_messages_are_no_markup(simulated, judged):
 
 
 def test_post_hoc_stands_in_the_headline(simulated, judged):
-    from abrun.recipe import Primary
-
     experiment_dir = simulated()
     comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.5)])
     assert (experiment_dir / "report/report.md").read_text().startswith("# MATCH (post hoc): simulated")

@@ -89,3 +89,22 @@ def test_triton_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     line = triton_refused("cluster.gpus_per_node=1")
     assert line and len(line.splitlines()) == 1
     assert "pip install 'abrun[triton]'" in line and "impl: chunked" in line
+
+
+FOREIGN = Path(__file__).parent.parent / "external" / "foreign.yaml"
+
+
+def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(gpus=(), cores=1)
+    assert refusal(make_plan(load_recipe(FOREIGN)), machine, None) is None
+    missing = make_plan(load_recipe(FOREIGN, [f"trainer.python={tmp_path}/python"]))
+    line = str(refusal(missing, machine, None))
+    words = ["foreign, arm baseline: trainer.argv.0", f"{tmp_path}/python", "install it"]
+    assert all(word in line for word in words) and len(line.splitlines()) == 1, line
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    assert refusal(missing, machine, None), "it is no executable"
+    (tmp_path / "python").chmod(0o755)
+    assert refusal(missing, machine, None) is None
+    on_path = make_plan(load_recipe(FOREIGN, ["trainer.python=python", f"trainer.env.PATH={tmp_path}"]))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert refusal(on_path, machine, None) is None, "the command's own PATH counts"

@@ -473,3 +473,16 @@ def test_torchrun_passes_signals_on_and_reports_the_worker(
     stopped = meta_of(tmp_path / "small", "treatment/seed-0")
     assert stopped["status"] == "interrupted"
     assert store.read_lines(tmp_path / "small/treatment/seed-0/events.jsonl")[-1]["event"] == "interrupted"
+
+
+# --- runs of foreign trainers ---
+
+
+def test_a_foreign_run_gets_its_devices_and_keeps_the_user_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert local.environment(["cpu", "cpu"])["OMP_NUM_THREADS"] == "1"
+    assert local.environment(["cpu", "cpu"], own=False)["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert local.environment(["cpu", "cpu"], own=False)["OMP_NUM_THREADS"] == "7"
+    on_gpus = local.environment(["2", "3"], own=False)
+    assert on_gpus["CUDA_VISIBLE_DEVICES"] == "2,3" and on_gpus["OMP_NUM_THREADS"] == "7"

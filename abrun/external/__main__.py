@@ -1,0 +1,24 @@
+"""`python -m abrun.external RUN_DIR`: one run of a foreign trainer, started by a launcher or by hand."""
+
+import sys
+from pathlib import Path
+
+from abrun.errors import AbrunError
+from abrun.external.process import stop_with_parent
+from abrun.external.run import run
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python -m abrun.external RUN_DIR", file=sys.stderr)
+        return 2
+    try:
+        stop_with_parent()
+        return run(Path(sys.argv[1]))
+    except AbrunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

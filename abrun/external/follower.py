@@ -1,0 +1,116 @@
+"""From the metrics a foreign trainer writes, in its own format and names, to rows of the run store."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from abrun import store
+from abrun.errors import AbrunError
+from abrun.logs import read_log
+from abrun.logs.aliases import PRESETS, apply
+from abrun.recipe import MetricsLog
+
+Row = dict[str, float]
+
+FIRST_PAUSE_S = 1.0
+READING_SHARE = 0.05  # of the time: a log that takes long to read is read less often
+
+
+class Follower:
+    """Reads a growing log again when its files have changed, and says which steps are new or different.
+
+    What the run directory holds already, of this attempt or an earlier one, is not told again: a trainer that
+    goes on from a checkpoint appends to its log, one that begins anew may repeat it.
+    """
+
+    def __init__(self, log: MetricsLog, path: Path, aliases: str | Mapping[str, str]) -> None:
+        self._log = log
+        self._path = path
+        self._given: Mapping[str, str] = {} if isinstance(aliases, str) else aliases
+        self._aliases = PRESETS[aliases] if isinstance(aliases, str) else aliases
+        self._written: dict[int, Row] = {}
+        self._seen: object = None
+        self._next_s = 0.0
+        self.problem: str | None = None  # why the log could not be read the last time
+        self.notes: tuple[str, ...] = ()  # what reading it had to decide
+        self.never_logged: list[str] = []  # what an alias given by hand names, and the log does not have
+
+    def skip(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take rows of metrics.jsonl as told."""
+        for row in rows:
+            values = {key: value for key, value in row.items() if key not in store.NOT_METRICS}
+            self._written.setdefault(row["step"], {}).update(values)
+
+    @property
+    def found(self) -> bool:
+        """Whether there have been any metrics."""
+        return bool(self._written)
+
+    @property
+    def last_step(self) -> int:
+        return max(self._written, default=0)
+
+    def new_rows(self, *, ended: bool = False) -> list[tuple[int, Row]]:
+        """Steps that are complete and new, or that got other values, in order.
+
+        A step is complete once a later one exists, or the command has ended.
+        """
+        now = time.monotonic()
+        if now < self._next_s and not ended:
+            return []
+        files = _fingerprint(self._path)
+        if files == self._seen and not ended:
+            return []
+        self._seen = files
+        try:
+            rows = self._read()
+        except AbrunError as error:  # half a file, perhaps, and whole the next time
+            self.problem = str(error)
+            return []
+        self.problem = None
+        taken_s = time.monotonic() - now
+        self._next_s = now + max(FIRST_PAUSE_S, taken_s / READING_SHARE)
+        last = max(rows, default=0)
+        fresh = [
+            (step, rows[step])
+            for step in sorted(rows)
+            if (step < last or ended) and not _same(rows[step], self._written.get(step, {}))
+        ]
+        for step, row in fresh:
+            self._written[step] = row
+        return fresh
+
+    def _read(self) -> dict[int, Row]:
+        log = read_log(self._path, self._log.format, step_column=self._log.step_column)
+        self.notes = tuple(log.notes)
+        self.never_logged = sorted(set(self._given.values()) - set(log.metrics))
+        rows: dict[int, Row] = {}
+        for name, series in apply(log.metrics, self._aliases).items():
+            if name in store.NOT_METRICS:
+                continue
+            for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+                rows.setdefault(step, {})[name] = value
+        return rows
+
+
+def _same(row: Row, written: Row) -> bool:
+    """Whether a row tells nothing that is not written; NaN is NaN."""
+    return all(
+        name in written and (value == written[name] or (math.isnan(value) and math.isnan(written[name])))
+        for name, value in row.items()
+    )
+
+
+def _fingerprint(path: Path) -> object:
+    """Changes whenever a file of the log does."""
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    found = []
+    for file in files:
+        try:
+            state = file.stat()
+        except OSError:  # removed meanwhile
+            continue
+        found.append((file, state.st_size, state.st_mtime_ns))
+    return found

@@ -1,0 +1,319 @@
+"""Runs of a foreign trainer, launched as a user does: what the store holds of them, however they end."""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from abrun import store
+from abrun.errors import LaunchError
+from abrun.external import run as external_run
+from abrun.launch import local
+from abrun.launch.experiment import write_run
+from abrun.memory.profile import measure_recipe
+from abrun.plan import Plan, RunName, make_plan
+from abrun.recipe import BASELINE, load_recipe
+from abrun.recipe.reading import Loader
+from abrun.watch import ExperimentReader
+
+HERE = Path(__file__).parent
+FOREIGN = HERE / "foreign.yaml"
+FAKE_TRAINER = HERE.parent / "launch" / "fake_trainer.py"
+SCRIPT = f"trainer.parameters.script={HERE / 'foreign_trainer.py'}"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+
+
+def plan_of(*overrides: str) -> Plan:
+    return make_plan(load_recipe(FOREIGN, [SCRIPT, *overrides]))
+
+
+def launch(runs_dir: Path, *overrides: str, **options: Any) -> local.Outcome:
+    return local.launch(plan_of(*overrides), runs_dir, say=lambda line: None, **options)
+
+
+def prepared(tmp_path: Path, *overrides: str) -> Path:
+    """The directory of one run, ready for `python -m abrun.external`."""
+    directory = tmp_path / "baseline" / "seed-0"
+    config = load_recipe(FOREIGN, [SCRIPT, *overrides]).run_config(BASELINE)
+    write_run(directory, "by-hand", RunName(arm=BASELINE, seed=0), config)
+    return directory
+
+
+def start(directory: Path) -> "subprocess.Popen[bytes]":
+    log = (directory / "stdout.log").open("ab")
+    return subprocess.Popen(local.external(directory), stdout=log, stderr=log)
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    return store.read_lines(directory / "events.jsonl")
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return store.read_lines(directory / "metrics.jsonl")
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "POLL_S", 0.02)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+# --- runs that go well ---
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_the_store_holds_what_the_command_logged_under_our_names(tmp_path: Path, form: str) -> None:
+    chosen = (f"trainer.metrics.format={form}", f"trainer.parameters.format={form}")
+    assert launch(tmp_path, *chosen, "steps=4").exit_code == 0
+    directory = tmp_path / "foreign" / "treatment" / "seed-1"
+    found = rows(directory)
+    assert [(row["step"], row["attempt"]) for row in found] == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    assert {key for row in found for key in row} == {
+        "step",
+        "attempt",
+        "time_s",
+        "train/reward",
+        "train/loss",
+    }
+    assert found[3]["train/reward"] == pytest.approx(1 - math.exp(-0.3), abs=0.01)
+    assert found[3]["train/loss"] == pytest.approx(1 - found[3]["train/reward"])
+    assert [event["event"] for event in events(directory)] == ["started", "finished"]
+    assert store.read_json(directory / "result.json") == {"step": 4, "attempt": 1}
+    said = (directory / "stdout.log").read_text()
+    assert "seed 1, treatment, attempt 1" in said
+    environment = store.read_json(directory / "environment.json")
+    assert environment["versions"]["numpy"] and environment["versions"]["not-a-package"] is None
+    assert environment["python"] == ".".join(str(part) for part in sys.version_info[:3])
+    assert len(environment["devices"]) == 1 and environment["prompts_sha256"] is None
+
+
+def test_status_and_watch_see_it_as_one_of_ours(tmp_path: Path) -> None:
+    launch(tmp_path, "seeds=[0, 1]")
+    views = ExperimentReader(tmp_path / "foreign").read()
+    assert [(view.state.status, view.step, len(view.rewards)) for view in views] == [("finished", 5, 5)] * 4
+
+
+def test_steps_are_shown_while_the_command_runs(tmp_path: Path) -> None:
+    directory = prepared(tmp_path, "steps=100", "trainer.parameters.step_s=0.05")
+    process = start(directory)
+    until(lambda: len(rows(directory)) > 2)
+    assert process.poll() is None and not (directory / "result.json").exists()
+    heartbeat = store.read_json(directory / "heartbeat.json")
+    assert heartbeat["pid"] == process.pid and heartbeat["step"] >= 0
+    process.terminate()
+    assert process.wait(30) == 3
+
+
+def test_a_value_that_comes_late_belongs_to_its_step(tmp_path: Path) -> None:
+    slow = ("trainer.parameters.behaviour=late", "trainer.parameters.step_s=0.4", "steps=6", "seeds=[0, 1]")
+    assert launch(tmp_path, *slow).exit_code == 0
+    directory = tmp_path / "foreign" / "baseline" / "seed-0"
+    assert len(rows(directory)) > 6, "no step was told before its late value came: the test shows nothing"
+    metrics = store.read_metrics(directory)
+    assert metrics["train/loss"].values[:4].tolist() == [-1.0] * 4
+    assert (metrics["train/reward"].values[1:] > 0.3).all() and len(metrics["train/reward"]) == 6
+
+
+def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
+    assert launch(tmp_path, "trainer.aliases={train/entropy: entropie}", "seeds=[0, 1]").exit_code == 0
+    last = events(tmp_path / "foreign" / "baseline" / "seed-0")[-1]
+    assert last["event"] == "finished" and last["message"] == "no metric 'entropie', which aliases name"
+
+
+def test_memory_profile_refuses_a_command(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"arms.baseline: trainer.type: got 'command'.*own tools"):
+        measure_recipe(load_recipe(FOREIGN, [SCRIPT]), tmp_path, lengths=[8])
+
+
+def test_nan_is_kept_and_a_torn_last_line_is_not(tmp_path: Path) -> None:
+    arms = ("arms.treatment={trainer.parameters.behaviour: torn}", "trainer.parameters.behaviour=nan")
+    assert launch(tmp_path, *arms, "seeds=[0, 1]").exit_code == 0
+    metrics = store.read_metrics(tmp_path / "foreign" / "baseline" / "seed-0")
+    assert math.isnan(metrics["train/loss"].values[1]) and len(metrics["train/loss"]) == 5
+    assert [row["step"] for row in rows(tmp_path / "foreign" / "treatment" / "seed-0")] == [1, 2, 3, 4, 5]
+
+
+def test_our_own_trainer_against_a_foreign_one(tmp_path: Path) -> None:
+    command = yaml.load(FOREIGN.read_text(), Loader)["trainer"]
+    command["parameters"]["script"] = str(HERE / "foreign_trainer.py")
+    ours = yaml.load((HERE.parent / "launch" / "small.yaml").read_text(), Loader)
+    arms = {"baseline": {}, "foreign": {"trainer": command}}
+    recipe = tmp_path / "mixed.yaml"
+    recipe.write_text(yaml.safe_dump(ours | {"name": "mixed", "steps": 5, "arms": arms}))
+    plan = make_plan(load_recipe(recipe))
+    diff = plan.treatment_diff["foreign"]
+    assert diff["trainer.type"] == ("abrun", "command") and diff["model.preset"] == ("qwen2-tiny", None)
+    assert "steps" not in diff and not any(key.startswith("cluster") for key in diff)
+
+    def fake(directory: Path, num_ranks: int) -> list[str]:
+        return [sys.executable, str(FAKE_TRAINER), str(directory)]
+
+    assert local.launch(plan, tmp_path / "runs", command=fake, say=lambda line: None).exit_code == 0
+    for arm in ("baseline", "foreign"):
+        assert len(store.read_metrics(tmp_path / "runs" / "mixed" / arm / "seed-1")["train/reward"]) == 5
+
+
+# --- runs that fail ---
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ("crash", ["exit code 1 (ValueError: no such model: the planned crash)", "stdout.log"]),
+        ("code", ["exit code 7", "stdout.log"]),
+        ("sigkill", ["killed by SIGKILL", "out of memory?"]),
+        ("silent", ["no metrics: trainer.metrics: jsonl at", "logs/metrics.jsonl", "mend format or path"]),
+    ],
+)
+def test_a_failure_says_why_in_one_line(tmp_path: Path, behaviour: str, words: list[str]) -> None:
+    outcome = launch(tmp_path, f"trainer.parameters.behaviour={behaviour}", "seeds=[0, 1]")
+    assert outcome.exit_code == 1 and set(outcome.statuses.values()) == {"failed"}
+    state = store.run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0))
+    message = state.message or ""
+    assert all(word in message for word in words) and len(message.splitlines()) == 1
+    last = events(state.directory)[-1]
+    assert last["event"] == "failed" and " ".join(last["message"].split()) == message
+    assert not (state.directory / "result.json").exists()
+
+
+def test_a_log_in_another_format_is_said_to_be_unreadable(tmp_path: Path) -> None:
+    launch(tmp_path, "trainer.metrics.format=parquet", "seeds=[0, 1]")
+    message = store.run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).message or ""
+    assert "parquet" in message and "logs/metrics.jsonl" in message and len(message.splitlines()) == 1
+
+
+def test_a_command_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
+    script = tmp_path / "no-interpreter"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    directory = prepared(tmp_path)
+    record = store.read_json(directory / "config.json")
+    record["config"]["trainer"]["argv"][0] = str(script)
+    store.write_json(directory / "config.json", record)
+    assert external_run.run(directory) == 1
+    assert "cannot be started" in events(directory)[-1]["message"]
+
+
+# --- runs that are stopped ---
+
+
+@linux
+def test_sigterm_reaches_the_command_and_the_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    overrides = ("trainer.parameters.behaviour=resumes", "trainer.parameters.step_s=0.2", "steps=12")
+    directory = prepared(tmp_path, *overrides)
+    store.write_json(directory / "meta.json", {"attempts": [{}]})
+    process = start(directory)
+    until(lambda: len(rows(directory)) > 2)
+    process.terminate()
+    assert process.wait(30) == 3
+    last = events(directory)[-1]
+    assert last["event"] == "interrupted" and 0 < last["step"] < 12
+    store.write_json(directory / "meta.json", {"attempts": [{}, {}]})
+    assert start(directory).wait(60) == 0
+    found = rows(directory)
+    assert [row["step"] for row in found] == list(range(1, 13)), "every step once"
+    assert {row["attempt"] for row in found[: last["step"]]} == {1} and found[-1]["attempt"] == 2
+    assert [event["event"] for event in events(directory)][-2:] == ["resumed", "finished"]
+
+
+def test_a_trainer_that_begins_anew_rewrites_only_what_changed(tmp_path: Path) -> None:
+    directory = prepared(tmp_path)
+    assert external_run.run(directory) == 0
+    store.write_json(directory / "meta.json", {"attempts": [{}, {}]})
+    (directory / "result.json").unlink()
+    assert external_run.run(directory) == 0  # the same seed, the same values
+    assert [(row["step"], row["attempt"]) for row in rows(directory)] == [(step, 1) for step in range(1, 6)]
+    write_run(directory, "by-hand", RunName(arm=BASELINE, seed=1), plan_of().runs[0].config)
+    store.write_json(directory / "meta.json", {"attempts": [{}, {}, {}]})
+    assert external_run.run(directory) == 0
+    assert [(row["step"], row["attempt"]) for row in rows(directory)[5:]] == [
+        (step, 3) for step in range(1, 6)
+    ]
+
+
+def test_a_deaf_command_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_run, "GRACE_S", 0.3)
+    monkeypatch.setattr(external_run, "POLL_S", 0.1)
+    directory = prepared(tmp_path, "trainer.parameters.behaviour=deaf", "trainer.parameters.step_s=5")
+
+    def stopped(self: object, *, ended: bool = False) -> None:
+        if not ended and (directory / "logs" / "metrics.jsonl").is_file():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(external_run._Run, "_copy_metrics", stopped)
+    began = time.monotonic()
+    assert external_run.run(directory) == external_run.INTERRUPTED
+    assert time.monotonic() - began < 10
+    assert events(directory)[-1]["event"] == "interrupted"
+
+
+@linux
+def test_nothing_outlives_the_process_that_follows_it(tmp_path: Path) -> None:
+    directory = prepared(tmp_path, "trainer.parameters.step_s=30")
+    process = start(directory)
+    until(lambda: (directory / "logs" / "metrics.jsonl").is_file())
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 1 and alive(int(children[0]))
+    process.kill()
+    process.wait()
+    until(lambda: not alive(int(children[0])))
+
+
+@linux
+def test_the_death_of_the_launcher_interrupts_the_run(tmp_path: Path) -> None:
+    directory = prepared(tmp_path, "trainer.parameters.step_s=30")
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys; subprocess.run(sys.argv[1:])",
+            *local.external(directory),
+        ]
+    )
+    until(lambda: (directory / "logs" / "metrics.jsonl").is_file())
+    launcher.kill()
+    launcher.wait()
+    until(lambda: events(directory)[-1]["event"] == "interrupted")
+
+
+@linux
+def test_children_that_the_command_leaves_behind_end_with_it(tmp_path: Path) -> None:
+    directory = prepared(tmp_path, "trainer.parameters.behaviour=orphans")
+    child = directory / "logs" / "child.pid"
+    assert start(directory).wait(60) == 0
+    with contextlib.suppress(FileNotFoundError):  # killed before it could write
+        until(lambda: not alive(int(child.read_text() or 0)))
+
+
+def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
+    directory = prepared(tmp_path, "trainer.parameters.step_s=0.3", "steps=100")
+    store.write_json(directory / "meta.json", {"attempts": [{}]})
+    process = start(directory)
+    until(lambda: rows(directory))
+    store.write_json(directory / "meta.json", {"attempts": [{}, {}]})
+    assert process.wait(30) == 2
+    assert "attempt 2 owns this run now; attempt 1 stops" in (directory / "stdout.log").read_text()
+    assert {row["attempt"] for row in rows(directory)} == {1} and len(events(directory)) == 1

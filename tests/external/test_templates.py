@@ -1,0 +1,34 @@
+"""The templates for other frameworks: each plans and dry-runs as it ships."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from abrun.cli import app
+from abrun.logs import FORMATS
+from abrun.logs.aliases import PRESETS
+from abrun.recipe import CommandRecipe, MetricsLog, load_recipe
+from abrun.recipe import command as commands
+
+FOLDER = Path(__file__).parent.parent.parent / "recipes" / "external"
+TEMPLATES = sorted(FOLDER.glob("*.yaml"))
+
+
+def test_there_is_one_for_every_framework_whose_names_are_known() -> None:
+    assert {path.stem for path in TEMPLATES} == set(PRESETS) == set(commands.PRESETS)
+    assert MetricsLog.model_json_schema()["properties"]["format"]["enum"] == list(FORMATS)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_dry_runs_and_names_every_seed(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    assert isinstance(recipe, CommandRecipe) and recipe.trainer.aliases == path.stem
+    shown = CliRunner().invoke(app, ["launch", str(path), "--dry-run", "--runs-dir", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    words = " ".join(shown.output.split())
+    assert "The command of treatment/seed-0, with metrics in RUN_DIR/" in words
+    assert "{" not in words.split("The command of baseline/seed-0")[1].split("What differs")[0]
+    assert any("{seed}" in word for word in recipe.trainer.argv)
+    assert any("{steps}" in word for word in recipe.trainer.argv)
+    assert not list(tmp_path.iterdir())
