@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from abrun.compare.experiment import Experiment
 from abrun.compare.verdict_file import VerdictFile, as_json
 from abrun.errors import ComparisonError, StoreError
@@ -75,8 +73,8 @@ def _fingerprint(experiment: Experiment, content: Content) -> str:
         digest.update(f"{run} {run.status} {run.failure}".encode())
         for metric, series in run.metrics.items():
             digest.update(metric.encode())
-            digest.update(np.ascontiguousarray(series.steps))
-            digest.update(np.ascontiguousarray(series.values))
+            digest.update(series.steps.tobytes())
+            digest.update(series.values.tobytes())
     for path in sorted(Path(__file__).parent.rglob("*")):
         if path.suffix in (".py", ".js", ".css", ".html"):
             digest.update(path.read_bytes())
