@@ -5,6 +5,7 @@ Everything is a function of the content of the runs: the same runs give the same
 
 import hashlib
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,8 @@ def _write_figures(
 
     from abrun.compare import plots
 
-    with rc_context(plots.STYLE):
+    with rc_context(plots.STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a name's letters that the font does not have
         for stem, metric in slugs(result.metric for result in verdict.primaries).items():
             of_metric = [result for result in verdict.primaries if result.metric == metric]
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)

@@ -2,7 +2,7 @@
 "use strict";
 
 const VERDICTS = {
-  MATCH: ["\u2713", "Every claim, step one and every guard pass."],
+  MATCH: ["\u2713", "Every claim and every guard pass."],
   MISMATCH: ["\u2715", "A claim, step one or a guard shows a difference."],
   INCONCLUSIVE: ["?", "Neither equivalence nor a difference is shown."],
   INVALID: ["!", "These runs cannot be compared."],
@@ -37,7 +37,9 @@ function section(id, title, ...children) {
 // --- the verdict ---
 
 function banner() {
-  const [glyph, meaning] = VERDICTS[content.verdict] || ["?", ""];
+  const [glyph, outcome] = VERDICTS[content.verdict] || ["?", ""];
+  const unread = content.verdict === "MATCH" && !(content.step_one || []).length;
+  const meaning = unread ? `${outcome} Step one was not looked at.` : outcome;
   const planned = Object.values(content.arms || {}).map((arm) => arm.num_planned_pairs);
   const facts = [
     [
@@ -52,10 +54,10 @@ function banner() {
     (one.looks || []).map((look) => [arm, look]),
   );
   for (const [arm, look] of looks) {
-    const outcome = look.verdict || "not taken yet";
+    const taken = look.verdict || "not taken yet";
     facts.push([
       `${several ? `${arm}, ` : ""}look at ${look.num_pairs} pairs`,
-      `${outcome} (one-sided level ${number(look.alpha)})`,
+      `${taken} (one-sided level ${number(look.alpha)})`,
     ]);
   }
   return el(

@@ -1,0 +1,161 @@
+"""Names and files that mean no good: every output stays whole, and what cannot be read is one line."""
+
+import json
+import os
+import re
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from abrun.cli import main
+
+QUICK = ("--format", "terminal,json,html")
+NAMES = [
+    '<script>alert("x")</script>',
+    "</script><img src=x onerror=alert(1)>",
+    "quo\"te's & `ticks` $math$ \\back",
+    "new\nline\tand\x1b[31mred",
+    "../../etc/passwd",
+    "a|b [link](javascript:alert(1))",
+    "\u202eright-to-left \u2028 \U0001f600",
+]
+
+
+def write_arms(folder: Path, metric: str, arms=("baseline", "treatment")) -> list[str]:
+    rng = np.random.default_rng(0)
+    for arm in arms:
+        (folder / arm).mkdir(parents=True)
+        for seed in range(3):
+            values = np.linspace(0, 1, 20) + 0.01 * np.random.default_rng(seed).normal(size=20)
+            values[1:] += 1e-3 * rng.normal()
+            frame = pd.DataFrame({"step": range(1, 21), metric: values, "train/loss": values})
+            frame.to_csv(folder / arm / f"s{seed}.csv", index=False)
+    return [str(folder / arm) for arm in arms]
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def abrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The command line in this process, run in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["abrun", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output = capsys.readouterr()
+        return Done(int(ended.value.code or 0), output.out, output.err)
+
+    return run
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.seen.append(tag)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_metric_of_any_name_is_only_a_name(tmp_path, abrun, name):
+    sources = write_arms(tmp_path / "runs", name)
+    shown = name.replace("\n", "\\n").replace("\t", "\\t").replace("\x1b", "\\x1b")
+    shown = shown.replace("\u202e", "\\u202e").replace("\u2028", "\\u2028")
+    done = abrun("compare", *sources, "--primary", f"{shown}:all:0.1", "--output", "report")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
+    report = tmp_path / "report"
+    assert json.loads((report / "verdict.json").read_text())["primaries"][0]["metric"] == shown
+    tags = Tags()
+    tags.feed((report / "report.html").read_text())
+    assert tags.seen.count("img") == 0 and len(tags.seen) < 60
+    markdown = (report / "report.md").read_text()
+    assert not re.search(r"(?<!\\)<", markdown) and not re.search(r"(?<!\\)\]\(java", markdown)
+    for path in report.iterdir():
+        assert re.fullmatch(r"[A-Za-z0-9_.-]+", path.name), "a name that is a path elsewhere"
+        if path.suffix == ".svg":
+            ET.fromstring(path.read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "runs"]
+
+
+@pytest.mark.parametrize("name", ["<b>bold</b>", "two\nlines", "$x$", "-leading", "a b"])
+def test_an_arm_of_any_name_is_only_a_name(tmp_path, abrun, name):
+    sources = write_arms(tmp_path / "runs", "reward", arms=("baseline", name))
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    tags = Tags()
+    tags.feed((tmp_path / "report/report.html").read_text())
+    assert "b" not in tags.seen
+
+
+def test_a_metric_that_is_only_nan(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    for path in (tmp_path / "runs").rglob("*.csv"):
+        frame = pd.read_csv(path)
+        frame.assign(nothing="NaN", step=frame["step"]).to_csv(path, index=False)
+    done = abrun("compare", *sources, "--primary", "nothing:all:0.1", "--output", "report", *QUICK)
+    assert done.returncode == 5 and done.stderr == ""
+    content = json.loads((tmp_path / "report/verdict.json").read_text())
+    assert "nothing is nan at step 1 in the baseline itself" in content["reasons"][0]
+
+
+def test_a_metric_in_one_arm_only(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    for path in (tmp_path / "runs/treatment").rglob("*.csv"):
+        pd.read_csv(path).assign(mine=1.0).to_csv(path, index=False)
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = abrun("compare", *sources, "--primary", "mine:all:0.1", "--output", "report", *QUICK)
+    assert done.returncode == 5 and "did not record mine" in done.stdout
+
+
+def test_unequal_lengths(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    path = tmp_path / "runs/treatment/s1.csv"
+    pd.read_csv(path).head(12).to_csv(path, index=False)
+    done = abrun("compare", *sources, "--primary", "reward:steps 2-10:0.1", "--output", "report", *QUICK)
+    assert done.returncode == 5 and "step grids differ: treatment/seed-1 holds 12 of 20 steps" in done.stdout
+
+
+def test_steps_recorded_twice(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    path = tmp_path / "runs/treatment/s1.csv"
+    frame = pd.read_csv(path)
+    pd.concat([frame.head(12).assign(reward=99.0), frame]).to_csv(path, index=False)
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "recorded again at the same step; the last counts" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "code"), [(b"", 5), (b"step,reward\n", 5), (os.urandom(2000), 2), (b"\x00" * 500, 5)]
+)
+def test_files_that_hold_no_table(tmp_path, abrun, content, code):
+    sources = write_arms(tmp_path / "runs", "reward")
+    (tmp_path / "runs/treatment/s1.csv").write_bytes(content)
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (code == 2)
+
+
+def test_a_torn_last_line_is_left_out_and_said(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    path = tmp_path / "runs/treatment/s1.csv"
+    path.write_text(path.read_text() + "21,0.")
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "treatment/seed-1: " in done.stdout and "left out" in done.stdout
