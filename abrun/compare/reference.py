@@ -49,15 +49,23 @@ def freeze(experiment: Experiment, arm: str, path: Path) -> None:
             raise ComparisonError(f"{run} is not finished ({run.status}); a reference needs whole runs")
     compare = experiment.compare.model_copy(update={"looks": [], "reference": None})
     grid = union(run.steps for run in runs)
-    environment = runs[0].environment or {}
     content = {
         "schema_version": _SCHEMA_VERSION,
         "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
         "compare": compare.model_dump(mode="json", exclude_defaults=True),
         "config": _common([_public(run.config or {}) for run in runs]),
-        "environment": {key: environment.get(key) for key in _ENVIRONMENT},
+        "environment": _common([_environment(run) for run in runs]),
     }
-    frozen = [_frozen(run, compare, grid, content["config"]) for run in runs]
+    frozen = [
+        {
+            "seed": run.name.seed,
+            "rerun": run.name.rerun,
+            "config": _others(_public(run.config or {}), content["config"]),
+            "environment": _others(_environment(run), content["environment"]),
+            "metrics": _frozen_metrics(run, compare, grid),
+        }
+        for run in runs
+    ]
     lines = [json.dumps(encode(one), allow_nan=False) for one in frozen]
     head = json.dumps(encode(content), indent=1, allow_nan=False).removesuffix("\n}")
     with explained(path):
@@ -106,18 +114,17 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
     )
 
 
-def _frozen(run: Run, compare: Compare, grid: Steps, common: Mapping[str, Any]) -> dict[str, Any]:
+def _frozen_metrics(run: Run, compare: Compare, grid: Steps) -> dict[str, Any]:
     kept = [*(primary.metric for primary in compare.primary), *STEP_ONE_METRICS, STEP_TIME]
     kept += [
         metric for metric in run.metrics if metric.startswith("memory/") and metric.endswith(PEAK_MEMORY)
     ]
-    config = {key: value for key, value in _public(run.config or {}).items() if key not in common}
     metrics = {}
     for metric in dict.fromkeys(kept):
         if metric in run.metrics:
             series = _kept(run.series(metric), _full(metric, compare, grid))
             metrics[metric] = {"steps": series.steps.tolist(), "values": series.values.tolist()}
-    return {"seed": run.name.seed, "rerun": run.name.rerun, "config": config, "metrics": metrics}
+    return metrics
 
 
 def _full(metric: str, compare: Compare, grid: Steps) -> Sequence[tuple[int, int]]:
@@ -149,7 +156,7 @@ def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> R
         place=str(path),
         status="finished",
         config={**content["config"], **row["config"]},
-        environment=content["environment"],
+        environment={**content["environment"], **row["environment"]},
         metrics=metrics,
         thinned=True,
     )
@@ -162,6 +169,14 @@ def _public(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if not key.startswith(_PRIVATE) and not (isinstance(value, str) and os.path.isabs(value))
     }
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    return {key: (run.environment or {}).get(key) for key in _ENVIRONMENT}
+
+
+def _others(values: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in common}
 
 
 def _common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -61,11 +61,11 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
     }
     if experiment.regression:
         for pair in pairs[:1]:
-            left, right = (dotted(_environment(run)) for run in (pair.baseline, pair.treatment))
+            left, right = (dotted(_machine(run)) for run in (pair.baseline, pair.treatment))
             found |= {
                 key: [left.get(key), right.get(key)]
                 for key in (*left, *(key for key in right if key not in left))
-                if left.get(key) != right.get(key) and key != "prompts_sha256"
+                if left.get(key) != right.get(key)
             }
     return found
 
@@ -73,12 +73,12 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
 def other_machine(experiment: Experiment, arm: str) -> bool:
     """Whether a reference was measured with other versions or devices, so that not even step one repeats."""
     return experiment.regression and any(
-        _environment(pair.baseline) != _environment(pair.treatment) for pair in experiment.pairs(arm)
+        _machine(pair.baseline) != _machine(pair.treatment) for pair in experiment.pairs(arm)
     )
 
 
-def _environment(run: Run) -> dict[str, Any]:
-    return {key: (run.environment or {}).get(key) for key in ENVIRONMENT}
+def _machine(run: Run) -> dict[str, Any]:
+    return {key: (run.environment or {}).get(key) for key in ENVIRONMENT if key != "prompts_sha256"}
 
 
 def coverage(pairs: Sequence[Pair]) -> dict[str, int]:

@@ -26,7 +26,6 @@ ENVIRONMENT = {
     "python": "3.11.9",
     "devices": ["NVIDIA H200"],
     "hosts": ["node-1"],
-    "prompts_sha256": "0" * 64,
     "dtype": "float32",
 }
 Edit = Callable[[dict[str, Any]], None]
@@ -63,7 +62,7 @@ def _write_run(experiment_dir: Path, run: RunSpec, shift: float, noise: float) -
     config |= {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun}
     write(directory / "config.json", {**config, "config": run.config.model_dump(mode="json")})
     write(directory / "meta.json", {"status": "finished", "attempts": [{"exit_code": 0, "signal": None}]})
-    write(directory / "environment.json", ENVIRONMENT)
+    write(directory / "environment.json", {**ENVIRONMENT, "prompts_sha256": f"{run.name.seed:064x}"})
     write(directory / "result.json", {"steps": run.config.steps})
     rows = metric_rows(run.name, run.config.steps, shift, noise)
     write_rows(directory, rows)
