@@ -1,0 +1,87 @@
+"""`abrun plan`: power and pairs from assumptions, or from what an earlier experiment measured."""
+
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from abrun.compare.planning import measured_spread, plan_report
+from abrun.compare.stored import load_experiment
+from abrun.equivalence import power
+from abrun.power import assumed_spread, claim_power
+from abrun.recipe import Compare, Primary
+
+
+def shown(report) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(report)
+    return capture.get()
+
+
+def claim(**fields) -> Primary:
+    return Primary.model_validate({"metric": "train/reward", "margin": 1.0, **fields})
+
+
+@pytest.mark.parametrize(
+    ("margin", "correlation", "powers", "needed"),  # verdict.md's table, in sigmas
+    [
+        (1.0, 0.0, ("5%", "9%", "35%"), 19),
+        (1.0, 0.8, ("37%", "79%", "100%"), 6),
+        (1.5, 0.0, ("15%", "35%", "85%"), 10),
+        (2.0, 0.8, ("91%", "100%", "100%"), 3),
+    ],
+)
+def test_the_design_s_table(margin, correlation, powers, needed):
+    primary = claim(margin=margin, sigma=1.0, correlation=correlation)
+    expected = claim_power(primary, Compare(), assumed_spread(primary, False))
+    for pairs, text in zip((3, 5, 10), powers, strict=True):
+        assert expected.power(pairs) == pytest.approx(float(text[:-1]) / 100, abs=0.006)
+    assert expected.pairs_needed == needed and expected.pairs_needed_range is None
+
+
+def test_an_earlier_experiment_says_spread_and_correlation(simulated):
+    experiment = load_experiment(simulated(seeds=list(range(8))))
+    spread = measured_spread(experiment, claim(margin=0.02))
+    windows = {
+        arm: np.array([run.series("train/reward").values[-8:].mean() for run in experiment.arm(arm).values()])
+        for arm in experiment.arms
+    }
+    assert spread.sigma == pytest.approx(windows["baseline"].std(ddof=1))
+    assert spread.correlation == pytest.approx(np.corrcoef(windows["baseline"], windows["treatment"])[0, 1])
+    difference = windows["treatment"] - windows["baseline"]
+    assert spread.sd_difference == pytest.approx(difference.std(ddof=1))
+    text = shown(plan_report("next", Compare(primary=[claim(margin=0.02)]), 4, earlier=experiment))
+    assert "measured in simulated over 8 pairs" in text
+    assert re.search(r"\d+ pairs \(\d+ to \d+\)", text), "a measured spread has a range"
+
+
+def test_without_a_sigma_it_says_how_to_get_one():
+    text = shown(plan_report("next", Compare(primary=[claim()]), 4))
+    assert "sigma over seeds unknown: give --sigma, --from an earlier experiment" in text
+    assert "1.5 sigma" in text and "19 pairs" in text  # the general table
+
+
+def test_options_replace_assumptions():
+    text = shown(plan_report("next", Compare(primary=[claim(sigma=5.0)]), 5, sigma=1.0, correlation=0.8))
+    assert "sigma 1, pair correlation 0.80" in text and "79%" in text
+
+
+def test_several_claims_must_all_pass():
+    claims = [claim(sigma=1.0, correlation=0.8), claim(metric="train/grad_norm", sigma=0.8, correlation=0.8)]
+    text = shown(plan_report("next", Compare(primary=claims), 6))
+    least = sum(power(1.0, sigma, 0.8, 6) for sigma in (1.0, 0.8)) - 1
+    assert f"All 2 claims must pass: at least {least:.0%} with 6 pairs" in text
+
+
+def test_looks_cost_power():
+    once = shown(plan_report("next", Compare(primary=[claim(sigma=1.0, correlation=0.8)]), 6))
+    looks = shown(plan_report("next", Compare(primary=[claim(sigma=1.0, correlation=0.8)], looks=[3, 6]), 6))
+    assert "each tests at level 0.025 instead of 0.05" in looks
+    assert "6 pairs" in once and "7 pairs" in looks
+
+
+def test_margins_in_sigmas_need_no_sigma():
+    text = shown(plan_report("next", Compare(primary=[claim(margin="1 sigma")]), 4))
+    assert "exact test" in text and "18 pairs" in text
