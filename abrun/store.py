@@ -214,10 +214,15 @@ def read_metrics_of(directories: Sequence[Path]) -> list[dict[str, Series]]:
     """`read_metrics` of many runs, on all cores where files are large and this process has no threads."""
     uncached = [one / "metrics.jsonl" for one in directories if not (one / METRICS_CACHE).is_file()]
     large = sum(path.stat().st_size for path in uncached if path.is_file()) > WORTH_A_PROCESS
-    if not large or threading.active_count() > 1 or "fork" not in multiprocessing.get_all_start_methods():
+    if not large or not can_fork():
         return [read_metrics(one) for one in directories]
     with multiprocessing.get_context("fork").Pool(min(len(directories), os.cpu_count() or 1)) as pool:
         return pool.map(read_metrics, directories, chunksize=1)
+
+
+def can_fork() -> bool:
+    """Whether a copy of this process can do some of its work: not where threads may hold locks."""
+    return threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods()
 
 
 def _cache_key(path: Path) -> list[int] | None:

@@ -90,9 +90,16 @@ def metric_figure(experiment: Experiment, metric: str, results: Sequence[Primary
     axes[-1].set_xlabel("optimizer step")
     axes[-1].margins(x=0.02)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    handles = {label: handle for handle, label in zip(*axes[-1].get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
+    _legend_below(figure)
     return figure
+
+
+def _legend_below(figure: Figure) -> None:
+    """What lines, bands and bars are, once for all panels; inside, it would hide some of them."""
+    handles = {}
+    for ax in figure.axes:
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
 
 
 def _finished_pairs(experiment: Experiment, arm: str) -> list[Pair]:
@@ -135,7 +142,6 @@ def bands(ax: Axes, curves: Sequence[Curve], metric: str, windows: Sequence[tupl
     if any(len(curve.values) > 1 for curve in curves):
         ax.plot([], [], color="grey", linewidth=0.5, label="thin: one seed")
         ax.fill_between([], [], [], color="grey", alpha=0.25, linewidth=0, label="band: ±1 sd over seeds")
-    ax.legend(loc="best")
 
 
 def paired_difference(
@@ -234,6 +240,7 @@ def overview(experiment: Experiment, error_limit: float) -> Figure | None:
         error_line(ax, error_limit)
     if counter is not None:
         memory_bars(axes.pop(0), runs, experiment.arms, counter)
+    _legend_below(figure)
     return figure
 
 
@@ -270,4 +277,3 @@ def memory_bars(ax: Axes, runs: Sequence[Run], arms: Sequence[str], counter: str
     ax.set_ylabel(f"{counter.removesuffix('_bytes').replace('_', ' ')} [{unit}]")
     ax.set_title("peak memory by phase, mean over seeds")
     ax.margins(y=0.15)
-    ax.legend(loc="best")

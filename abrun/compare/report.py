@@ -4,22 +4,24 @@ Everything is a function of the content of the runs: the same runs give the same
 """
 
 import hashlib
+import multiprocessing
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.compare.experiment import Experiment
 from abrun.compare.verdict_file import VerdictFile, as_json
 from abrun.errors import ComparisonError, StoreError
-from abrun.store import read_json, write_json
+from abrun.store import can_fork, read_json, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
 
 PAGE = "report.html"
+WORTH_A_PROCESS = 1_000_000  # points to draw
 STAMP = ".report.json"  # what the page and the figures were drawn of
 FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
@@ -45,11 +47,16 @@ def write_report(
         figures = _figures_of(stamp, drawn)
         if figures is None:
             stamp.unlink(missing_ok=True)  # until everything is written
-            figures = list(_write_figures(experiment, verdict, output, images)) if images else []
+            num_points = sum(len(one) for run in experiment.runs.values() for one in run.metrics.values())
+            figures_done = _beside(
+                lambda: list(_write_figures(experiment, verdict, output, images)) if images else [],
+                worth_it=num_points > WORTH_A_PROCESS,
+            )
             if "html" in formats:
                 from abrun.compare.page import render_page
 
                 (output / PAGE).write_text(render_page(experiment, content), encoding="utf-8")
+            figures = figures_done()
             write_json(stamp, {**drawn, "figures": [path.name for path in figures]})
         if "json" in formats:
             files.append(output / "verdict.json")
@@ -65,6 +72,37 @@ def write_report(
             f"--output: {output} cannot be written: {error.strerror or error}; choose another folder"
         ) from None
     return [*files, *figures]
+
+
+def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], list[Path]]:
+    """Starts `work`, in a copy of this process where that is worth it; returns how to wait for it."""
+    if not (worth_it and can_fork()):
+        done = work()
+        return lambda: done
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def send() -> None:
+        try:
+            sender.send(work())
+        except OSError as error:
+            sender.send(error)
+
+    process = fork.Process(target=send)
+    process.start()
+    sender.close()
+
+    def wait() -> list[Path]:
+        try:
+            result = receiver.recv()
+        except EOFError:
+            raise ComparisonError("figures: the process that draws them died; leave out png and svg") from None
+        process.join()
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    return wait
 
 
 def _fingerprint(experiment: Experiment, content: Content) -> str:
