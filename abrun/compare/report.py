@@ -96,7 +96,7 @@ def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], l
         try:
             result = receiver.recv()
         except EOFError:
-            raise ComparisonError("figures: the process that draws them died; leave out png and svg") from None
+            raise ComparisonError("figures: the process drawing them died; leave png and svg out") from None
         process.join()
         if isinstance(result, OSError):
             raise result

@@ -102,6 +102,6 @@ def test_an_experiment_file_lacking_a_key_is_refused(simulated, judged, key):
 def test_a_recipe_of_another_version_is_refused_in_one_line(simulated, judged):
     experiment_dir = simulated()
     edit(experiment_dir / "experiment.json", lambda content: content["recipe"].update(novelty=1))
-    with pytest.raises(StoreError, match=r"recipe\.novelty: .* compare with the abrun") as caught:
+    with pytest.raises(StoreError, match=r"recipe: novelty: .* compare with the abrun") as caught:
         judged(experiment_dir)
     assert "\n" not in str(caught.value)
