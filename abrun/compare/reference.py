@@ -22,7 +22,7 @@ from abrun.errors import ComparisonError
 from abrun.plan import RunName, compare_hash
 from abrun.recipe import Compare
 from abrun.series import Series, Steps
-from abrun.store import decode, encode, explained, read_json
+from abrun.store import decode, encode, read_json
 
 ARM = "reference"
 _SCHEMA_VERSION = 1
@@ -68,13 +68,20 @@ def freeze(experiment: Experiment, arm: str, path: Path) -> None:
     ]
     lines = [json.dumps(encode(one), allow_nan=False) for one in frozen]
     head = json.dumps(encode(content), indent=1, allow_nan=False).removesuffix("\n}")
-    with explained(path):
+    text = head + ',\n "runs": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + ',\n "runs": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ComparisonError(
+            f"--output: {path} cannot be written: {error.strerror}; choose another file"
+        ) from None
 
 
 def load_reference(path: Path) -> Reference:
     """Raises ComparisonError where the file is none, or another version's."""
+    if not path.is_file():
+        raise ComparisonError(f"reference: got {str(path)!r}, no such file; abrun freeze makes one")
     content = read_json(path)
     if content.get("schema_version") != _SCHEMA_VERSION or "runs" not in content:
         raise ComparisonError(

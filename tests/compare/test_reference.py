@@ -9,7 +9,7 @@ import pytest
 from abrun.compare import compare
 from abrun.compare.reference import against_reference, freeze, load_reference
 from abrun.compare.stored import load_experiment
-from abrun.errors import ComparisonError
+from abrun.errors import ComparisonError, StoreError
 from tests.compare.simulate import edit, edit_rows, write_experiment
 
 
@@ -152,8 +152,16 @@ def test_margins_in_its_sigma(tmp_path, simulated):
 )
 def test_other_files_are_refused_in_one_line(tmp_path, content, message):
     (tmp_path / "ref.json").write_text(content)
-    with pytest.raises((ComparisonError, Exception), match=message):
+    with pytest.raises((ComparisonError, StoreError), match=message):
         load_reference(tmp_path / "ref.json")
+
+
+def test_files_that_are_not_there_or_cannot_be(simulated, tmp_path):
+    with pytest.raises(ComparisonError, match="no such file; abrun freeze makes one"):
+        load_reference(tmp_path / "ref.json")
+    (tmp_path / "file").touch()
+    with pytest.raises(ComparisonError, match=r"--output: .* cannot be written"):
+        freeze(load_experiment(simulated()), "baseline", tmp_path / "file" / "ref.json")
 
 
 def test_one_seed_is_no_ensemble(tmp_path):
