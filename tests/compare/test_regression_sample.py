@@ -14,7 +14,7 @@ FOLDER = ROOT / "recipes" / "regression"
 
 def test_the_recipe_is_the_quickstart_s_baseline_and_names_the_reference():
     recipe, quickstart = (
-        load_recipe(FOLDER / "quickstart.yaml"),
+        load_recipe(FOLDER / "quickstart-regression.yaml"),
         load_recipe(ROOT / "recipes/quickstart.yaml"),
     )
     assert recipe.run_config("baseline") == quickstart.run_config("baseline")
