@@ -30,7 +30,7 @@ import socket
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -242,26 +242,35 @@ def _parsed(path: Path) -> dict[str, Series]:
 
 def _rows_of_numbers(content: bytes) -> dict[str, Series] | None:
     """The usual file, quickly: every row has the same keys, holds numbers alone, and comes after the last."""
+    lines = content.splitlines()
     try:
-        rows = orjson.loads(b"[" + content.rstrip().replace(b"\n", b",") + b"]")
-        names = list(rows[0])
-        num_strings = content.count(b'"') // 2 - len(rows) * len(names)
+        names = list(orjson.loads(lines[0]))
+        num_strings = content.count(b'"') // 2 - len(lines) * len(names)
         if num_strings != (sum(content.count(word) for word in NOT_FINITE) if num_strings else 0):
             return None
-        if "step" not in names or any(list(row) != names for row in rows):
+        if "step" not in names:
             return None
-        values = np.fromiter(chain.from_iterable(map(dict.values, rows)), np.float64)
+        values = np.fromiter(chain.from_iterable(_values_of(lines, names)), np.float64)
     except (ValueError, TypeError, IndexError):
         return None
     if np.isnan(values).any() and (not num_strings or b"null" in content):
         return None  # null is no value, and NaN is one: the two must not be mixed up
-    values = values.reshape(len(rows), len(names)).T.copy()  # [M, S]
+    values = values.reshape(len(lines), len(names)).T.copy()  # [M, S]
     steps = values[names.index("step")].astype(np.int64)
     if (values[names.index("step")] != steps).any() or (np.diff(steps) <= 0).any():
         return None
     return {
         name: Series(steps, row) for name, row in zip(names, values, strict=True) if name not in NOT_METRICS
     }
+
+
+def _values_of(lines: Iterable[bytes], names: list[str]) -> Iterator[Iterable[Any]]:
+    """Row by row, which is quicker than holding all; ValueError at other keys."""
+    for line in lines:
+        row = orjson.loads(line)
+        if list(row) != names:
+            raise ValueError("other keys")
+        yield row.values()
 
 
 def _rows_of_anything(path: Path) -> dict[str, Series]:

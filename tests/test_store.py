@@ -257,3 +257,81 @@ def test_the_lock_is_released_when_the_launch_fails(tmp_path: Path) -> None:
         pass
     with store.launcher_lock(tmp_path) as note:
         assert note is None
+
+
+# --- metrics, quickly ---
+
+
+def as_lists(metrics: dict) -> dict:
+    return {
+        name: (one.steps.tolist(), [repr(value) for value in one.values]) for name, one in metrics.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "odd",  # what makes one row of a usual file an unusual one
+    [
+        {},
+        {"x": math.nan},
+        {"x": math.inf, "y": -math.inf},
+        {"x": None},
+        {"x": None, "y": math.nan},
+        {"z": 3.0},
+        {"x": True},
+        {"step": 2},
+        {"step": 1, "attempt": 2},
+    ],
+)
+def test_the_quick_way_of_reading_metrics_says_what_the_careful_one_says(tmp_path: Path, odd: dict) -> None:
+    writer = store.LineWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        row = {"step": step, "attempt": 1, "time_s": 0.5, "x": step / 3, "y": -1e300}
+        writer.write(row | (odd if step == 4 else {}))
+    writer.close()
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    careful = as_lists(store._rows_of_anything(tmp_path / "metrics.jsonl"))
+    assert as_lists(store.read_metrics(tmp_path)) == careful
+    quick = store._rows_of_numbers(content)
+    assert quick is None or as_lists(quick) == careful
+    if not odd or ("None" not in repr(odd) and set(odd) <= {"x", "y"}):
+        assert quick is not None, "numbers alone are read quickly"
+
+
+def test_the_cache_follows_its_file(tmp_path: Path) -> None:
+    def write(*values: float) -> None:
+        writer = store.LineWriter(tmp_path / "metrics.jsonl")
+        for value in values:
+            writer.write(
+                {"step": round(value), "attempt": 1, "x": value, **({"y": 1.0} if value > 1 else {})}
+            )
+        writer.close()
+
+    write(1, 2)
+    store.read_metrics(tmp_path)
+    assert not (tmp_path / store.METRICS_CACHE).exists(), "the run goes on"
+    (tmp_path / "result.json").write_text("{}")
+    first = as_lists(store.read_metrics(tmp_path))
+    assert (tmp_path / store.METRICS_CACHE).exists() and as_lists(store.read_metrics(tmp_path)) == first
+    write(3)
+    assert as_lists(store.read_metrics(tmp_path))["x"][0] == [1, 2, 3]
+    (tmp_path / store.METRICS_CACHE).write_bytes(b"torn")
+    assert as_lists(store.read_metrics(tmp_path))["y"][0] == [2, 3]
+
+
+def test_many_large_runs_are_read_by_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "WORTH_A_PROCESS", 100)
+    for index in range(4):
+        (tmp_path / str(index)).mkdir()
+        row = {"step": 1, "x": float(index)}
+        (tmp_path / str(index) / "metrics.jsonl").write_text(json.dumps(row) + "\n" * (index != 3))
+    directories = [tmp_path / name for name in ("2", "0", "gone", "3", "1")]
+    found = [as_lists(metrics).get("x") for metrics in store.read_metrics_of(directories)]
+    assert found == [
+        ([1], ["np.float64(2.0)"]),
+        ([1], ["np.float64(0.0)"]),
+        None,
+        None,
+        ([1], ["np.float64(1.0)"]),
+    ]

@@ -4,11 +4,14 @@ A band is a picture, not a test: it is labelled as exactly what it is (±1 sd ov
 difference with its intervals stands below it.
 """
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -50,6 +53,14 @@ STYLE: Any = {
     "svg.hashsalt": "abrun",  # ids of an SVG are random otherwise
     "svg.fonttype": "none",
 }
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """What every figure is drawn and saved in."""
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a name's letters that the font does not have
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

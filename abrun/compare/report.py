@@ -6,7 +6,6 @@ Everything is a function of the content of the runs: the same runs give the same
 import hashlib
 import multiprocessing
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,15 +47,16 @@ def write_report(
         if figures is None:
             stamp.unlink(missing_ok=True)  # until everything is written
             num_points = sum(len(one) for run in experiment.runs.values() for one in run.metrics.values())
-            figures_done = _beside(
-                lambda: list(_write_figures(experiment, verdict, output, images)) if images else [],
+            claims_drawn = _beside(
+                lambda: list(_draw_claims(experiment, verdict, output, images)) if images else [],
                 worth_it=num_points > WORTH_A_PROCESS,
             )
             if "html" in formats:
                 from abrun.compare.page import render_page
 
                 (output / PAGE).write_text(render_page(experiment, content), encoding="utf-8")
-            figures = figures_done()
+            overview = list(_draw_overview(experiment, output, images)) if images else []
+            figures = [*claims_drawn(), *overview]
             write_json(stamp, {**drawn, "figures": [path.name for path in figures]})
         if "json" in formats:
             files.append(output / "verdict.json")
@@ -107,12 +107,15 @@ def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], l
 
 def _fingerprint(experiment: Experiment, content: Content) -> str:
     """Of all that the page and the figures show, and of the code that draws them."""
-    digest = hashlib.blake2b(repr(content).encode())
+    digest = hashlib.sha256(repr(content).encode())
     for run in experiment.runs.values():
         digest.update(f"{run} {run.status} {run.failure}".encode())
+        steps = None
         for metric, series in run.metrics.items():
             digest.update(metric.encode())
-            digest.update(series.steps.tobytes())
+            if series.steps is not steps:  # metrics of a run often share theirs
+                steps = series.steps
+                digest.update(steps.tobytes())
             digest.update(series.values.tobytes())
     for path in sorted(Path(__file__).parent.rglob("*")):
         if path.suffix in (".py", ".js", ".css", ".html"):
@@ -131,27 +134,32 @@ def _figures_of(stamp: Path, drawn: Content) -> list[Path] | None:
     return figures if last == drawn and all(path.is_file() for path in [*pages, *figures]) else None
 
 
-def _write_figures(
+def _draw_claims(
     experiment: Experiment, verdict: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    from matplotlib import rc_context
-
     from abrun.compare import plots
 
-    with rc_context(plots.STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a name's letters that the font does not have
-        for stem, metric in slugs(result.metric for result in verdict.primaries).items():
-            of_metric = [result for result in verdict.primaries if result.metric == metric]
+    for stem, metric in slugs(result.metric for result in verdict.primaries).items():
+        of_metric = [result for result in verdict.primaries if result.metric == metric]
+        with plots.style():
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
-        limit = experiment.compare.guards.token_mult_prob_error_median
+
+
+def _draw_overview(experiment: Experiment, output: Path, images: Sequence[str]) -> Iterator[Path]:
+    from abrun.compare import plots
+
+    limit = experiment.compare.guards.token_mult_prob_error_median
+    with plots.style():
         yield from _save(plots.overview(experiment, limit), output / "overview", images)
 
 
 def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> Iterator[Path]:
     if figure is None:
         return
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once for all formats
+    layout = figure.get_layout_engine()
+    if layout:
+        layout.execute(figure)
+        figure.set_layout_engine("none")  # laid out once for all formats
     for form in images:
         path = stem.with_name(f"{stem.name}.{form}")
         # No date and no version of matplotlib in the file: same runs, same bytes.
