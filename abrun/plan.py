@@ -52,6 +52,11 @@ def make_plan(recipe: Declared) -> Plan:
                 f"{recipe.name}: arms.{arm}: got {recipe.arms[arm]}, which resolves to the baseline's "
                 "configuration; change at least one value (controls.aa_reruns repeats the baseline)"
             )
+        if any(key.split(".")[0] == "validation" for key in diff):
+            raise RecipeError(
+                f"{recipe.name}: arms.{arm}.validation: not the baseline's; all arms are validated alike: "
+                "set validation outside of arms"
+            )
     warm_starts: dict[str, RunConfig] = {}
     warm_start_of: dict[str, str | None] = {}
     for arm, config in configs.items():
@@ -102,7 +107,7 @@ def _reruns_of(index: int, recipe: Declared) -> int:
 
 def _warm_start_run(baseline: Run, config: RunConfig) -> RunConfig:
     """The supervised run behind an arm's initial weights: the baseline's stack, so that arms share it."""
-    warm_start = config.warm_start
+    warm_start, validation = config.warm_start, config.validation
     assert warm_start is not None
     if not isinstance(baseline, RunConfig):  # a foreign trainer's, which has none to share
         baseline = config
@@ -113,6 +118,8 @@ def _warm_start_run(baseline: Run, config: RunConfig) -> RunConfig:
             "model": config.model,
             "policy": baseline.policy.model_copy(update={"optimizer": optimizer}),
             "task": config.task,
+            # At its start and its end alone: how often the runs validate does not make another warm start.
+            "validation": validation and validation.model_copy(update={"every": warm_start.steps}),
             "warm_start": None,
             "checkpoint": baseline.checkpoint.model_copy(update={"final_weights": True}),
             "steps": warm_start.steps,

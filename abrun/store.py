@@ -12,6 +12,7 @@
         result.json       the run is finished                        written by the trainer, last
         metrics.jsonl     one line a step                            appended by the trainer
         events.jsonl      started, resumed, checkpoint, failed, ...  appended by the trainer
+        validation.jsonl  one line a validation, prompt by prompt    appended by the trainer
         metrics.npz       a cache of metrics.jsonl                   written by whoever compares
         stdout.log, checkpoints/
     runs/warm-starts/<hash>/                  a run directory too: steps shared by all arms and seeds
@@ -41,7 +42,7 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.plan import RunName
-from abrun.series import Series, Steps, from_rows
+from abrun.series import Array, Series, Steps, from_rows
 
 SCHEMA_VERSION = 1
 WARM_STARTS = "warm-starts"
@@ -49,6 +50,7 @@ LOCK = "launcher.lock"
 REFERENCE = "reference.json"
 STALLED_AFTER_S = 600.0
 METRICS_CACHE = "metrics.npz"
+VALIDATION = "validation.jsonl"
 CACHE_VERSION = 1
 NOT_METRICS = ("step", "attempt", "time_s")
 NOT_FINITE = (b'"NaN"', b'"Infinity"', b'"-Infinity"')
@@ -67,6 +69,15 @@ class RunState:
     step: int
     num_steps: int
     message: str | None  # why it failed, where that is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ValidationRow:
+    """What a run's policy made of the held-out prompts after some step."""
+
+    prompts_sha256: str  # pairs two runs' prompts only where it is the same
+    rewards: Array  # [P] in the prompts' order
+    lengths: Array  # [P] tokens of the completions
 
 
 def run_dir(experiment_dir: Path, name: RunName) -> Path:
@@ -208,6 +219,32 @@ def read_metrics(directory: Path) -> dict[str, Series]:
         if (directory / "result.json").is_file():
             _write_cache(cache, key, metrics)
     return metrics
+
+
+def read_validation(directory: Path) -> dict[int, ValidationRow]:
+    """The validations of one run by step, ascending; of several attempts the last one counts.
+
+    Raises StoreError naming file and line where a row is corrupt.
+    """
+    path = directory / VALIDATION
+    found: dict[int, tuple[int, ValidationRow]] = {}
+    for number, row in enumerate(read_lines(path), 1):
+        try:
+            step, attempt = int(row["step"]), int(row["attempt"])
+            rewards, lengths = np.array(row["rewards"], np.float64), np.array(row["lengths"], np.float64)
+            if rewards.ndim != 1 or rewards.shape != lengths.shape:
+                raise ValueError("rewards and lengths are lists of one number a prompt")
+            validation = ValidationRow(
+                prompts_sha256=str(row["prompts_sha256"]), rewards=rewards, lengths=lengths
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(
+                f"{path}, line {number}: not a validation ({type(error).__name__}: {error}); "
+                "remove the line or run again"
+            ) from None
+        if step not in found or attempt >= found[step][0]:
+            found[step] = attempt, validation
+    return {step: found[step][1] for step in sorted(found)}
 
 
 def read_metrics_of(directories: Sequence[Path]) -> list[dict[str, Series]]:

@@ -61,6 +61,14 @@ def test_a_cached_warm_start_serves_whatever_does_not_reach_it(override: str) ->
     assert list(plan_of(WARM, override).warm_starts) == list(plan_of(WARM).warm_starts)
 
 
+def test_a_warm_start_never_sees_what_its_runs_hold_out_however_often_they_validate() -> None:
+    plans = [plan_of(WARM, f"validation={{every: {every}, num_prompts: 8}}") for every in (2, 3)]
+    (warm_start,) = plans[0].warm_starts.values()
+    assert warm_start.validation is not None
+    assert (warm_start.validation.num_prompts, warm_start.validation.every) == (8, 50)
+    assert list(plans[0].warm_starts) == list(plans[1].warm_starts) != list(plan_of(WARM).warm_starts)
+
+
 @pytest.mark.parametrize("override", ["warm_start.steps=99", "policy.dtype=bfloat16", "task.max_operand=7"])
 def test_a_warm_start_that_would_come_out_otherwise_has_another_key(override: str) -> None:
     assert list(plan_of(WARM, override).warm_starts) != list(plan_of(WARM).warm_starts)

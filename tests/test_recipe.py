@@ -64,6 +64,25 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
         (f"algorithm={{type: {'a' * 5000}}}", ["algorithm.type", "aaa...", "'grpo'"]),
         ("task={type: gsm8k}", ["task.path", "missing"]),
         ("task=null", ["task", "None", "a mapping"]),
+        ("task={type: arithmetic, operations: [+]}", ["task.operations", "'+'", "'multiply'"]),
+        ("task={type: arithmetic, operations: []}", ["task.operations", "at least 1 item"]),
+        ("task={type: word_problems, topics: [chess]}", ["task.topics", "'chess'", "'sharing'"]),
+        ("task={type: jsonl, path: x, verifier: judge}", ["task.verifier", "'judge'", "module:function"]),
+        (
+            "task={type: gsm8k, path: x, verifier: a.b:c()}",
+            ["task.verifier", "'a.b:c()'", "my_rewards:judge"],
+        ),
+        ("validation={}", ["validation.every", "missing"]),
+        ("validation={every: 2, temperature: -1}", ["validation.temperature", "-1", "or equal to 0"]),
+        ("validation={every: 2, path: x}", ["validation.path", "'x'", "'arithmetic'", "path: null"]),
+        (
+            "validation={every: 2, num_prompts: 7}",
+            ["validation.num_prompts", "7", "2 ranks", "multiple of 2"],
+        ),
+        (
+            "arms.treatment.validation={every: 2}",
+            ["arms.treatment.validation", "all arms are validated alike"],
+        ),
         ("algorithm.group_size=1", ["algorithm.group_size", "2 or more"]),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
         (
@@ -113,7 +132,8 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
 def test_each_rule_is_one_line_that_says_field_value_and_what_is_allowed(
     override: str, words: list[str]
 ) -> None:
-    line = refused(SMALL, override)
+    ranks = ["cluster.cpu_ranks=2"] if "2 ranks" in words else []
+    line = refused(SMALL, override, *ranks)
     assert all(word in line for word in words), line
 
 

@@ -335,3 +335,44 @@ def test_many_large_runs_are_read_by_several_processes(
         None,
         ([1], ["np.float64(1.0)"]),
     ]
+
+
+# --- validation ---
+
+
+def validation_line(step: object, attempt: int, rewards: list) -> str:
+    row = {"step": step, "attempt": attempt, "prompts_sha256": "ab", "rewards": rewards, "lengths": [3, 4]}
+    return json.dumps(row) + "\n"
+
+
+def test_of_several_attempts_the_last_validation_counts(tmp_path: Path) -> None:
+    assert store.read_validation(tmp_path) == {}
+    lines = [
+        validation_line(4, 1, [0, 0.5]),
+        validation_line(0, 2, [0, 1]),
+        validation_line(4, 2, [1, -0.5]),
+        validation_line(8, 1, [1, 1]),  # an older attempt's last words
+        '{"step": 12, "attem',
+    ]
+    (tmp_path / "validation.jsonl").write_text("".join(lines))
+    found = store.read_validation(tmp_path)
+    assert list(found) == [0, 4, 8]
+    assert found[4].rewards.tolist() == [1, -0.5] and found[4].lengths.tolist() == [3, 4]
+    assert found[0].prompts_sha256 == "ab"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}\n",
+        validation_line(1, 1, [1]),
+        validation_line(1, 1, [1, "x"]),
+        validation_line(1, 1, [[1, 2], [3, 4]]),
+        validation_line(None, 1, [1, 2]),
+    ],
+)
+def test_a_corrupt_validation_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "validation.jsonl").write_text(validation_line(0, 1, [0, 0]) + line)
+    with pytest.raises(StoreError, match=r"validation\.jsonl, line 2: not a validation") as raised:
+        store.read_validation(tmp_path)
+    assert len(str(raised.value).splitlines()) == 1

@@ -149,6 +149,9 @@ def _missing_file(config: RunConfig) -> str | None:
     data, weights = getattr(config.task, "path", None), config.model.path
     if data and not Path(data).expanduser().is_file():
         return f"task.path: got {data!r}, no such file here; give a JSON-lines file"
+    held_out = config.validation.path if config.validation else None
+    if held_out and not Path(held_out).expanduser().is_file():
+        return f"validation.path: got {held_out!r}, no such file here; give a JSON-lines file"
     if weights and weights[0] in "/.~" and not Path(weights).expanduser().is_dir():
         return f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
     return None

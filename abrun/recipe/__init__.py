@@ -34,8 +34,10 @@ from abrun.recipe.models import (
     RunConfig,
     Section,
     Sft,
+    Validation,
     Wandb,
     WarmStart,
+    WordProblems,
 )
 from abrun.recipe.reading import (
     dotted,
@@ -79,8 +81,10 @@ __all__ = [
     "RunConfig",
     "Section",
     "Sft",
+    "Validation",
     "Wandb",
     "WarmStart",
+    "WordProblems",
     "dotted",
     "invocation",
     "load_recipe",

@@ -1,8 +1,9 @@
 """What one training run sees: its resolved configuration, as strict models."""
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
@@ -142,10 +143,31 @@ class Rollout(Section):
 
 
 class Arithmetic(Section):
-    """Generated additions of two numbers from 0 to `max_operand`, verified exactly."""
+    """Generated calculations with numbers from 0 to `max_operand`, such as `37+58=`, verified exactly."""
 
     type: Literal["arithmetic"]
+    operations: list[Literal["add", "subtract", "multiply"]] = Field(default=["add"], min_length=1)
+    num_operands: Annotated[int, Field(ge=2, le=20)] = 2
     max_operand: Annotated[int, Field(ge=1, lt=10**9)] = 99
+
+
+class WordProblems(Section):
+    """Generated stories, their numbers up to `max_number`, verified on the final answer of the solution."""
+
+    type: Literal["word_problems"]
+    topics: list[Literal["shopping", "ages", "travel", "sharing", "two_step"]] = Field(
+        default=["shopping", "ages", "travel", "sharing", "two_step"], min_length=1
+    )
+    max_number: Annotated[int, Field(ge=3, lt=10**6)] = 20
+
+
+def _module_and_function(value: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise ValueError(f"got {value[:60]!r}; allowed: module:function, such as my_rewards:judge")
+    return value
+
+
+Verifier = Annotated[str, AfterValidator(_module_and_function)]
 
 
 class Gsm8k(Section):
@@ -153,15 +175,34 @@ class Gsm8k(Section):
 
     type: Literal["gsm8k"]
     path: str
+    verifier: Verifier | None = None  # see Jsonl
 
 
 class Jsonl(Section):
-    """JSON lines with a prompt and a reference answer, compared mathematically."""
+    """JSON lines with a prompt and a reference answer, compared mathematically or by a verifier of your own.
+
+    `verifier: module:function` names a function (prompt, completion, answer) -> reward, any finite number.
+    The trainer imports it, from the installed packages or the directory where abrun was started.
+    """
 
     type: Literal["jsonl"]
     path: str
     prompt_field: str = "prompt"
     answer_field: str = "answer"
+    verifier: Verifier | None = None  # None: math-verify
+
+
+class Validation(Section):
+    """Completions of held-out prompts, before the first step, after every `every`-th and after the last.
+
+    The prompts are the same in every arm and for every seed, and no training (a warm start included) sees
+    them.
+    """
+
+    every: Count
+    num_prompts: Count = 64
+    path: str | None = None  # a file of the task's format; None: hold out of the task itself. The last lines
+    temperature: NonNegative = 0.0  # 0: the most likely token; otherwise sampled, with the rollouts' top_p
 
 
 class WarmStart(Section):
@@ -233,7 +274,8 @@ class RunConfig(Run):
     model: Model
     policy: Policy = Policy()
     rollout: Rollout = Rollout()
-    task: Annotated[Arithmetic | Gsm8k | Jsonl, Field(discriminator="type")]
+    task: Annotated[Arithmetic | WordProblems | Gsm8k | Jsonl, Field(discriminator="type")]
+    validation: Validation | None = None
     warm_start: WarmStart | None = None
     checkpoint: Checkpoint = Checkpoint()
     wandb: Wandb | None = None
@@ -261,4 +303,19 @@ class RunConfig(Run):
             )
         if self.planted_fault and self.algorithm.type != "grpo":
             raise ValueError("planted_fault: only algorithm.type grpo has advantages to flip; drop it")
+        return self
+
+    @model_validator(mode="after")
+    def _validation_fits(self) -> Self:
+        validation, ranks = self.validation, self.cluster.ranks
+        if validation and validation.num_prompts % ranks:
+            raise ValueError(
+                f"validation.num_prompts: got {validation.num_prompts} for {ranks} ranks; "
+                f"use a multiple of {ranks}"
+            )
+        if validation and validation.path is not None and not hasattr(self.task, "path"):
+            raise ValueError(
+                f"validation.path: got {validation.path!r} with task.type {self.task.type!r}, whose prompts "
+                "are generated; use path: null"
+            )
         return self

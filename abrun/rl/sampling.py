@@ -35,6 +35,11 @@ def sample(
     return token[:, 0], logprobs.gather(-1, token)[:, 0]
 
 
+def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, V]
+    """Token [B], the first of equally likely ones, and its log-prob [B]: 0, for there is no other choice."""
+    return logits.argmax(dim=-1), torch.zeros(len(logits), device=logits.device)
+
+
 def filtered_logprobs(
     logits: Tensor,  # [..., V] float32, already divided by the temperature
     target: Tensor,  # [...] int64

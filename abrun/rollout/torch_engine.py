@@ -12,7 +12,7 @@ from torch import Tensor
 from abrun.backends.dtensor import DtensorBackend
 from abrun.models import LanguageModel
 from abrun.recipe import Rollout
-from abrun.rl.sampling import sample
+from abrun.rl.sampling import most_likely, sample
 from abrun.rollout import Completion
 
 
@@ -26,16 +26,20 @@ class TorchEngine:
         self._rollout = rollout
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], uniforms: Tensor) -> list[Completion]:
+    def generate(
+        self, prompts: list[list[int]], uniforms: Tensor, *, temperature: float | None = None
+    ) -> list[Completion]:
         size = self._rollout.batch_size or len(prompts)
         completions: list[Completion] = []
         with self._backend.gathered() as policy:
             for start in range(0, len(prompts), size):
                 rows = slice(start, start + size)
-                completions.extend(self._generate(policy, prompts[rows], uniforms[rows]))
+                completions.extend(self._generate(policy, prompts[rows], uniforms[rows], temperature))
         return completions
 
-    def _generate(self, policy: Any, prompts: list[list[int]], uniforms: Tensor) -> Iterator[Completion]:
+    def _generate(
+        self, policy: Any, prompts: list[list[int]], uniforms: Tensor, temperature: float | None
+    ) -> Iterator[Completion]:
         device = self._backend.device
         token_ids, attention_mask = self._left_padded(prompts)
         uniforms = uniforms.to(device)
@@ -48,7 +52,7 @@ class TorchEngine:
                 position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -token_ids.shape[1] :],
                 past_key_values=cache,
             )
-            token, logprob = sample(logits, uniforms[:, step], self._rollout.top_p)
+            token, logprob = self._choose(logits, uniforms[:, step], temperature)
             sampled.append(torch.where(running, token, self._pad_id))
             logprobs.append(logprob)
             attention_mask = torch.cat([attention_mask, running[:, None].long()], dim=1)
@@ -59,6 +63,14 @@ class TorchEngine:
         return self._collect(
             torch.stack(sampled, dim=1), torch.stack(logprobs, dim=1), running, attention_mask
         )
+
+    def _choose(self, logits: Tensor, uniform: Tensor, temperature: float | None) -> tuple[Tensor, Tensor]:
+        """Token [B] and log-prob [B] from logits [B, V] that are over the recipe's temperature."""
+        if temperature == 0:
+            return most_likely(logits)
+        if temperature is not None and temperature != self._rollout.temperature:
+            logits = logits * (self._rollout.temperature / temperature)
+        return sample(logits, uniform, self._rollout.top_p)
 
     def _collect(
         self,

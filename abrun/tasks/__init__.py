@@ -1,9 +1,9 @@
 """Tasks: where prompts come from and how completions are judged."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, Self
 
-from abrun.recipe import Arithmetic, Gsm8k, Jsonl
+from abrun.recipe import Arithmetic, Gsm8k, Jsonl, Validation, WordProblems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +13,7 @@ class Example:
     prompt: str
     completion: str  # a reference solution: what supervised steps imitate
     answer: str  # what the verifier compares with
+    source: str = field(default="", compare=False)  # where it stands, for messages
 
 
 class Task(Protocol):
@@ -23,16 +24,49 @@ class Task(Protocol):
         ...
 
     def reward(self, example: Example, completion: str) -> float:
-        """The verifier's reward for a completion's text, in [0, 1]."""
+        """The verifier's reward for a completion's text: any finite number, 0 or 1 of abrun's own verifiers.
+
+        The text is all that counts: a completion that was truncated is judged like any other.
+        """
+        ...
+
+    def held_out(self, count: int) -> list[Example]:
+        """`count` examples that depend on the task alone. Raises RecipeError where it has too few."""
+        ...
+
+    def without(self, prompts: frozenset[str]) -> Self:
+        """The task whose stream never has these prompts. Raises RecipeError where nothing is left."""
         ...
 
 
-def make_task(config: Arithmetic | Gsm8k | Jsonl) -> Task:
+def make_task(config: Arithmetic | WordProblems | Gsm8k | Jsonl) -> Task:
     """The task of a recipe. Raises RecipeError where its file is missing or has a line that does not fit."""
     if isinstance(config, Arithmetic):
-        from abrun.tasks.arithmetic import ArithmeticTask
+        from abrun.tasks.arithmetic import arithmetic
 
-        return ArithmeticTask(config.max_operand)
-    from abrun.tasks.problems import gsm8k, jsonl
+        return arithmetic(config)
+    if isinstance(config, WordProblems):
+        from abrun.tasks.word_problems import word_problems
 
-    return gsm8k(config) if isinstance(config, Gsm8k) else jsonl(config)
+        return word_problems(config)
+    from abrun.tasks.problems import problem_file
+
+    return problem_file(config)
+
+
+def hold_out(
+    config: Arithmetic | WordProblems | Gsm8k | Jsonl, validation: Validation
+) -> tuple[Task, list[Example]]:
+    """The task without its validation prompts, and those: the same for every arm and seed.
+
+    A prompt that training could also draw from elsewhere (a line that comes twice, say) is not trained on.
+    """
+    task = make_task(config)
+    if validation.path is None or isinstance(config, Arithmetic | WordProblems):
+        examples = task.held_out(validation.num_prompts)
+    else:
+        from abrun.tasks.problems import read_problems
+
+        problems = read_problems(config, validation.path, "validation.path")
+        examples = problems.held_out(validation.num_prompts)
+    return task.without(frozenset(example.prompt for example in examples)), examples

@@ -1,24 +1,41 @@
-"""Additions such as `37+58=`, generated, verified exactly."""
+"""Calculations such as `37+58=`, generated, verified exactly."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 
+from abrun.recipe import Arithmetic
 from abrun.tasks import Example
+from abrun.tasks.generated import Generated
+
+SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 
 
-@dataclass(frozen=True, slots=True)
-class ArithmeticTask:
-    """Sums of two numbers from 0 to `max_operand`, drawn uniformly."""
+def arithmetic(config: Arithmetic) -> Generated:
+    """Operands and operations are drawn uniformly; a product binds closer than a sum."""
+    return Generated(name="arithmetic", draw=partial(_draw, config), judge=_judge)
 
-    max_operand: int
 
-    def examples(self, seed: int, start: int, count: int) -> list[Example]:
-        return [self._example(random.Random(f"arithmetic-{seed}-{i}")) for i in range(start, start + count)]
+def value(operands: Sequence[int], operations: Sequence[str]) -> int:
+    """The value of a chain of operations, products first."""
+    terms = [operands[0]]
+    for operation, operand in zip(operations, operands[1:], strict=True):
+        if operation == "multiply":
+            terms[-1] *= operand
+        else:
+            terms.append(operand if operation == "add" else -operand)
+    return sum(terms)
 
-    def reward(self, example: Example, completion: str) -> float:
-        return float(completion.strip() == example.answer)
 
-    def _example(self, draw: random.Random) -> Example:
-        left, right = draw.randint(0, self.max_operand), draw.randint(0, self.max_operand)
-        total = str(left + right)
-        return Example(prompt=f"{left}+{right}=", completion=total, answer=total)
+def _draw(config: Arithmetic, draw: random.Random) -> Example:
+    # Operands first: the stream of additions stays as it was before there were other operations.
+    operands = [draw.randint(0, config.max_operand) for _ in range(config.num_operands)]
+    operations = [draw.choice(config.operations) for _ in operands[1:]]
+    signs = [SYMBOLS[operation] for operation in operations]
+    prompt = "".join(f"{operand}{sign}" for operand, sign in zip(operands, [*signs, "="], strict=True))
+    answer = str(value(operands, operations))
+    return Example(prompt=prompt, completion=answer, answer=answer)
+
+
+def _judge(example: Example, completion: str) -> float:
+    return float(completion.strip() == example.answer)

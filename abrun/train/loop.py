@@ -17,6 +17,7 @@ from abrun.rl.batch import Batch
 from abrun.train import checkpoint
 from abrun.train.recorder import Recorder
 from abrun.train.setup import Setup, make_setup
+from abrun.train.validation import Validator
 
 
 class Interrupted(AbrunError):
@@ -63,10 +64,16 @@ def _train(setup: Setup, algorithm: Algorithm, recorder: Recorder, requests: "Re
     saved = start = checkpoint.restore(checkpoints, setup.backend)
     if start:
         recorder.event("resumed", step=start)
+    validator = Validator(setup, config.validation, recorder) if config.validation else None
+    if validator and start == 0:
+        recorder.metrics(0, validator.validate(0))
     setup.phases.collect()
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
-        recorder.metrics(step, {**values, **_performance(setup, values)})
+        row = {**values, **_performance(setup, values)}
+        if validator and validator.is_due(step):
+            row |= validator.validate(step)
+        recorder.metrics(step, row)
         stop, save = requests.collect()
         if stop or save or step % config.checkpoint.every == 0:
             with setup.phases("checkpointing", memory=False):

@@ -2,6 +2,9 @@
 
 Left out: several updates on one batch of rollouts, so the importance ratio of a step starts at 1 and clipping
 acts only through rounding; the ratio, the clipping and their metrics are there all the same.
+
+A completion that was truncated at `rollout.max_new_tokens` counts in every metric and in the loss like any
+other, with the reward that the verifier gives to its text; `train/truncation_rate` says how many there were.
 """
 
 from dataclasses import dataclass
@@ -17,7 +20,6 @@ from abrun.rl.losses import PolicyLoss, clipped_policy_loss, kl_penalty, loss_we
 from abrun.rl.metrics import MetricParts, policy_metrics
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.torch_engine import TorchEngine
-from abrun.tasks import Example
 from abrun.train.seeds import sampling_uniforms
 from abrun.train.setup import Setup, check_length
 
@@ -74,7 +76,7 @@ class PolicyGradient:
         with setup.phases("generation"):
             completions = self._engine.generate(prompts, uniforms)
         with setup.phases("reward", memory=False):
-            rewards = self._rewards(examples, completions)
+            rewards = torch.tensor(setup.rewards(examples, completions))
         batch = collate(
             prompts,
             [completion.token_ids for completion in completions],
@@ -82,14 +84,6 @@ class PolicyGradient:
             logprobs=[completion.logprobs for completion in completions],
         ).to(setup.device)
         return self._with_advantages(batch, rewards), self._rollout_metrics(prompts, completions, rewards)
-
-    def _rewards(self, examples: list[Example], completions: list[Completion]) -> Tensor:
-        decode = self._setup.model.decode
-        pairs = zip(examples, completions, strict=True)
-        rewards = [
-            self._setup.task.reward(example, decode(completion.token_ids)) for example, completion in pairs
-        ]
-        return torch.tensor(rewards)
 
     def _with_advantages(self, batch: Batch, rewards: Tensor) -> Batch:
         settings = self._settings

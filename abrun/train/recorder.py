@@ -8,7 +8,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Recorder:
         if self._writes:
             self._metrics = store.LineWriter(directory / "metrics.jsonl")
             self._events = store.LineWriter(directory / "events.jsonl")
+            if config.validation:
+                self._validations = store.LineWriter(directory / store.VALIDATION)
             if config.wandb:
                 self._mirror = WandbMirror(
                     config, record, directory, lambda text: self.event("wandb", message=text)
@@ -52,9 +54,7 @@ class Recorder:
         dist.all_gather_object(ranks, (socket.gethostname(), _device_name(device)))
         if not self._writes:
             return
-        digest = hashlib.sha256()
-        for prompt in prompts:
-            digest.update(prompt.encode() + b"\0")
+        digest = prompts_sha256(prompts)
         self._check_fence()
         content = {
             "attempt": self.attempt,
@@ -64,7 +64,7 @@ class Recorder:
             "hosts": sorted({host for host, _ in ranks}),
             "dtype": config.policy.dtype,
             "precision": _precision(config.policy, device),
-            "prompts_sha256": digest.hexdigest(),
+            "prompts_sha256": digest,
         }
         store.write_json(self.directory / "environment.json", content)
 
@@ -77,6 +77,15 @@ class Recorder:
             self.heartbeat(step)
             if self._mirror:
                 self._mirror.log(row)
+
+    def validation(
+        self, step: int, prompts: Iterable[str], rewards: Sequence[float], lengths: Sequence[int]
+    ) -> None:
+        """Append what a validation found, prompt by prompt."""
+        if self._writes:
+            self._check_fence()
+            content = {"prompts_sha256": prompts_sha256(prompts), "rewards": rewards, "lengths": lengths}
+            self._validations.write({"step": step, "attempt": self.attempt, **content})
 
     def heartbeat(self, step: int) -> None:
         if self._writes:
@@ -109,6 +118,14 @@ class Recorder:
             raise FencedError(
                 f"{self.directory}: attempt {owner} owns this run now; attempt {self.attempt} stops"
             )
+
+
+def prompts_sha256(prompts: Iterable[str]) -> str:
+    """Identifies prompts in their order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.encode() + b"\0")
+    return digest.hexdigest()
 
 
 def failed_to_start(directory: Path, message: str) -> None:

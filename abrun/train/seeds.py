@@ -12,11 +12,13 @@ def derive(seed: int, *names: str | int) -> int:
     return int.from_bytes(digest[:7], "big")
 
 
-def sampling_uniforms(seed: int, step: int, num_sequences: int, max_new_tokens: int) -> Tensor:
+def sampling_uniforms(
+    seed: int, step: int, num_sequences: int, max_new_tokens: int, *, stream: str = "sampling"
+) -> Tensor:
     """The numbers in [0, 1) that decide a step's draws: [num_sequences, max_new_tokens] float64, on the CPU.
 
     A row belongs to a sequence of the global batch, whichever rank samples it: rollouts do not depend on how
     many ranks there are, and a resumed run needs no sampler state.
     """
-    generator = torch.Generator().manual_seed(derive(seed, "sampling", step))
+    generator = torch.Generator().manual_seed(derive(seed, stream, step))
     return torch.rand(num_sequences, max_new_tokens, dtype=torch.float64, generator=generator)

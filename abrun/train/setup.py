@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from abrun.models import LanguageModel, load_model
 from abrun.recipe import RunConfig, Sft
 from abrun.rl.batch import Batch
 from abrun.rl.metrics import all_reduce
-from abrun.tasks import Example, Task, make_task
+from abrun.rollout import Completion
+from abrun.tasks import Example, Task, hold_out, make_task
 from abrun.train.phases import Phases
 from abrun.train.seeds import derive
 
@@ -29,6 +31,7 @@ class Setup:
     model: LanguageModel
     backend: Backend
     task: Task
+    validation_examples: list[Example]  # held out of the task's stream; none without a validation
     phases: Phases
 
     def make_reference(self) -> Backend:
@@ -40,6 +43,24 @@ class Setup:
         """The examples of a step's global batch, in order."""
         size = self.batch_size
         return self.task.examples(derive(self.seed, "data"), (step - 1) * size, size)
+
+    def rewards(self, examples: list[Example], completions: list[Completion]) -> list[float]:
+        """The verifier's rewards on this rank; truncated completions are judged like any other. Collective.
+
+        Where a verifier fails on one rank, every rank raises its RecipeError: rank 0, which writes down why a
+        run failed, would otherwise wait for the others.
+        """
+        rewards, failure = [], ""
+        try:
+            for example, completion in zip(examples, completions, strict=True):
+                rewards.append(self.task.reward(example, self.model.decode(completion.token_ids)))
+        except RecipeError as error:
+            failure = str(error)
+        if self.total(bool(failure))[0]:
+            failures: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(failures, failure)
+            raise RecipeError(next(filter(None, failures)))
+        return rewards
 
     def share(self, num_rows: int) -> slice:
         """This rank's consecutive rows of `num_rows` of the global batch."""
@@ -80,7 +101,10 @@ class Setup:
 
 def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, device: torch.device) -> Setup:
     """Load the model and the task of a run. Raises RecipeError where they do not fit together."""
-    task = make_task(config.task)
+    if config.validation:
+        task, validation_examples = hold_out(config.task, config.validation)
+    else:
+        task, validation_examples = make_task(config.task), []
     model = _load(config, initial_weights, seed)
     backend = _backend(config, model, device, trainable=True)
     return Setup(
@@ -91,6 +115,7 @@ def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, devic
         model=model,
         backend=backend,
         task=task,
+        validation_examples=validation_examples,
         phases=Phases(device, backend.resident_tensors),
     )
 

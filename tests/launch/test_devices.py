@@ -108,3 +108,18 @@ def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     on_path = make_plan(load_recipe(FOREIGN, ["trainer.python=python", f"trainer.env.PATH={tmp_path}"]))
     monkeypatch.setenv("PATH", "/nowhere")
     assert refusal(on_path, machine, None) is None, "the command's own PATH counts"
+
+
+def test_files_of_task_and_validation_have_to_be_here(tmp_path: Path) -> None:
+    (tmp_path / "here.jsonl").touch()
+    for task, validation, part in (
+        ("gone", "here", "task.path: got "),
+        ("here", "gone", "validation.path: got "),
+        ("here", "here", None),
+    ):
+        files = [
+            f"task={{type: gsm8k, path: {tmp_path / task}.jsonl}}",
+            f"validation={{every: 1, path: {tmp_path / validation}.jsonl}}",
+        ]
+        error = refusal(make_plan(load_recipe(SMALL, files)), Machine(gpus=(), cores=1), None)
+        assert (part is None) == (error is None) and (part or "") in str(error)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from abrun.rl.sampling import filtered_logprobs, keep_top_p, sample
+from abrun.rl.sampling import filtered_logprobs, keep_top_p, most_likely, sample
 
 IGNORED = -100
 
@@ -154,3 +154,8 @@ def test_half_precision_logits_are_sampled_in_float32() -> None:
     exact_tokens, exact = sample(logits.float(), uniform)
     assert logprobs.dtype == torch.float32
     assert torch.equal(tokens, exact_tokens) and torch.equal(logprobs, exact)
+
+
+def test_the_first_of_equally_likely_tokens_is_the_most_likely_one() -> None:
+    tokens, logprobs = most_likely(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, 3.0], [-1.0, -2.0, -0.5]]))
+    assert tokens.tolist() == [1, 0, 2] and logprobs.tolist() == [0, 0, 0]

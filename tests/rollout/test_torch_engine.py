@@ -44,11 +44,16 @@ def make_backend(model: LanguageModel, rollout: Rollout, policy: Policy | None =
 
 
 def generate(
-    model: LanguageModel, rollout: Rollout, policy: Policy | None = None, prompts: list[str] = PROMPTS
+    model: LanguageModel,
+    rollout: Rollout,
+    policy: Policy | None = None,
+    prompts: list[str] = PROMPTS,
+    temperature: float | None = None,
 ) -> tuple[DtensorBackend, list[Completion]]:
     backend = make_backend(model, rollout, policy)
     encoded = [model.encode_prompt(prompt) for prompt in prompts]
-    return backend, TorchEngine(backend, model, rollout).generate(encoded, uniforms(len(prompts)))
+    engine = TorchEngine(backend, model, rollout)
+    return backend, engine.generate(encoded, uniforms(len(prompts)), temperature=temperature)
 
 
 def uniforms(count: int) -> torch.Tensor:
@@ -93,6 +98,33 @@ def test_completions_are_those_of_a_plain_loop(
         assert completion.token_ids == tokens
         assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
     assert len({len(tokens) for tokens, _ in expected}) > 2, "the example should have several lengths"
+
+
+def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> None:
+    model = make_model()
+    expected = []
+    for prompt in map(model.encode_prompt, PROMPTS):
+        tokens: list[int] = []
+        while len(tokens) < MAX_NEW_TOKENS and not model.end_ids & {*tokens}:
+            with torch.no_grad():
+                tokens.append(int(model.network(torch.tensor([prompt + tokens])).logits[0, -1].argmax()))
+        expected.append(tokens)
+    for trained in (1.0, 0.7):
+        rollout = Rollout(temperature=trained, top_p=0.8, max_new_tokens=MAX_NEW_TOKENS)
+        _, completions = generate(make_model(), rollout, temperature=0.0)
+        assert [completion.token_ids for completion in completions] == expected
+        assert not any(logprob for completion in completions for logprob in completion.logprobs)
+    assert len({len(tokens) for tokens in expected}) > 1, "the example should have several lengths"
+
+
+@pytest.mark.parametrize("trained", [0.5, 1.0, 1.6])
+def test_a_temperature_of_its_own_stands_in_for_the_recipes(trained: float, group: None) -> None:
+    _, expected = generate(make_model(), Rollout(temperature=0.8, max_new_tokens=MAX_NEW_TOKENS))
+    rollout = Rollout(temperature=trained, max_new_tokens=MAX_NEW_TOKENS)
+    _, completions = generate(make_model(), rollout, temperature=0.8)
+    for one, other in zip(completions, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize(

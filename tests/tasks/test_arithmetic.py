@@ -1,9 +1,69 @@
 """The arithmetic stream is a function of seed and position; its verifier is exact."""
 
+import hashlib
+import re
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from abrun.recipe import Arithmetic
 from abrun.tasks import Example, make_task
+from abrun.tasks.arithmetic import value
+
+NAMES = {"+": "add", "-": "subtract", "*": "multiply"}
+
+
+def arithmetic(**fields: Any) -> Arithmetic:
+    return Arithmetic.model_validate({"type": "arithmetic", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sha256"),
+    [
+        ({}, "f88dc66fdd9837733e53710fe984102156beaba96b02dccdb7dd20feb40066ac"),
+        ({"max_operand": 3}, "509f0ddf90eb5493468786ad18e767cc94c71367769d1fbc540b24ed1114d316"),
+    ],
+)
+def test_additions_are_byte_for_byte_those_of_the_first_release(fields: dict, sha256: str) -> None:
+    """Recorded before there were other operations: the prompt hash is part of stored experiments."""
+    lines = (
+        f"{e.prompt}|{e.completion}|{e.answer}" for e in make_task(arithmetic(**fields)).examples(7, 0, 1000)
+    )
+    assert hashlib.sha256("\0".join(lines).encode()).hexdigest() == sha256
+
+
+@given(
+    operations=st.lists(st.sampled_from(list(NAMES.values())), min_size=1, max_size=3),
+    num_operands=st.integers(2, 20),
+    max_operand=st.integers(1, 1000),
+    seed=st.integers(0, 2**56),
+)
+@settings(deadline=None, max_examples=60)
+def test_calculations_of_any_difficulty_are_right(
+    operations: list[str], num_operands: int, max_operand: int, seed: int
+) -> None:
+    config = arithmetic(operations=operations, num_operands=num_operands, max_operand=max_operand)
+    for example in make_task(config).examples(seed, 3, 5):
+        calculation = example.prompt.removesuffix("=")
+        operands = [int(number) for number in re.findall(r"\d+", calculation)]
+        assert len(operands) == num_operands and max(operands) <= max_operand
+        assert {NAMES[sign] for sign in re.findall(r"[^\d]", calculation)} <= set(operations)
+        assert example.answer == example.completion == str(eval(calculation))
+
+
+def test_every_operation_occurs() -> None:
+    examples = make_task(arithmetic(operations=list(NAMES.values()), num_operands=3)).examples(0, 0, 100)
+    signs = [tuple(re.findall(r"[-+*]", example.prompt)) for example in examples]
+    assert set(signs) == {(left, right) for left in NAMES for right in NAMES}
+
+
+def test_products_bind_closer_than_sums() -> None:
+    assert value([2, 3, 4], ["add", "multiply"]) == 14
+    assert value([2, 3, 4], ["multiply", "subtract"]) == 2
+    assert value([1, 2, 3, 4, 5], ["subtract", "multiply", "multiply", "add"]) == -18
+    assert value([3, 8], ["subtract"]) == -5
 
 
 def test_any_slicing_of_the_stream_gives_the_same_examples() -> None:

@@ -1,6 +1,7 @@
 """Problem files: read strictly, reshuffled every pass, judged by mathematical value."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -135,3 +136,108 @@ def test_a_file_without_problems(content: bytes | None, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"task\.path: got ") as raised:
         make_task(Jsonl(type="jsonl", path=str(path)))
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+# --- verifiers of one's own ---
+
+SENTENCE = Example(prompt="1+1=", completion="2", answer="2", source="x.jsonl, line 7")
+VERIFIERS = """
+import json, math
+from decimal import Decimal
+from fractions import Fraction
+import numpy as np
+calls = []
+def length(prompt, completion, answer):
+    calls.append((prompt, completion, answer))
+    return -len(completion) / 2
+def yes(*texts): return True
+def half(*texts): return np.float32(0.5)
+def third(*texts): return Fraction(1, 3)
+def fails(*texts): return json.loads("{")
+def nothing(*texts): pass
+def nan(*texts): return math.nan
+def endless(*texts): return 1e39
+def enormous(*texts): return 10**400
+def text(*texts): return "1"
+def decimal(*texts): return Decimal(1)
+def few(completion): return 1.0
+number = 3
+"""
+
+
+def verified_by(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
+    """A task with a verifier out of a module in the working directory."""
+    (folder / "the_verifiers.py").write_text(VERIFIERS)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "the_verifiers", raising=False)
+    path = written(folder / "x.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    return make_task(Jsonl(type="jsonl", path=path, verifier=name))
+
+
+@pytest.mark.parametrize(
+    ("function", "reward"), [("length", -2.5), ("yes", 1.0), ("half", 0.5), ("third", 1 / 3)]
+)
+def test_a_verifier_of_ones_own_may_give_any_number(
+    function: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = verified_by(tmp_path, f"the_verifiers:{function}", monkeypatch)
+    assert task.reward(SENTENCE, "is it") == reward
+    assert task.without(frozenset()).reward(SENTENCE, "is it") == reward
+    if function == "length":
+        assert sys.modules["the_verifiers"].calls == [("1+1=", "is it", "2")] * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("fails", "raised JSONDecodeError: Expecting property name"),
+        ("few", "raised TypeError: few() takes 1 positional argument"),
+        ("nothing", "returned None"),
+        ("nan", "returned nan"),
+        ("endless", "returned 1e+39"),
+        ("enormous", "returned 1000000"),
+        ("text", "returned '1'"),
+        ("decimal", "returned Decimal('1')"),
+    ],
+)
+def test_a_verifier_that_fails_names_the_line_of_its_prompt(
+    function: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = verified_by(tmp_path, f"the_verifiers:{function}", monkeypatch)
+    with pytest.raises(RecipeError) as raised:
+        task.reward(task.examples(0, 0, 1)[0], "is it")
+    message = str(raised.value)
+    assert message.startswith(f"task.verifier: 'the_verifiers:{function}' {reason}"), message
+    assert f"{tmp_path / 'x.jsonl'}, line 1;" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such_module:judge", "importing no_such_module raised ModuleNotFoundError: No module named"),
+        ("the_verifiers.deeper:judge", "raised ModuleNotFoundError"),
+        ("broken_verifiers:judge", "importing broken_verifiers raised SyntaxError"),
+        ("the_verifiers:judge", "the_verifiers has no judge; name a function"),
+        ("the_verifiers:number", "the number of the_verifiers is no function"),
+    ],
+)
+def test_a_verifier_that_is_not_there(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_verifiers.py").write_text("def judge(:\n")
+    with pytest.raises(RecipeError) as raised:
+        verified_by(tmp_path, name, monkeypatch)
+    message = str(raised.value)
+    assert message.startswith(f"task.verifier: got {name!r}; ") and reason in message, message
+    assert "\n" not in message
+
+
+def test_gsm8k_with_a_verifier_gives_it_the_final_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified_by(tmp_path, "the_verifiers:length", monkeypatch)
+    path = written(tmp_path / "train.jsonl", GSM8K[1:2])
+    task = make_task(Gsm8k(type="gsm8k", path=path, verifier="the_verifiers:length"))
+    assert task.reward(task.examples(0, 0, 1)[0], "1234") == -2
+    assert sys.modules["the_verifiers"].calls == [("How much?", "1234", "1234567")]

@@ -61,14 +61,15 @@ def test_the_final_checkpoint_answers_through_transformers_alone(warm_weights: P
 
 def test_the_loss_is_the_mean_over_completion_tokens(tmp_path: Path, group: None) -> None:
     """Against the stock cross-entropy of transformers on the same examples."""
-    from abrun.tasks.arithmetic import ArithmeticTask
+    from abrun.tasks import make_task
     from abrun.train.seeds import derive
 
-    directory = make_run(tmp_path / "run", sft("task.max_operand=99", "steps=1"), seed=3)
+    config = sft("task.max_operand=99", "steps=1")
+    directory = make_run(tmp_path / "run", config, seed=3)
     row = train_here(directory)[1]
     model = load_model(Model(preset="qwen2-tiny"), weights=None, seed=derive(3, "init"))
     total, count = 0.0, 0
-    for example in ArithmeticTask(99).examples(derive(3, "data"), 0, 16):
+    for example in make_task(config.task).examples(derive(3, "data"), 0, 16):
         prompt = model.encode_prompt(example.prompt)
         completion = model.encode_completion(example.completion)
         labels = torch.tensor([[-100] * len(prompt) + completion])

@@ -1,0 +1,82 @@
+"""Verifiers of completions: mathematical comparison, or a user's own function."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from math_verify import parse, verify
+
+from abrun.errors import RecipeError
+from abrun.tasks import Example
+
+LARGEST = 3.4028234663852886e38  # rewards are float32
+
+
+def mathematically(example: Example, completion: str) -> float:
+    """Whether the final answers have the same value (math-verify): 1 or 0."""
+    # math-verify's own time limits (SIGALRM, so the main thread only) keep a hostile expression from
+    # hanging us.
+    return float(verify(parse(example.answer), parse(completion)))
+
+
+def users_verifier(name: str) -> Callable[[Example, str], float]:
+    """The verifier in a user's `module:function`, which takes prompt, completion and answer.
+
+    Imports the module, with the working directory behind the other places where modules are looked for.
+    Raises RecipeError where there is no such function; the verifier does where it raises, or returns anything
+    but a finite number: a reward of 0 in its place would train on a fault.
+    """
+    function = _imported(name)
+
+    def judge(example: Example, completion: str) -> float:
+        try:
+            reward = function(example.prompt, completion, example.answer)
+        except Exception as error:  # a user's code may raise anything
+            raise RecipeError(
+                f"task.verifier: {name!r} raised {_line(error)} for the prompt at {example.source}; "
+                "it must return a number for every completion"
+            ) from error
+        if not isinstance(reward, Real) or not _fits(reward):
+            raise RecipeError(
+                f"task.verifier: {name!r} returned {repr(reward)[:60]} for the prompt at {example.source}; "
+                "it must return a finite number"
+            )
+        return float(reward)
+
+    return judge
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's code may raise anything
+        raise RecipeError(
+            f"task.verifier: got {name!r}; importing {module_name} raised {_line(error)}; name an installed "
+            "module, or one in the directory where abrun is started"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        what = (
+            f"the {function_name} of {module_name} is no function"
+            if function
+            else (f"{module_name} has no {function_name}")
+        )
+        raise RecipeError(
+            f"task.verifier: got {name!r}; {what}; name a function (prompt, completion, answer) -> number"
+        )
+    return function
+
+
+def _fits(reward: Any) -> bool:
+    # NaN compares false, and a huge int compares without becoming a float
+    return bool(-LARGEST <= reward <= LARGEST)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
