@@ -84,6 +84,41 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
             ["arms.treatment.validation", "all arms are validated alike"],
         ),
         ("algorithm.group_size=1", ["algorithm.group_size", "2 or more"]),
+        ("algorithm.loss=ppo", ["algorithm.loss", "'ppo'", "'gspo'"]),
+        ("algorithm.clip_low=1.5", ["algorithm.clip_low", "1.5", "less than or equal to 1"]),
+        ("algorithm.dual_clip=1.0", ["algorithm.dual_clip", "1.0", "greater than 1"]),
+        (
+            "algorithm={type: grpo, loss: cispo, dual_clip: 3.0}",
+            ["algorithm.dual_clip", "3.0", "'cispo'", "clipped or gspo", "dual_clip: null"],
+        ),
+        (
+            "algorithm={type: grpo, normalize_over: batch, normalize_advantages: false}",
+            ["algorithm.normalize_over", "'batch'", "normalize_over: group"],
+        ),
+        (
+            "algorithm={type: grpo, ratio: on_policy, epochs_per_step: 2, minibatches_per_step: 3}",
+            ["algorithm.ratio", "'on_policy'", "6 optimizer steps", "ratio: old"],
+        ),
+        (
+            "algorithm={type: grpo, dynamic_sampling: {}, advantage_baseline: batch_mean}",
+            ["algorithm.dynamic_sampling", "'batch_mean'", "leave_one_out", "dynamic_sampling: null"],
+        ),
+        ("algorithm.dynamic_sampling={max_tries: 0}", ["algorithm.dynamic_sampling.max_tries", "0"]),
+        ("algorithm.minibatches_per_step=3", ["algorithm.prompts_per_step", "16", "multiple of 3"]),
+        (
+            "algorithm={type: grpo, prompts_per_step: 6, minibatches_per_step: 3, dynamic_sampling: {}, "
+            "documents_per_step: 40}",
+            ["algorithm.documents_per_step", "40", "groups of 8", "multiple of 24"],
+        ),
+        ("algorithm.importance_correction={type: tis}", ["algorithm.importance_correction", "'icepop'"]),
+        (
+            "algorithm.importance_correction={type: icepop, low: 3.0, high: 2.0}",
+            ["algorithm.importance_correction.low", "3.0", "above high, 2.0"],
+        ),
+        (
+            "arms.treatment={algorithm.loss: gspo, policy.logprobs: {impl: chunked, one_pass: true}}",
+            ["algorithm.loss", "'gspo'", "one_pass", "whole sequence", "one_pass: false"],
+        ),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
         (
             "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",
@@ -231,6 +266,22 @@ def test_an_arm_of_another_trainer_keeps_only_what_every_run_has() -> None:
     ours = "algorithm: {type: grpo}, model: {preset: qwen2-tiny}, task: {type: arithmetic}"
     config = load_recipe(FOREIGN, [f"arms.other={{trainer: {{type: abrun}}, {ours}}}"]).run_config("other")
     assert (config.steps, config.trainer.type, config.algorithm.type) == (5, "abrun", "grpo")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "loss: gspo, loss_reduction: sequence_mean, dual_clip: 3.0",
+        "group_size: 1, advantage_baseline: batch_mean, normalize_over: batch, kl_in: reward",
+        "loss: reinforce, advantage_baseline: leave_one_out, normalize_advantages: false, metrics: none",
+        "loss: cispo, clip_low: 1.0, clip_high: 4.0, epochs_per_step: 2, minibatches_per_step: 4",
+        "clip_high: 0.28, dynamic_sampling: {max_tries: 3}, documents_per_step: 64, metrics: full",
+        "ratio: on_policy, importance_correction: {type: sequence_mask, low: 0.99, high: 1.01}",
+    ],
+)
+def test_the_family_of_grpo_plans(algorithm: str) -> None:
+    recipe = load_recipe(SMALL, [f"algorithm={{type: grpo, prompts_per_step: 16, {algorithm}}}"])
+    assert make_plan(recipe).runs
 
 
 def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path) -> None:

@@ -17,29 +17,125 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class ImportanceCorrection(Section):
+    """Weights w = p_trainer / p_engine on the policy loss, within [low, high]; see abrun.rl.importance."""
+
+    type: Literal["truncated", "icepop", "sequence_mask"]
+    low: NonNegative = 0.0
+    high: Positive
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(
+                f"algorithm.importance_correction.low: got {self.low} above high, {self.high}; "
+                "use a low bound below the high one"
+            )
+        return self
+
+
+class DynamicSampling(Section):
+    """Groups of equal rewards, which have no signal, are left out, and more prompts are drawn (DAPO).
+
+    After `max_tries` times the draws that a batch takes without it, such groups fill the batch up.
+    """
+
+    max_tries: Count = 10
+
+
 class Grpo(Section):
-    """Group-relative policy optimisation (arXiv:2402.03300), one optimizer step for each rollout batch."""
+    """Group-relative policy optimisation (arXiv:2402.03300) and its family; see abrun.rl for the formulas.
+
+    Dr.GRPO: normalize_advantages false, loss_reduction sequence_sum_constant. DAPO: clip_high 0.28,
+    dynamic_sampling. RLOO: loss reinforce, advantage_baseline leave_one_out, normalize_advantages false,
+    kl_in reward. REINFORCE++: advantage_baseline batch_mean, normalize_over batch, kl_in reward. GSPO: loss
+    gspo, loss_reduction sequence_mean. CISPO: loss cispo.
+    """
 
     type: Literal["grpo"]
     prompts_per_step: Count = 32
     group_size: Count = 8
-    clip_low: Fraction = 0.2
-    clip_high: NonNegative = 0.2
-    advantage_baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
+    documents_per_step: Count | None = None  # draw again until there are so many completions
+    dynamic_sampling: DynamicSampling | None = None
+    epochs_per_step: Count = 1  # passes over the completions of a step
+    minibatches_per_step: Count = 1  # optimizer steps in each of them
+    advantage_baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
     normalize_advantages: bool = True
-    loss_reduction: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = "token_mean"
+    normalize_over: Literal["group", "batch"] = "group"
+    loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
+    ratio: Literal["old", "on_policy"] = "old"  # on_policy: to the policy itself, so 1 with its gradient
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    clip_high: NonNegative = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    importance_correction: ImportanceCorrection | None = None
+    loss_reduction: Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_mean"] = (
+        "token_mean"
+    )
+    grad_divisor: Positive | None = None  # divides the gradient, and not the reported loss
     kl_coefficient: NonNegative = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
     entropy_coefficient: NonNegative = 0.0
+    metrics: Literal["none", "basic", "full"] = "basic"
 
     @model_validator(mode="after")
     def _group_has_a_baseline(self) -> Self:
-        if self.group_size == 1 and (self.normalize_advantages or self.advantage_baseline != "none"):
+        normalized = self.normalize_advantages and self.normalize_over == "group"
+        relative = self.advantage_baseline in ("group_mean", "leave_one_out")
+        if self.group_size == 1 and (relative or normalized):
             raise ValueError(
                 "algorithm.group_size: got 1 with advantages relative to their group, which are then all "
-                "zero; use 2 or more, or set advantage_baseline: none and normalize_advantages: false"
+                "zero; use 2 or more, or set advantage_baseline: none and normalize_advantages: false, or "
+                "batch_mean with normalize_over: batch"
             )
         return self
+
+    @model_validator(mode="after")
+    def _choices_fit_together(self) -> Self:
+        num_updates = self.epochs_per_step * self.minibatches_per_step
+        refusals = [
+            (
+                self.normalize_over == "batch" and not self.normalize_advantages,
+                "normalize_over: got 'batch' with normalize_advantages false; use normalize_advantages: "
+                "true, or normalize_over: group",
+            ),
+            (
+                self.dual_clip is not None and self.loss not in ("clipped", "gspo"),
+                f"dual_clip: got {self.dual_clip} with loss {self.loss!r}, which it does not bound; "
+                "use loss: clipped or gspo, or dual_clip: null",
+            ),
+            (
+                self.ratio == "on_policy" and num_updates > 1,
+                f"ratio: got 'on_policy' with {num_updates} optimizer steps a rollout batch, of which only "
+                "the first is on policy; use ratio: old, or epochs_per_step: 1 and minibatches_per_step: 1",
+            ),
+            (
+                self.dynamic_sampling is not None
+                and self.advantage_baseline not in ("group_mean", "leave_one_out"),
+                f"dynamic_sampling: got it with advantage_baseline {self.advantage_baseline!r}, where a "
+                "group of equal rewards has a signal; use group_mean or leave_one_out, or "
+                "dynamic_sampling: null",
+            ),
+        ]
+        for refused, message in refusals:
+            if refused:
+                raise ValueError(f"algorithm.{message}")
+        return self
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ValueError where a step's groups cannot be shared by the ranks, minibatch by minibatch."""
+        parts, groups = ranks * self.minibatches_per_step, "ranks and minibatches_per_step"
+        if self.prompts_per_step % parts:
+            raise ValueError(
+                f"algorithm.prompts_per_step: got {self.prompts_per_step} for {ranks} {groups} "
+                f"{self.minibatches_per_step}; use a multiple of {parts}"
+            )
+        unit = parts * self.group_size
+        if self.dynamic_sampling and self.documents_per_step and self.documents_per_step % unit:
+            raise ValueError(
+                f"algorithm.documents_per_step: got {self.documents_per_step} for groups of "
+                f"{self.group_size}, {ranks} {groups} {self.minibatches_per_step}; use a multiple of {unit}"
+            )
 
 
 class Sft(Section):
@@ -317,5 +413,17 @@ class RunConfig(Run):
             raise ValueError(
                 f"validation.path: got {validation.path!r} with task.type {self.task.type!r}, whose prompts "
                 "are generated; use path: null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _policy_gradient_is_possible(self) -> Self:
+        if not isinstance(self.algorithm, Grpo):
+            return self
+        self.algorithm.check_ranks(self.cluster.ranks)
+        if self.algorithm.loss == "gspo" and self.policy.logprobs.one_pass:
+            raise ValueError(
+                "algorithm.loss: got 'gspo' with policy.logprobs.one_pass, which needs a loss known token by "
+                "token, and a token of GSPO depends on its whole sequence; use one_pass: false"
             )
         return self

@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Baseline = Literal["group_mean", "leave_one_out", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
+NormalizeOver = Literal["group", "batch"]
 STD_EPSILON = 1e-6
 
 
@@ -15,25 +16,41 @@ def group_advantages(
     *,
     baseline: Baseline,
     normalize: bool,
+    normalize_over: NormalizeOver = "group",
+    batch_rewards: Tensor | None = None,  # [N] of the global batch; None: `rewards` are all of it
 ) -> Tensor:
-    """Advantages [P * G] relative to the completions of the same prompt.
+    """Advantages [P * G]: A = R - b, over (std + 1e-6) where `normalize`; std of rewards, with n - 1.
 
-    A = R - b, over (std + 1e-6) where `normalize` (GRPO, arXiv:2402.03300; std with n - 1); without it this
-    is Dr.GRPO (arXiv:2503.20783), and with b the mean of the other completions RLOO (arXiv:2402.14740). A
-    group of equal rewards gives exactly 0 with either baseline, whatever the rounding of its mean.
+    b is the mean of the group (GRPO, arXiv:2402.03300; Dr.GRPO, arXiv:2503.20783, without std), of the other
+    completions of the group (RLOO, arXiv:2402.14740), of the global batch, or 0; std is that of the group or
+    of the global batch (both of the batch: REINFORCE++, arXiv:2501.03262, for a reward a sequence). Where the
+    rewards that b or std is taken over are all equal, A is exactly 0, whatever the rounding of their mean.
     """
     grouped = rewards.view(-1, group_size)
+    batch = rewards if batch_rewards is None else batch_rewards
     mean = grouped.mean(dim=1, keepdim=True)
     if baseline == "group_mean":
         advantages = grouped - mean
     elif baseline == "leave_one_out":
         advantages = (grouped - mean) * (group_size / (group_size - 1))
+    elif baseline == "batch_mean":
+        advantages = grouped - batch.mean()
     else:
         advantages = grouped.clone()
-    equal = (grouped == grouped[:, :1]).all(dim=1, keepdim=True)
+    of_group = _all_equal(grouped)
+    of_batch = _all_equal(batch[None])
+    silent = torch.zeros_like(of_group)
     if normalize:
-        std = torch.where(equal, 0.0, grouped.std(dim=1, keepdim=True)) if group_size > 1 else 0.0
+        values, equal = (grouped, of_group) if normalize_over == "group" else (batch[None], of_batch)
+        std = torch.where(equal, 0.0, values.std(dim=1, keepdim=True)) if values.shape[1] > 1 else 0.0
         advantages = advantages / (std + STD_EPSILON)
-    if baseline != "none" or normalize:
-        advantages = torch.where(equal, 0.0, advantages)
-    return advantages.flatten()
+        silent = silent | equal
+    if baseline in ("group_mean", "leave_one_out"):
+        silent = silent | of_group
+    elif baseline == "batch_mean":
+        silent = silent | of_batch
+    return torch.where(silent, 0.0, advantages).flatten()
+
+
+def _all_equal(rewards: Tensor) -> Tensor:  # [P, G] -> [P, 1] bool
+    return (rewards == rewards[:, :1]).all(dim=1, keepdim=True)

@@ -16,10 +16,12 @@ class Batch:
 
     token_ids: Tensor  # [B, S] int64
     token_mask: Tensor  # [B, S] bool, True on completion tokens (the end token included)
+    rewards: Tensor | None = None  # [B, S] float32, the sequence's at each of its tokens
     advantages: Tensor | None = None  # [B, S] float32
     inference_logprobs: Tensor | None = None  # [B, S] float32, of the rollout engine
     old_logprobs: Tensor | None = None  # [B, S] float32, of the policy at the start of the step
     reference_logprobs: Tensor | None = None  # [B, S] float32
+    importance_weights: Tensor | None = None  # [B, S] float32, of the trainer against the engine
     loss_weights: Tensor | None = None  # [B, S] float64, what each token counts in the global loss
 
     def __len__(self) -> int:
@@ -44,7 +46,7 @@ class Batch:
         """All tokens but each sequence's first, flattened: every tensor is [B * (S - 1)], a token a row."""
         return self._mapped(lambda tensor: tensor[:, 1:].flatten())
 
-    def __getitem__(self, rows: slice) -> "Batch":
+    def __getitem__(self, rows: slice | Tensor) -> "Batch":
         return self._mapped(lambda tensor: tensor[rows])
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":

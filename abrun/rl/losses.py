@@ -2,17 +2,19 @@
 
 Letters: B sequences, S positions; entry t belongs to token t. `trainer_logprobs` are the current policy's
 (with gradient), `old_logprobs` the policy's at the start of the step, `reference_logprobs` the frozen
-reference's. What a masked position holds (even NaN) reaches neither a loss nor a gradient. A token's loss
-depends on that token alone: where a shape is [...], it is [B, S] or [n], any n of those tokens.
+reference's. What a masked position holds (even NaN) reaches neither a loss nor a gradient. Where a shape is
+[...], it is [B, S] or [n], any n of those tokens: the loss of a token depends on that token alone. Only
+`gspo_loss` needs whole sequences.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-LossReduction = Literal["token_mean", "sequence_mean", "sequence_sum_constant"]
+LossReduction = Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_mean"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -32,12 +34,13 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Per-token loss and what the metrics report about it; all [...]."""
+    """Per-token loss and what the metrics report about it, without gradient; all [...]."""
 
     loss: Tensor
-    ratio: Tensor  # exp(c - p), no gradient
-    clipped_ratio: Tensor  # clamp(ratio, 1 - clip_low, 1 + clip_high), no gradient
-    clipped: Tensor  # bool: the clipped branch is active
+    log_ratio: Tensor  # log rho: c - p of the token, or of its sequence's mean (GSPO)
+    ratio: Tensor  # rho
+    clipped_ratio: Tensor  # rho within the clip bounds; rho itself where the loss has none
+    clipped: Tensor  # bool: the loss stands at a bound, and has no gradient through rho
 
 
 def clipped_policy_loss(
@@ -48,21 +51,106 @@ def clipped_policy_loss(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """PPO's clipped surrogate (arXiv:1707.06347, equation 7) with separate bounds (DAPO, arXiv:2503.14476).
 
-    l_t = max(-A rho, -A clamp(rho, 1 - clip_low, 1 + clip_high)), rho = exp(c - p). Masked tokens give 0.
+    l_t = max(-A rho, -A clamp(rho, 1 - clip_low, 1 + clip_high)), rho = exp(c - p). With `dual_clip`
+    (arXiv:1912.09729) no token of A < 0 costs more than -A dual_clip. Masked tokens give 0.
     """
     log_ratio = torch.where(token_mask, trainer_logprobs - old_logprobs, 0.0)
     advantages = torch.where(token_mask, advantages, 0.0)
+    return _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip)
+
+
+def gspo_loss(
+    trainer_logprobs: Tensor,  # [B, S] c
+    old_logprobs: Tensor,  # [B, S] p
+    advantages: Tensor,  # [B, S] A
+    token_mask: Tensor,  # [B, S] bool
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """The clipped surrogate of a sequence's own ratio, at each of its tokens (GSPO, arXiv:2507.18071).
+
+    rho_i = exp(mean over the completion tokens of sequence i of c - p), with gradient through the mean. So
+    each row is a whole sequence. The paper's objective is this under `sequence_mean`. Masked tokens give 0.
+    """
+    assert trainer_logprobs.dim() == 2, f"whole sequences [B, S] are needed, got {trainer_logprobs.shape}"
+    log_ratio = torch.where(token_mask, trainer_logprobs - old_logprobs, 0.0)
+    lengths = token_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    log_ratio = torch.where(token_mask, log_ratio.sum(dim=1, keepdim=True) / lengths, 0.0)
+    advantages = torch.where(token_mask, advantages, 0.0)
+    return _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip)
+
+
+def reinforce_loss(
+    trainer_logprobs: Tensor,  # [...] c
+    old_logprobs: Tensor,  # [...] p, for the reported ratio alone
+    advantages: Tensor,  # [...] A
+    token_mask: Tensor,  # [...] bool
+) -> PolicyLoss:
+    """l_t = -A c (Williams 1992; RLOO, arXiv:2402.14740, by its advantages). Masked tokens give 0.
+
+    Nothing corrects for a policy that has moved since the rollouts.
+    """
+    trainer_logprobs = torch.where(token_mask, trainer_logprobs, 0.0)
+    log_ratio = torch.where(token_mask, trainer_logprobs - old_logprobs, 0.0).detach()
     ratio = log_ratio.exp()
+    return PolicyLoss(
+        loss=-torch.where(token_mask, advantages, 0.0) * trainer_logprobs,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        clipped_ratio=ratio,
+        clipped=torch.zeros_like(ratio, dtype=torch.bool),
+    )
+
+
+def cispo_loss(
+    trainer_logprobs: Tensor,  # [...] c
+    old_logprobs: Tensor,  # [...] p
+    advantages: Tensor,  # [...] A
+    token_mask: Tensor,  # [...] bool
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """l_t = -A stop_gradient(clamp(rho, 1 - clip_low, 1 + clip_high)) c (CISPO, arXiv:2506.13585).
+
+    The bound limits a token's weight and never takes its gradient away; clip_low 1 leaves only the upper one.
+    Masked tokens give 0.
+    """
+    unweighted = reinforce_loss(trainer_logprobs, old_logprobs, advantages, token_mask)
+    clipped_ratio = unweighted.ratio.clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(
+        loss=unweighted.loss * clipped_ratio,
+        log_ratio=unweighted.log_ratio,
+        ratio=unweighted.ratio,
+        clipped_ratio=clipped_ratio,
+        clipped=clipped_ratio != unweighted.ratio,
+    )
+
+
+def _clipped(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> PolicyLoss:
+    """The clipped surrogate of any ratio; masked tokens come with log-ratio and advantage 0."""
+    # exp(89) is infinite in float32, and infinity times the 0 that a bound passes back is NaN.
+    ratio = log_ratio.clamp(max=80).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     free, bounded = -advantages * ratio, -advantages * clipped_ratio
+    loss, clipped = torch.maximum(free, bounded), bounded > free
+    if dual_clip is not None:
+        most = torch.where(advantages < 0, -advantages * dual_clip, math.inf)
+        loss, clipped = torch.minimum(loss, most), clipped | (loss > most)
     return PolicyLoss(
-        loss=torch.maximum(free, bounded),
+        loss=loss,
+        log_ratio=log_ratio.detach(),
         ratio=ratio.detach(),
         clipped_ratio=clipped_ratio.detach(),
-        clipped=(bounded > free).detach(),
+        clipped=clipped.detach(),
     )
 
 
@@ -106,12 +194,13 @@ def loss_weights(
     `num_tokens` and `num_sequences` count the global batch. token_mean: 1 / num_tokens (DAPO). sequence_mean:
     1 / (its sequence's tokens * num_sequences), the mean over sequences of their token means (GRPO,
     arXiv:2402.03300). sequence_sum_constant: 1 / (num_sequences * max_completion_tokens) (Dr.GRPO,
-    arXiv:2503.20783). float64, so that a sum over a global batch keeps its digits.
+    arXiv:2503.20783). document_mean: Fast-LLM's 1 / (its document's tokens * documents); a row holds one
+    document, so it is sequence_mean. float64, so that a sum over a global batch keeps its digits.
     """
     counted = token_mask.double()
     if loss_reduction == "token_mean":
         return counted / num_tokens
-    if loss_reduction == "sequence_mean":
+    if loss_reduction in ("sequence_mean", "document_mean"):
         return counted / token_mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
     return counted / (num_sequences * max_completion_tokens)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from abrun.rl.batch import Batch
-from abrun.rl.losses import PolicyLoss, k3, masked_mean
+from abrun.rl.losses import PolicyLoss, k3, masked_mean, masked_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,10 @@ def policy_metrics(
     num_tokens: float,
     num_sequences: float,
 ) -> MetricParts:
-    """Every `train/` metric that follows from one microbatch's tokens; counts are of the global batch."""
+    """The `train/` metrics of level basic, of one microbatch's tokens; counts are of the global batch.
+
+    `sampling_importance_ratio` is that of the batch's importance weights, where it has some.
+    """
     mask = batch.token_mask
     assert (
         batch.inference_logprobs is not None
@@ -95,7 +98,9 @@ def policy_metrics(
         "gen_kl_error": k3(old - inference),
         "policy_kl_error": k3(inference - old),
         "js_divergence_error": (k3(old - mixture) + k3(inference - mixture)) / 2,
-        "sampling_importance_ratio": (old - inference).exp(),
+        "sampling_importance_ratio": (
+            (old - inference).exp() if batch.importance_weights is None else batch.importance_weights.double()
+        ),
         "probs_ratio": policy_loss.ratio.double(),
         "probs_ratio_clamped": policy_loss.clipped_ratio.double(),
         "clip_fraction": policy_loss.clipped.double(),
@@ -121,6 +126,57 @@ def policy_metrics(
             "train/advantages/min": _extreme(advantages, mask, math.inf),
             "train/min_seq_mult_prob_error": _extreme(per_sequence, counted, math.inf),
         },
+    )
+
+
+@torch.no_grad()
+def document_metrics(
+    batch: Batch,
+    trainer_logprobs: Tensor,  # [B, S]
+    entropy: Tensor,  # [B, S] exact, nats
+    policy_loss: PolicyLoss,
+    *,
+    num_documents: float,
+) -> MetricParts:
+    """What level full adds: Fast-LLM's policy metrics, where each document counts the same, and sums.
+
+    A token weighs 1 / (its document's completion tokens * documents of the global batch); a row is a
+    document. `train/entropy` is the mean over tokens, so this mean of it is `train/document_entropy`.
+    """
+    mask = batch.token_mask
+    assert batch.old_logprobs is not None and batch.advantages is not None
+    weight = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_documents
+    advantages, ratio = batch.advantages.double(), policy_loss.ratio.double()
+    weighted_means = {
+        "old_logprobs": batch.old_logprobs,
+        "new_logprobs": trainer_logprobs,
+        "ratio_new_old": ratio,
+        "kl_new_old": k3(policy_loss.log_ratio.double()),
+        "clipped_ratio_fraction": policy_loss.clipped_ratio != policy_loss.ratio,
+        "advantage": advantages,
+        "document_entropy": entropy,
+    }
+    plain_sums = {
+        "ratio_new_old_sum": ratio,
+        "ratio_new_old_squared_sum": ratio.square(),
+        "num_tokens": torch.ones_like(ratio),
+    }
+    sums = {
+        f"train/{key}": (torch.where(mask, value.double(), 0.0) * weight).sum()
+        for key, value in weighted_means.items()
+    }
+    sums |= {f"train/{key}": masked_sum(value, mask) for key, value in plain_sums.items()}
+    return MetricParts(
+        sums=sums,
+        maxima={"train/max_advantage": _extreme(advantages, mask, -math.inf)},
+        minima={"train/min_advantage": _extreme(advantages, mask, math.inf)},
+    )
+
+
+def together(one: MetricParts, other: MetricParts) -> MetricParts:
+    """Contributions to different metrics, of the same microbatch."""
+    return MetricParts(
+        sums=one.sums | other.sums, maxima=one.maxima | other.maxima, minima=one.minima | other.minima
     )
 
 

@@ -13,12 +13,20 @@ def derive(seed: int, *names: str | int) -> int:
 
 
 def sampling_uniforms(
-    seed: int, step: int, num_sequences: int, max_new_tokens: int, *, stream: str = "sampling"
+    seed: int,
+    step: int,
+    num_sequences: int,
+    max_new_tokens: int,
+    *,
+    stream: str = "sampling",
+    fetch: int = 0,
 ) -> Tensor:
     """The numbers in [0, 1) that decide a step's draws: [num_sequences, max_new_tokens] float64, on the CPU.
 
     A row belongs to a sequence of the global batch, whichever rank samples it: rollouts do not depend on how
-    many ranks there are, and a resumed run needs no sampler state.
+    many ranks there are, and a resumed run needs no sampler state. A step that fetches rollouts several times
+    has other numbers each time.
     """
-    generator = torch.Generator().manual_seed(derive(seed, stream, step))
+    names = (stream, step, fetch) if fetch else (stream, step)
+    generator = torch.Generator().manual_seed(derive(seed, *names))
     return torch.rand(num_sequences, max_new_tokens, dtype=torch.float64, generator=generator)

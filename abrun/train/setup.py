@@ -1,8 +1,9 @@
 """What every algorithm starts from: the policy on its backend, the task, this rank's share of the batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,13 @@ from abrun.errors import RecipeError
 from abrun.models import LanguageModel, load_model
 from abrun.recipe import RunConfig, Sft
 from abrun.rl.batch import Batch
-from abrun.rl.metrics import all_reduce
+from abrun.rl.metrics import all_reduce, merge
 from abrun.rollout import Completion
 from abrun.tasks import Example, Task, hold_out, make_task
 from abrun.train.phases import Phases
 from abrun.train.seeds import derive
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +42,15 @@ class Setup:
         model = _load(self.config, self.initial_weights, self.seed)
         return _backend(self.config, model, self.device, trainable=False)
 
-    def global_examples(self, step: int) -> list[Example]:
-        """The examples of a step's global batch, in order."""
+    def global_examples(self, step: int, fetch: int = 0) -> list[Example]:
+        """The examples of a step's global batch, in order.
+
+        A step that fetches several times takes the later ones from streams of their own: its first are those
+        of a run that fetches once, whatever the steps before it needed.
+        """
         size = self.batch_size
-        return self.task.examples(derive(self.seed, "data"), (step - 1) * size, size)
+        names = ("data", fetch) if fetch else ("data",)
+        return self.task.examples(derive(self.seed, *names), (step - 1) * size, size)
 
     def rewards(self, examples: list[Example], completions: list[Completion]) -> list[float]:
         """The verifier's rewards on this rank; truncated completions are judged like any other. Collective.
@@ -80,15 +88,26 @@ class Setup:
 
     def train_on(self, batch: Batch, objective: Objective, step: int) -> dict[str, float]:
         """One optimizer step on this rank's `batch`; the metrics of all ranks. Collective."""
+        return self.train_on_each([(batch, objective)], step)
+
+    def train_on_each(self, updates: Sequence[tuple[Batch, Objective]], step: int) -> dict[str, float]:
+        """An optimizer step for each batch and its objective; the metrics of all ranks. Collective.
+
+        The batches' contributions to the metrics add up as those of microbatches do. The gradient's norm is
+        the mean over the optimizer steps.
+        """
         learning_rate = self.learning_rate(step)
+        parts, norms = [], []
         with self.phases("policy_training", memory=False):
-            with self.phases("forward_backward"):
-                parts = self.backend.forward_backward(batch, self.config.policy.micro_batch_size, objective)
-            with self.phases("optimizer"):
-                grad_norm = self.backend.optimizer_step(learning_rate)
+            for batch, objective in updates:
+                with self.phases("forward_backward"):
+                    size = self.config.policy.micro_batch_size
+                    parts.append(self.backend.forward_backward(batch, size, objective))
+                with self.phases("optimizer"):
+                    norms.append(self.backend.optimizer_step(learning_rate))
         return {
-            **all_reduce(parts, self.backend.group),
-            "train/grad_norm": grad_norm,
+            **all_reduce(merge(parts), self.backend.group),
+            "train/grad_norm": sum(norms) / len(norms),
             "train/lr": learning_rate,
         }
 
@@ -97,6 +116,12 @@ class Setup:
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals, group=self.backend.group)
         return totals.tolist()
+
+    def gather(self, values: list[T]) -> list[T]:
+        """The values of all ranks, in the order of the ranks."""
+        by_rank: list[list[T]] = [[] for _ in range(self.backend.group.size())]
+        dist.all_gather_object(by_rank, values, group=self.backend.group)
+        return [value for of_rank in by_rank for value in of_rank]
 
 
 def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, device: torch.device) -> Setup:

@@ -86,3 +86,60 @@ def test_groups_do_not_see_each_other() -> None:
     apart = [value for group in groups for value in advantages(group, 2, "group_mean", True)]
     assert together == apart
     assert together[4:] == [0.0, 0.0] and together[0] < 0 < together[1]
+
+
+# --- relative to the global batch ---
+
+
+def over_batch(
+    rewards: list[float], group_size: int, baseline: Any, normalize: bool, over: Any
+) -> list[float]:
+    return group_advantages(
+        torch.tensor(rewards, dtype=torch.float64),
+        group_size,
+        baseline=baseline,
+        normalize=normalize,
+        normalize_over=over,
+    ).tolist()
+
+
+def test_batch_mean_by_hand() -> None:
+    # Mean 2, sample variance (1 + 1 + 4 + 4) / 3 = 10 / 3, whatever the groups.
+    rewards = [1.0, 3.0, 0.0, 4.0]
+    assert over_batch(rewards, 2, "batch_mean", False, "group") == [-1.0, 1.0, -2.0, 2.0]
+    std = (10 / 3) ** 0.5 + 1e-6
+    expected = [-1 / std, 1 / std, -2 / std, 2 / std]
+    for group_size in (1, 2, 4):  # REINFORCE++ needs no groups
+        assert over_batch(rewards, group_size, "batch_mean", True, "batch") == pytest.approx(expected)
+
+
+def test_group_mean_over_the_std_of_the_batch_by_hand() -> None:
+    # Group means 2 and 2; the std is that of the four rewards, not of what is left of them.
+    std = (10 / 3) ** 0.5 + 1e-6
+    found = over_batch([1.0, 3.0, 0.0, 4.0], 2, "group_mean", True, "batch")
+    assert found == pytest.approx([-1 / std, 1 / std, -2 / std, 2 / std])
+    std = (11 / 3) ** 0.5 + 1e-6  # of 0, 0, 2, 4: mean 1.5, squares 2.25 + 2.25 + 0.25 + 6.25
+    found = over_batch([0.0, 0.0, 2.0, 4.0], 2, "leave_one_out", True, "batch")
+    assert found == pytest.approx([0.0, 0.0, -2 / std, 2 / std])
+
+
+def test_a_rank_normalises_over_the_batch_of_all_ranks() -> None:
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    settings: Any = {"baseline": "batch_mean", "normalize": True, "normalize_over": "batch"}
+    whole = group_advantages(rewards, 3, **settings)
+    ranks = [group_advantages(part, 3, **settings, batch_rewards=rewards) for part in rewards.split(6)]
+    assert torch.equal(torch.cat(ranks), whole)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "normalize", "over"),
+    [("batch_mean", False, "group"), ("batch_mean", True, "batch"), ("none", True, "batch")],
+)
+def test_a_group_of_equal_rewards_has_a_signal_in_a_batch_that_differs(
+    baseline: Any, normalize: bool, over: Any
+) -> None:
+    found = over_batch([0.1, 0.1, 0.7, 0.3], 2, baseline, normalize, over)
+    assert found[0] == found[1] != 0
+    for reward in (0.1, 0.7, 1e6 / 3):
+        assert over_batch([reward] * 6, 2, baseline, normalize, over) == [0.0] * 6
+    assert over_batch([0.3], 1, baseline, normalize, over) == [0.0]  # a batch of one sample

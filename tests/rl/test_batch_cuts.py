@@ -7,16 +7,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from abrun.rl.losses import clipped_policy_loss, kl_penalty, loss_weights, weighted
+from abrun.kernels import linear_logprobs
+from abrun.rl.importance import importance_weights
+from abrun.rl.losses import kl_penalty, loss_weights, weighted
 from abrun.rl.metrics import MetricParts, all_reduce, merge
-from tests.rl.test_metrics import Tensors, parts_of, random_batch, values_of
+from tests.rl.test_metrics import Tensors, full_parts_of, random_batch, values_of
+from tests.rl.test_policy_losses import LOSSES
 from tests.spawn import run_ranks
 
-REDUCTIONS: list[Any] = ["token_mean", "sequence_mean", "sequence_sum_constant"]
+REDUCTIONS: list[Any] = ["token_mean", "sequence_mean", "sequence_sum_constant", "document_mean"]
+CORRECTIONS: list[Any] = ["truncated", "icepop", "sequence_mask"]
 NUM_SEQUENCES = 8
 
 
-def step(batch: Tensors, reduction: Any, cuts: list[int], group: Any = None) -> dict[str, Any]:
+def step(
+    batch: Tensors,
+    reduction: Any,
+    cuts: list[int],
+    group: Any = None,
+    *,
+    loss: str = "clipped",
+    correction: Any = "truncated",
+) -> dict[str, Any]:
     """One training step over the rows of `batch`, in microbatches of the sizes `cuts`."""
     counts = torch.tensor([batch["mask"].sum(), batch["mask"].any(1).sum()]).double()
     if group is not None:
@@ -29,8 +41,9 @@ def step(batch: Tensors, reduction: Any, cuts: list[int], group: Any = None) -> 
     for index in range(len(cuts)):
         piece = {name: split[index] for name, split in pieces.items()}
         trainer, mask = piece["trainer"] + parameter * 0.3, piece["mask"]
-        policy = clipped_policy_loss(
-            trainer, piece["old"], piece["advantages"], mask, clip_low=0.2, clip_high=0.2
+        policy = LOSSES[loss](trainer, piece["old"], piece["advantages"], mask)
+        importance = importance_weights(
+            piece["old"], piece["inference"], mask, correction=correction, low=0.9, high=1.1
         )
         penalty = kl_penalty(trainer, piece["reference"], mask, estimator="k3")
         weights = loss_weights(
@@ -40,10 +53,10 @@ def step(batch: Tensors, reduction: Any, cuts: list[int], group: Any = None) -> 
             num_sequences=num_sequences,
             max_completion_tokens=9,
         )
-        share = weighted(policy.loss + 0.1 * penalty, weights).sum()
+        share = weighted(policy.loss * importance + 0.1 * penalty, weights).sum()
         share.backward()
         total += share.detach()
-        parts.append(parts_of({**piece, "trainer": trainer.detach()}, num_tokens, num_sequences))
+        parts.append(full_parts_of({**piece, "trainer": trainer.detach()}, num_tokens, num_sequences))
     gradient = parameter.grad
     assert gradient is not None
     if group is None:
@@ -69,7 +82,17 @@ def test_cut_into_microbatches(reduction: Any, cuts: list[int]) -> None:
     )  # its last sequence has no valid token: [7, 1] has a piece without any
     whole = step(batch, reduction, [NUM_SEQUENCES])
     same(whole, step(batch, reduction, cuts))
-    assert len(whole) == 20 and any(whole["gradient"])
+    assert len(whole) == 32 and any(whole["gradient"])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_loss_cut_into_microbatches(loss: str, correction: Any) -> None:
+    batch = random_batch(NUM_SEQUENCES)
+    whole = step(batch, "token_mean", [NUM_SEQUENCES], loss=loss, correction=correction)
+    assert any(whole["gradient"])
+    for cuts in ([1] * 8, [2, 0, 6], [7, 1]):
+        same(whole, step(batch, "token_mean", cuts, loss=loss, correction=correction))
 
 
 def test_a_mean_over_each_microbatch_would_be_noticed() -> None:
@@ -87,7 +110,10 @@ def _rank_steps(rank: int, world_size: int, splits: list[int]) -> list[dict[str,
         name: values[start : start + splits[rank]] for name, values in random_batch(NUM_SEQUENCES).items()
     }
     cuts = [1] * splits[rank] or [0]  # a rank without data still takes part, with an empty microbatch
-    return [step(mine, reduction, cuts, dist.group.WORLD) for reduction in REDUCTIONS]
+    world = dist.group.WORLD
+    return [step(mine, reduction, cuts, world) for reduction in REDUCTIONS] + [
+        step(mine, "token_mean", cuts, world, loss=loss, correction="sequence_mask") for loss in LOSSES
+    ]
 
 
 def _all_rank_steps(rank: int, world_size: int) -> tuple[list[list[dict[str, Any]]], dict[str, float]]:
@@ -109,7 +135,9 @@ def _extremes(rank: int) -> MetricParts:
 
 
 def test_spread_over_two_ranks() -> None:
-    whole = [step(random_batch(NUM_SEQUENCES), reduction, [NUM_SEQUENCES]) for reduction in REDUCTIONS]
+    batch, cuts = random_batch(NUM_SEQUENCES), [NUM_SEQUENCES]
+    whole = [step(batch, reduction, cuts) for reduction in REDUCTIONS]
+    whole += [step(batch, "token_mean", cuts, loss=loss, correction="sequence_mask") for loss in LOSSES]
     by_rank = run_ranks(_all_rank_steps, 2)
     assert str(by_rank[0]) == str(by_rank[1])  # every rank has the same numbers, to the bit
     steps, extremes = by_rank[0]
@@ -118,6 +146,33 @@ def test_spread_over_two_ranks() -> None:
             same(expected, found)
     assert math.isnan(extremes.pop("none")) and math.isnan(extremes.pop("no_minimum"))
     assert extremes == {"sum": 1.0, "one": 1.0, "overflow": math.inf, "one_minimum": 0.0}
+
+
+def _shards_of_the_vocabulary(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    """Both levels' metrics, from log-probs and entropies of the whole vocabulary and of its shards."""
+    draw = torch.Generator().manual_seed(29)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    batch, hidden, weight = random_batch(NUM_SEQUENCES), normal(NUM_SEQUENCES, 7, 5), normal(22, 5)
+    target = torch.randint(22, (NUM_SEQUENCES, 7), generator=draw)
+    found = {}
+    for name, rows, group in (("whole", weight, None), ("shards", weight.chunk(2)[rank], dist.group.WORLD)):
+        for impl in ("logits", "chunked"):
+            logprobs, entropy = linear_logprobs(hidden, rows, target, impl=impl, entropy=True, group=group)
+            assert entropy is not None
+            tensors = batch | {"trainer": logprobs, "old": logprobs - 0.1, "entropy": entropy}
+            found[f"{name} {impl}"] = values_of(full_parts_of(tensors))
+    return found
+
+
+def test_the_vocabulary_in_shards() -> None:
+    """The entropy is a sum over the vocabulary, so each rank alone would have a part of it."""
+    first, second = run_ranks(_shards_of_the_vocabulary, 2)
+    for found in (*first.values(), *second.values()):
+        same(first["whole logits"], found)
+    assert 0 < first["whole logits"]["train/entropy"] < math.log(22)
 
 
 def _fails_on_rank_one(rank: int, world_size: int) -> None:

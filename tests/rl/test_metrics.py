@@ -10,7 +10,7 @@ from torch import Tensor
 
 from abrun.rl.batch import Batch
 from abrun.rl.losses import clipped_policy_loss
-from abrun.rl.metrics import MetricParts, merge, policy_metrics
+from abrun.rl.metrics import MetricParts, document_metrics, merge, policy_metrics, together
 
 Tensors = dict[str, Tensor]
 
@@ -253,3 +253,141 @@ def test_merge_adds_and_compares() -> None:
     other = MetricParts(sums={"a": one, "x": one}, maxima={"b": one}, minima={"c": one})
     with pytest.raises(AssertionError, match=r"in some microbatches only: \{'x'\}"):
         merge([first, other])
+
+
+# --- level full: Fast-LLM's, a document as much as another ---
+
+
+def full_parts_of(
+    tensors: Tensors, num_tokens: float | None = None, num_sequences: float | None = None
+) -> MetricParts:
+    """Both levels' contributions; counts default to those of these sequences alone."""
+    mask = tensors["mask"]
+    policy_loss = clipped_policy_loss(
+        tensors["trainer"], tensors["old"], tensors["advantages"], mask, clip_low=0.2, clip_high=0.3
+    )
+    batch = Batch(
+        token_ids=torch.zeros_like(mask, dtype=torch.int64),
+        token_mask=mask,
+        advantages=tensors["advantages"],
+        old_logprobs=tensors["old"],
+    )
+    full = document_metrics(
+        batch,
+        tensors["trainer"],
+        tensors["entropy"],
+        policy_loss,
+        num_documents=float(mask.any(1).sum()) if num_sequences is None else num_sequences,
+    )
+    return together(parts_of(tensors, num_tokens, num_sequences), full)
+
+
+def full(tensors: Tensors) -> dict[str, float]:
+    return values_of(full_parts_of(tensors))
+
+
+def test_documents_by_hand() -> None:
+    """A document of one token, and one of two; a third token is masked."""
+
+    def logs(*rows: list[float]) -> Tensor:
+        return torch.tensor(rows).double().log()
+
+    values = full(
+        {
+            "trainer": logs([0.4, 0.9], [0.3, 0.1]),
+            "old": logs([0.2, 0.9], [0.2, 0.2]),
+            "inference": logs([0.2, 0.9], [0.2, 0.2]),
+            "entropy": torch.tensor([[1.0, 9.0], [0.5, 0.1]]),
+            "advantages": torch.tensor([[2.0, 9.0], [-1.0, -3.0]]),
+            "mask": torch.tensor([[True, False], [True, True]]),
+        }
+    )
+    log = math.log
+    expected = {
+        "old_logprobs": (log(0.2) + (log(0.2) + log(0.2)) / 2) / 2,
+        "new_logprobs": (log(0.4) + (log(0.3) + log(0.1)) / 2) / 2,
+        "ratio_new_old": (2.0 + (1.5 + 0.5) / 2) / 2,
+        "kl_new_old": ((2 - log(2) - 1) + ((1.5 - log(1.5) - 1) + (0.5 - log(0.5) - 1)) / 2) / 2,
+        "clipped_ratio_fraction": 1.0,  # 2, 1.5 and 0.5 are all outside, whatever their advantage
+        "advantage": (2.0 + (-1.0 - 3.0) / 2) / 2,
+        "document_entropy": (1.0 + (0.5 + 0.1) / 2) / 2,
+        "ratio_new_old_sum": 4.0,
+        "ratio_new_old_squared_sum": 4.0 + 2.25 + 0.25,
+        "num_tokens": 3.0,
+        "max_advantage": 2.0,
+        "min_advantage": -3.0,
+    }
+    found = {key: values[f"train/{key}"] for key in expected}
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert values["train/entropy"] == pytest.approx((1.0 + 0.5 + 0.1) / 3, rel=1e-6)  # over tokens
+    assert values["train/clip_fraction"] == pytest.approx(2 / 3)  # where the clipped branch is active
+
+
+def test_documents_agree_with_plain_loops() -> None:
+    batch = random_batch()
+    documents: list[list[dict[str, float]]] = []
+    for row in range(6):
+        tokens = [t for t in range(7) if batch["mask"][row, t]]
+        if tokens:
+            documents.append(
+                [{name: values[row, t].item() for name, values in batch.items()} for t in tokens]
+            )
+
+    def ratio(token: dict[str, float]) -> float:
+        return math.exp(token["trainer"] - token["old"])
+
+    def mean(formula: Callable[[dict[str, float]], float]) -> float:
+        return sum(sum(map(formula, tokens)) / len(tokens) for tokens in documents) / len(documents)
+
+    every = [token for tokens in documents for token in tokens]
+    expected = {
+        "old_logprobs": mean(lambda token: token["old"]),
+        "new_logprobs": mean(lambda token: token["trainer"]),
+        "ratio_new_old": mean(ratio),
+        "kl_new_old": mean(lambda token: ratio(token) - math.log(ratio(token)) - 1),
+        "clipped_ratio_fraction": mean(lambda token: float(not 0.8 <= ratio(token) <= 1.3)),
+        "advantage": mean(lambda token: token["advantages"]),
+        "document_entropy": mean(lambda token: token["entropy"]),
+        "ratio_new_old_sum": sum(map(ratio, every)),
+        "ratio_new_old_squared_sum": sum(ratio(token) ** 2 for token in every),
+        "num_tokens": len(every),
+        "max_advantage": max(token["advantages"] for token in every),
+        "min_advantage": min(token["advantages"] for token in every),
+    }
+    values = full(batch)
+    assert values.keys() - metrics(batch).keys() == {f"train/{key}" for key in expected}
+    for key, value in expected.items():
+        assert values[f"train/{key}"] == pytest.approx(value, rel=1e-12), key
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_masked_garbage_does_not_leak_into_documents(garbage: float) -> None:
+    batch = random_batch()
+    dirty = {name: values.masked_fill(~batch["mask"], garbage) for name, values in batch.items()}
+    dirty["mask"] = batch["mask"]
+    assert full(dirty) == full(batch)
+
+
+def test_the_importance_ratio_is_reported_after_its_correction() -> None:
+    batch = random_batch()
+    mask = batch["mask"]
+    weights = torch.where(mask, 2.0, math.nan)
+    policy_loss = clipped_policy_loss(
+        batch["trainer"], batch["old"], batch["advantages"], mask, clip_low=0.2, clip_high=0.3
+    )
+    parts = policy_metrics(
+        Batch(
+            token_ids=torch.zeros_like(mask, dtype=torch.int64),
+            token_mask=mask,
+            advantages=batch["advantages"],
+            inference_logprobs=batch["inference"],
+            old_logprobs=batch["old"],
+            importance_weights=weights,
+        ),
+        batch["trainer"],
+        batch["entropy"],
+        policy_loss,
+        num_tokens=float(mask.sum()),
+        num_sequences=5,
+    )
+    assert parts.sums["train/sampling_importance_ratio"].item() == pytest.approx(2.0)

@@ -1,0 +1,302 @@
+"""The same tensors through TRL's own `_compute_loss` (trl 1.16.0) and through abrun's losses, in float64.
+
+Slow, as importing trl is: `pip install -e '.[test,trl]'`, then `pytest -m slow tests/rl/test_against_trl.py`.
+
+| what | TRL | abrun | agreement |
+|---|---|---|---|
+| GRPO | loss_type grpo | clipped, sequence_mean | 1e-12 |
+| DAPO | loss_type dapo | clipped, token_mean | 1e-12 |
+| BNPO | loss_type bnpo | clipped, token_mean | 1e-12 on one microbatch (1) |
+| Dr.GRPO | loss_type dr_grpo | clipped, sequence_sum_constant | 1e-12 |
+| GSPO | grpo, importance_sampling_level sequence | gspo, sequence_mean | 1e-12 |
+| CISPO | cispo, epsilon_high e | cispo, clip_low 1, clip_high e - 1 | 1e-12 (2) |
+| dual clip | delta | dual_clip | 1e-12 for delta >= 1 + epsilon_high (3) |
+| KL in the loss | beta | kl_coefficient, k3 | 1e-12 within abrun's clamps (4) |
+| KL in the reward | RLOO's beta | kl_in reward, k1 | same formula, read (5) |
+| entropy bonus | entropy_coef | entropy_coefficient | 1e-12 under token_mean (6) |
+| importance | token_truncate, token_mask | truncated, icepop | 1e-12 |
+| importance | sequence_mask | sequence_mask | differs (7) |
+| RLOO | RLOOTrainer | reinforce, leave_one_out | gradient at ratio 1, 1e-12 (8) |
+| advantages | scale_rewards group, batch | normalize_over group, batch | 1e-4 / std, relative (9) |
+
+Values and gradients, relative. Why definitions differ:
+1. TRL divides by the microbatch's own tokens, so its loss changes with the cut; abrun's does not.
+2. TRL's epsilon_high is the bound itself, and there is no lower one.
+3. TRL bounds the ratio whatever A is, so a lower delta also lowers the upper clip of A > 0.
+4. abrun clamps the log-ratio to 20 and the penalty to 10; TRL does not.
+5. rloo_trainer.py: k1 of the old policy summed over the sequence; no function of its own to call.
+6. TRL adds the mean over the microbatch's tokens to every loss; abrun's is part of the reduction.
+7. TRL bounds the product of a sequence's ratios and weighs by it; abrun bounds their geometric mean, which
+   does not depend on the length, and weighs each token by its own.
+8. TRL's ratio is of whole sequences, and clipped: one loss a sequence, where abrun's tokens have theirs.
+9. TRL adds 1e-4 to the standard deviation, abrun 1e-6 (definitions.md).
+
+Not in abrun: SAPO, VESPO, LUSPO, off-policy sequence masking, a quantile of high-entropy tokens.
+"""
+
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from abrun.rl.advantages import group_advantages
+from abrun.rl.importance import importance_weights
+from abrun.rl.losses import (
+    cispo_loss,
+    clipped_policy_loss,
+    gspo_loss,
+    kl_penalty,
+    loss_weights,
+    reinforce_loss,
+    weighted,
+)
+
+pytestmark = pytest.mark.slow
+MAX_TOKENS = 9
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    return pytest.importorskip("trl.trainer.grpo_trainer", reason="needs trl: pip install -e '.[trl]'")
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, Tensor]:
+    """Eight completions of up to seven tokens, with ratios on both sides of the bounds."""
+    draw = torch.Generator().manual_seed(23)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    old = -0.5 - normal(8, 7).abs()
+    lengths = torch.tensor([7, 3, 1, 5, 6, 2, 7, 4])
+    return {
+        "trainer": old + 0.25 * normal(8, 7) + 0.2 * normal(8, 1),
+        "old": old,
+        "inference": old + 0.3 * normal(8, 7),
+        "reference": old + 0.3 * normal(8, 7),
+        "entropy": normal(8, 7).abs(),
+        "advantages": normal(8),
+        "mask": torch.arange(7) < lengths[:, None],
+    }
+
+
+def of_trl(
+    trl: Any, batch: dict[str, Tensor], *, weights: Tensor | None = None, **changes: Any
+) -> tuple[float, Tensor]:
+    """Loss and gradient of a trainer that is nothing but its settings."""
+    trainer, entropy = (batch[name].clone().requires_grad_() for name in ("trainer", "entropy"))
+    settings: dict[str, Any] = {
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.3,
+        "beta": 0.0,
+        "delta": None,
+        "entropy_coef": 0.0,
+    } | changes
+    args = {"delta": settings["delta"], "use_bias_correction_kl": False, "steps_per_generation": 1}
+    same = SimpleNamespace(
+        num_processes=1, sync_gradients=True, gather=lambda x: x, reduce=lambda x, reduction: x
+    )
+    fake = SimpleNamespace(
+        **settings,
+        args=SimpleNamespace(**args),
+        accelerator=same,
+        model=SimpleNamespace(training=True),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (trainer, entropy, None),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=weights is not None,
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_TOKENS,
+        _entropy_bonus_enabled=settings["entropy_coef"] > 0,
+        use_adaptive_entropy=False,
+        _metrics={"train": defaultdict(list)},
+    )
+    mask = batch["mask"].double()
+    inputs = {
+        "prompt_ids": torch.zeros(8, 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(8, 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(8, 7, dtype=torch.int64),
+        "completion_mask": mask,
+        "advantages": batch["advantages"],
+        "old_per_token_logps": batch["old"],
+        "ref_per_token_logps": batch["reference"],
+        "importance_sampling_ratio": weights,
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = trl.GRPOTrainer._compute_loss(fake, None, inputs)
+    gradients = torch.autograd.grad(loss, (trainer, entropy), allow_unused=True)
+    return loss.item(), torch.stack([torch.zeros_like(trainer) if g is None else g for g in gradients])
+
+
+def of_abrun(
+    batch: dict[str, Tensor],
+    function: Any,
+    reduction: Any,
+    *,
+    weights: Tensor | None = None,
+    beta: float = 0.0,
+    entropy_coefficient: float = 0.0,
+    **bounds: Any,
+) -> tuple[float, Tensor]:
+    trainer, entropy = (batch[name].clone().requires_grad_() for name in ("trainer", "entropy"))
+    mask = batch["mask"]
+    losses = function(trainer, batch["old"], batch["advantages"][:, None].expand(8, 7), mask, **bounds).loss
+    losses = losses if weights is None else losses * weights
+    losses = losses + beta * kl_penalty(trainer, batch["reference"], mask, estimator="k3")
+    counted = loss_weights(
+        mask,
+        loss_reduction=reduction,
+        num_tokens=float(mask.sum()),
+        num_sequences=8,
+        max_completion_tokens=MAX_TOKENS,
+    )
+    loss = weighted(losses - entropy_coefficient * entropy, counted).sum()
+    return loss.item(), torch.stack(torch.autograd.grad(loss, (trainer, entropy)))
+
+
+def assert_agree(one: tuple[float, Tensor], other: tuple[float, Tensor]) -> None:
+    assert one[0] == pytest.approx(other[0], rel=1e-12)
+    torch.testing.assert_close(one[1], other[1], rtol=1e-12, atol=1e-15)
+    assert one[1].any()
+
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "reduction"),
+    [
+        ("grpo", "sequence_mean"),
+        ("grpo", "document_mean"),
+        ("dapo", "token_mean"),
+        ("bnpo", "token_mean"),
+        ("dr_grpo", "sequence_sum_constant"),
+    ],
+)
+def test_clipped_losses_and_reductions(
+    trl: Any, batch: dict[str, Tensor], loss_type: str, reduction: str
+) -> None:
+    expected = of_trl(trl, batch, loss_type=loss_type)
+    assert_agree(of_abrun(batch, clipped_policy_loss, reduction, **CLIP), expected)
+
+
+def test_gspo(trl: Any, batch: dict[str, Tensor]) -> None:
+    expected = of_trl(trl, batch, importance_sampling_level="sequence", epsilon_low=0.1, epsilon_high=0.15)
+    assert_agree(of_abrun(batch, gspo_loss, "sequence_mean", clip_low=0.1, clip_high=0.15), expected)
+
+
+def test_cispo(trl: Any, batch: dict[str, Tensor]) -> None:
+    expected = of_trl(trl, batch, loss_type="cispo", epsilon_high=1.2)
+    assert_agree(of_abrun(batch, cispo_loss, "token_mean", clip_low=1.0, clip_high=0.2), expected)
+
+
+@pytest.mark.parametrize("delta", [1.3, 1.5])
+def test_dual_clip(trl: Any, batch: dict[str, Tensor], delta: float) -> None:
+    found = of_abrun(batch, clipped_policy_loss, "sequence_mean", **CLIP, dual_clip=delta)
+    assert_agree(found, of_trl(trl, batch, delta=delta))
+    assert found[0] != of_trl(trl, batch)[0]
+
+
+def test_dual_clip_below_the_upper_bound_differs(trl: Any, batch: dict[str, Tensor]) -> None:
+    found = of_abrun(batch, clipped_policy_loss, "sequence_mean", **CLIP, dual_clip=1.1)
+    assert abs(found[0] - of_trl(trl, batch, delta=1.1)[0]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "reduction"), [("grpo", "sequence_mean"), ("dapo", "token_mean"), ("cispo", "token_mean")]
+)
+def test_kl_in_the_loss(trl: Any, batch: dict[str, Tensor], loss_type: str, reduction: str) -> None:
+    function, bounds = clipped_policy_loss, CLIP
+    if loss_type == "cispo":
+        function, bounds = cispo_loss, {"clip_low": 1.0, "clip_high": 0.2}
+    high = 1.2 if loss_type == "cispo" else 0.3
+    expected = of_trl(trl, batch, loss_type=loss_type, epsilon_high=high, beta=0.1)
+    assert_agree(of_abrun(batch, function, reduction, beta=0.1, **bounds), expected)
+
+
+def test_kl_beyond_the_clamps_differs(trl: Any, batch: dict[str, Tensor]) -> None:
+    far = batch | {"reference": batch["reference"] + 3.0}  # exp(3) - 1 - 3 is above 10
+    found = of_abrun(far, clipped_policy_loss, "sequence_mean", beta=0.1, **CLIP)
+    assert found[0] < of_trl(trl, far, beta=0.1)[0] - 0.1
+
+
+@pytest.mark.parametrize("correction", ["truncated", "icepop"])
+def test_importance_weights_of_tokens(trl: Any, batch: dict[str, Tensor], correction: Any) -> None:
+    """grpo_trainer.py, _generate_and_score_completions: clamp, or zero outside."""
+    mask = batch["mask"]
+    weights = importance_weights(
+        batch["old"], batch["inference"], mask, correction=correction, low=0.8, high=1.2
+    )
+    ratio = ((batch["old"] - batch["inference"]) * mask).exp()
+    theirs = (
+        ratio.clamp(min=0.8, max=1.2)
+        if correction == "truncated"
+        else ratio.masked_fill((ratio < 0.8) | (ratio > 1.2), 0.0)
+    )
+    torch.testing.assert_close(weights[mask], theirs[mask], rtol=1e-14, atol=0)
+    expected = of_trl(trl, batch, loss_type="dapo", weights=theirs, beta=0.1)
+    found = of_abrun(batch, clipped_policy_loss, "token_mean", weights=weights, beta=0.1, **CLIP)
+    assert_agree(found, expected)
+
+
+def test_entropy_bonus(trl: Any, batch: dict[str, Tensor]) -> None:
+    expected = of_trl(trl, batch, loss_type="dapo", entropy_coef=0.3)
+    assert_agree(
+        of_abrun(batch, clipped_policy_loss, "token_mean", entropy_coefficient=0.3, **CLIP), expected
+    )
+    other = of_abrun(batch, clipped_policy_loss, "sequence_mean", entropy_coefficient=0.3, **CLIP)
+    assert abs(other[0] - of_trl(trl, batch, entropy_coef=0.3)[0]) > 1e-4
+
+
+def test_rloo_has_the_gradient_of_reinforce_at_ratio_one(trl: Any, batch: dict[str, Tensor]) -> None:
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    trainer = batch["old"].clone().requires_grad_()
+    mask = batch["mask"]
+    fake = SimpleNamespace(
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        aux_loss_enabled=False,
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (trainer, batch["entropy"], None),
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(8, 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(8, 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(8, 7, dtype=torch.int64),
+        "completion_mask": mask.long(),
+        "advantages": batch["advantages"],
+        "old_logps": (batch["old"] * mask).sum(1),
+    }
+    (theirs,) = torch.autograd.grad(RLOOTrainer._compute_loss(fake, None, inputs), trainer)
+    losses = reinforce_loss(trainer, batch["old"], batch["advantages"][:, None].expand(8, 7), mask).loss
+    (ours,) = torch.autograd.grad(losses.sum() / 8, trainer)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+    assert ours.any()
+
+
+@pytest.mark.parametrize("over", ["group", "batch"])
+def test_advantages_up_to_the_epsilon(trl: Any, over: Any) -> None:
+    """grpo_trainer.py: (rewards - mean_grouped_rewards) / (std_rewards + 1e-4), with its own nanstd."""
+    rewards = torch.randn(20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    grouped = rewards.view(-1, 5)
+    std = trl.nanstd(grouped, dim=1)[:, None] if over == "group" else trl.nanstd(rewards)
+    centred = grouped - grouped.mean(dim=1, keepdim=True)
+    theirs = (centred / (std + 1e-4)).flatten()
+    ours = group_advantages(rewards, 5, baseline="group_mean", normalize=True, normalize_over=over)
+    smallest = std.min().item()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4 / smallest, atol=0)
+    # The n / (n - 1) in nanstd, of two integers, is a float32: exact for 5, rounded for 20.
+    torch.testing.assert_close(ours, (centred / (std + 1e-6)).flatten(), rtol=1e-7, atol=0)
+    assert math.isfinite(smallest) and not torch.allclose(ours, theirs, rtol=1e-6, atol=0)

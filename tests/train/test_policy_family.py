@@ -1,0 +1,432 @@
+"""The policy-gradient family in the trainer: paths and cuts agree, each option does what it says."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from abrun.backends.dtensor import DtensorBackend
+from abrun.recipe import Grpo
+from abrun.rl.batch import Batch
+from abrun.rl.losses import loss_weights
+from abrun.train.policy_gradient import GrpoObjective
+from abrun.train.rollouts import Rollouts
+from abrun.train.setup import Setup, make_setup
+from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
+from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
+
+Rows = dict[int, dict[str, float]]
+ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
+CHUNKED = "policy.logprobs={impl: chunked, chunk_size: 17}"
+TERMS = (
+    "algorithm.kl_coefficient=0.1",
+    "algorithm.entropy_coefficient=0.02",
+    "algorithm.importance_correction={type: truncated, low: 0.5, high: 2.0}",
+    "algorithm.epochs_per_step=2",
+    "algorithm.minibatches_per_step=2",
+    "algorithm.metrics=full",
+    "task.max_operand=6",
+)
+FAMILY: dict[str, tuple[str, ...]] = {
+    "dapo": ("algorithm.clip_high=0.28", "algorithm.dual_clip=3.0", "algorithm.grad_divisor=2.0"),
+    "gspo": ("algorithm.loss=gspo", "algorithm.loss_reduction=sequence_mean"),
+    "cispo": ("algorithm.loss=cispo", "algorithm.clip_low=1.0", "algorithm.loss_reduction=document_mean"),
+    "rloo": (
+        "algorithm.loss=reinforce",
+        "algorithm.advantage_baseline=leave_one_out",
+        "algorithm.normalize_advantages=false",
+        "algorithm.kl_in=reward",
+        "algorithm.kl_estimator=k1",
+    ),
+    "reinforce++": (
+        "algorithm.advantage_baseline=batch_mean",
+        "algorithm.normalize_over=batch",
+        "algorithm.kl_in=reward",
+        "algorithm.kl_estimator=k2",
+    ),
+    "dr-grpo": ("algorithm.normalize_advantages=false", "algorithm.loss_reduction=sequence_sum_constant"),
+}
+
+
+def train(directory: Path, weights: Path, *overrides: str, ranks: int = 1) -> Rows:
+    ranked = (f"cluster.cpu_ranks={ranks}",) if ranks > 1 else ()
+    run = make_run(directory, run_config(*overrides, *ranked), initial_weights=weights)
+    if ranks == 1:
+        return train_here(run)
+    run_to_end(run, ranks=ranks)
+    return metrics_by_step(run)
+
+
+# --- paths and cuts ---
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_dense_fused_and_cut_agree(name: str, tmp_path: Path, warm_weights: Path, group: None) -> None:
+    """All terms of the loss, several updates a step: whichever path and cut, the same up to rounding."""
+    settings = ("steps=3", *TERMS, *FAMILY[name])
+    whole = train(tmp_path / "dense", warm_weights, *settings)
+    assert whole[1]["train/grad_norm"] > 1e-3 and whole[3]["train/kl_penalty"] != 0
+    assert whole[3]["train/probs_ratio_max"] > 1.0001
+    others = {"chunked": (CHUNKED, "policy.micro_batch_size=13")}
+    if name != "gspo":
+        others["one-pass"] = (ONE_PASS,)
+    for other, overrides in others.items():
+        assert_same_up_to_rounding(train(tmp_path / other, warm_weights, *settings, *overrides), whole)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (
+            *FAMILY["gspo"],
+            "algorithm.normalize_over=batch",
+            "algorithm.dynamic_sampling={max_tries: 2}",
+            "algorithm.documents_per_step=64",
+            CHUNKED,
+        ),
+        (*FAMILY["reinforce++"], "algorithm.documents_per_step=40", ONE_PASS),
+    ],
+)
+def test_two_ranks_change_only_rounding(
+    overrides: tuple[str, ...], tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    settings = ("steps=3", *TERMS, *overrides)
+    one = train(tmp_path / "one", warm_weights, *settings)
+    two = train(tmp_path / "two", warm_weights, *settings, "policy.micro_batch_size=5", ranks=2)
+    assert_same_up_to_rounding(two, one)
+
+
+@pytest.mark.parametrize("loss", ["clipped", "reinforce", "cispo"])
+def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -> None:
+    draw = torch.Generator().manual_seed(3)
+    mask = torch.rand(4, 6, generator=draw) > 0.3
+    mask[:, 0] = False
+    logprobs, entropy, *known = torch.randn(7, 4, 6, generator=draw).masked_fill(~mask, math.nan)
+    batch = Batch(
+        token_ids=torch.zeros(4, 6, dtype=torch.int64),
+        token_mask=mask,
+        advantages=known[0],
+        old_logprobs=known[1],
+        inference_logprobs=known[2],
+        reference_logprobs=known[3],
+        importance_weights=known[4],
+        loss_weights=loss_weights(
+            mask, loss_reduction="token_mean", num_tokens=40, num_sequences=8, max_completion_tokens=9
+        ),
+    )
+    settings = Grpo(type="grpo", loss=loss, kl_coefficient=0.1, entropy_coefficient=0.2, grad_divisor=4.0)
+    objective = GrpoObjective(settings=settings, num_tokens=40, num_sequences=8)
+    whole = objective.losses(batch, logprobs, entropy)
+    assert whole.isfinite().all() and (whole[mask] != 0).all()
+    tokens = batch.predicted_tokens()
+    for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
+        values = (one[:, 1:].flatten()[part] for one in (logprobs, entropy))
+        assert torch.equal(objective.losses(tokens[part], *values), whole[:, 1:].flatten()[part])
+    reported = objective.metrics(batch, logprobs, entropy).sums["train/loss"].item()
+    assert reported == pytest.approx(4 * whole.sum().item(), rel=1e-12)
+
+
+# --- several updates a step ---
+
+
+def test_old_logprobs_stay_while_the_policy_moves(
+    tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {"optimizer_step": 0, "logprobs": 0}
+    for name in counts:
+        original = getattr(DtensorBackend, name)
+
+        def counted(self: Any, *args: Any, name: str = name, original: Any = original) -> Any:
+            counts[name] += 1
+            return original(self, *args)
+
+        monkeypatch.setattr(DtensorBackend, name, counted)
+    settings = ("steps=2", "policy.optimizer.warmup_steps=0", "algorithm.clip_high=0.05")
+    one = train(tmp_path / "one", warm_weights, *settings)
+    assert counts == {"optimizer_step": 2, "logprobs": 2}
+    updates = ("algorithm.epochs_per_step=3", "algorithm.minibatches_per_step=2")
+    several = train(tmp_path / "several", warm_weights, *settings, *updates)
+    assert counts == {"optimizer_step": 2 + 12, "logprobs": 4}
+    assert one[2]["train/probs_ratio"] == 1 and one[2]["train/clip_fraction"] == 0
+    assert several[1]["train/probs_ratio_max"] > 1.05 > 0.95 > several[1]["train/probs_ratio_min"]
+    assert several[1]["train/clip_fraction"] > 0
+    assert several[1]["train/probs_ratio_clamped"] != several[1]["train/probs_ratio"]
+    for key in ("reward", "num_valid_samples", "global_valid_toks", "token_mult_prob_error", "lr"):
+        assert several[1][f"train/{key}"] == pytest.approx(one[1][f"train/{key}"], rel=1e-6)
+
+
+def test_a_policy_that_does_not_move_has_the_metrics_of_one_update(
+    tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    """Metrics are means over the tokens of all updates, whatever minibatches they are cut into."""
+    still = (
+        "steps=1",
+        "policy.optimizer.learning_rate=1.0e-30",
+        "algorithm.metrics=full",
+        "algorithm.loss_reduction=sequence_mean",
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.entropy_coefficient=0.1",
+    )
+    one = train(tmp_path / "one", warm_weights, *still)[1]
+    updates = ("algorithm.epochs_per_step=3", "algorithm.minibatches_per_step=4")
+    several = train(tmp_path / "several", warm_weights, *still, *updates)[1]
+    assert one.keys() == several.keys()
+    sums = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "num_tokens")
+    for key, value in one.items():
+        if not key.startswith("train/") or key == "train/grad_norm":
+            continue
+        times = 3 if key.removeprefix("train/") in sums else 1
+        assert several[key] == pytest.approx(times * value, rel=1e-6, abs=1e-8), key
+
+
+def test_minibatches_are_whole_groups(
+    tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Batch] = []
+    original = Setup.train_on_each
+
+    def spy(self: Setup, updates: Any, step: int) -> dict[str, float]:
+        seen.extend(batch for batch, _ in updates)
+        return original(self, updates, step)
+
+    monkeypatch.setattr(Setup, "train_on_each", spy)
+    train(tmp_path / "run", warm_weights, "steps=1", "algorithm.minibatches_per_step=2")
+    assert [len(batch) for batch in seen] == [16, 16]
+    for batch in seen:
+        assert batch.loss_weights is not None and batch.loss_weights.sum().item() == pytest.approx(1)
+        for start in (0, 8):
+            prompts = {
+                tuple(ids[: int(mask.nonzero()[0])].tolist())
+                for ids, mask in zip(
+                    batch.token_ids[start : start + 8], batch.token_mask[start : start + 8], strict=True
+                )
+            }
+            assert len(prompts) == 1
+
+
+# --- options of the loss ---
+
+
+def test_the_on_policy_ratio_is_one_to_the_bit(tmp_path: Path, warm_weights: Path, group: None) -> None:
+    old = train(tmp_path / "old", warm_weights, "steps=2", "policy.micro_batch_size=7", CHUNKED)
+    forced = train(
+        tmp_path / "forced",
+        warm_weights,
+        "steps=2",
+        "policy.micro_batch_size=7",
+        CHUNKED,
+        "algorithm.ratio=on_policy",
+    )
+    for step, row in forced.items():
+        assert row["train/probs_ratio_min"] == row["train/probs_ratio_max"] == row["train/probs_ratio"] == 1
+        assert row["train/grad_norm"] == pytest.approx(old[step]["train/grad_norm"], rel=1e-3)
+        assert row["train/loss"] == pytest.approx(old[step]["train/loss"], rel=1e-3, abs=1e-6)
+
+
+def test_on_policy_every_loss_takes_the_same_first_step(
+    tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    """Clipped, GSPO under a sequence mean, REINFORCE and CISPO are one gradient at ratio 1."""
+    norms = [
+        train(
+            tmp_path / loss,
+            warm_weights,
+            "steps=1",
+            f"algorithm.loss={loss}",
+            "algorithm.loss_reduction=sequence_mean",
+        )[1]["train/grad_norm"]
+        for loss in ("clipped", "gspo", "reinforce", "cispo")
+    ]
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-4) and norms[0] > 1e-3
+
+
+def test_a_gradient_divisor_leaves_the_reported_loss(tmp_path: Path, warm_weights: Path, group: None) -> None:
+    plain = train(tmp_path / "plain", warm_weights, "steps=1")[1]
+    divided = train(tmp_path / "divided", warm_weights, "steps=1", "algorithm.grad_divisor=8.0")[1]
+    assert divided["train/loss"] == plain["train/loss"]
+    assert divided["train/grad_norm"] == pytest.approx(plain["train/grad_norm"] / 8, rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_in_the_reward_shapes_it_and_leaves_the_loss(
+    estimator: str, tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    kl = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.3", f"algorithm.kl_estimator={estimator}")
+    rows = train(tmp_path / "run", warm_weights, "steps=3", "policy.optimizer.warmup_steps=0", *kl)
+    assert rows[1]["train/kl_penalty"] == 0  # the reference is the initial policy
+    for step, row in rows.items():
+        shaped = row["train/reward_before_kl"] - 0.3 * row["train/kl_penalty"]
+        assert row["train/reward"] == pytest.approx(shaped, abs=1e-6)
+        assert row["train/loss"] == pytest.approx(-row["train/advantages/mean"], rel=1e-4, abs=1e-6)
+        assert step == 1 or row["train/kl_penalty"] != 0
+
+
+def test_an_importance_correction_of_an_engine_that_agrees_changes_nothing_but_can_drop_all(
+    tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    plain = train(tmp_path / "plain", warm_weights, "steps=1")[1]
+    for kind in ("truncated", "icepop", "sequence_mask"):
+        correction = f"algorithm.importance_correction={{type: {kind}, low: 0.99, high: 1.01}}"
+        row = train(tmp_path / kind, warm_weights, "steps=1", correction)[1]
+        assert row["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-3)
+        assert row["train/sampling_importance_ratio"] == pytest.approx(1, abs=1e-5)
+        outside = f"algorithm.importance_correction={{type: {kind}, low: 2.0, high: 3.0}}"
+        row = train(tmp_path / f"{kind}-outside", warm_weights, "steps=1", outside)[1]
+        times = 2 if kind == "truncated" else 0
+        assert row["train/grad_norm"] == pytest.approx(times * plain["train/grad_norm"], rel=1e-3)
+        assert row["train/sampling_importance_ratio"] == times
+
+
+def test_metrics_levels(tmp_path: Path, warm_weights: Path, group: None) -> None:
+    rows = {
+        level: train(tmp_path / level, warm_weights, "steps=1", f"algorithm.metrics={level}")[1]
+        for level in ("none", "basic", "full")
+    }
+    assert rows["none"].keys() < rows["basic"].keys() < rows["full"].keys()
+    assert {"train/loss", "train/reward", "train/grad_norm", "train/global_valid_toks"} <= rows["none"].keys()
+    assert "train/entropy" not in rows["none"] and "train/entropy" in rows["basic"]
+    added = {
+        "old_logprobs", "new_logprobs", "ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "advantage",
+        "document_entropy", "ratio_new_old_sum", "ratio_new_old_squared_sum", "num_tokens", "max_advantage",
+        "min_advantage",
+    }  # fmt: skip
+    assert rows["full"].keys() - rows["basic"].keys() == {f"train/{key}" for key in added}
+    assert rows["full"]["train/num_tokens"] == rows["full"]["train/global_valid_toks"]
+    assert rows["full"]["train/max_advantage"] == rows["basic"]["train/advantages/max"]
+    for level in ("none", "full"):  # what is measured does not change what is trained
+        for key in ("loss", "grad_norm"):
+            assert rows[level][f"train/{key}"] == rows["basic"][f"train/{key}"]
+
+
+# --- which rollouts a step has ---
+
+
+def collector(weights: Path, *overrides: str) -> tuple[Setup, Rollouts]:
+    setup = make_setup(run_config(*overrides), 0, weights, torch.device("cpu"))
+    return setup, Rollouts(setup)
+
+
+def prompts_of(batch: Batch) -> list[tuple[int, ...]]:
+    """The prompt of each group of 8."""
+    rows = zip(batch.token_ids[::8], batch.token_mask[::8], strict=True)
+    return [tuple(ids[: int(mask.nonzero()[0])].tolist()) for ids, mask in rows]
+
+
+def groups_of(batch: Batch) -> list[list[float]]:
+    assert batch.rewards is not None
+    return batch.rewards[:, 0].view(-1, 8).tolist()
+
+
+def test_dynamic_sampling_leaves_out_groups_without_signal(warm_weights: Path, group: None) -> None:
+    hard = ("task.max_operand=6", "algorithm.prompts_per_step=8")
+    _, without = collector(warm_weights, *hard)
+    plain, plain_metrics = without.collect(1)
+    signal = [len(set(rewards)) > 1 for rewards in groups_of(plain)]
+    assert 0 < sum(signal) < 8  # the first draw has groups of both kinds
+    setup, rollouts = collector(warm_weights, *hard, "algorithm.dynamic_sampling={max_tries: 10}")
+    batch, metrics = rollouts.collect(1)
+    assert len(batch) == 64 and all(len(set(rewards)) > 1 for rewards in groups_of(batch))
+    tries = metrics["train/dynamic_sampling_tries"]
+    assert 2 <= tries <= 10 and sum(signal) / 64 < metrics["train/dynamic_sampling_kept_share"] < 1
+    assert metrics["train/dynamic_sampling_kept_share"] * 8 * tries >= 8
+    # It begins with the same prompts and completions, and what it reports is of all that was drawn.
+    kept = [prompt for prompt, has in zip(prompts_of(plain), signal, strict=True) if has]
+    assert prompts_of(batch)[: len(kept)] == kept
+    rows = torch.tensor(signal).repeat_interleave(8).nonzero()[:, 0]
+    assert plain.inference_logprobs is not None and batch.inference_logprobs is not None
+    width = min(plain.token_ids.shape[1], batch.token_ids.shape[1])
+    assert torch.equal(batch.inference_logprobs[: len(rows), :width], plain.inference_logprobs[rows, :width])
+    assert metrics["train/reward"] != plain_metrics["train/reward"]
+    # A pure function of seed and step: again, and without the step before it.
+    again, _ = rollouts.collect(1)
+    second, _ = rollouts.collect(2)
+    alone, _ = Rollouts(setup).collect(2)
+    assert torch.equal(again.token_ids, batch.token_ids) and torch.equal(second.token_ids, alone.token_ids)
+    assert not torch.equal(second.token_ids, batch.token_ids)
+
+
+def test_dynamic_sampling_ends_after_its_tries(warm_weights: Path, group: None) -> None:
+    """Then groups without signal fill the batch up, after those that have one."""
+    hard = ("task.max_operand=6", "algorithm.prompts_per_step=8")
+    plain, _ = collector(warm_weights, *hard)[1].collect(1)
+    batch, metrics = collector(warm_weights, *hard, "algorithm.dynamic_sampling={max_tries: 1}")[1].collect(1)
+    assert metrics["train/dynamic_sampling_tries"] == 1
+    signal = [len(set(rewards)) > 1 for rewards in groups_of(batch)]
+    assert signal == sorted(signal, reverse=True) and 0 < sum(signal) < 8
+    assert metrics["train/dynamic_sampling_kept_share"] == sum(signal) / 8
+    assert sorted(prompts_of(batch)) == sorted(prompts_of(plain))
+
+
+def test_a_step_without_any_signal_still_ends(tmp_path: Path, group: None) -> None:
+    """Random weights solve nothing: every reward is 0, and so is every advantage."""
+    config = run_config("steps=2", "algorithm.dynamic_sampling={max_tries: 2}")
+    rows = train_here(make_run(tmp_path / "run", config))
+    for row in rows.values():
+        assert row["train/dynamic_sampling_kept_share"] == 0 and row["train/dynamic_sampling_tries"] == 2
+        assert row["train/grad_norm"] == 0 and row["train/num_valid_samples"] == 32
+        assert all(math.isfinite(value) for value in row.values())
+
+
+def test_documents_are_fetched_until_there_are_enough(warm_weights: Path, group: None) -> None:
+    _, rollouts = collector(warm_weights, "algorithm.documents_per_step=70", "task.max_operand=99")
+    batch, metrics = rollouts.collect(1)
+    assert len(batch) == 96  # 32 a fetch
+    prompts = prompts_of(batch)
+    assert len(set(prompts)) == 12
+    once, _ = collector(warm_weights, "task.max_operand=99")[1].collect(1)
+    assert prompts[:4] == prompts_of(once)
+    assert not any(key.startswith("train/dynamic_sampling") for key in metrics)
+
+
+def test_the_realised_count_of_documents_is_the_normaliser(
+    tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    overrides = ("steps=2", "algorithm.documents_per_step=70", "algorithm.entropy_coefficient=0.1")
+    for row in train(tmp_path / "run", warm_weights, *overrides).values():
+        assert row["train/num_valid_samples"] == 96
+        assert row["train/global_valid_toks"] == pytest.approx(96 * row["train/mean_gen_tokens_per_sample"])
+        expected = -row["train/advantages/mean"] - 0.1 * row["train/entropy"]
+        assert row["train/loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn(
+    tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    """The second half from a checkpoint is the second half of the whole run, to the bit."""
+    settings = (
+        "checkpoint.every=2",
+        "task.max_operand=6",
+        "algorithm.dynamic_sampling={max_tries: 3}",
+        "algorithm.minibatches_per_step=2",
+        "algorithm.epochs_per_step=2",
+    )
+    whole = train(tmp_path / "whole", warm_weights, "steps=4", *settings)
+    train(tmp_path / "halves", warm_weights, "steps=2", *settings)
+    halves = train(tmp_path / "halves", warm_weights, "steps=4", *settings)
+    assert halves.keys() == whole.keys()
+    for step, row in whole.items():
+        for key, value in row.items():
+            if key.startswith("train/"):
+                assert halves[step][key] == value, (step, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY)
+def test_reward_climbs(name: str, tmp_path: Path, warm_weights: Path, group: None) -> None:
+    updates = () if name == "rloo" else ("algorithm.minibatches_per_step=2",)
+    clip = ("algorithm.clip_low=0.05", "algorithm.clip_high=0.05") if name == "gspo" else ()
+    rows = train(
+        tmp_path / "run",
+        warm_weights,
+        "steps=50",
+        "algorithm.prompts_per_step=32",
+        "algorithm.kl_coefficient=0.001",
+        *updates,
+        *FAMILY[name],
+        *clip,
+    )
+    key = "train/reward_before_kl" if "train/reward_before_kl" in rows[1] else "train/reward"
+    reward = [row[key] for row in rows.values()]
+    assert sum(reward[-10:]) / 10 > sum(reward[:3]) / 3 + 0.15, reward
