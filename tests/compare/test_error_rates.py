@@ -98,9 +98,7 @@ TABLE = [
     (2.0, 0.8, (0.91, 1.0, 1.0)),
 ]
 CELLS = [
-    pytest.param(
-        pairs, margin, rho, cell, marks=() if (pairs, margin, rho) == (5, 1.0, 0.8) else pytest.mark.slow
-    )
+    pytest.param(pairs, margin, rho, cell, marks=pytest.mark.slow)
     for margin, rho, cells in TABLE
     for pairs, cell in zip((3, 5, 10), cells, strict=True)
 ]

@@ -62,7 +62,12 @@ def train(directory: Path, weights: Path, *overrides: str, ranks: int = 1) -> Ro
 # --- paths and cuts ---
 
 
-@pytest.mark.parametrize("name", FAMILY)
+USUAL = ("dapo", "gspo", "cispo")  # the others take their time with -m slow
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in FAMILY]
+)
 def test_dense_fused_and_cut_agree(name: str, tmp_path: Path, warm_weights: Path, group: None) -> None:
     """All terms of the loss, several updates a step: whichever path and cut, the same up to rounding."""
     settings = ("steps=3", *TERMS, *FAMILY[name])
@@ -86,7 +91,9 @@ def test_dense_fused_and_cut_agree(name: str, tmp_path: Path, warm_weights: Path
             "algorithm.documents_per_step=64",
             CHUNKED,
         ),
-        (*FAMILY["reinforce++"], "algorithm.documents_per_step=40", ONE_PASS),
+        pytest.param(
+            (*FAMILY["reinforce++"], "algorithm.documents_per_step=40", ONE_PASS), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_two_ranks_change_only_rounding(
