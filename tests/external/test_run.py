@@ -119,7 +119,7 @@ def test_status_and_watch_see_it_as_one_of_ours(tmp_path: Path) -> None:
 def test_steps_are_shown_while_the_command_runs(tmp_path: Path) -> None:
     directory = prepared(tmp_path, "steps=100", "trainer.parameters.step_s=0.05")
     process = start(directory)
-    until(lambda: len(rows(directory)) > 2)
+    until(lambda: len(rows(directory)) > 2 and (directory / "heartbeat.json").exists())
     assert process.poll() is None and not (directory / "result.json").exists()
     heartbeat = store.read_json(directory / "heartbeat.json")
     assert heartbeat["pid"] == process.pid and heartbeat["step"] >= 0
@@ -128,7 +128,7 @@ def test_steps_are_shown_while_the_command_runs(tmp_path: Path) -> None:
 
 
 def test_a_value_that_comes_late_belongs_to_its_step(tmp_path: Path) -> None:
-    slow = ("trainer.parameters.behaviour=late", "trainer.parameters.step_s=0.4", "steps=6", "seeds=[0, 1]")
+    slow = ("trainer.parameters.behaviour=late", "trainer.parameters.step_s=0.7", "steps=6", "seeds=[0, 1]")
     assert launch(tmp_path, *slow).exit_code == 0
     directory = tmp_path / "foreign" / "baseline" / "seed-0"
     assert len(rows(directory)) > 6, "no step was told before its late value came: the test shows nothing"
