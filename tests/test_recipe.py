@@ -504,3 +504,10 @@ def test_fuzz(path: Path, tmp_path: Path) -> None:
         except Exception as error:
             raise AssertionError(f"round {round_}: {type(error).__name__} for {content!r}") from error
     assert outcomes["planned"] > rounds / 50 and outcomes["refused"] > rounds / 3, outcomes
+
+
+@pytest.mark.parametrize("margin", ["-1", "0", ".nan", ".inf", "true", "null", "2 sigmas", "0 sigma", "[1]"])
+def test_a_margin_that_is_none_is_one_line(margin: str) -> None:
+    line = refused(SMALL, f"compare.primary=[{{metric: x, margin: {margin}}}]")
+    assert "compare.primary.0.margin: got " in line and "allowed: a number above 0, or such as" in line
+    assert "more)" not in line

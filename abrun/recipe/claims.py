@@ -1,8 +1,9 @@
 """What a comparison claims, declared before the runs: primaries with margins, guards, controls."""
 
+import math
 import re
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -25,7 +26,7 @@ class Primary(Section):
 
     metric: str
     window: str = "last 20%"
-    margin: Positive | str
+    margin: float | str
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: by the metric's name
     sigma: Positive | None = None
     correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
@@ -39,10 +40,12 @@ class Primary(Section):
             raise ValueError(f"got {window!r}, which ends before it begins; write the smaller step first")
         return window
 
-    @field_validator("margin")
+    @field_validator("margin", mode="before")
     @classmethod
-    def _margin_is_readable(cls, margin: float | str) -> float | str:
-        if isinstance(margin, str) and not (re.fullmatch(SIGMAS, margin) and float(margin.split()[0]) > 0):
+    def _margin_is_readable(cls, margin: Any) -> Any:
+        in_sigmas = isinstance(margin, str) and re.fullmatch(SIGMAS, margin)
+        number: Any = float(margin.split()[0]) if in_sigmas else margin
+        if type(number) not in (int, float) or not 0 < number < math.inf:
             raise ValueError(f"got {shortened(margin)}; allowed: a number above 0, or such as '1.5 sigma'")
         return margin
 
