@@ -14,31 +14,10 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
+from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradient, Ppo, Sft
 from abrun.recipe.claims import Compare, Controls, Guards, Primary, parse_primary
 from abrun.recipe.command import Command, CommandRun, Invocation, MetricsLog, invocation
-from abrun.recipe.models import (
-    Arithmetic,
-    Checkpoint,
-    Cluster,
-    Dtensor,
-    Grpo,
-    Gsm8k,
-    Jsonl,
-    Logprobs,
-    Model,
-    Optimizer,
-    OwnTrainer,
-    Policy,
-    Rollout,
-    Run,
-    RunConfig,
-    Section,
-    Sft,
-    Validation,
-    Wandb,
-    WarmStart,
-    WordProblems,
-)
+from abrun.recipe.policy import Dtensor, Logprobs, Model, Optimizer, Policy, Rollout
 from abrun.recipe.reading import (
     dotted,
     merge,
@@ -48,6 +27,18 @@ from abrun.recipe.reading import (
     shortened,
     unknown,
     validated,
+)
+from abrun.recipe.run import Checkpoint, Cluster, OwnTrainer, Run, RunConfig, Wandb, WarmStart
+from abrun.recipe.section import Section
+from abrun.recipe.tasks import (
+    Arithmetic,
+    Completions,
+    Gsm8k,
+    Jsonl,
+    Preferences,
+    TaskConfig,
+    Validation,
+    WordProblems,
 )
 
 __all__ = [
@@ -60,8 +51,10 @@ __all__ = [
     "CommandRecipe",
     "CommandRun",
     "Compare",
+    "Completions",
     "Controls",
     "Declared",
+    "Dpo",
     "Dtensor",
     "Grpo",
     "Gsm8k",
@@ -74,6 +67,9 @@ __all__ = [
     "Optimizer",
     "OwnTrainer",
     "Policy",
+    "PolicyGradient",
+    "Ppo",
+    "Preferences",
     "Primary",
     "Recipe",
     "Rollout",
@@ -81,6 +77,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "Sft",
+    "TaskConfig",
     "Validation",
     "Wandb",
     "WarmStart",

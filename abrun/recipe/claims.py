@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
-from abrun.recipe.models import Count, Positive, Section
 from abrun.recipe.reading import shortened, validated
+from abrun.recipe.section import Count, Positive, Section
 
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d*-[1-9]\d*"
 SIGMAS = r"\d+(\.\d+)? sigma"

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
-from abrun.recipe.models import Run, Section
 from abrun.recipe.reading import shortened
+from abrun.recipe.run import Run
+from abrun.recipe.section import Section
 
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
 PRESETS = ("nemo-rl", "skyrl", "trl", "verl")  # the files of names in abrun.logs.aliases

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from abrun.errors import RecipeError
-from abrun.recipe.models import Section
+from abrun.recipe.section import Section
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -22,7 +22,10 @@ class Batch:
     old_logprobs: Tensor | None = None  # [B, S] float32, of the policy at the start of the step
     reference_logprobs: Tensor | None = None  # [B, S] float32
     importance_weights: Tensor | None = None  # [B, S] float32, of the trainer against the engine
+    old_values: Tensor | None = None  # [B, S] float32, of the value model at the start of the step
+    returns: Tensor | None = None  # [B, S] float32, what values are fitted to
     loss_weights: Tensor | None = None  # [B, S] float64, what each token counts in the global loss
+    rows_together: int = 1  # so many consecutive rows are one sample (a pair), never cut apart
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -52,7 +55,8 @@ class Batch:
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(
-            self, **{name: function(tensor) for name, tensor in known.items() if tensor is not None}
+            self,
+            **{name: function(value) for name, value in known.items() if isinstance(value, Tensor)},
         )
 
 

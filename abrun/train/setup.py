@@ -12,7 +12,7 @@ from abrun.backends import Backend, Objective
 from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
 from abrun.models import LanguageModel, load_model
-from abrun.recipe import RunConfig, Sft
+from abrun.recipe import RunConfig
 from abrun.rl.batch import Batch
 from abrun.rl.metrics import all_reduce, merge
 from abrun.rollout import Completion
@@ -78,8 +78,7 @@ class Setup:
     @property
     def batch_size(self) -> int:
         """Examples of a global batch."""
-        algorithm = self.config.algorithm
-        return algorithm.batch_size if isinstance(algorithm, Sft) else algorithm.prompts_per_step
+        return self.config.algorithm.batch_size
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up to the recipe's learning rate, then constant."""

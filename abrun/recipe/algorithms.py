@@ -1,0 +1,215 @@
+"""What a training step does: the algorithms and their fields."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from abrun.recipe.policy import Optimizer
+from abrun.recipe.section import Count, NonNegative, Positive, Section
+
+
+class ImportanceCorrection(Section):
+    """Weights w = p_trainer / p_engine on the policy loss, within [low, high]; see abrun.rl.importance."""
+
+    type: Literal["truncated", "icepop", "sequence_mask"]
+    low: NonNegative = 0.0
+    high: Positive
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(
+                f"algorithm.importance_correction.low: got {self.low} above high, {self.high}; "
+                "use a low bound below the high one"
+            )
+        return self
+
+
+class DynamicSampling(Section):
+    """Groups of equal rewards, which have no signal, are left out, and more prompts are drawn (DAPO).
+
+    After `max_tries` times the draws that a batch takes without it, such groups fill the batch up.
+    """
+
+    max_tries: Count = 10
+
+
+class PolicyGradient(Section):
+    """What GRPO's family and PPO share; see abrun.rl for the formulas."""
+
+    prompts_per_step: Count = 32
+    group_size: Count = 8  # completions a prompt
+    documents_per_step: Count | None = None  # draw again until there are so many completions
+    epochs_per_step: Count = 1  # passes over the completions of a step
+    minibatches_per_step: Count = 1  # optimizer steps in each of them
+    normalize_advantages: bool = True
+    ratio: Literal["old", "on_policy"] = "old"  # on_policy: to the policy itself, so 1 with its gradient
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    clip_high: NonNegative = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    importance_correction: ImportanceCorrection | None = None
+    loss_reduction: Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_mean"] = (
+        "token_mean"
+    )
+    grad_divisor: Positive | None = None  # divides the gradient, and not the reported loss
+    kl_coefficient: NonNegative = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coefficient: NonNegative = 0.0
+    metrics: Literal["none", "basic", "full"] = "basic"
+
+    @model_validator(mode="after")
+    def _on_policy_is_one_update(self) -> Self:
+        num_updates = self.epochs_per_step * self.minibatches_per_step
+        if self.ratio == "on_policy" and num_updates > 1:
+            raise ValueError(
+                f"algorithm.ratio: got 'on_policy' with {num_updates} optimizer steps a rollout batch, of "
+                "which only the first is on policy; use ratio: old, or epochs_per_step: 1 and "
+                "minibatches_per_step: 1"
+            )
+        return self
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts of a global batch."""
+        return self.prompts_per_step
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ValueError where a step's groups cannot be shared by the ranks, minibatch by minibatch."""
+        parts = ranks * self.minibatches_per_step
+        if self.prompts_per_step % parts:
+            raise ValueError(
+                f"algorithm.prompts_per_step: got {self.prompts_per_step} for {ranks} ranks and "
+                f"minibatches_per_step {self.minibatches_per_step}; use a multiple of {parts}, or other "
+                "cluster sizes"
+            )
+
+
+class Grpo(PolicyGradient):
+    """Group-relative policy optimisation (arXiv:2402.03300) and its family.
+
+    Dr.GRPO: normalize_advantages false, loss_reduction sequence_sum_constant. DAPO: clip_high 0.28,
+    dynamic_sampling. RLOO: loss reinforce, advantage_baseline leave_one_out, normalize_advantages false,
+    kl_in reward. REINFORCE++: advantage_baseline batch_mean, normalize_over batch, kl_in reward_to_go. GSPO:
+    loss gspo, loss_reduction sequence_mean. CISPO: loss cispo.
+    """
+
+    type: Literal["grpo"]
+    dynamic_sampling: DynamicSampling | None = None
+    advantage_baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
+    normalize_over: Literal["group", "batch"] = "group"
+    loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
+    kl_in: Literal["loss", "reward"] = "loss"
+
+    @model_validator(mode="after")
+    def _group_has_a_baseline(self) -> Self:
+        normalized = self.normalize_advantages and self.normalize_over == "group"
+        relative = self.advantage_baseline in ("group_mean", "leave_one_out")
+        if self.group_size == 1 and (relative or normalized):
+            raise ValueError(
+                "algorithm.group_size: got 1 with advantages relative to their group, which are then all "
+                "zero; use 2 or more, or set advantage_baseline: none and normalize_advantages: false, or "
+                "batch_mean with normalize_over: batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _choices_fit_together(self) -> Self:
+        refusals = [
+            (
+                self.normalize_over == "batch" and not self.normalize_advantages,
+                "normalize_over: got 'batch' with normalize_advantages false; use normalize_advantages: "
+                "true, or normalize_over: group",
+            ),
+            (
+                self.dual_clip is not None and self.loss not in ("clipped", "gspo"),
+                f"dual_clip: got {self.dual_clip} with loss {self.loss!r}, which it does not bound; "
+                "use loss: clipped or gspo, or dual_clip: null",
+            ),
+            (
+                self.dynamic_sampling is not None
+                and self.advantage_baseline not in ("group_mean", "leave_one_out"),
+                f"dynamic_sampling: got it with advantage_baseline {self.advantage_baseline!r}, where a "
+                "group of equal rewards has a signal; use group_mean or leave_one_out, or "
+                "dynamic_sampling: null",
+            ),
+        ]
+        for refused, message in refusals:
+            if refused:
+                raise ValueError(f"algorithm.{message}")
+        return self
+
+    def check_ranks(self, ranks: int) -> None:
+        super().check_ranks(ranks)
+        unit = ranks * self.minibatches_per_step * self.group_size
+        if self.dynamic_sampling and self.documents_per_step and self.documents_per_step % unit:
+            raise ValueError(
+                f"algorithm.documents_per_step: got {self.documents_per_step} for groups of "
+                f"{self.group_size}, {ranks} ranks and minibatches_per_step {self.minibatches_per_step}; "
+                f"use a multiple of {unit}"
+            )
+
+
+class Ppo(PolicyGradient):
+    """Proximal policy optimisation with a value model and GAE (arXiv:1707.06347, arXiv:1506.02438).
+
+    The value model is updated before the policy, minibatch by minibatch, in as many epochs. With
+    `value_backbone: shared` it is a head on the policy's hidden states: its loss, times `value_coefficient`,
+    adds to the policy's gradient, and the head has `value_optimizer`.
+    """
+
+    type: Literal["ppo"]
+    group_size: Count = 1
+    loss: Literal["clipped"] = "clipped"
+    kl_in: Literal["loss", "reward"] = "loss"  # reward: of each token, as it is drawn
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    value_backbone: Literal["own", "shared"] = "own"
+    value_coefficient: Positive | None = None  # with a shared backbone, 0.1 there
+    value_head_dtype: Literal["float32", "bfloat16"] = "float32"
+    value_clip_range: Positive | None = 0.5  # None: the plain squared error
+    value_optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    # A token's value is the one computed before it. False: after it, so that the baseline knows the token.
+    right_shift: bool = True
+
+    @model_validator(mode="after")
+    def _coefficient_has_a_backbone_to_reach(self) -> Self:
+        if self.value_coefficient is not None and self.value_backbone == "own":
+            raise ValueError(
+                f"algorithm.value_coefficient: got {self.value_coefficient} with value_backbone 'own', whose "
+                "optimizer makes a factor of its loss nearly nothing; use value_optimizer.learning_rate and "
+                "value_coefficient: null, or value_backbone: shared"
+            )
+        return self
+
+
+class Sft(Section):
+    """Supervised fine-tuning on the task's reference completions."""
+
+    type: Literal["sft"]
+    batch_size: Count = 32
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ValueError where a batch cannot be shared by the ranks."""
+        _check_batch_size(self.batch_size, ranks)
+
+
+class Dpo(Section):
+    """Direct preference optimisation (arXiv:2305.18290) on the task's pairs of completions."""
+
+    type: Literal["dpo"]
+    batch_size: Count = 32  # pairs
+    beta: Positive = 0.1
+    logprob_reduction: Literal["sum", "mean"] = "sum"  # of a completion's tokens
+    sft_coefficient: NonNegative = 0.0  # adds minus the mean log-prob of the chosen tokens
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ValueError where a batch cannot be shared by the ranks."""
+        _check_batch_size(self.batch_size, ranks)
+
+
+def _check_batch_size(batch_size: int, ranks: int) -> None:
+    if batch_size % ranks:
+        raise ValueError(
+            f"algorithm.batch_size: got {batch_size} for {ranks} ranks; use a multiple of {ranks}, or other "
+            "cluster sizes"
+        )

@@ -1,0 +1,160 @@
+"""What one training run sees: its resolved configuration."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradient, Ppo, Sft
+from abrun.recipe.policy import Model, Policy, Rollout
+from abrun.recipe.section import Count, Positive, Section
+from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
+
+
+class WarmStart(Section):
+    """Supervised steps on the task before the runs: done once, shared by all arms and seeds, and cached."""
+
+    steps: Count
+    batch_size: Count = 32
+    learning_rate: Positive = 1e-3
+
+
+class Checkpoint(Section):
+    """When training state is saved, and how many saves are kept."""
+
+    every: Count = 50
+    keep: Count = 2
+    final_weights: bool = False  # also keep the trained model, as a Hugging Face checkpoint
+
+
+class Cluster(Section):
+    """What one run occupies. Without GPUs it trains on CPU cores, one thread a rank."""
+
+    nodes: Count = 1
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    cpu_ranks: Count = 1
+
+    @model_validator(mode="after")
+    def _one_kind_of_device(self) -> Self:
+        if self.gpus_per_node and self.cpu_ranks > 1:
+            raise ValueError(
+                f"cluster.cpu_ranks: got {self.cpu_ranks} with gpus_per_node {self.gpus_per_node}; "
+                "a run trains on GPUs or on CPU cores: drop one of the two"
+            )
+        return self
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.gpus_per_node or self.cpu_ranks
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class Wandb(Section):
+    """Mirror of the metrics; WANDB_MODE and the other WANDB_ variables hold as usual."""
+
+    project: str = "abrun"
+    entity: str | None = None
+
+
+class Run(Section):
+    """What any run has, whoever trains it."""
+
+    steps: Count
+    cluster: Cluster = Cluster()
+
+
+class OwnTrainer(Section):
+    """The trainer that comes with abrun."""
+
+    type: Literal["abrun"] = "abrun"
+
+
+class RunConfig(Run):
+    """Everything one run of abrun's own trainer sees. Resolved, it is what its `config.json` holds."""
+
+    trainer: OwnTrainer = OwnTrainer()
+    algorithm: Annotated[Grpo | Ppo | Sft | Dpo, Field(discriminator="type")]
+    model: Model
+    policy: Policy = Policy()
+    rollout: Rollout = Rollout()
+    task: Annotated[TaskConfig, Field(discriminator="type")]
+    validation: Validation | None = None
+    warm_start: WarmStart | None = None
+    checkpoint: Checkpoint = Checkpoint()
+    wandb: Wandb | None = None
+    planted_fault: Literal["flipped_advantages"] | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        ranks = self.cluster.ranks
+        self.algorithm.check_ranks(ranks)
+        if self.warm_start and self.warm_start.batch_size % ranks:
+            raise ValueError(
+                f"warm_start.batch_size: got {self.warm_start.batch_size} for {ranks} ranks; "
+                f"use a multiple of {ranks}"
+            )
+        if self.rollout.top_p < 1 and self.policy.logprobs.impl != "logits":
+            raise ValueError(
+                f"rollout.top_p: got {self.rollout.top_p} with policy.logprobs.impl "
+                f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
+                f"use top_p: 1.0, or impl: logits{' with one_pass: false' * self.policy.logprobs.one_pass}"
+            )
+        if self.planted_fault and not isinstance(self.algorithm, PolicyGradient):
+            raise ValueError("planted_fault: only algorithm.type grpo and ppo have advantages; drop it")
+        return self
+
+    @model_validator(mode="after")
+    def _validation_fits(self) -> Self:
+        validation, ranks = self.validation, self.cluster.ranks
+        if validation and validation.num_prompts % ranks:
+            raise ValueError(
+                f"validation.num_prompts: got {validation.num_prompts} for {ranks} ranks; "
+                f"use a multiple of {ranks}"
+            )
+        if validation and validation.path is not None and not hasattr(self.task, "path"):
+            raise ValueError(
+                f"validation.path: got {validation.path!r} with task.type {self.task.type!r}, whose prompts "
+                "are generated; use path: null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_pass_knows_its_loss(self) -> Self:
+        if not self.policy.logprobs.one_pass:
+            return self
+        sequence = "one_pass, which needs a loss known token by token, and a token of"
+        if isinstance(self.algorithm, Grpo) and self.algorithm.loss == "gspo":
+            raise ValueError(
+                f"algorithm.loss: got 'gspo' with policy.logprobs.{sequence} GSPO depends on its whole "
+                "sequence; use one_pass: false"
+            )
+        if isinstance(self.algorithm, Dpo):
+            raise ValueError(
+                f"algorithm.type: got 'dpo' with policy.logprobs.{sequence} DPO depends on both completions "
+                "of its pair; use one_pass: false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _task_fits_the_algorithm(self) -> Self:
+        kind, task = self.algorithm.type, self.task.type
+        if isinstance(self.algorithm, PolicyGradient) and isinstance(self.task, Completions | Preferences):
+            raise ValueError(
+                f"task.type: got {task!r} with algorithm.type {kind!r}, which needs a task that can judge a "
+                "completion; use arithmetic, word_problems, gsm8k or jsonl"
+            )
+        if isinstance(self.algorithm, Dpo):
+            if not isinstance(self.task, Arithmetic | Preferences):
+                raise ValueError(
+                    f"task.type: got {task!r} with algorithm.type 'dpo', which needs pairs of completions; "
+                    "use preferences or arithmetic"
+                )
+            size = self.policy.micro_batch_size
+            if size and size % 2:
+                raise ValueError(
+                    f"policy.micro_batch_size: got {size} with algorithm.type 'dpo', whose pairs stay "
+                    "together; use an even number of sequences"
+                )
+        return self
