@@ -39,13 +39,11 @@ class Backend(Protocol):
     device: torch.device
     group: dist.ProcessGroup
 
-    def logprobs(self, batch: Batch, micro_batch_size: int | None) -> Tensor:
+    def logprobs(self, batch: Batch) -> Tensor:
         """Log-probs [B, S] of every token, without gradient."""
         ...
 
-    def forward_backward(
-        self, batch: Batch, micro_batch_size: int | None, objective: Objective
-    ) -> MetricParts:
+    def forward_backward(self, batch: Batch, objective: Objective) -> MetricParts:
         """Accumulate gradients of the global loss: the sum of losses over all microbatches of all ranks."""
         ...
 

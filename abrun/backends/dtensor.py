@@ -1,8 +1,7 @@
 """The dtensor backend: FSDP2 (`fully_shard`) over all ranks, on gloo or nccl.
 
 The log-prob kernel is called inside the root module's forward, so that FSDP's hooks see an ordinary forward
-and the head's weight is whole when the kernel needs it. Master weights and optimizer state are float32;
-`dtype` is what the products compute in.
+and the head's weight is whole when the kernel needs it.
 """
 
 import contextlib
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.backends import Objective
+from abrun.backends.fsdp import Trained, make_mesh, shard, shard_layers
+from abrun.backends.packing import Packing, enable_packing, hidden_states, microbatches, packing_of
 from abrun.errors import RecipeError
 from abrun.kernels import (
     DEFAULT_MEMORY_BUDGET_BYTES,
@@ -66,25 +65,30 @@ class PolicyModule(nn.Module):
 
     def forward(
         self,
-        token_ids: Tensor,  # [B, S], right-padded
+        token_ids: Tensor,  # [B, S] right-padded, or [1, S] packed
         token_mask: Tensor | None = None,  # [B, S] bool: the tokens to judge
         token_loss: TokenLoss | None = None,
+        packing: Packing | None = None,
         **decode: Any,
     ) -> tuple[Any, ...]:
         """Log-probs and entropy [B, S], float32, 0 outside the mask.
 
         With `token_loss`, first the sum of that loss [] over the B * (S - 1) tokens that have a log-prob, cut
-        into slices, and it alone has a gradient. Padding stands after every real token, so causal attention
-        never sees it and no attention mask is passed. Without a mask this is one decoding step: the next
-        token's logits [B, V] over the temperature, and the cache.
+        into slices, and it alone has a gradient. A sequence's first token is never judged, so a packed
+        stream, one row, is judged like any other. Without a mask this is one decoding step: the next token's
+        logits [B, V] over the temperature, and the cache.
         """
         if token_mask is None:
             output = self.network.base_model(input_ids=token_ids, use_cache=True, **decode)
             return self._logits(output.last_hidden_state[:, -1]), output.past_key_values
-        hidden = self.network.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        hidden = hidden_states(self.network, token_ids, packing)
         target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
         *loss, logprobs, entropy = self._judge(hidden[:, :-1], target, token_loss)
         return *loss, nn.functional.pad(logprobs, (1, 0)), nn.functional.pad(entropy, (1, 0))
+
+    def hidden_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
+        """The last hidden states, for a value head on this backbone: [B, S, H], or [1, T, H] packed."""
+        return hidden_states(self.network, token_ids, packing)
 
     def _judge(self, hidden: Tensor, target: Tensor, token_loss: TokenLoss | None) -> tuple[Any, ...]:
         weight = self.network.get_output_embeddings().weight
@@ -117,38 +121,36 @@ class DtensorBackend:
     ) -> None:
         _check_available(policy.logprobs, device)
         self.device = device
-        self._policy = policy
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data_parallel",))
-        self.group = mesh.get_group()
+        self.policy = policy
+        self.mesh = make_mesh(device)
+        self.group = self.mesh.get_group()
+        if policy.packing:
+            enable_packing(model.network)
         self.module = PolicyModule(model.network, policy, rollout).to(device)
         if policy.activation_checkpointing:
             model.network.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
-        compute = torch.bfloat16 if policy.dtype == "bfloat16" else None
-        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        for layer in _layers(self.module.network):
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        shard_layers(self.module.network, self.mesh, policy.dtype)
         # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
-        reshard = None if trainable else True
-        fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+        shard(self.module, self.mesh, policy.dtype, reshard_after_forward=None if trainable else True)
+        register_fsdp_forward_method(self.module, "hidden_states")
         self.module.train()
         self.module.requires_grad_(trainable)
-        self._optimizer = self._make_optimizer() if trainable else None
+        self._trained = Trained(dict(self.module.named_parameters()), policy.optimizer if trainable else None)
 
-    def logprobs(self, batch: Batch, micro_batch_size: int | None) -> Tensor:
+    def logprobs(self, batch: Batch) -> Tensor:
         out = torch.zeros(batch.token_ids.shape, device=self.device)
         start = 0
         with torch.no_grad():
-            for microbatch in batch.split(micro_batch_size):
-                logprobs, _ = self.module(microbatch.token_ids, microbatch.token_mask)
+            for microbatch in microbatches(batch, self.policy, self.group):
+                packing = packing_of(microbatch.token_mask) if self.policy.packing else None
+                logprobs, _ = self._judged(microbatch, packing)
                 out[start : start + len(microbatch), : logprobs.shape[1]] = logprobs
                 start += len(microbatch)
         return out
 
-    def forward_backward(
-        self, batch: Batch, micro_batch_size: int | None, objective: Objective
-    ) -> MetricParts:
+    def forward_backward(self, batch: Batch, objective: Objective) -> MetricParts:
         parts = []
-        for microbatch in batch.split(micro_batch_size):
+        for microbatch in microbatches(batch, self.policy, self.group):
             loss, logprobs, entropy = self._forward(microbatch, objective)
             loss.backward()
             parts.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
@@ -161,90 +163,59 @@ class DtensorBackend:
             # FSDP averages gradients over its ranks, and the global loss is a sum over them: cancel it, once.
             return objective.losses(tokens, logprobs, entropy) * self.group.size()
 
-        if not self._policy.logprobs.one_pass:
-            logprobs, entropy = self.module(batch.token_ids, batch.token_mask)
+        packing = packing_of(batch.token_mask) if self.policy.packing else None
+        if not self.policy.logprobs.one_pass:
+            logprobs, entropy = self._judged(batch, packing)
             return losses(batch, logprobs, entropy).sum(), logprobs, entropy
-        tokens = batch.predicted_tokens()
-        return self.module(
-            batch.token_ids,
-            batch.token_mask,
-            lambda logprobs, entropy, part: losses(tokens[part], logprobs, entropy),
+        tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
+        return self._judged(
+            batch, packing, lambda logprobs, entropy, part: losses(tokens[part], logprobs, entropy)
         )
 
+    def _judged(
+        self, batch: Batch, packing: Packing | None, token_loss: TokenLoss | None = None
+    ) -> tuple[Any, ...]:
+        """The policy's forward pass: rows [B, S] in and out, whatever stands between."""
+        if packing is None:
+            return self.module(batch.token_ids, batch.token_mask, token_loss)
+        token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
+        *loss, logprobs, entropy = self.module(token_ids, token_mask, token_loss, packing)
+        return *loss, packing.unpack(logprobs), packing.unpack(entropy)
+
     def optimizer_step(self, learning_rate: float) -> float:
-        assert self._optimizer is not None
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._policy.optimizer.max_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return self._trained.step(learning_rate)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[PolicyModule]:
         """The policy with whole weights on every rank, for sampling; no collective runs inside."""
-        shards = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        for shard in shards:
-            shard.set_reshard_after_forward(False, recurse=False)
-            shard.unshard()
+        sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+        for part in sharded:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
         self.module.eval()
         try:
             yield self.module
         finally:
             self.module.train()
-            for shard in shards:
-                shard.set_reshard_after_forward(shard is not self.module, recurse=False)
-                shard.reshard()
+            for part in sharded:
+                part.set_reshard_after_forward(part is not self.module, recurse=False)
+                part.reshard()
 
     def local_state(self) -> dict[str, Tensor]:
-        state = {f"weights/{name}": _local(p) for name, p in self._parameters()}
-        if self._optimizer is not None:
-            for name, parameter in self._parameters():
-                for key, value in self._optimizer.state[parameter].items():
-                    state[f"optimizer/{key}/{name}"] = _local(value)
-        return state
+        return self._trained.local_state()
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        if self._optimizer is not None:
-            for _, parameter in self._parameters():
-                self._optimizer.state[parameter] = {
-                    "step": torch.zeros((), device=self.device),  # where the fused AdamW wants it
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        for name, tensor in self.local_state().items():
-            tensor.copy_(state[name])
+        self._trained.load_local_state(state)
 
     def full_weights(self) -> dict[str, Tensor]:
         weights = {}
-        for name, parameter in self._parameters():
-            whole = parameter.full_tensor().detach()
+        for name, weight in self._trained.full_weights():
             if dist.get_rank() == 0:
-                weights[name.removeprefix("network.")] = whole.cpu()
+                weights[name.removeprefix("network.")] = weight.cpu()
         return weights
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        states = self._optimizer.state.values() if self._optimizer is not None else ()
-        tensors = [*self.module.parameters(), *(tensor for state in states for tensor in state.values())]
-        return [_local(tensor) for tensor in tensors]
-
-    def _parameters(self) -> Iterator[tuple[str, Any]]:
-        yield from self.module.named_parameters()
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        settings = self._policy.optimizer
-        parameters = list(self.module.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(
-            groups,
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
+        return self._trained.resident_tensors()
 
 
 def _check_available(logprobs: Logprobs, device: torch.device) -> None:
@@ -255,16 +226,3 @@ def _check_available(logprobs: Logprobs, device: torch.device) -> None:
         linear_logprobs(hidden, weight, no_tokens, impl=logprobs.impl)
     except ValueError as error:
         raise RecipeError(f"policy.logprobs.{error}") from None
-
-
-def _layers(network: Any) -> Iterator[nn.Module]:
-    """The decoder's repeated blocks: what FSDP gathers and frees one by one."""
-    for module in network.modules():
-        if isinstance(module, nn.ModuleList):
-            yield from module
-            return
-    raise RecipeError(f"model: got {type(network).__name__}, which has no list of layers to shard")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -82,7 +82,10 @@ class LanguageModel:
         return pad if pad is not None else min(self.end_ids, default=0)
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, as a user's turn where the tokenizer has a chat template."""
+        """Token ids of a prompt, as a user's turn where the tokenizer has a chat template; at least one.
+
+        Raises RecipeError where there is none: nothing would stand before the completion's first token.
+        """
         if self.tokenizer.chat_template:
             turn = [{"role": "user", "content": prompt}]
             encoded: Any = self.tokenizer.apply_chat_template(
@@ -90,6 +93,8 @@ class LanguageModel:
             )
         else:
             encoded = self.tokenizer(prompt)
+        if not encoded["input_ids"]:
+            raise RecipeError(f"task: got the prompt {prompt!r}, which has no tokens; remove or correct it")
         return list(encoded["input_ids"])
 
     def encode_completion(self, completion: str) -> list[int]:

@@ -3,8 +3,10 @@
 Letters: B sequences, S positions. Entry t of a per-token tensor belongs to token t of the sequence.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ class Batch:
     """Sequences of prompt and completion. Every tensor has B rows, so that a batch can be cut by rows."""
 
     token_ids: Tensor  # [B, S] int64
-    token_mask: Tensor  # [B, S] bool, True on completion tokens (the end token included)
+    token_mask: Tensor  # [B, S] bool, True on completion tokens (the end token included), never on a first
     rewards: Tensor | None = None  # [B, S] float32, the sequence's at each of its tokens
     advantages: Tensor | None = None  # [B, S] float32
     inference_logprobs: Tensor | None = None  # [B, S] float32, of the rollout engine
@@ -35,24 +37,30 @@ class Batch:
         return replace(self, **per_token)
 
     def to(self, device: torch.device) -> "Batch":
-        return self._mapped(lambda tensor: tensor.to(device))
+        return self.mapped(lambda tensor: tensor.to(device))
 
-    def split(self, size: int | None) -> Iterator["Batch"]:
-        """Microbatches of at most `size` sequences, cut to their own longest sequence; None: the whole
-        batch."""
-        for start in range(0, len(self), size or len(self)):
-            rows = slice(start, start + (size or len(self)))
-            length = last_token(self.token_mask[rows]) + 1
-            yield self._mapped(lambda tensor, rows=rows, length=length: tensor[rows, :length])
+    def split(self, size: int | Sequence[int] | None) -> Iterator["Batch"]:
+        """Microbatches of at most `size` sequences, or of as many as each of `size` says; None: all at once.
+
+        Each is cut to its own longest sequence.
+        """
+        if not isinstance(size, Sequence):
+            each = size or len(self)
+            size = [each] * math.ceil(len(self) / each)
+        for start, stop in pairwise([0, *accumulate(size)]):
+            part = self[start:stop]
+            length = last_token(part.token_mask) + 1
+            yield part.mapped(lambda tensor, length=length: tensor[:, :length])
 
     def predicted_tokens(self) -> "Batch":
         """All tokens but each sequence's first, flattened: every tensor is [B * (S - 1)], a token a row."""
-        return self._mapped(lambda tensor: tensor[:, 1:].flatten())
+        return self.mapped(lambda tensor: tensor[:, 1:].flatten())
 
     def __getitem__(self, rows: slice | Tensor) -> "Batch":
-        return self._mapped(lambda tensor: tensor[rows])
+        return self.mapped(lambda tensor: tensor[rows])
 
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """The batch with every tensor replaced by `function` of it."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(
             self,

@@ -70,12 +70,11 @@ class PolicyGradient:
 
     def _with_logprobs(self, batch: Batch) -> Batch:
         setup, phases = self._setup, self._setup.phases
-        micro_batch_size = setup.config.policy.micro_batch_size
         with phases("logprobs"):
-            batch = batch.having(old_logprobs=setup.backend.logprobs(batch, micro_batch_size))
+            batch = batch.having(old_logprobs=setup.backend.logprobs(batch))
         if self._reference is not None:
             with phases("reference_logprobs"):
-                reference = self._reference.logprobs(batch, micro_batch_size)
+                reference = self._reference.logprobs(batch)
             batch = batch.having(reference_logprobs=reference)
         return batch
 

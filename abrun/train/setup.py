@@ -100,8 +100,7 @@ class Setup:
         with self.phases("policy_training", memory=False):
             for batch, objective in updates:
                 with self.phases("forward_backward"):
-                    size = self.config.policy.micro_batch_size
-                    parts.append(self.backend.forward_backward(batch, size, objective))
+                    parts.append(self.backend.forward_backward(batch, objective))
                 with self.phases("optimizer"):
                     norms.append(self.backend.optimizer_step(learning_rate))
         return {

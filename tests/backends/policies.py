@@ -72,7 +72,7 @@ def some_batch(seed: int = 0, size: int = 8) -> Batch:
 
 
 def rows(batch: Batch, start: int, stop: int) -> Batch:
-    return batch._mapped(lambda tensor: tensor[start:stop])
+    return batch[start:stop]
 
 
 @dataclass(frozen=True)

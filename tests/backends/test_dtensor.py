@@ -83,14 +83,14 @@ def plain_training() -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, dict(network.state_dict())
 
 
-def train(backend: DtensorBackend, rank: int, world_size: int, micro_batch_size: int | None) -> list[float]:
+def train(backend: DtensorBackend, rank: int, world_size: int) -> list[float]:
     """Three steps on this rank's rows of the global batches; returns the gradient norms."""
     norms = []
     for step, learning_rate in enumerate(LEARNING_RATES):
         whole = some_batch(step)
         count = len(whole) // world_size
         share = rows(whole, rank * count, (rank + 1) * count)
-        backend.forward_backward(share, micro_batch_size, WeightedLoss(float(whole.token_mask.sum())))
+        backend.forward_backward(share, WeightedLoss(float(whole.token_mask.sum())))
         norms.append(backend.optimizer_step(learning_rate))
     return norms
 
@@ -101,9 +101,9 @@ def train(backend: DtensorBackend, rank: int, world_size: int, micro_batch_size:
 def test_gradients_are_those_of_plain_autograd(
     kind: str, logprobs: dict[str, Any], micro_batch_size: int | None, group: None
 ) -> None:
-    backend = make_backend(kind, temperature=0.7, logprobs=logprobs)
+    backend = make_backend(kind, temperature=0.7, logprobs=logprobs, micro_batch_size=micro_batch_size)
     batch = some_batch()
-    parts = backend.forward_backward(batch, micro_batch_size, WeightedLoss(float(batch.token_mask.sum())))
+    parts = backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     network = tiny(kind).network
     expected = plain_gradients(network, 0.7)
     assert_same(gradients(backend), expected, rtol=1e-4, atol=1e-6)
@@ -116,8 +116,8 @@ def test_one_pass_gives_the_gradients_of_two(kind: str, logprobs: dict[str, Any]
     """Soft-capped, divided and multiplied logits included, at a temperature."""
     batch, found = some_batch(), []
     for one in (logprobs, {"impl": "logits"}):
-        backend = make_backend(kind, temperature=1.3, logprobs=one)
-        parts = backend.forward_backward(batch, 3, WeightedLoss(float(batch.token_mask.sum())))
+        backend = make_backend(kind, temperature=1.3, logprobs=one, micro_batch_size=3)
+        parts = backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
         found.append(gradients(backend) | {"loss": parts.sums["loss"]})
     assert_same(*found, rtol=1e-4, atol=1e-6)
 
@@ -129,7 +129,7 @@ def test_a_small_budget_cuts_the_pass_into_slices_of_tokens(group: None) -> None
     for budget in ({"memory_budget_mib": 1}, {}):
         losses.append(WeightedLoss(num_tokens))
         backend = make_backend(logprobs={"impl": "chunked", "one_pass": True} | budget)
-        parts = backend.forward_backward(batch, None, losses[-1])
+        parts = backend.forward_backward(batch, losses[-1])
         found.append(gradients(backend) | {"loss": parts.sums["loss"]})
     size, length = batch.token_ids.shape
     *slices, of_metrics = losses[0].shapes
@@ -144,8 +144,8 @@ def test_a_microbatch_without_tokens_adds_nothing(logprobs: dict[str, Any], grou
     batch, found = some_batch(size=3), []
     batch.token_mask[1] = False
     for micro_batch_size in (None, 1):
-        backend = make_backend(logprobs=logprobs)
-        backend.forward_backward(batch, micro_batch_size, WeightedLoss(float(batch.token_mask.sum())))
+        backend = make_backend(logprobs=logprobs, micro_batch_size=micro_batch_size)
+        backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
         found.append(gradients(backend))
     assert_same(*found, rtol=1e-4, atol=1e-6)
 
@@ -153,8 +153,9 @@ def test_a_microbatch_without_tokens_adds_nothing(logprobs: dict[str, Any], grou
 def test_one_pass_in_bfloat16(group: None) -> None:
     batch, found = some_batch(), []
     for one_pass in (False, True):
-        backend = make_backend(dtype="bfloat16", logprobs={"impl": "chunked", "one_pass": one_pass})
-        backend.forward_backward(batch, 3, WeightedLoss(float(batch.token_mask.sum())))
+        logprobs = {"impl": "chunked", "one_pass": one_pass}
+        backend = make_backend(dtype="bfloat16", logprobs=logprobs, micro_batch_size=3)
+        backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
         found.append(gradients(backend))
     for name, gradient in found[1].items():
         assert gradient.dtype == torch.float32
@@ -176,7 +177,7 @@ def test_gradients_accumulate_over_calls_until_the_step(group: None) -> None:
     batch = some_batch()
     loss = WeightedLoss(float(batch.token_mask.sum()))
     for part in (rows(batch, 0, 3), rows(batch, 3, 8)):
-        backend.forward_backward(part, None, loss)
+        backend.forward_backward(part, loss)
     assert_same(gradients(backend), plain_gradients(tiny().network), rtol=1e-4, atol=1e-6)
     backend.optimizer_step(0.0)
     assert all(parameter.grad is None for parameter in backend.module.parameters())
@@ -191,9 +192,9 @@ def test_logprobs_are_those_of_the_stock_forward_pass(
     batch = some_batch()
     with torch.no_grad():
         expected, entropy = plain_logprobs(tiny(kind).network, batch, 1.3)
-    backend = make_backend(kind, temperature=1.3, logprobs=logprobs)
     for micro_batch_size in (None, 3):
-        found = backend.logprobs(batch, micro_batch_size)
+        backend = make_backend(kind, temperature=1.3, logprobs=logprobs, micro_batch_size=micro_batch_size)
+        found = backend.logprobs(batch)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     with torch.no_grad():
         _, found_entropy = backend.module(batch.token_ids, batch.token_mask)
@@ -226,7 +227,7 @@ def test_those_models_need_their_scale(kind: str) -> None:
 
 def test_three_steps_are_those_of_torch_adamw(group: None) -> None:
     backend = make_backend(optimizer=OPTIMIZER)
-    norms = train(backend, 0, 1, micro_batch_size=None)
+    norms = train(backend, 0, 1)
     expected_norms, expected = plain_training()
     assert norms == pytest.approx(expected_norms, rel=1e-4)
     assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
@@ -247,7 +248,7 @@ def test_weight_decay_is_for_matrices_alone(group: None) -> None:
 def test_two_ranks_do_what_one_does(group: None) -> None:
     backend = make_backend()
     batch = some_batch()
-    backend.forward_backward(batch, None, WeightedLoss(float(batch.token_mask.sum())))
+    backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     grads = gradients(backend)
     expected_norms, expected = plain_training()
     for rank, found in enumerate(run_ranks(on_two_ranks, 2)):
@@ -256,7 +257,7 @@ def test_two_ranks_do_what_one_does(group: None) -> None:
         for impl in ONE_PASS_ON_TWO_RANKS:
             assert_same(found[f"{impl}, one pass"], grads, rtol=1e-4, atol=1e-6)
         assert found["norms"] == pytest.approx(expected_norms, rel=1e-4)
-        torch.testing.assert_close(found["logprobs"], backend.logprobs(batch, None)[rank * 4 : rank * 4 + 4])
+        torch.testing.assert_close(found["logprobs"], backend.logprobs(batch)[rank * 4 : rank * 4 + 4])
         assert found["gathered_logits"] == found["gathered_logits_again"]
         if rank == 0:
             assert_same(found["weights"], expected, rtol=1e-4, atol=1e-5)
@@ -271,19 +272,19 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     batch = some_batch()
     share, loss = rows(batch, rank * 4, rank * 4 + 4), WeightedLoss(float(batch.token_mask.sum()))
     found: dict[str, Any] = {}
-    backend = make_backend()
-    found["logprobs"] = backend.logprobs(share, 3)
-    backend.forward_backward(share, 3, loss)
+    backend = make_backend(micro_batch_size=3)
+    found["logprobs"] = backend.logprobs(share)
+    backend.forward_backward(share, loss)
     found["gradients"] = gradients(backend)
-    backend = make_backend(activation_checkpointing=True)
-    backend.forward_backward(share, 3, loss)
+    backend = make_backend(activation_checkpointing=True, micro_batch_size=3)
+    backend.forward_backward(share, loss)
     found["checkpointed"] = gradients(backend)
     for impl in ONE_PASS_ON_TWO_RANKS:
-        backend = make_backend(logprobs={"impl": impl, "one_pass": True})
-        backend.forward_backward(share, 3, loss)
+        backend = make_backend(logprobs={"impl": impl, "one_pass": True}, micro_batch_size=3)
+        backend.forward_backward(share, loss)
         found[f"{impl}, one pass"] = gradients(backend)
-    backend = make_backend(optimizer=OPTIMIZER)
-    found["norms"] = train(backend, rank, world_size, micro_batch_size=3)
+    backend = make_backend(optimizer=OPTIMIZER, micro_batch_size=3)
+    found["norms"] = train(backend, rank, world_size)
     found["weights"] = backend.full_weights()
     found["num_held"] = sum(tensor.numel() for tensor in backend.local_state().values())
     token_ids = torch.tensor([[5, 6, 7]])
@@ -309,7 +310,7 @@ def test_activation_checkpointing_gives_the_same_gradients_by_a_second_forward(g
             lambda *_, count=count: count.__setitem__(0, count[0] + 1)
         )
         batch = some_batch()
-        backend.forward_backward(batch, None, WeightedLoss(float(batch.token_mask.sum())))
+        backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
         calls[checkpointing], found[checkpointing] = count[0], gradients(backend)
     assert calls == {False: 1, True: 2}
     assert_same(found[True], found[False])
@@ -318,10 +319,10 @@ def test_activation_checkpointing_gives_the_same_gradients_by_a_second_forward(g
 def test_bfloat16_computes_near_and_keeps_float32_weights(group: None) -> None:
     batch = some_batch()
     exact, near = make_backend(), make_backend(dtype="bfloat16")
-    difference = (exact.logprobs(batch, None) - near.logprobs(batch, None))[batch.token_mask].abs()
+    difference = (exact.logprobs(batch) - near.logprobs(batch))[batch.token_mask].abs()
     assert 0 < float(difference.mean()) < 0.05
     for backend in (exact, near):
-        backend.forward_backward(batch, None, WeightedLoss(float(batch.token_mask.sum())))
+        backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     assert {p.dtype for p in near.module.parameters()} == {torch.float32}
     expected = gradients(exact)
     for name, gradient in gradients(near).items():
@@ -335,17 +336,17 @@ def test_bfloat16_computes_near_and_keeps_float32_weights(group: None) -> None:
 
 def test_a_float32_head_is_nearer_in_bfloat16(group: None) -> None:
     batch = some_batch()
-    exact = make_backend().logprobs(batch, None)
+    exact = make_backend().logprobs(batch)
     errors = {}
     for head_dtype in (None, "float32"):
         backend = make_backend(dtype="bfloat16", logprobs={"impl": "logits", "head_dtype": head_dtype})
-        errors[head_dtype] = float((backend.logprobs(batch, None) - exact)[batch.token_mask].abs().mean())
+        errors[head_dtype] = float((backend.logprobs(batch) - exact)[batch.token_mask].abs().mean())
     assert errors["float32"] < errors[None]
 
 
 def test_logprobs_have_no_gradient_and_none_outside_the_mask(group: None) -> None:
     backend, batch = make_backend(), some_batch()
-    logprobs = backend.logprobs(batch, None)
+    logprobs = backend.logprobs(batch)
     assert logprobs.shape == batch.token_ids.shape and not logprobs.requires_grad
     assert (logprobs[~batch.token_mask] == 0).all() and (logprobs[batch.token_mask] < 0).all()
     assert all(parameter.grad is None for parameter in backend.module.parameters())
@@ -354,25 +355,25 @@ def test_logprobs_have_no_gradient_and_none_outside_the_mask(group: None) -> Non
 def test_full_weights_make_the_same_model(group: None) -> None:
     for kind in ("llama", "tied"):
         backend = make_backend(kind)
-        train(backend, 0, 1, None)
+        train(backend, 0, 1)
         fresh = tiny(kind).network
         missing, unexpected = fresh.load_state_dict(backend.full_weights(), strict=False)
         assert unexpected == [] and missing == (["lm_head.weight"] if kind == "tied" else [])
         with torch.no_grad():
             expected, _ = plain_logprobs(fresh, some_batch())
-        torch.testing.assert_close(backend.logprobs(some_batch(), None), expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(backend.logprobs(some_batch()), expected, atol=2e-5, rtol=1e-5)
 
 
 def test_local_state_restores_weights_and_optimizer(group: None) -> None:
     """Two steps, a restore into a fresh backend, and the third step is the same to the last bit."""
     first, batch = make_backend(optimizer=OPTIMIZER), some_batch(9)
     loss = WeightedLoss(float(batch.token_mask.sum()))
-    train(first, 0, 1, None)
+    train(first, 0, 1)
     state = {name: tensor.clone() for name, tensor in first.local_state().items()}
     second = make_backend(optimizer=OPTIMIZER)
     second.load_local_state(state)
     for backend in (first, second):
-        backend.forward_backward(batch, None, loss)
+        backend.forward_backward(batch, loss)
         backend.optimizer_step(0.01)
     restored = second.local_state()
     assert first.local_state().keys() == restored.keys() == state.keys()
@@ -385,8 +386,8 @@ def test_a_frozen_reference_has_no_gradient_and_no_optimizer(group: None) -> Non
     backend = DtensorBackend(tiny(), Policy(), Rollout(), CPU, trainable=False)
     assert not any(parameter.requires_grad for parameter in backend.module.parameters())
     assert all(name.startswith("weights/") for name in backend.local_state())
-    expected = make_backend().logprobs(some_batch(), None)
-    assert torch.equal(backend.logprobs(some_batch(), None), expected)
+    expected = make_backend().logprobs(some_batch())
+    assert torch.equal(backend.logprobs(some_batch()), expected)
     assert all(isinstance(p, DTensor) for p in backend.module.parameters()), "nothing stays gathered"
 
 

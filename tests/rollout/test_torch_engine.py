@@ -146,9 +146,7 @@ def test_the_trainer_computes_the_same_logprobs(
         logprobs=[completion.logprobs for completion in completions],
     )
     assert batch.inference_logprobs is not None
-    for micro_batch_size in (None, 3):
-        logprobs = backend.logprobs(batch, micro_batch_size)
-        torch.testing.assert_close(logprobs, batch.inference_logprobs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(backend.logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
 
 
 def test_a_completion_ends_with_its_end_token_or_is_truncated(group: None) -> None:
@@ -203,7 +201,7 @@ def test_it_samples_from_the_weights_of_the_moment(group: None) -> None:
         logprobs=[c.logprobs for c in after],
     )
     assert batch.inference_logprobs is not None
-    torch.testing.assert_close(backend.logprobs(batch, None), batch.inference_logprobs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(backend.logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
 
 
 def test_generation_copies_no_weights_once_they_are_gathered(group: None) -> None:

@@ -1,0 +1,169 @@
+"""Packed sequences against padded ones: the same log-probs, losses, gradients, and nothing across a border."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM
+
+from abrun.backends.dtensor import DtensorBackend
+from abrun.backends.packing import at_least, filled, microbatches, packing_of
+from abrun.errors import RecipeError
+from abrun.models import LanguageModel, character_tokenizer
+from abrun.recipe import Policy, Rollout
+from abrun.rl.batch import Batch
+from tests.backends.policies import (
+    CPU,
+    TINY,
+    WeightedLoss,
+    gradients,
+    make_backend,
+    plain_logprobs,
+    some_batch,
+    tiny,
+)
+from tests.backends.test_dtensor import IMPLS, ONE_PASS, assert_same
+from tests.spawn import run_ranks
+
+MICROBATCHES = [{}, {"micro_batch_size": 3}, {"micro_batch_tokens": 25}]
+
+
+def test_a_stream_by_hand() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    packing = packing_of(mask)
+    assert packing.starts == (0, 3, 7, 9) and packing.longest == 4
+    assert packing.starts_on_device.tolist() == [0, 3, 7, 9]
+    assert packing.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1]]
+    rows = torch.arange(12.0).view(3, 4)
+    stream = packing.pack(rows)
+    assert stream.tolist() == [[0, 1, 2, 4, 5, 6, 7, 8, 9]]
+    assert packing.unpack(stream).tolist() == [[0, 1, 2, 0], [4, 5, 6, 7], [8, 9, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "granite", "cohere"])
+@pytest.mark.parametrize("cut", MICROBATCHES, ids=str)
+def test_packed_logprobs_are_those_of_each_sequence_alone(
+    kind: str, cut: dict[str, int], group: None
+) -> None:
+    batch = some_batch()
+    with torch.no_grad():
+        expected, _ = plain_logprobs(tiny(kind).network, batch, 1.3)
+    backend = make_backend(kind, temperature=1.3, packing=True, **cut)
+    torch.testing.assert_close(backend.logprobs(batch), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
+@pytest.mark.parametrize("cut", MICROBATCHES, ids=str)
+def test_packed_gradients_are_those_of_padded_rows(
+    logprobs: dict[str, Any], cut: dict[str, int], group: None
+) -> None:
+    batch, found = some_batch(), []
+    loss = WeightedLoss(float(batch.token_mask.sum()))
+    for packed in ({}, {"packing": True, "activation_checkpointing": bool(cut), **cut}):
+        backend = make_backend(temperature=0.7, logprobs=logprobs, **packed)
+        parts = backend.forward_backward(batch, loss)
+        found.append(gradients(backend) | {"loss": parts.sums["loss"]})
+    assert_same(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_padded_rows_would_be_told_from_packed_ones(group: None) -> None:
+    """What the tests above could miss: without borders in the attention the log-probs are others."""
+    batch = some_batch()
+    backend = make_backend(packing=True)
+    packing = packing_of(batch.token_mask)
+    token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
+    with torch.no_grad():
+        right, _ = backend.module(token_ids, token_mask, packing=packing)
+        whole, _ = backend.module(token_ids, token_mask)  # one sequence of all tokens
+    second = packing.starts[1]
+    torch.testing.assert_close(whole[:, :second], right[:, :second], atol=2e-5, rtol=1e-5)
+    assert float((whole - right)[:, second:].abs().max()) > 0.1
+
+
+def test_a_packed_policy_still_samples(group: None) -> None:
+    """Generation pads on the left: its masks are those of the stock attention."""
+    logits = []
+    for packing in (False, True):
+        backend = make_backend(packing=packing)
+        with torch.no_grad(), backend.gathered() as policy:
+            one, _ = policy(
+                torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]]),
+                attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+                position_ids=torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]]),
+            )
+            logits.append(one)
+    assert torch.equal(*logits)
+
+
+def test_a_sliding_window_is_refused(group: None) -> None:
+    settings = {key: value for key, value in TINY.items() if key != "pad_token_id"}
+    network = MistralForCausalLM(MistralConfig(**settings, sliding_window=4))
+    model = LanguageModel(network=network, tokenizer=character_tokenizer())
+    with pytest.raises(RecipeError, match=r"policy\.packing: got true with MistralForCausalLM") as caught:
+        DtensorBackend(model, Policy(packing=True), Rollout(), CPU)
+    assert len(str(caught.value).splitlines()) == 1 and "packing: false" in str(caught.value)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40), st.integers(1, 40))
+@settings(deadline=None)
+def test_microbatches_of_tokens(lengths: list[int], max_tokens: int, count: int) -> None:
+    sizes = filled(lengths, max_tokens)
+    assert sum(sizes) == len(lengths) and min(sizes) >= 1
+    start = 0
+    for size in sizes:
+        rows = lengths[start : start + size]
+        assert size == 1 or sum(rows) <= max_tokens
+        if start + size < len(lengths):
+            assert sum(rows) + lengths[start + size] > max_tokens, "the next one would have fitted"
+        start += size
+    count = min(count, len(lengths))
+    more = at_least(count, sizes)
+    assert len(more) == max(count, len(sizes)) and sum(more) == len(lengths) and min(more) >= 1
+
+
+def test_pairs_are_never_cut(group: None) -> None:
+    policy = Policy(packing=True, micro_batch_tokens=15)
+    batch = some_batch()
+    pairs = Batch(token_ids=batch.token_ids, token_mask=batch.token_mask, rows_together=2)
+    backend = make_backend()
+    sizes = [len(part) for part in microbatches(pairs, policy, backend.group)]
+    assert sum(sizes) == 8 and len(sizes) > 1 and all(size % 2 == 0 for size in sizes)
+
+
+def test_two_ranks_that_need_different_numbers_of_microbatches(group: None) -> None:
+    batch = uneven_batch()
+    backend = make_backend()
+    backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
+    expected = gradients(backend)
+    ranks = run_ranks(on_two_ranks, 2)
+    assert ranks[0]["count"] == ranks[1]["count"] > ranks[1]["needed"]
+    for rank, found in enumerate(ranks):
+        assert_same(found["gradients"], expected, rtol=1e-4, atol=1e-6)
+        logprobs: Tensor = backend.logprobs(batch)[rank * 4 : rank * 4 + 4]
+        torch.testing.assert_close(found["logprobs"], logprobs, atol=2e-5, rtol=1e-5)
+
+
+def uneven_batch() -> Batch:
+    """The second half of the rows is short."""
+    batch = some_batch()
+    batch.token_mask[4:, 4:] = False
+    batch.token_mask[4:, 3] = True
+    return batch
+
+
+def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    whole = uneven_batch()
+    batch, policy = whole[rank * 4 : rank * 4 + 4], {"packing": True, "micro_batch_tokens": 16}
+    backend = make_backend(**policy)
+    parts = list(microbatches(batch, backend.policy, backend.group))
+    lengths = packing_of(batch.token_mask).starts
+    found: dict[str, Any] = {"count": len(parts)}
+    found["needed"] = len(filled([b - a for a, b in pairwise(lengths)], 16))
+    found["logprobs"] = backend.logprobs(batch)
+    backend.forward_backward(batch, WeightedLoss(float(whole.token_mask.sum())))
+    found["gradients"] = gradients(backend)
+    return found
