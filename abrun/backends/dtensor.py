@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.backends import Objective
-from abrun.backends.fsdp import Trained, make_mesh, shard, shard_layers
+from abrun.backends.fsdp import ShardedParameters, make_mesh, shard, shard_layers
 from abrun.backends.packing import Packing, enable_packing, hidden_states, microbatches, packing_of
 from abrun.errors import RecipeError
 from abrun.kernels import (
@@ -81,14 +81,14 @@ class PolicyModule(nn.Module):
         if token_mask is None:
             output = self.network.base_model(input_ids=token_ids, use_cache=True, **decode)
             return self._logits(output.last_hidden_state[:, -1]), output.past_key_values
-        hidden = hidden_states(self.network, token_ids, packing)
+        hidden = hidden_states(self.network.base_model, token_ids, packing)
         target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
         *loss, logprobs, entropy = self._judge(hidden[:, :-1], target, token_loss)
         return *loss, nn.functional.pad(logprobs, (1, 0)), nn.functional.pad(entropy, (1, 0))
 
     def hidden_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
         """The last hidden states, for a value head on this backbone: [B, S, H], or [1, T, H] packed."""
-        return hidden_states(self.network, token_ids, packing)
+        return hidden_states(self.network.base_model, token_ids, packing)
 
     def _judge(self, hidden: Tensor, target: Tensor, token_loss: TokenLoss | None) -> tuple[Any, ...]:
         weight = self.network.get_output_embeddings().weight
@@ -127,6 +127,7 @@ class DtensorBackend:
         if policy.packing:
             enable_packing(model.network)
         self.module = PolicyModule(model.network, policy, rollout).to(device)
+        self.hidden_size: int = self.module.network.get_output_embeddings().weight.shape[1]
         if policy.activation_checkpointing:
             model.network.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
         shard_layers(self.module.network, self.mesh, policy.dtype)
@@ -135,7 +136,7 @@ class DtensorBackend:
         register_fsdp_forward_method(self.module, "hidden_states")
         self.module.train()
         self.module.requires_grad_(trainable)
-        self._trained = Trained(dict(self.module.named_parameters()), policy.optimizer if trainable else None)
+        self._parameters = ShardedParameters(dict(self.module.named_parameters()), policy.optimizer if trainable else None)
 
     def logprobs(self, batch: Batch) -> Tensor:
         out = torch.zeros(batch.token_ids.shape, device=self.device)
@@ -183,7 +184,7 @@ class DtensorBackend:
         return *loss, packing.unpack(logprobs), packing.unpack(entropy)
 
     def optimizer_step(self, learning_rate: float) -> float:
-        return self._trained.step(learning_rate)
+        return self._parameters.step(learning_rate)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[PolicyModule]:
@@ -202,20 +203,20 @@ class DtensorBackend:
                 part.reshard()
 
     def local_state(self) -> dict[str, Tensor]:
-        return self._trained.local_state()
+        return self._parameters.local_state()
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        self._trained.load_local_state(state)
+        self._parameters.load_local_state(state)
 
     def full_weights(self) -> dict[str, Tensor]:
         weights = {}
-        for name, weight in self._trained.full_weights():
+        for name, weight in self._parameters.full_weights():
             if dist.get_rank() == 0:
                 weights[name.removeprefix("network.")] = weight.cpu()
         return weights
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        return self._trained.resident_tensors()
+        return self._parameters.resident_tensors()
 
 
 def _check_available(logprobs: Logprobs, device: torch.device) -> None:

@@ -42,7 +42,7 @@ def shard_layers(network: Any, mesh: DeviceMesh, dtype: str) -> None:
     raise RecipeError(f"model: got {type(network).__name__}, which has no list of layers to shard")
 
 
-class Trained:
+class ShardedParameters:
     """The parameters of sharded modules with their optimizer; `optimizer` None: frozen."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], optimizer: Optimizer | None) -> None:
@@ -61,7 +61,7 @@ class Trained:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def local_state(self) -> dict[str, Tensor]:
-        """See abrun.backends.Backend."""
+        """See abrun.backends.Trained."""
         state = {f"weights/{name}": _local(parameter) for name, parameter in self._parameters.items()}
         if self._optimizer is not None:
             for name, parameter in self._parameters.items():
@@ -70,7 +70,7 @@ class Trained:
         return state
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """See abrun.backends.Backend."""
+        """See abrun.backends.Trained."""
         if self._optimizer is not None:
             for parameter in self._parameters.values():
                 self._optimizer.state[parameter] = {
@@ -87,7 +87,7 @@ class Trained:
             yield name, parameter.full_tensor().detach()
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        """See abrun.backends.Backend."""
+        """See abrun.backends.Trained."""
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = [*self._parameters.values(), *(tensor for state in states for tensor in state.values())]
         return [_local(tensor) for tensor in tensors]

@@ -132,14 +132,14 @@ def enable_packing(network: Any) -> None:
         ) from error
 
 
-def hidden_states(network: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
+def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
     """The last hidden states [B, S, H] of right-padded rows, or [1, T, H] of a packed stream.
 
     Padding stands after every real token, so causal attention never sees it and no mask is passed.
     """
     if packing is None:
-        return network.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-    return network.base_model(
+        return base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    return base_model(
         input_ids=token_ids,
         position_ids=packing.position_ids,
         attention_mask=torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=token_ids.device),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradient, Ppo, Sft
+from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.claims import Compare, Controls, Guards, Primary, parse_primary
 from abrun.recipe.command import Command, CommandRun, Invocation, MetricsLog, invocation
 from abrun.recipe.policy import Dtensor, Logprobs, Model, Optimizer, Policy, Rollout
@@ -67,7 +67,7 @@ __all__ = [
     "Optimizer",
     "OwnTrainer",
     "Policy",
-    "PolicyGradient",
+    "PolicyGradientSettings",
     "Ppo",
     "Preferences",
     "Primary",

@@ -34,7 +34,7 @@ class DynamicSampling(Section):
     max_tries: Count = 10
 
 
-class PolicyGradient(Section):
+class PolicyGradientSettings(Section):
     """What GRPO's family and PPO share; see abrun.rl for the formulas."""
 
     prompts_per_step: Count = 32
@@ -84,7 +84,7 @@ class PolicyGradient(Section):
             )
 
 
-class Grpo(PolicyGradient):
+class Grpo(PolicyGradientSettings):
     """Group-relative policy optimisation (arXiv:2402.03300) and its family.
 
     Dr.GRPO: normalize_advantages false, loss_reduction sequence_sum_constant. DAPO: clip_high 0.28,
@@ -149,12 +149,12 @@ class Grpo(PolicyGradient):
             )
 
 
-class Ppo(PolicyGradient):
+class Ppo(PolicyGradientSettings):
     """Proximal policy optimisation with a value model and GAE (arXiv:1707.06347, arXiv:1506.02438).
 
     The value model is updated before the policy, minibatch by minibatch, in as many epochs. With
-    `value_backbone: shared` it is a head on the policy's hidden states: its loss, times `value_coefficient`,
-    adds to the policy's gradient, and the head has `value_optimizer`.
+    `value_backbone: shared` it is a head on the policy's hidden states: the head has `value_optimizer`, and
+    the gradient of its loss, times `value_coefficient`, adds to the policy's in the backbone.
     """
 
     type: Literal["ppo"]
@@ -164,7 +164,7 @@ class Ppo(PolicyGradient):
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     value_backbone: Literal["own", "shared"] = "own"
-    value_coefficient: Positive | None = None  # with a shared backbone, 0.1 there
+    value_coefficient: NonNegative | None = None  # with a shared backbone, where None is 0.1
     value_head_dtype: Literal["float32", "bfloat16"] = "float32"
     value_clip_range: Positive | None = 0.5  # None: the plain squared error
     value_optimizer: Optimizer = Optimizer(learning_rate=1e-5)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradient, Ppo, Sft
+from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.policy import Model, Policy, Rollout
 from abrun.recipe.section import Count, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
@@ -101,7 +101,7 @@ class RunConfig(Run):
                 f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
                 f"use top_p: 1.0, or impl: logits{' with one_pass: false' * self.policy.logprobs.one_pass}"
             )
-        if self.planted_fault and not isinstance(self.algorithm, PolicyGradient):
+        if self.planted_fault and not isinstance(self.algorithm, PolicyGradientSettings):
             raise ValueError("planted_fault: only algorithm.type grpo and ppo have advantages; drop it")
         return self
 
@@ -140,7 +140,7 @@ class RunConfig(Run):
     @model_validator(mode="after")
     def _task_fits_the_algorithm(self) -> Self:
         kind, task = self.algorithm.type, self.task.type
-        if isinstance(self.algorithm, PolicyGradient) and isinstance(self.task, Completions | Preferences):
+        if isinstance(self.algorithm, PolicyGradientSettings) and isinstance(self.task, Completions | Preferences):
             raise ValueError(
                 f"task.type: got {task!r} with algorithm.type {kind!r}, which needs a task that can judge a "
                 "completion; use arithmetic, word_problems, gsm8k or jsonl"

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,11 +22,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from abrun import store
-from abrun.backends import Backend
 from abrun.errors import StoreError
 
 
-def save(directory: Path, backend: Backend, step: int, keep: int) -> None:
+class Stateful(Protocol):
+    """What a rank saves of a run and gets back: tensors in place, by name."""
+
+    def local_state(self) -> dict[str, Tensor]: ...
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None: ...
+
+
+def save(directory: Path, trained: Stateful, step: int, keep: int) -> None:
     """Write the state after `step` below `directory` and drop all but the `keep` newest. Collective."""
     rank = dist.get_rank()
     final = directory / f"step-{step:06d}"
@@ -35,7 +43,7 @@ def save(directory: Path, backend: Backend, step: int, keep: int) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        state = {name: tensor.contiguous() for name, tensor in (backend.local_state() | _rng_state()).items()}
+        state = {name: tensor.contiguous() for name, tensor in (trained.local_state() | _rng_state()).items()}
         try:
             save_file(state, partial / f"rank-{rank}.safetensors")
         except SafetensorError as error:  # how safetensors reports a full disk
@@ -50,7 +58,7 @@ def save(directory: Path, backend: Backend, step: int, keep: int) -> None:
     dist.barrier()
 
 
-def restore(directory: Path, backend: Backend) -> int:
+def restore(directory: Path, trained: Stateful) -> int:
     """Load the newest complete checkpoint. Returns its step, or 0 where there is none. Collective."""
     found = _complete(directory)
     if not found:
@@ -70,7 +78,7 @@ def restore(directory: Path, backend: Backend) -> int:
             f"{file}: does not load: {error}; remove {newest} to resume from the one before"
         ) from error
     _restore_rng(tensors)
-    backend.load_local_state(tensors)
+    trained.load_local_state(tensors)
     return state["step"]
 
 

@@ -61,7 +61,7 @@ def train(directory: Path, device: torch.device) -> None:
 
 def _train(setup: Setup, algorithm: Algorithm, recorder: Recorder, requests: "Requests") -> None:
     config, checkpoints = setup.config, recorder.directory / "checkpoints"
-    saved = start = checkpoint.restore(checkpoints, setup.backend)
+    saved = start = checkpoint.restore(checkpoints, setup)
     if start:
         recorder.event("resumed", step=start)
     validator = Validator(setup, config.validation, recorder) if config.validation else None
@@ -77,7 +77,7 @@ def _train(setup: Setup, algorithm: Algorithm, recorder: Recorder, requests: "Re
         stop, save = requests.collect()
         if stop or save or step % config.checkpoint.every == 0:
             with setup.phases("checkpointing", memory=False):
-                checkpoint.save(checkpoints, setup.backend, step, config.checkpoint.keep)
+                checkpoint.save(checkpoints, setup, step, config.checkpoint.keep)
             saved = step
             recorder.event("checkpoint", step=step)
         if stop and step < config.steps:
@@ -114,9 +114,13 @@ class Requests:
 def make_algorithm(setup: Setup) -> Algorithm:
     """The algorithm that the recipe names."""
     if setup.config.algorithm.type == "grpo":
-        from abrun.train.policy_gradient import PolicyGradient
+        from abrun.train.group_relative import GroupRelative
 
-        return PolicyGradient(setup)
+        return GroupRelative(setup)
+    if setup.config.algorithm.type == "ppo":
+        from abrun.train.actor_critic import ActorCritic
+
+        return ActorCritic(setup)
     from abrun.train.supervised import Supervised
 
     return Supervised(setup)

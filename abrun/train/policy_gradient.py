@@ -1,7 +1,7 @@
-"""One step of a policy gradient: sample groups of completions, judge them, and update the policy.
+"""One step of a policy gradient: sample completions, judge them, and update the policy.
 
 The log-probs at the start of the step are fixed before its first update, so with several updates a step
-(epochs, minibatches) the importance ratio leaves 1 and clipping acts. Left out: a value model.
+(epochs, minibatches) the importance ratio leaves 1 and clipping acts.
 
 A completion that was truncated at `rollout.max_new_tokens` counts in every metric and in the loss like any
 other, with the reward that the verifier gives to its text; `train/truncation_rate` says how many there were.
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from abrun.recipe import Grpo
-from abrun.rl.advantages import group_advantages
+from abrun.recipe import Grpo, Ppo
 from abrun.rl.batch import Batch
 from abrun.rl.importance import importance_weights
 from abrun.rl.losses import (
@@ -33,14 +32,13 @@ from abrun.train.setup import Setup
 
 
 class PolicyGradient:
-    """The algorithm of a recipe with `algorithm: {type: grpo}`."""
+    """What GRPO's family and PPO share: a subclass says where advantages come from."""
 
-    def __init__(self, setup: Setup) -> None:
-        assert isinstance(setup.config.algorithm, Grpo)
+    def __init__(self, setup: Setup, settings: Grpo | Ppo) -> None:
         self._setup = setup
-        self._settings = setup.config.algorithm
-        self._rollouts = Rollouts(setup)
-        self._reference = setup.make_reference() if self._settings.kl_coefficient > 0 else None
+        self._settings = settings
+        self._rollouts = Rollouts(setup, settings)
+        self._reference = setup.make_reference() if settings.kl_coefficient > 0 else None
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
@@ -48,25 +46,29 @@ class PolicyGradient:
         return {**rollout_metrics, **self.update(batch, step)}
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Everything after the rollouts: log-probs of this rank's `batch`, advantages, gradients, updates.
-
-        A batch without rewards comes with advantages, in their place.
-        """
-        setup = self._setup
+        """Everything after the rollouts: log-probs of this rank's `batch`, advantages, gradients, updates."""
         batch = self._with_logprobs(batch)
-        metrics = {}
-        if batch.rewards is not None:
-            batch, metrics = self._with_advantages(batch)
+        batch, metrics = self._with_advantages(batch)
+        if self._setup.config.planted_fault == "flipped_advantages":
+            assert batch.advantages is not None
+            batch = batch.having(advantages=_flipped(batch.advantages))
         batch = self._with_importance_weights(batch)
         minibatches = list(_minibatches(batch, self._settings))
         counts = [float(count) for part in minibatches for count in (part.token_mask.sum(), len(part))]
-        totals = setup.total(*counts)
+        totals = self._setup.total(*counts)
         updates = list(self._updates(minibatches, totals)) * self._settings.epochs_per_step
-        return setup.train_on_each(updates, step) | {
+        return self._train(updates, step) | {
             **metrics,
             "train/num_valid_samples": sum(totals[1::2]),
             "train/global_valid_toks": sum(totals[::2]),
         }
+
+    def _with_advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with advantages, and metrics of how they came about. Collective."""
+        raise NotImplementedError
+
+    def _train(self, updates: list[tuple[Batch, "PolicyObjective"]], step: int) -> dict[str, float]:
+        return self._setup.train_on_each(updates, step)
 
     def _with_logprobs(self, batch: Batch) -> Batch:
         setup, phases = self._setup, self._setup.phases
@@ -78,37 +80,23 @@ class PolicyGradient:
             batch = batch.having(reference_logprobs=reference)
         return batch
 
-    def _with_advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Advantages of the rewards, less the KL penalty where it is in them, and what that did to them."""
-        setup, settings = self._setup, self._settings
-        assert batch.rewards is not None
-        rewards, metrics = batch.rewards[:, 0], {}
-        if self._reference is not None and settings.kl_in == "reward":
-            assert batch.old_logprobs is not None and batch.reference_logprobs is not None
-            penalty = kl_penalty(
-                batch.old_logprobs,
-                batch.reference_logprobs,
-                batch.token_mask,
-                estimator=settings.kl_estimator,
-            ).sum(dim=1)
-            unshaped, rewards = rewards, rewards - settings.kl_coefficient * penalty
-            sums = (float(values.double().sum()) for values in (rewards, unshaped, penalty))
-            count, *totals = setup.total(len(batch), *sums)
-            keys = ("train/reward", "train/reward_before_kl", "train/kl_penalty")
-            metrics = {key: total / count for key, total in zip(keys, totals, strict=True)}
-        over_batch = settings.advantage_baseline == "batch_mean" or settings.normalize_over == "batch"
-        advantages = group_advantages(
-            rewards,
-            settings.group_size,
-            baseline=settings.advantage_baseline,
-            normalize=settings.normalize_advantages,
-            normalize_over=settings.normalize_over,
-            batch_rewards=rewards.new_tensor(setup.gather(rewards.tolist())) if over_batch else None,
+    def _penalties(self, batch: Batch) -> Tensor | None:
+        """What each token's KL to the reference takes off the reward [B, S]; None: nothing does."""
+        settings = self._settings
+        if self._reference is None or settings.kl_in == "loss":
+            return None
+        assert batch.old_logprobs is not None and batch.reference_logprobs is not None
+        return settings.kl_coefficient * kl_penalty(
+            batch.old_logprobs, batch.reference_logprobs, batch.token_mask, estimator=settings.kl_estimator
         )
-        per_token = advantages[:, None].expand(batch.token_ids.shape)
-        if setup.config.planted_fault == "flipped_advantages":
-            per_token = _flipped(per_token)
-        return batch.having(advantages=per_token), metrics
+
+    def _reward_metrics(self, rewards: Tensor, penalties: Tensor) -> dict[str, float]:
+        """Means over sequences of the reward [B] with and without the penalties [B, S], and of the KL."""
+        penalty = penalties.sum(dim=1)
+        each = (rewards - penalty, rewards, penalty / self._settings.kl_coefficient)
+        count, *totals = self._setup.total(len(rewards), *(float(one.double().sum()) for one in each))
+        keys = ("train/reward", "train/reward_before_kl", "train/kl_penalty")
+        return {key: total / count for key, total in zip(keys, totals, strict=True)}
 
     def _with_importance_weights(self, batch: Batch) -> Batch:
         correction = self._settings.importance_correction
@@ -127,7 +115,7 @@ class PolicyGradient:
 
     def _updates(
         self, minibatches: list[Batch], totals: list[float]
-    ) -> Iterator[tuple[Batch, "GrpoObjective"]]:
+    ) -> Iterator[tuple[Batch, "PolicyObjective"]]:
         """The updates of one epoch; `totals` are the tokens and sequences of each minibatch on all ranks."""
         settings = self._settings
         for minibatch, num_tokens, num_sequences in zip(minibatches, totals[::2], totals[1::2], strict=True):
@@ -140,7 +128,7 @@ class PolicyGradient:
             )
             yield (
                 minibatch.having(loss_weights=weights),
-                GrpoObjective(
+                PolicyObjective(
                     settings=settings,
                     num_tokens=sum(totals[::2]) * settings.epochs_per_step,
                     num_sequences=sum(totals[1::2]) * settings.epochs_per_step,
@@ -149,7 +137,7 @@ class PolicyGradient:
             )
 
 
-def _minibatches(batch: Batch, settings: Grpo) -> Iterator[Batch]:
+def _minibatches(batch: Batch, settings: Grpo | Ppo) -> Iterator[Batch]:
     """Whole groups, dealt out in turn: so a minibatch does not depend on how many ranks share the step."""
     num_parts = settings.minibatches_per_step
     if num_parts == 1:
@@ -163,14 +151,14 @@ def _minibatches(batch: Batch, settings: Grpo) -> Iterator[Batch]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoObjective:
+class PolicyObjective:
     """The recipe's policy loss, with a KL penalty and an entropy bonus where the recipe has them.
 
     See abrun.backends.Objective. The counts are what the metrics are means over: the global batches of all
     updates of a step. What a token counts in the loss of its update is in the batch.
     """
 
-    settings: Grpo
+    settings: Grpo | Ppo
     num_tokens: float
     num_sequences: float
     num_updates: int = 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from abrun.backends.dtensor import DtensorBackend
-from abrun.recipe import Grpo
+from abrun.recipe import Grpo, Ppo
 from abrun.rl.batch import Batch, collate
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.torch_engine import TorchEngine
@@ -37,10 +37,9 @@ class Group:
 class Rollouts:
     """Samples and judges what a step trains on."""
 
-    def __init__(self, setup: Setup) -> None:
-        assert isinstance(setup.config.algorithm, Grpo)
+    def __init__(self, setup: Setup, settings: Grpo | Ppo) -> None:
         assert isinstance(setup.backend, DtensorBackend)  # whose modules the embedded engine runs
-        self._setup, self._settings = setup, setup.config.algorithm
+        self._setup, self._settings = setup, settings
         self._engine: RolloutEngine = TorchEngine(setup.backend, setup.model, setup.config.rollout)
         # Whole fetches; only groups chosen for their signal are cut to a number.
         documents = self._settings.documents_per_step
@@ -51,7 +50,7 @@ class Rollouts:
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """This rank's sequences of a step, with rewards, and metrics of all that was drawn. Collective."""
-        if self._settings.dynamic_sampling:
+        if isinstance(self._settings, Grpo) and self._settings.dynamic_sampling:
             return self._collect_with_signal(step, self._settings.dynamic_sampling.max_tries)
         groups = [group for fetch in range(self._num_fetches) for group in self._fetch(step, fetch)]
         return self._batch(groups), self._metrics(groups)

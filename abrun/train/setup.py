@@ -1,18 +1,20 @@
 """What every algorithm starts from: the policy on its backend, the task, this rank's share of the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from abrun.backends import Backend, Objective
+from abrun.backends import Backend, Critic, Objective
+from abrun.backends.critic import DtensorCritic
 from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
 from abrun.models import LanguageModel, load_model
-from abrun.recipe import RunConfig
+from abrun.recipe import Optimizer, Ppo, RunConfig
 from abrun.rl.batch import Batch
 from abrun.rl.metrics import all_reduce, merge
 from abrun.rollout import Completion
@@ -21,6 +23,7 @@ from abrun.train.phases import Phases
 from abrun.train.seeds import derive
 
 T = TypeVar("T")
+OF_CRITIC = "critic/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,26 @@ class Setup:
     task: Task
     validation_examples: list[Example]  # held out of the task's stream; none without a validation
     phases: Phases
+    critic: Critic | None = None  # of PPO
+
+    def local_state(self) -> dict[str, Tensor]:
+        """This rank's shards of all that is trained, in place: what its checkpoint holds."""
+        state = self.backend.local_state()
+        if self.critic is not None:
+            state |= {f"{OF_CRITIC}{name}": tensor for name, tensor in self.critic.local_state().items()}
+        return state
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `local_state` of the same rank of an equal run gave."""
+        self.backend.load_local_state(state)
+        if self.critic is not None:
+            self.critic.load_local_state(
+                {
+                    name.removeprefix(OF_CRITIC): tensor
+                    for name, tensor in state.items()
+                    if name.startswith(OF_CRITIC)
+                }
+            )
 
     def make_reference(self) -> Backend:
         """A frozen policy with the run's initial weights."""
@@ -80,25 +103,26 @@ class Setup:
         """Examples of a global batch."""
         return self.config.algorithm.batch_size
 
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up to the recipe's learning rate, then constant."""
-        optimizer = self.config.policy.optimizer
-        return optimizer.learning_rate * min(1.0, step / max(optimizer.warmup_steps, 1))
-
     def train_on(self, batch: Batch, objective: Objective, step: int) -> dict[str, float]:
         """One optimizer step on this rank's `batch`; the metrics of all ranks. Collective."""
         return self.train_on_each([(batch, objective)], step)
 
-    def train_on_each(self, updates: Sequence[tuple[Batch, Objective]], step: int) -> dict[str, float]:
+    def train_on_each(
+        self,
+        updates: Sequence[tuple[Batch, Objective]],
+        step: int,
+        before_each: Callable[[Batch], None] = lambda batch: None,
+    ) -> dict[str, float]:
         """An optimizer step for each batch and its objective; the metrics of all ranks. Collective.
 
         The batches' contributions to the metrics add up as those of microbatches do. The gradient's norm is
         the mean over the optimizer steps.
         """
-        learning_rate = self.learning_rate(step)
+        learning_rate = learning_rate_at(step, self.config.policy.optimizer)
         parts, norms = [], []
         with self.phases("policy_training", memory=False):
             for batch, objective in updates:
+                before_each(batch)
                 with self.phases("forward_backward"):
                     parts.append(self.backend.forward_backward(batch, objective))
                 with self.phases("optimizer"):
@@ -130,6 +154,14 @@ def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, devic
         task, validation_examples = make_task(config.task), []
     model = _load(config, initial_weights, seed)
     backend = _backend(config, model, device, trainable=True)
+    critic = None
+    if isinstance(config.algorithm, Ppo):
+        assert isinstance(backend, DtensorBackend)
+        backbone = (
+            _load(config, initial_weights, seed) if config.algorithm.value_backbone == "own" else None
+        )
+        critic = DtensorCritic(backend, config.algorithm, backbone, seed=derive(seed, "value_head"))
+    trained = [backend] if critic is None else [backend, critic]
     return Setup(
         config=config,
         seed=seed,
@@ -139,7 +171,8 @@ def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, devic
         backend=backend,
         task=task,
         validation_examples=validation_examples,
-        phases=Phases(device, backend.resident_tensors),
+        phases=Phases(device, lambda: [tensor for each in trained for tensor in each.resident_tensors()]),
+        critic=critic,
     )
 
 
@@ -149,6 +182,11 @@ def _load(config: RunConfig, initial_weights: Path | None, seed: int) -> Languag
 
 def _backend(config: RunConfig, model: LanguageModel, device: torch.device, *, trainable: bool) -> Backend:
     return DtensorBackend(model, config.policy, config.rollout, device, trainable=trainable)
+
+
+def learning_rate_at(step: int, optimizer: Optimizer) -> float:
+    """Linear warm-up to the recipe's learning rate, then constant."""
+    return optimizer.learning_rate * min(1.0, step / max(optimizer.warmup_steps, 1))
 
 
 def check_length(model: LanguageModel, longest: int, got: str) -> None:

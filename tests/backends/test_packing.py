@@ -1,4 +1,4 @@
-"""Packed sequences against padded ones: the same log-probs, losses, gradients, and nothing across a border."""
+"""Packed sequences against padded ones: the same log-probs and gradients, and nothing across a border."""
 
 from itertools import pairwise
 from typing import Any

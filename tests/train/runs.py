@@ -29,7 +29,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "abrun.train.__main__",
-        "abrun.train.policy_gradient",
+        "abrun.train.group_relative",
+        "abrun.train.actor_critic",
         "abrun.train.supervised",
         "transformers.models.qwen2.modeling_qwen2",
     ]

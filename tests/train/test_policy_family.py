@@ -11,7 +11,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo
 from abrun.rl.batch import Batch
 from abrun.rl.losses import loss_weights
-from abrun.train.policy_gradient import GrpoObjective
+from abrun.train.policy_gradient import PolicyObjective
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup
 from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
@@ -124,7 +124,7 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -
         ),
     )
     settings = Grpo(type="grpo", loss=loss, kl_coefficient=0.1, entropy_coefficient=0.2, grad_divisor=4.0)
-    objective = GrpoObjective(settings=settings, num_tokens=40, num_sequences=8)
+    objective = PolicyObjective(settings=settings, num_tokens=40, num_sequences=8)
     whole = objective.losses(batch, logprobs, entropy)
     assert whole.isfinite().all() and (whole[mask] != 0).all()
     tokens = batch.predicted_tokens()

@@ -15,7 +15,7 @@ from abrun.recipe import Grpo
 from abrun.rl.batch import Batch
 from abrun.rl.losses import loss_weights
 from abrun.train import policy_gradient
-from abrun.train.policy_gradient import GrpoObjective
+from abrun.train.policy_gradient import PolicyObjective
 from tests.train.runs import make_run, run_config, train_here
 
 # definitions.md's table, as far as GRPO has it.
@@ -156,7 +156,7 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(reduction: A
         ),
     )
     settings = Grpo(type="grpo", kl_coefficient=0.1, entropy_coefficient=0.2)
-    objective = GrpoObjective(settings=settings, num_tokens=40, num_sequences=8)
+    objective = PolicyObjective(settings=settings, num_tokens=40, num_sequences=8)
     whole = objective.losses(batch, logprobs, entropy)
     assert whole.shape == (4, 6) and whole.isfinite().all() and (whole[mask] != 0).all()
     tokens = batch.predicted_tokens()
