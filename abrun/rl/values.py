@@ -1,0 +1,187 @@
+"""PPO's value side: rewards of tokens, advantages by GAE, whitening, the value loss, the critic's metrics.
+
+Letters: B sequences, S positions; entry t belongs to token t, and the value that belongs to token t is the
+one computed before it (`right_shifted`). Rows are whole sequences: what was packed into one stream is
+unpacked before. The token mask may have holes inside a completion, as where a tool's output stands in it.
+Such tokens are no steps of the policy: the step after a completion token is the next completion token, and
+what a masked position holds, NaN included, reaches no other.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from abrun.rl.advantages import STD_EPSILON
+from abrun.rl.losses import masked_mean
+from abrun.rl.metrics import MetricParts
+
+Total = Callable[..., list[float]]  # sums each of its floats over all ranks, as `Setup.total` does
+LEAST_VARIANCE = 1e-8
+
+
+def right_shifted(values: Tensor) -> Tensor:  # [B, S] -> [B, S]
+    """v'[:, t] = v[:, t - 1], and 0 at the first position, which no token is before.
+
+    A value model's output at position t has seen token t. As a baseline of that token it would take away what
+    the token is worth, so the values of a step are those of the position before, in training as in inference.
+    """
+    return torch.nn.functional.pad(values[:, :-1], (1, 0))
+
+
+def token_rewards(
+    rewards: Tensor,  # [B], of whole sequences
+    token_mask: Tensor,  # [B, S] bool
+    penalties: Tensor | None = None,  # [B, S], of single tokens; None: there are none
+) -> Tensor:
+    """Rewards [B, S]: minus its penalty at each completion token, and the sequence's reward at its last one.
+
+    Masked tokens give 0, so a row without completion tokens gets nothing.
+    """
+    is_last = token_mask & (token_mask.flip(1).cumsum(dim=1).flip(1) == 1)
+    per_token = torch.where(is_last, rewards[:, None], 0.0)
+    return per_token if penalties is None else per_token - torch.where(token_mask, penalties, 0.0)
+
+
+def generalized_advantages(
+    token_rewards: Tensor,  # [B, S] r
+    values: Tensor,  # [B, S] V, computed before each token
+    token_mask: Tensor,  # [B, S] bool
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, S] by GAE (arXiv:1506.02438, equation 16); masked tokens give 0.
+
+    Over the completion tokens of a row: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda
+    A_{t+1}, returns = A + V. After the last one V and A are 0: also after a completion that was truncated,
+    whose reward is thus taken for all that it would ever get, as the other systems do.
+    """
+    rewards, values = (torch.where(token_mask, each, 0.0) for each in (token_rewards, values))
+    advantages = torch.zeros_like(values)
+    advantage = next_value = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        counted = token_mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(counted, delta + gamma * gae_lambda * advantage, advantage)
+        next_value = torch.where(counted, values[:, t], next_value)
+        advantages[:, t] = advantage
+    advantages = torch.where(token_mask, advantages, 0.0)
+    return advantages, advantages + values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStatistics:
+    """Of the completion tokens of the global batch."""
+
+    mean: float
+    variance: float  # with n - 1; 0 of a single token
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.variance)
+
+
+def token_statistics(
+    values: Tensor,  # [B, S] of this rank
+    token_mask: Tensor,  # [B, S] bool, of this rank; at least one token on all ranks together
+    total: Total,
+) -> TokenStatistics:
+    """Mean and variance over all ranks, however they share the batch. Collective, through `total`.
+
+    In float64, and the squares are of deviations from the mean, since a difference of raw sums would lose
+    its digits where the mean is large. The deviations' own mean is what the first pass was off by its
+    rounding: with it, equal values have themselves as mean and variance 0, to the bit.
+    """
+    counted = torch.where(token_mask, values, 0.0).double()
+    count, value_sum = total(float(token_mask.sum()), float(counted.sum()))
+    nearly = value_sum / count
+    deviations = torch.where(token_mask, counted - nearly, 0.0)
+    off, squares = total(float(deviations.sum()), float(deviations.square().sum()))
+    return TokenStatistics(
+        mean=nearly + off / count, variance=max(squares - off**2 / count, 0.0) / max(count - 1, 1)
+    )
+
+
+def whitened(
+    advantages: Tensor,  # [B, S]
+    token_mask: Tensor,  # [B, S] bool
+    *,
+    mean: float,
+    std: float | None,  # None: not divided by one
+) -> Tensor:
+    """(A - mean) / (std + 1e-6) [B, S], by statistics of the global batch; masked tokens give 0.
+
+    Where std is 0 all tokens had the same advantage, which says nothing: they get exactly 0.
+    """
+    centred = advantages.double() - mean
+    if std is not None:
+        centred = centred / (std + STD_EPSILON) if std > 0 else torch.zeros_like(centred)
+    return torch.where(token_mask, centred, 0.0).to(advantages.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """Per-token loss and what the metrics report about it; both [...]."""
+
+    loss: Tensor
+    clipped: Tensor  # bool: the clipped value's error is the larger, so that it is the loss
+
+
+def value_loss(
+    values: Tensor,  # [...] v, with gradient; computed before each token, as the others
+    old_values: Tensor,  # [...] at the start of the step
+    returns: Tensor,  # [...] R
+    token_mask: Tensor,  # [...] bool
+    *,
+    clip_range: float | None,  # None: the plain squared error
+) -> ValueLoss:
+    """l_t = 0.5 max((v - R)^2, (clamp(v, v_old - clip_range, v_old + clip_range) - R)^2).
+
+    The value clipping of PPO's public code, which its paper has not (arXiv:2005.12729, section 3). Shapes
+    [...] are [B, S] or [n], any n of those tokens. Masked tokens give 0.
+    """
+    values, old_values, returns = (
+        torch.where(token_mask, each, 0.0) for each in (values, old_values, returns)
+    )
+    error = (values - returns).square()
+    if clip_range is None:
+        return ValueLoss(loss=0.5 * error, clipped=torch.zeros_like(token_mask))
+    bounded = values.clamp(old_values - clip_range, old_values + clip_range)
+    bounded_error = (bounded - returns).square()
+    return ValueLoss(loss=0.5 * torch.maximum(error, bounded_error), clipped=bounded_error > error)
+
+
+def value_loss_metrics(
+    found: ValueLoss,  # [B, S]
+    token_mask: Tensor,  # [B, S] bool
+    *,
+    num_tokens: float,
+) -> MetricParts:
+    """A microbatch's part of `train/critic/{loss,clip_fraction}`, means over the global batch's tokens."""
+    means = {"loss": found.loss.detach().double(), "clip_fraction": found.clipped.double()}
+    sums = {f"train/critic/{key}": masked_mean(each, token_mask, num_tokens) for key, each in means.items()}
+    return MetricParts(sums=sums, maxima={}, minima={})
+
+
+def value_statistics(
+    old_values: Tensor,  # [B, S], those that the advantages were taken of
+    returns: Tensor,  # [B, S]
+    token_mask: Tensor,  # [B, S] bool
+    total: Total,
+) -> dict[str, float]:
+    """`train/critic/{values_mean,returns_mean,explained_var}` of the step. Collective, through `total`.
+
+    explained_var = 1 - Var(returns - values) / max(Var(returns), 1e-8): 1 of a perfect critic, 0 of one that
+    is the same everywhere.
+    """
+    of_values = token_statistics(old_values, token_mask, total)
+    of_returns = token_statistics(returns, token_mask, total)
+    of_errors = token_statistics(returns.double() - old_values.double(), token_mask, total)
+    return {
+        "train/critic/values_mean": of_values.mean,
+        "train/critic/returns_mean": of_returns.mean,
+        "train/critic/explained_var": 1 - of_errors.variance / max(of_returns.variance, LEAST_VARIANCE),
+    }
