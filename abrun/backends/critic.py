@@ -29,6 +29,13 @@ class Backbone(nn.Module):
         return hidden_states(self.base_model, token_ids, packing)
 
 
+class ValueHead(nn.Linear):
+    """A number for each hidden state."""
+
+    def forward(self, input: Tensor) -> Tensor:  # [..., H] -> [...]
+        return input @ self.weight[0] + self.bias
+
+
 class DtensorCritic:
     """See abrun.backends.Critic. `backbone` None: the head stands on the policy's hidden states."""
 
@@ -88,7 +95,7 @@ class DtensorCritic:
         """Values [B, S] float32: rows in and out, shifted as rows, so that no sequence sees another's."""
         packing = packing_of(batch.token_mask) if self._policy.policy.packing else None
         token_ids = packing.pack(batch.token_ids) if packing else batch.token_ids
-        values = self.head(self._backbone_states(token_ids, packing))[..., 0].float()
+        values = self.head(self._backbone_states(token_ids, packing)).float()
         values = packing.unpack(values) if packing else values
         return right_shifted(values) if self._settings.right_shift else values
 
@@ -102,9 +109,9 @@ class DtensorCritic:
         return hidden
 
 
-def _head(hidden_size: int, seed: int) -> nn.Linear:
+def _head(hidden_size: int, seed: int) -> ValueHead:
     """Weights of standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), alike on every rank."""
-    head = nn.Linear(hidden_size, 1)
+    head = ValueHead(hidden_size, 1)
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(head.weight, std=1 / math.sqrt(hidden_size + 1), generator=generator)
     nn.init.zeros_(head.bias)

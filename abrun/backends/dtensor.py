@@ -136,7 +136,9 @@ class DtensorBackend:
         register_fsdp_forward_method(self.module, "hidden_states")
         self.module.train()
         self.module.requires_grad_(trainable)
-        self._parameters = ShardedParameters(dict(self.module.named_parameters()), policy.optimizer if trainable else None)
+        self._parameters = ShardedParameters(
+            dict(self.module.named_parameters()), policy.optimizer if trainable else None
+        )
 
     def logprobs(self, batch: Batch) -> Tensor:
         out = torch.zeros(batch.token_ids.shape, device=self.device)

@@ -172,13 +172,14 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         starts, longest = packing.starts_on_device, packing.longest
-        stream = (states[0].transpose(0, 1) for states in (query, key, value))
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
         causal: Any = {"window_size": (-1, 0), "scale": scaling} | SHARED_HEADS
-        return varlen_attn(*stream, starts, starts, longest, longest, **causal)[None], None
+        output: Any = varlen_attn(q, k, v, starts, starts, longest, longest, **causal)
+        return output[None], None
     outputs = []
     for start, stop in pairwise(packing.starts):
-        one = (states[:, :, start:stop] for states in (query, key, value))
-        outputs.append(sdpa_attention_forward(module, *one, None, scaling=scaling, **settings)[0])
+        q, k, v = (states[:, :, start:stop] for states in (query, key, value))
+        outputs.append(sdpa_attention_forward(module, q, k, v, None, scaling=scaling, **settings)[0])
     return torch.cat(outputs, dim=1), None
 
 

@@ -140,7 +140,9 @@ class RunConfig(Run):
     @model_validator(mode="after")
     def _task_fits_the_algorithm(self) -> Self:
         kind, task = self.algorithm.type, self.task.type
-        if isinstance(self.algorithm, PolicyGradientSettings) and isinstance(self.task, Completions | Preferences):
+        if isinstance(self.algorithm, PolicyGradientSettings) and isinstance(
+            self.task, Completions | Preferences
+        ):
             raise ValueError(
                 f"task.type: got {task!r} with algorithm.type {kind!r}, which needs a task that can judge a "
                 "completion; use arithmetic, word_problems, gsm8k or jsonl"

@@ -157,9 +157,7 @@ def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, devic
     critic = None
     if isinstance(config.algorithm, Ppo):
         assert isinstance(backend, DtensorBackend)
-        backbone = (
-            _load(config, initial_weights, seed) if config.algorithm.value_backbone == "own" else None
-        )
+        backbone = _load(config, initial_weights, seed) if config.algorithm.value_backbone == "own" else None
         critic = DtensorCritic(backend, config.algorithm, backbone, seed=derive(seed, "value_head"))
     trained = [backend] if critic is None else [backend, critic]
     return Setup(
