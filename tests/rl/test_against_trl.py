@@ -31,7 +31,8 @@ Values and gradients, relative. Why definitions differ:
 8. TRL's ratio is of whole sequences, and clipped: one loss a sequence, where abrun's tokens have theirs.
 9. TRL adds 1e-4 to the standard deviation, abrun 1e-6 (definitions.md).
 
-Not in abrun: SAPO, VESPO, LUSPO, off-policy sequence masking, a quantile of high-entropy tokens.
+PPO's value side, which this TRL no longer has, is in test_values_against_trl. Not in abrun: SAPO, VESPO,
+LUSPO, off-policy sequence masking, a quantile of high-entropy tokens.
 """
 
 import math
