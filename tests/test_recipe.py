@@ -103,6 +103,19 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
             "algorithm={type: grpo, dynamic_sampling: {}, advantage_baseline: batch_mean}",
             ["algorithm.dynamic_sampling", "'batch_mean'", "leave_one_out", "dynamic_sampling: null"],
         ),
+        (
+            "algorithm.kl_in=reward_to_go",
+            ["algorithm.kl_in", "'reward_to_go'", "'group_mean'", "batch_mean or none", "kl_in: reward"],
+        ),
+        (
+            "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: leave_one_out, "
+            "normalize_advantages: false}",
+            ["algorithm.kl_in", "'reward_to_go'", "'leave_one_out'", "batch_mean or none"],
+        ),
+        (
+            "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: none}",
+            ["algorithm.kl_in", "'reward_to_go'", "normalize_over 'group'", "normalize_over: batch"],
+        ),
         ("algorithm.dynamic_sampling={max_tries: 0}", ["algorithm.dynamic_sampling.max_tries", "0"]),
         ("algorithm.minibatches_per_step=3", ["algorithm.prompts_per_step", "16", "multiple of 3"]),
         (
@@ -273,6 +286,8 @@ def test_an_arm_of_another_trainer_keeps_only_what_every_run_has() -> None:
     [
         "loss: gspo, loss_reduction: sequence_mean, dual_clip: 3.0",
         "group_size: 1, advantage_baseline: batch_mean, normalize_over: batch, kl_in: reward",
+        "group_size: 1, advantage_baseline: batch_mean, normalize_over: batch, kl_in: reward_to_go",
+        "advantage_baseline: none, normalize_advantages: false, kl_in: reward_to_go",
         "loss: reinforce, advantage_baseline: leave_one_out, normalize_advantages: false, metrics: none",
         "loss: cispo, clip_low: 1.0, clip_high: 4.0, epochs_per_step: 2, minibatches_per_step: 4",
         "clip_high: 0.28, dynamic_sampling: {max_tries: 3}, documents_per_step: 64, metrics: full",

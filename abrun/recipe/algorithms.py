@@ -98,7 +98,8 @@ class Grpo(PolicyGradientSettings):
     advantage_baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
     normalize_over: Literal["group", "batch"] = "group"
     loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
-    kl_in: Literal["loss", "reward"] = "loss"
+    # reward: a sequence's, off its reward. reward_to_go: off each token's reward, its own and all later ones.
+    kl_in: Literal["loss", "reward", "reward_to_go"] = "loss"
 
     @model_validator(mode="after")
     def _group_has_a_baseline(self) -> Self:
@@ -114,7 +115,20 @@ class Grpo(PolicyGradientSettings):
 
     @model_validator(mode="after")
     def _choices_fit_together(self) -> Self:
+        of_tokens = self.kl_in == "reward_to_go"
+        of_groups = self.advantage_baseline in ("group_mean", "leave_one_out")
         refusals = [
+            (
+                of_tokens and of_groups,
+                "kl_in: got 'reward_to_go', which gives each token its own reward, with advantage_baseline "
+                f"{self.advantage_baseline!r} of a group's sequences; use advantage_baseline: batch_mean or "
+                "none, or kl_in: reward",
+            ),
+            (
+                of_tokens and self.normalize_advantages and self.normalize_over == "group",
+                "kl_in: got 'reward_to_go', which gives each token its own reward, with normalize_over "
+                "'group'; use normalize_over: batch, or normalize_advantages: false, or kl_in: reward",
+            ),
             (
                 self.normalize_over == "batch" and not self.normalize_advantages,
                 "normalize_over: got 'batch' with normalize_advantages false; use normalize_advantages: "
@@ -126,8 +140,7 @@ class Grpo(PolicyGradientSettings):
                 "use loss: clipped or gspo, or dual_clip: null",
             ),
             (
-                self.dynamic_sampling is not None
-                and self.advantage_baseline not in ("group_mean", "leave_one_out"),
+                self.dynamic_sampling is not None and not of_groups,
                 f"dynamic_sampling: got it with advantage_baseline {self.advantage_baseline!r}, where a "
                 "group of equal rewards has a signal; use group_mean or leave_one_out, or "
                 "dynamic_sampling: null",

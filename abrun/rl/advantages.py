@@ -23,8 +23,8 @@ def group_advantages(
 
     b is the mean of the group (GRPO, arXiv:2402.03300; Dr.GRPO, arXiv:2503.20783, without std), of the other
     completions of the group (RLOO, arXiv:2402.14740), of the global batch, or 0; std is that of the group or
-    of the global batch (both of the batch: REINFORCE++, arXiv:2501.03262, for a reward a sequence). Where the
-    rewards that b or std is taken over are all equal, A is exactly 0, whatever the rounding of their mean.
+    of the global batch. Where the rewards that b or std is taken over are all equal, A is exactly 0, whatever
+    the rounding of their mean. REINFORCE++ has rewards of tokens: `values.reward_to_go_advantages`.
     """
     grouped = rewards.view(-1, group_size)
     batch = rewards if batch_rewards is None else batch_rewards

@@ -1,5 +1,7 @@
 """PPO's value side: rewards of tokens, advantages by GAE, whitening, the value loss, the critic's metrics.
 
+REINFORCE++'s advantages are those without values, and stand here too.
+
 Letters: B sequences, S positions; entry t belongs to token t, and the value that belongs to token t is the
 one computed before it (`right_shifted`). Rows are whole sequences: what was packed into one stream is
 unpacked before. The token mask may have holes inside a completion, as where a tool's output stands in it.
@@ -10,6 +12,7 @@ what a masked position holds, NaN included, reaches no other.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -120,6 +123,33 @@ def whitened(
     if std is not None:
         centred = centred / (std + STD_EPSILON) if std > 0 else torch.zeros_like(centred)
     return torch.where(token_mask, centred, 0.0).to(advantages.dtype)
+
+
+def reward_to_go_advantages(
+    rewards: Tensor,  # [B], of whole sequences
+    token_mask: Tensor,  # [B, S] bool
+    penalties: Tensor,  # [B, S], of single tokens
+    *,
+    baseline: Literal["batch_mean", "none"],
+    normalize: bool,
+    total: Total,
+) -> Tensor:
+    """A_t = R - the penalties of token t and all after it [B, S] (REINFORCE++, arXiv:2501.03262).
+
+    Less their mean with `batch_mean`, and over (std + 1e-6) where `normalize`: both over the completion
+    tokens of the global batch, std with n - 1. Masked tokens give 0. Collective, through `total`.
+    """
+    of_tokens = token_rewards(rewards, token_mask, penalties)
+    to_go, _ = generalized_advantages(
+        of_tokens, torch.zeros_like(of_tokens), token_mask, gamma=1.0, gae_lambda=1.0
+    )
+    over_batch = token_statistics(to_go, token_mask, total)
+    return whitened(
+        to_go,
+        token_mask,
+        mean=over_batch.mean if baseline == "batch_mean" else 0.0,
+        std=over_batch.std if normalize else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,12 @@
 """GRPO and its family: the advantage of a completion comes from rewards alone."""
 
+import torch
 from torch import Tensor
 
 from abrun.recipe import Grpo
 from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import Batch
+from abrun.rl.values import reward_to_go_advantages
 from abrun.train.policy_gradient import PolicyGradient
 from abrun.train.setup import Setup
 
@@ -21,13 +23,26 @@ class GroupRelative(PolicyGradient):
         """A batch without rewards comes with advantages, in their place."""
         if batch.rewards is None:
             return batch, {}
-        rewards, metrics = batch.rewards[:, 0], {}
+        family, rewards, metrics = self._family, batch.rewards[:, 0], {}
         penalties = self._penalties(batch)
-        if penalties is not None:
+        if penalties is None:
+            penalties = torch.zeros_like(batch.rewards)
+        else:
             metrics = self._reward_metrics(rewards, penalties)
-            rewards = rewards - penalties.sum(dim=1)
-        advantages = self._advantages(rewards)
-        return batch.having(advantages=advantages[:, None].expand(batch.token_ids.shape)), metrics
+        if family.kl_in == "reward_to_go":
+            assert family.advantage_baseline in ("batch_mean", "none")
+            advantages = reward_to_go_advantages(
+                rewards,
+                batch.token_mask,
+                penalties,
+                baseline=family.advantage_baseline,
+                normalize=family.normalize_advantages,
+                total=self._setup.total,
+            )
+        else:
+            advantages = self._advantages(rewards - penalties.sum(dim=1))
+            advantages = advantages[:, None].expand(batch.token_ids.shape)
+        return batch.having(advantages=advantages), metrics
 
     def _advantages(self, rewards: Tensor) -> Tensor:  # [B] -> [B]
         family = self._family

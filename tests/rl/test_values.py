@@ -19,6 +19,7 @@ from abrun.rl.values import (
     TokenStatistics,
     Total,
     generalized_advantages,
+    reward_to_go_advantages,
     right_shifted,
     token_rewards,
     token_statistics,
@@ -341,6 +342,59 @@ def test_how_the_batch_is_spread_changes_no_statistic(
     assert spread.mean == pytest.approx(whole.mean, rel=1e-12, abs=1e-12)
     for key, value in critic.items():
         assert of_spread[key] == pytest.approx(value, rel=1e-8, abs=1e-8), key
+
+
+# --- REINFORCE++ ---
+
+
+def test_reward_to_go_by_hand() -> None:
+    # Rewards 1 and 0; penalties 0.5 and 0.25 before 1, and -1 alone: 0.25, 0.75 and 1 to go.
+    mask = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    penalties = torch.tensor([[9.0, 0.5, math.nan, 0.25], [-1.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
+    to_go = torch.tensor([[0, 0.25, 0, 0.75], [1, 0, 0, 0]], dtype=torch.float64)
+    # Three tokens: mean 2 / 3; squares (25 + 1 + 16) / 144 over n - 1 = 2.
+    mean, std = 2 / 3, (42 / 144 / 2) ** 0.5
+    for baseline, normalize, expected in (
+        ("none", False, to_go),
+        ("none", True, to_go / (std + 1e-6)),
+        ("batch_mean", False, to_go - mean),
+        ("batch_mean", True, (to_go - mean) / (std + 1e-6)),
+    ):
+        choices: Any = {"baseline": baseline, "normalize": normalize}
+        found = reward_to_go_advantages(rewards, mask, penalties, **choices, total=alone)
+        torch.testing.assert_close(found, torch.where(mask, expected, 0.0), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("baseline", ["batch_mean", "none"])
+def test_reward_to_go_counts_tokens_of_all_ranks(baseline: Any) -> None:
+    """A mean over sequences, or over each rank's tokens, would be another: lengths differ."""
+    mask, penalties, rewards = random_mask(7, 6), 0.1 * normal(7, 6, seed=1), normal(7, seed=2)
+
+    def of_rank(rows: slice, total: Total) -> Tensor:
+        return reward_to_go_advantages(
+            rewards[rows], mask[rows], penalties[rows], baseline=baseline, normalize=True, total=total
+        )
+
+    (whole,) = on_ranks(of_rank, [slice(None)])
+    for cuts in ([slice(0, 3), slice(3, 7)], [slice(0, 6), slice(6, 7)], [slice(0, 0), slice(0, 7)]):
+        torch.testing.assert_close(torch.cat(on_ranks(of_rank, cuts)), whole, rtol=1e-12, atol=1e-14)
+    counted = whole[mask]
+    to_go = [
+        rewards[row].item() - sum(penalties[row, s].item() for s in range(t, 6) if mask[row, s])
+        for row, t in mask.nonzero().tolist()
+    ]
+    offset = statistics.fmean(to_go) if baseline == "batch_mean" else 0.0
+    scale = statistics.stdev(to_go) + 1e-6
+    assert counted.tolist() == pytest.approx([(value - offset) / scale for value in to_go], rel=1e-9)
+
+
+def test_without_penalties_equal_rewards_say_nothing_when_normalised() -> None:
+    mask, penalties = random_mask(5, 4), torch.zeros(5, 4)
+    for baseline, normalize in (("batch_mean", True), ("batch_mean", False), ("none", True)):
+        choices: Any = {"baseline": baseline, "normalize": normalize}
+        found = reward_to_go_advantages(torch.full((5,), 0.7), mask, penalties, **choices, total=alone)
+        assert not found.any()
 
 
 # --- the critic ---

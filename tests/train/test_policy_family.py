@@ -1,6 +1,7 @@
 """The policy-gradient family in the trainer: paths and cuts agree, each option does what it says."""
 
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ FAMILY: dict[str, tuple[str, ...]] = {
     "reinforce++": (
         "algorithm.advantage_baseline=batch_mean",
         "algorithm.normalize_over=batch",
-        "algorithm.kl_in=reward",
-        "algorithm.kl_estimator=k2",
+        "algorithm.kl_in=reward_to_go",
+        "algorithm.kl_estimator=k1",
     ),
     "dr-grpo": ("algorithm.normalize_advantages=false", "algorithm.loss_reduction=sequence_sum_constant"),
 }
@@ -268,6 +269,40 @@ def test_kl_in_the_reward_shapes_it_and_leaves_the_loss(
         assert row["train/reward"] == pytest.approx(shaped, abs=1e-6)
         assert row["train/loss"] == pytest.approx(-row["train/advantages/mean"], rel=1e-4, abs=1e-6)
         assert step == 1 or row["train/kl_penalty"] != 0
+
+
+def test_the_kl_to_go_comes_off_each_tokens_reward(
+    tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Batch] = []
+    original = Setup.train_on_each
+
+    def spy(self: Setup, updates: Any, step: int) -> dict[str, float]:
+        seen.extend(batch for batch, _ in updates)
+        return original(self, updates, step)
+
+    monkeypatch.setattr(Setup, "train_on_each", spy)
+    settings = ("steps=3", "policy.optimizer.warmup_steps=0", "algorithm.kl_coefficient=0.3")
+    rows = train(tmp_path / "run", warm_weights, *settings, *FAMILY["reinforce++"])
+    assert rows[1]["train/kl_penalty"] == 0  # the reference is the initial policy
+    for batch, row in zip(seen, rows.values(), strict=True):
+        assert batch.rewards is not None and batch.old_logprobs is not None
+        assert batch.reference_logprobs is not None and batch.advantages is not None
+        log_ratio = (batch.old_logprobs - batch.reference_logprobs).tolist()
+        rewards, to_go = batch.rewards[:, 0].tolist(), []
+        for index, mask in enumerate(batch.token_mask.tolist()):
+            tokens = [t for t, counted in enumerate(mask) if counted]
+            following = [sum(log_ratio[index][s] for s in tokens if s >= t) for t in tokens]
+            to_go += [rewards[index] - 0.3 * kl for kl in following]
+        mean, std = statistics.fmean(to_go), statistics.stdev(to_go)
+        expected = [(value - mean) / (std + 1e-6) for value in to_go]
+        assert batch.advantages[batch.token_mask].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        shaped = row["train/reward_before_kl"] - 0.3 * row["train/kl_penalty"]
+        assert row["train/reward"] == pytest.approx(shaped, abs=1e-6)
+        assert row["train/reward_before_kl"] == pytest.approx(statistics.fmean(rewards), rel=1e-6)
+        assert row["train/advantages/mean"] == pytest.approx(0, abs=1e-6)
+    of_first = seen[2].advantages
+    assert of_first is not None and len(set(of_first[0][seen[2].token_mask[0]].tolist())) > 1
 
 
 def test_an_importance_correction_of_an_engine_that_agrees_changes_nothing_but_can_drop_all(
