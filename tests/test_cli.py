@@ -139,6 +139,8 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--seeds", "3"], "one seed with an equivalence margin"),
         (["launch", SMALL, "--name", "a/b"], "--name: got 'a/b'"),
         (["launch", SMALL, "--set", "cluster.nodes=2"], "the local launcher has this one machine"),
+        (["launch", SMALL, "--set", "rollout.engine=vllm"], "got 'vllm', not built yet; this version takes"),
+        (["memory-profile", SMALL, "--set", "rollout.engine=vllm"], "rollout.engine: got 'vllm', not built"),
         (["launch", SMALL, "--runs-dir", "/proc/runs"], "cannot be written"),
         (["launch", SMALL, "--runs-dir", str(SMALL)], "a file is where a folder has to be"),
         (["launch", SMALL, "--resume"], "no experiment here"),
@@ -182,9 +184,17 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -
     assert "sigma unknown: set compare.primary.1.sigma" in output
 
 
-def test_a_dry_run_of_more_than_the_machine_has_says_so(run: Run) -> None:
-    code, output, _ = run("launch", SMALL, "--dry-run", "--set", "cluster.nodes=2")
-    assert code == 0 and "cannot run it: " in output and "cluster.nodes: got 2" in output
+def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run: Run) -> None:
+    changes = ["--set", "cluster.nodes=2", "--set", "arms.treatment.policy.backend={type: megatron}"]
+    code, output, _ = run("launch", SMALL, "--dry-run", *changes)
+    lines = output.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.endswith("cannot run it:"))
+    assert code == 0 and [line.split(": got ")[0] for line in lines[first + 1 : first + 4]] == [
+        "- arm treatment: policy.backend.type",
+        "- arms baseline, treatment: cluster.nodes",
+        "",
+    ]
+    assert any(line.split() == ["treatment", "policy.backend.type", "dtensor", "megatron"] for line in lines)
 
 
 def test_a_launch_runs_compares_and_exits_with_0_whatever_the_verdict(

@@ -77,7 +77,7 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
         ("validation={every: 2, path: x}", ["validation.path", "'x'", "'arithmetic'", "path: null"]),
         (
             "validation={every: 2, num_prompts: 7}",
-            ["validation.num_prompts", "7", "2 ranks", "multiple of 2"],
+            ["validation.num_prompts", "7", "2 data-parallel ranks", "multiple of 2"],
         ),
         (
             "arms.treatment.validation={every: 2}",
@@ -168,6 +168,38 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
         ("model.path=x", ["model", "both", "exactly one"]),
         ("cluster={cpu_ranks: 3}", ["algorithm.prompts_per_step", "16", "multiple of 3"]),
         ("cluster={gpus_per_node: 2, cpu_ranks: 2}", ["cluster.cpu_ranks", "drop one"]),
+        ("policy.backend={type: fsdp}", ["policy.backend.type", "'fsdp'", "'megatron'"]),
+        ("policy.backend={tensor_parallel: 2}", ["policy.backend.type", "missing", "'dtensor'"]),
+        (
+            "policy.backend={type: dtensor, pipeline_parallel: 2}",
+            ["policy.backend.pipeline_parallel", "unknown key", "tensor_parallel"],
+        ),
+        (
+            "policy.backend={type: dtensor, context_parallel: 3}",
+            ["context_parallel 3 = 3 ranks a replica", "2 ranks", "divides 2"],
+        ),
+        (
+            "policy.backend={type: megatron, sequence_parallel: true}",
+            ["policy.backend.sequence_parallel", "true", "tensor_parallel 1", "2 or more"],
+        ),
+        (
+            "policy.backend={type: megatron, tensor_parallel: 2, expert_parallel: 2}",
+            ["policy.backend.sequence_parallel", "false", "expert_parallel 2", "sequence_parallel: true"],
+        ),
+        (
+            "policy.backend={type: megatron, expert_parallel: 4}",
+            ["policy.backend.expert_parallel", "4", "2 ranks", "divisor of 2"],
+        ),
+        ("rollout.engine=sglang", ["rollout.engine", "'sglang'", "'vllm'"]),
+        ("rollout.tensor_parallel=2", ["rollout.tensor_parallel", "2", "'torch'", "engine: vllm"]),
+        (
+            "rollout.gpu_memory_utilization=0.5",
+            ["rollout.gpu_memory_utilization", "0.5", "'torch'", "gpu_memory_utilization: null"],
+        ),
+        (
+            "rollout={engine: vllm, tensor_parallel: 4}",
+            ["rollout.tensor_parallel", "4", "2 ranks a node", "divisor of 2"],
+        ),
         (
             "compare.primary=[{metric: a, margin: 0.1, window: last week}]",
             ["window", "last week", "last 20%"],
@@ -180,9 +212,33 @@ def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
 def test_each_rule_is_one_line_that_says_field_value_and_what_is_allowed(
     override: str, words: list[str]
 ) -> None:
-    ranks = ["cluster.cpu_ranks=2"] if "2 ranks" in words else []
+    ranks = (
+        ["cluster.cpu_ranks=2"] if any(word.startswith("2 ") and "ranks" in word for word in words) else []
+    )
     line = refused(SMALL, override, *ranks)
     assert all(word in line for word in words), line
+
+
+def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks() -> None:
+    """16 ranks; what counts is how many of them hold another part of the batch."""
+    sixteen = ["cluster={nodes: 2, gpus_per_node: 8}", "validation={every: 1, num_prompts: 4}"]
+    assert "4 for 16 data-parallel ranks" in refused(SMALL, *sixteen)
+    for backend, data_parallel in (
+        ("{type: dtensor, tensor_parallel: 2, context_parallel: 2}", 4),
+        ("{type: megatron, tensor_parallel: 4, pipeline_parallel: 4}", 1),
+        ("{type: megatron, tensor_parallel: 2, pipeline_parallel: 2, context_parallel: 2}", 2),
+    ):
+        recipe = load_recipe(SMALL, [*sixteen, f"policy.backend={backend}"])
+        assert recipe.data_parallel == recipe.run_config("treatment").data_parallel == data_parallel
+    experts = "{type: megatron, tensor_parallel: 2, expert_parallel: 8, sequence_parallel: true}"
+    assert "4 for 8 data-parallel ranks" in refused(SMALL, *sixteen, f"policy.backend={experts}")
+
+
+def test_a_tensor_parallel_group_stays_inside_a_node() -> None:
+    line = refused(
+        SMALL, "cluster={nodes: 2, gpus_per_node: 4}", "policy.backend={type: dtensor, tensor_parallel: 8}"
+    )
+    assert "policy.backend.tensor_parallel: got 8 for 4 ranks a node" in line and "divisor of 4" in line
 
 
 @pytest.mark.parametrize("impl", ["chunked", "triton"])

@@ -4,12 +4,14 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from abrun.errors import LaunchError
 from abrun.plan import Plan
-from abrun.recipe import Cluster, CommandRun, Run, RunConfig, invocation
+from abrun.recipe import Cluster, CommandRun, Run, RunConfig, invocation, not_built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,87 +91,102 @@ class Slots:
             self._num_free += 1
 
 
-def refusal(plan: Plan, machine: Machine, num_jobs: int | None) -> LaunchError | None:
-    """Why this machine cannot run the plan, or None where it can."""
+def refusals(plan: Plan, machine: Machine, num_jobs: int | None) -> list[str]:
+    """Why this machine cannot run the plan, a line a reason; first what no machine could run."""
+    configs = {run.name.arm: run.config for run in plan.runs}
+    arms_of: dict[str, list[str]] = {}
+    for reasons in (_unbuilt, _missing, partial(_too_large, machine=machine, num_jobs=num_jobs)):
+        for arm, config in configs.items():
+            for reason in reasons(config):
+                arms_of.setdefault(reason, []).append(arm)
+    lines = [f"{_arms(arms)}: {reason}" for reason, arms in arms_of.items()]
     reference = plan.recipe.compare.reference
     if reference and not Path(reference).expanduser().is_file():
-        return LaunchError(
-            f"{plan.recipe.name}: compare.reference: got {reference!r}, no such file here; "
-            "abrun freeze makes one"
-        )
-    for arm, config in {run.name.arm: run.config for run in plan.runs}.items():
-        missing = _missing(config)
-        if missing:
-            return LaunchError(f"{plan.recipe.name}, arm {arm}: {missing}")
-        cluster, where = config.cluster, f"{plan.recipe.name}, arm {arm}: cluster"
-        if cluster.nodes > 1:
-            return LaunchError(
-                f"{where}.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
-            )
-        if cluster.gpus_per_node > len(machine.gpus):
-            return LaunchError(
-                f"{where}.gpus_per_node: got {cluster.gpus_per_node} ranks; this machine has "
-                f"{_count(len(machine.gpus), 'visible GPU')}: use at most that many (0 trains on CPU cores)"
-            )
-        if not cluster.gpus_per_node and cluster.cpu_ranks > machine.cores:
-            return LaunchError(
-                f"{where}.cpu_ranks: got {cluster.cpu_ranks} ranks; this machine has "
-                f"{_count(machine.cores, 'usable CPU core')}: use at most that many"
-            )
-        if num_jobs and cluster.gpus_per_node * num_jobs > len(machine.gpus):
-            return LaunchError(
-                f"--jobs: got {num_jobs} runs at once of {_count(cluster.gpus_per_node, 'GPU')} each; this "
-                f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // cluster.gpus_per_node}"
-            )
-    return None
+        lines.append(f"compare.reference: got {reference!r}, no such file here; abrun freeze makes one")
+    return lines
 
 
-def _missing(config: Run) -> str | None:
+def check_runnable(plan: Plan, machine: Machine, num_jobs: int | None) -> None:
+    """Raises LaunchError, one line, where this machine cannot run the plan."""
+    lines = refusals(plan, machine, num_jobs)
+    if lines:
+        more = f" (and {len(lines) - 1} more: --dry-run shows them)" if len(lines) > 1 else ""
+        raise LaunchError(f"{plan.recipe.name}: {lines[0]}{more}")
+
+
+def _arms(arms: list[str]) -> str:
+    return f"arm {arms[0]}" if len(arms) == 1 else f"arms {', '.join(arms)}"
+
+
+def _unbuilt(config: Run) -> Iterable[str]:
+    return not_built(config) if isinstance(config, RunConfig) else ()
+
+
+def _missing(config: Run) -> Iterator[str]:
     """What a run needs besides devices and is not on this machine."""
     if isinstance(config, CommandRun):
-        return _missing_command(config)
-    assert isinstance(config, RunConfig)
-    return _missing_file(config) or _missing_kernel(config)
+        yield from _missing_command(config)
+    elif isinstance(config, RunConfig):
+        yield from _missing_files(config)
+        yield from _missing_kernel(config)
 
 
-def _missing_command(config: CommandRun) -> str | None:
+def _too_large(config: Run, machine: Machine, num_jobs: int | None) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.nodes > 1:
+        yield (f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1")
+    if cluster.gpus_per_node > len(machine.gpus):
+        yield (
+            f"cluster.gpus_per_node: got {cluster.gpus_per_node} ranks; this machine has "
+            f"{_count(len(machine.gpus), 'visible GPU')}: use at most that many (0 trains on CPU cores)"
+        )
+    elif num_jobs and cluster.gpus_per_node * num_jobs > len(machine.gpus):
+        yield (
+            f"--jobs: got {num_jobs} runs at once of {_count(cluster.gpus_per_node, 'GPU')} each; this "
+            f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // cluster.gpus_per_node}"
+        )
+    if not cluster.gpus_per_node and cluster.cpu_ranks > machine.cores:
+        yield (
+            f"cluster.cpu_ranks: got {cluster.cpu_ranks} ranks; this machine has "
+            f"{_count(machine.cores, 'usable CPU core')}: use at most that many"
+        )
+
+
+def _missing_command(config: CommandRun) -> Iterator[str]:
     """A command that cannot be found; neither an arm nor a seed changes where it is looked for."""
     filled = invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
     path = filled.env.get("PATH", os.environ.get("PATH"))
     if shutil.which(filled.argv[0], path=path) is None:
-        return (
+        yield (
             f"trainer.argv.0: got {filled.argv[0]!r}, no such command on PATH; "
             "install it, or give the path of an executable file"
         )
-    return None
 
 
-def _missing_file(config: RunConfig) -> str | None:
-    """A file of the recipe that is not on this machine; a model without a leading / . or ~ is a hub's."""
+def _missing_files(config: RunConfig) -> Iterator[str]:
+    """Files of the recipe that are not on this machine; a model without a leading / . or ~ is a hub's."""
     data, weights = getattr(config.task, "path", None), config.model.path
     if data and not Path(data).expanduser().is_file():
-        return f"task.path: got {data!r}, no such file here; give a JSON-lines file"
+        yield f"task.path: got {data!r}, no such file here; give a JSON-lines file"
     held_out = config.validation.path if config.validation else None
     if held_out and not Path(held_out).expanduser().is_file():
-        return f"validation.path: got {held_out!r}, no such file here; give a JSON-lines file"
+        yield f"validation.path: got {held_out!r}, no such file here; give a JSON-lines file"
     if weights and weights[0] in "/.~" and not Path(weights).expanduser().is_dir():
-        return f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
-    return None
+        yield f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
 
 
-def _missing_kernel(config: RunConfig) -> str | None:
+def _missing_kernel(config: RunConfig) -> Iterator[str]:
     """Why the Triton kernels cannot run here, said before a trainer asks the kernels themselves."""
     if config.policy.logprobs.impl != "triton":
-        return None
+        return
     got = "policy.logprobs.impl: got 'triton'"
     if importlib.util.find_spec("triton") is None:
-        return f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
-    if not config.cluster.gpus_per_node and os.environ.get("TRITON_INTERPRET") != "1":
-        return (
+        yield f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
+    elif not config.cluster.gpus_per_node and os.environ.get("TRITON_INTERPRET") != "1":
+        yield (
             f"{got} with cluster.gpus_per_node: 0; on CPU cores it runs only in Triton's slow interpreter, "
             "with TRITON_INTERPRET=1 in the environment: use impl: chunked, or GPUs"
         )
-    return None
 
 
 def _count(number: int, noun: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from abrun import store
 from abrun.errors import AbrunError
-from abrun.launch.devices import Slots, refusal, this_machine
+from abrun.launch.devices import Slots, check_runnable, this_machine
 from abrun.launch.experiment import (
     experiment_dir_of,
     owned_experiment,
@@ -110,9 +110,7 @@ def launch(
     """
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     machine = this_machine()
-    refused = refusal(plan, machine, jobs)
-    if refused:
-        raise refused
+    check_runnable(plan, machine, jobs)
     with owned_experiment(plan, experiment_dir, resume=resume) as note:
         if note:
             say(note)

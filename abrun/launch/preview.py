@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from abrun.launch.devices import Machine, Slots, refusal, this_machine
+from abrun.launch.devices import Machine, Slots, refusals, this_machine
 from abrun.plan import Plan
 from abrun.recipe import Cluster, CommandRun, Compare, Run, RunConfig, invocation
 
@@ -79,9 +79,9 @@ def _occupies(cluster: Cluster) -> str:
 
 
 def _devices(plan: Plan, machine: Machine, num_jobs: int | None) -> str:
-    refused = refusal(plan, machine, num_jobs)
-    if refused:
-        return f"This machine ({machine}) cannot run it: {refused}"
+    lines = refusals(plan, machine, num_jobs)
+    if lines:
+        return "\n- ".join([f"This machine ({machine}) cannot run it:", *lines])
     slots = Slots(machine, num_jobs)
     at_once = 0
     while at_once < len(plan.runs) and slots.take(plan.runs[at_once].config.cluster):

@@ -15,7 +15,7 @@ from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.devices import this_machine
 from abrun.launch.local import environment, torchrun
-from abrun.recipe import BASELINE, Declared, RunConfig
+from abrun.recipe import BASELINE, Declared, RunConfig, not_built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +155,8 @@ def _own_configs(recipe: Declared) -> dict[str, RunConfig]:
                 f"{recipe.name}: arms.{arm}: trainer.type: got 'command'; memory-profile runs single steps "
                 "of abrun's own trainer alone: measure a foreign one with its own tools"
             )
+        for line in not_built(config):
+            raise LaunchError(f"{recipe.name}: arms.{arm}: {line}")
         configs[arm] = config
     return configs
 

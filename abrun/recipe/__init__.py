@@ -17,7 +17,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.claims import Compare, Controls, Guards, Primary, parse_primary
 from abrun.recipe.command import Command, CommandRun, Invocation, MetricsLog, invocation
-from abrun.recipe.policy import Dtensor, Logprobs, Model, Optimizer, Policy, Rollout
+from abrun.recipe.policy import Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
 from abrun.recipe.reading import (
     dotted,
     merge,
@@ -28,7 +28,7 @@ from abrun.recipe.reading import (
     unknown,
     validated,
 )
-from abrun.recipe.run import Checkpoint, Cluster, OwnTrainer, Run, RunConfig, Wandb, WarmStart
+from abrun.recipe.run import Checkpoint, Cluster, OwnTrainer, Run, RunConfig, Wandb, WarmStart, not_built
 from abrun.recipe.section import Section
 from abrun.recipe.tasks import (
     Arithmetic,
@@ -62,6 +62,7 @@ __all__ = [
     "Invocation",
     "Jsonl",
     "Logprobs",
+    "Megatron",
     "MetricsLog",
     "Model",
     "Optimizer",
@@ -87,6 +88,7 @@ __all__ = [
     "load_recipe",
     "merge",
     "nested",
+    "not_built",
     "parse_primary",
     "stored_recipe",
     "stored_run",

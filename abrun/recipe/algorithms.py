@@ -78,8 +78,8 @@ class PolicyGradientSettings(Section):
         parts = ranks * self.minibatches_per_step
         if self.prompts_per_step % parts:
             raise ValueError(
-                f"algorithm.prompts_per_step: got {self.prompts_per_step} for {ranks} ranks and "
-                f"minibatches_per_step {self.minibatches_per_step}; use a multiple of {parts}, or other "
+                f"algorithm.prompts_per_step: got {self.prompts_per_step} for {ranks} data-parallel ranks "
+                f"and minibatches_per_step {self.minibatches_per_step}; use a multiple of {parts}, or other "
                 "cluster sizes"
             )
 
@@ -157,8 +157,8 @@ class Grpo(PolicyGradientSettings):
         if self.dynamic_sampling and self.documents_per_step and self.documents_per_step % unit:
             raise ValueError(
                 f"algorithm.documents_per_step: got {self.documents_per_step} for groups of "
-                f"{self.group_size}, {ranks} ranks and minibatches_per_step {self.minibatches_per_step}; "
-                f"use a multiple of {unit}"
+                f"{self.group_size}, {ranks} data-parallel ranks and minibatches_per_step "
+                f"{self.minibatches_per_step}; use a multiple of {unit}"
             )
 
 
@@ -223,6 +223,6 @@ class Dpo(Section):
 def _check_batch_size(batch_size: int, ranks: int) -> None:
     if batch_size % ranks:
         raise ValueError(
-            f"algorithm.batch_size: got {batch_size} for {ranks} ranks; use a multiple of {ranks}, or other "
-            "cluster sizes"
+            f"algorithm.batch_size: got {batch_size} for {ranks} data-parallel ranks; use a multiple of "
+            f"{ranks}, or other cluster sizes"
         )

@@ -22,9 +22,51 @@ class Model(Section):
 
 
 class Dtensor(Section):
-    """PyTorch's own parallelism: FSDP2 over all ranks."""
+    """PyTorch's own parallelism: FSDP2, tensor-parallel layers, sequences cut over ranks."""
 
     type: Literal["dtensor"] = "dtensor"
+    tensor_parallel: Count = 1
+    context_parallel: Count = 1
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes that multiply to the ranks of one data-parallel replica."""
+        return {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
+
+
+class Megatron(Section):
+    """megatron-core: 3D parallelism, and experts over ranks."""
+
+    type: Literal["megatron"]
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    context_parallel: Count = 1
+    expert_parallel: Count = 1  # a layer's experts over so many ranks, of whichever replicas
+    sequence_parallel: bool = False  # norms and dropouts, too, over the tensor-parallel ranks
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes that multiply to the ranks of one data-parallel replica."""
+        return {
+            "tensor_parallel": self.tensor_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+            "context_parallel": self.context_parallel,
+        }
+
+    @model_validator(mode="after")
+    def _sequence_parallel_goes_with_tensor_parallel(self) -> Self:
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "policy.backend.sequence_parallel: got true with tensor_parallel 1, which leaves nothing to "
+                "cut; use sequence_parallel: false, or tensor_parallel: 2 or more"
+            )
+        if self.expert_parallel > 1 and self.tensor_parallel > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"policy.backend.sequence_parallel: got false with expert_parallel {self.expert_parallel} "
+                f"and tensor_parallel {self.tensor_parallel}, which megatron-core refuses to train; use "
+                "sequence_parallel: true"
+            )
+        return self
 
 
 class Logprobs(Section):
@@ -82,7 +124,7 @@ class Optimizer(Section):
 class Policy(Section):
     """The trained model: where it runs, at which precision, and how it is optimised."""
 
-    backend: Dtensor = Dtensor()
+    backend: Annotated[Dtensor | Megatron, Field(discriminator="type")] = Dtensor()
     logprobs: Logprobs = Logprobs()
     optimizer: Optimizer = Optimizer()
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -107,10 +149,26 @@ class Policy(Section):
 
 
 class Rollout(Section):
-    """How completions are sampled."""
+    """How completions are sampled, on the GPUs or cores that train."""
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
+    tensor_parallel: Count = 1  # ranks that share an engine; with vllm
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # with vllm; None: 0.6
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Count = 512
     batch_size: Count | None = None  # sequences generated at once on a rank; None: all
+
+    @model_validator(mode="after")
+    def _settings_fit_the_engine(self) -> Self:
+        if self.engine == "torch" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel: got {self.tensor_parallel} with engine 'torch', which samples on "
+                "every rank with whole weights; use engine: vllm, or tensor_parallel: 1"
+            )
+        if self.engine == "torch" and self.gpu_memory_utilization is not None:
+            raise ValueError(
+                f"rollout.gpu_memory_utilization: got {self.gpu_memory_utilization} with engine 'torch', "
+                "which sets no memory aside; use engine: vllm, or gpu_memory_utilization: null"
+            )
+        return self

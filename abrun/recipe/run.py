@@ -1,11 +1,12 @@
 """What one training run sees: its resolved configuration."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.policy import Model, Policy, Rollout
+from abrun.recipe.policy import Dtensor, Megatron, Model, Policy, Rollout
 from abrun.recipe.section import Count, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
 
@@ -86,15 +87,45 @@ class RunConfig(Run):
     wandb: Wandb | None = None
     planted_fault: Literal["flipped_advantages"] | None = None
 
+    @property
+    def data_parallel(self) -> int:
+        """Replicas of the policy, each of which takes an equal share of every batch."""
+        return self.cluster.ranks // math.prod(self.policy.backend.shape.values())
+
+    @model_validator(mode="after")
+    def _ranks_fit_the_backend(self) -> Self:
+        backend, cluster, got = self.policy.backend, self.cluster, "policy.backend"
+        size = math.prod(backend.shape.values())
+        if cluster.ranks % size:
+            parts = " x ".join(f"{name} {count}" for name, count in backend.shape.items())
+            raise ValueError(
+                f"{got}: got {parts} = {size} ranks a replica, for {cluster.ranks} ranks; use sizes whose "
+                f"product divides {cluster.ranks}, or other cluster sizes"
+            )
+        if cluster.ranks_per_node % backend.tensor_parallel:
+            raise ValueError(
+                f"{got}.tensor_parallel: got {backend.tensor_parallel} for {cluster.ranks_per_node} ranks a "
+                f"node, which it would leave; use a divisor of {cluster.ranks_per_node}"
+            )
+        if isinstance(backend, Megatron):
+            stage = cluster.ranks // backend.pipeline_parallel
+            if stage % backend.expert_parallel:
+                raise ValueError(
+                    f"{got}.expert_parallel: got {backend.expert_parallel} for the {stage} ranks of a "
+                    f"pipeline stage; use a divisor of {stage}"
+                )
+        if cluster.ranks_per_node % self.rollout.tensor_parallel:
+            raise ValueError(
+                f"rollout.tensor_parallel: got {self.rollout.tensor_parallel} for {cluster.ranks_per_node} "
+                f"ranks a node, which share it among engines; use a divisor of {cluster.ranks_per_node}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        ranks = self.cluster.ranks
-        self.algorithm.check_ranks(ranks)
-        if self.warm_start and self.warm_start.batch_size % ranks:
-            raise ValueError(
-                f"warm_start.batch_size: got {self.warm_start.batch_size} for {ranks} ranks; "
-                f"use a multiple of {ranks}"
-            )
+        self.algorithm.check_ranks(self.data_parallel)
+        if self.warm_start:
+            self._check_shares("warm_start.batch_size", self.warm_start.batch_size)
         if self.rollout.top_p < 1 and self.policy.logprobs.impl != "logits":
             raise ValueError(
                 f"rollout.top_p: got {self.rollout.top_p} with policy.logprobs.impl "
@@ -107,12 +138,9 @@ class RunConfig(Run):
 
     @model_validator(mode="after")
     def _validation_fits(self) -> Self:
-        validation, ranks = self.validation, self.cluster.ranks
-        if validation and validation.num_prompts % ranks:
-            raise ValueError(
-                f"validation.num_prompts: got {validation.num_prompts} for {ranks} ranks; "
-                f"use a multiple of {ranks}"
-            )
+        validation = self.validation
+        if validation:
+            self._check_shares("validation.num_prompts", validation.num_prompts)
         if validation and validation.path is not None and not hasattr(self.task, "path"):
             raise ValueError(
                 f"validation.path: got {validation.path!r} with task.type {self.task.type!r}, whose prompts "
@@ -160,3 +188,27 @@ class RunConfig(Run):
                     "together; use an even number of sequences"
                 )
         return self
+
+    def _check_shares(self, field: str, size: int) -> None:
+        if size % self.data_parallel:
+            raise ValueError(
+                f"{field}: got {size} for {self.data_parallel} data-parallel ranks; "
+                f"use a multiple of {self.data_parallel}"
+            )
+
+
+def not_built(config: RunConfig) -> list[str]:
+    """What a run asks for that a recipe can say and this version's trainer cannot do, a line each."""
+    backend, lines = config.policy.backend, []
+    if isinstance(backend, Dtensor):
+        for name, size in backend.shape.items():
+            if size > 1:
+                lines.append(f"policy.backend.{name}: got {size}, not built yet; this version takes 1")
+    else:
+        lines.append(
+            f"policy.backend.type: got {backend.type!r}, not built yet; this version takes 'dtensor'"
+        )
+    if config.rollout.engine != "torch":
+        engine = config.rollout.engine
+        lines.append(f"rollout.engine: got {engine!r}, not built yet; this version takes 'torch'")
+    return lines

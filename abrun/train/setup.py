@@ -14,7 +14,7 @@ from abrun.backends.critic import DtensorCritic
 from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
 from abrun.models import LanguageModel, load_model
-from abrun.recipe import Optimizer, Ppo, RunConfig
+from abrun.recipe import Optimizer, Ppo, RunConfig, not_built
 from abrun.rl.batch import Batch
 from abrun.rl.metrics import all_reduce, merge
 from abrun.rollout import Completion
@@ -147,7 +147,12 @@ class Setup:
 
 
 def make_setup(config: RunConfig, seed: int, initial_weights: Path | None, device: torch.device) -> Setup:
-    """Load the model and the task of a run. Raises RecipeError where they do not fit together."""
+    """Load the model and the task of a run.
+
+    Raises RecipeError where they do not fit together, and for what this version has not built.
+    """
+    for line in not_built(config):
+        raise RecipeError(line)
     if config.validation:
         task, validation_examples = hold_out(config.task, config.validation)
     else:

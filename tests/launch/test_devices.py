@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from abrun.errors import LaunchError
 from abrun.launch import devices
-from abrun.launch.devices import Machine, Slots, find_gpus, refusal, usable_cores
-from abrun.plan import make_plan
+from abrun.launch.devices import Machine, Slots, check_runnable, find_gpus, refusals, usable_cores
+from abrun.plan import Plan, make_plan
 from abrun.recipe import Cluster, load_recipe
 
 SMALL = Path(__file__).parent / "small.yaml"
@@ -62,23 +63,31 @@ def test_jobs_cap_the_runs_and_may_share_cores() -> None:
     assert slots.take(Cluster())
 
 
+def refused(plan: Plan, machine: Machine, num_jobs: int | None = None) -> str | None:
+    """The one line with which a launch is refused."""
+    try:
+        check_runnable(plan, machine, num_jobs)
+    except LaunchError as error:
+        assert len(str(error).splitlines()) == 1
+        return str(error)
+    return None
+
+
 def triton_refused(*overrides: str) -> str | None:
     plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.logprobs.impl=triton", *overrides]))
-    error = refusal(plan, Machine(gpus=("0",), cores=1), None)
-    return str(error) if error else None
+    return refused(plan, Machine(gpus=("0",), cores=1))
 
 
 def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     line = triton_refused()
-    assert line and len(line.splitlines()) == 1
     words = [
-        "small, arm treatment: policy.logprobs.impl: got 'triton'",
+        "small: arm treatment: policy.logprobs.impl: got 'triton'",
         "cluster.gpus_per_node: 0",
         "chunked",
     ]
-    assert all(word in line for word in words), line
+    assert line and all(word in line for word in words), line
     assert triton_refused("cluster.gpus_per_node=1") is None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert triton_refused() is None
@@ -87,8 +96,7 @@ def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
 def test_triton_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     line = triton_refused("cluster.gpus_per_node=1")
-    assert line and len(line.splitlines()) == 1
-    assert "pip install 'abrun[triton]'" in line and "impl: chunked" in line
+    assert line and "pip install 'abrun[triton]'" in line and "impl: chunked" in line
 
 
 FOREIGN = Path(__file__).parent.parent / "external" / "foreign.yaml"
@@ -96,18 +104,18 @@ FOREIGN = Path(__file__).parent.parent / "external" / "foreign.yaml"
 
 def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(gpus=(), cores=1)
-    assert refusal(make_plan(load_recipe(FOREIGN)), machine, None) is None
+    assert refused(make_plan(load_recipe(FOREIGN)), machine) is None
     missing = make_plan(load_recipe(FOREIGN, [f"trainer.python={tmp_path}/python"]))
-    line = str(refusal(missing, machine, None))
-    words = ["foreign, arm baseline: trainer.argv.0", f"{tmp_path}/python", "install it"]
-    assert all(word in line for word in words) and len(line.splitlines()) == 1, line
+    line = refused(missing, machine)
+    words = ["foreign: arms baseline, treatment: trainer.argv.0", f"{tmp_path}/python", "install it"]
+    assert line and all(word in line for word in words), line
     (tmp_path / "python").write_text("#!/bin/sh\n")
-    assert refusal(missing, machine, None), "it is no executable"
+    assert refused(missing, machine), "it is no executable"
     (tmp_path / "python").chmod(0o755)
-    assert refusal(missing, machine, None) is None
+    assert refused(missing, machine) is None
     on_path = make_plan(load_recipe(FOREIGN, ["trainer.python=python", f"trainer.env.PATH={tmp_path}"]))
     monkeypatch.setenv("PATH", "/nowhere")
-    assert refusal(on_path, machine, None) is None, "the command's own PATH counts"
+    assert refused(on_path, machine) is None, "the command's own PATH counts"
 
 
 def test_files_of_task_and_validation_have_to_be_here(tmp_path: Path) -> None:
@@ -121,5 +129,31 @@ def test_files_of_task_and_validation_have_to_be_here(tmp_path: Path) -> None:
             f"task={{type: gsm8k, path: {tmp_path / task}.jsonl}}",
             f"validation={{every: 1, path: {tmp_path / validation}.jsonl}}",
         ]
-        error = refusal(make_plan(load_recipe(SMALL, files)), Machine(gpus=(), cores=1), None)
-        assert (part is None) == (error is None) and (part or "") in str(error)
+        line = refused(make_plan(load_recipe(SMALL, files)), Machine(gpus=(), cores=1))
+        assert (part is None) == (line is None) and (part or "") in str(line)
+
+
+def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None:
+    plan = make_plan(
+        load_recipe(
+            SMALL,
+            [
+                "cluster={nodes: 2, gpus_per_node: 4}",
+                "rollout={engine: vllm, tensor_parallel: 4}",
+                "arms.treatment.policy.backend={type: megatron, tensor_parallel: 2}",
+                "arms.other.policy.backend={type: dtensor, tensor_parallel: 2, context_parallel: 2}",
+            ],
+        )
+    )
+    lines = refusals(plan, Machine(gpus=("0", "1"), cores=1), None)
+    assert [line.split(": got ")[0] for line in lines] == [
+        "arms baseline, treatment, other: rollout.engine",
+        "arm treatment: policy.backend.type",
+        "arm other: policy.backend.tensor_parallel",
+        "arm other: policy.backend.context_parallel",
+        "arms baseline, treatment, other: cluster.nodes",
+        "arms baseline, treatment, other: cluster.gpus_per_node",
+    ]
+    assert all("not built yet; this version takes" in line for line in lines[:4])
+    line = refused(plan, Machine(gpus=("0", "1"), cores=1))
+    assert line == f"small: {lines[0]} (and 5 more: --dry-run shows them)"

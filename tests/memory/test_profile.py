@@ -55,6 +55,16 @@ def test_what_does_not_fit_the_model_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_what_is_not_built_is_refused_before_any_arm_is_measured(tmp_path: Path) -> None:
+    path = Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml"
+    recipe = load_recipe(path, ["arms.treatment.policy.backend={type: megatron}"])
+    with pytest.raises(
+        LaunchError, match=r"arms\.treatment: policy\.backend\.type: got 'megatron', not built"
+    ):
+        measure_recipe(recipe, tmp_path, lengths=[32])
+    assert not any(tmp_path.iterdir())
+
+
 def test_gpus_that_are_not_here_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(LaunchError, match=r"cluster: got 1 node\(s\) x 8 GPU\(s\)"):
