@@ -18,12 +18,10 @@ from abrun.recipe import (
     merge,
     nested,
     parse_primary,
-    stored_recipe,
-    stored_run,
 )
 from abrun.recipe.reading import Loader
+from tests.test_shipped_recipes import RECIPES, each_recipe
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.yaml"))
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
 FOREIGN = Path(__file__).parent / "external" / "foreign.yaml"
 
@@ -35,17 +33,6 @@ def refused(path: Path, *overrides: str) -> str:
     line = str(caught.value)
     assert line and len(line.splitlines()) == 1 and len(line) < 1000
     return line
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_shipped_recipe_loads_and_plans(path: Path) -> None:
-    recipe = load_recipe(path)
-    assert recipe.name == path.stem
-    plan = make_plan(recipe)
-    assert len(plan.runs) == len(recipe.arms) * len(recipe.seeds) + recipe.controls.aa_reruns
-    for run in plan.runs:
-        assert stored_run(run.config.model_dump(mode="json")) == run.config
-    assert stored_recipe(recipe.model_dump(mode="json")) == recipe
 
 
 @pytest.mark.parametrize(
@@ -547,7 +534,7 @@ def corrupt(text: str, draw: random.Random) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@each_recipe
 def test_fuzz(path: Path, tmp_path: Path) -> None:
     draw = random.Random(f"abrun {path.stem}")
     text = path.read_text()

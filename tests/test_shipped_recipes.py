@@ -1,0 +1,106 @@
+"""The recipes that ship: each plans and dry-runs, is named after what it does, and states no default."""
+
+import copy
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from abrun.cli import app
+from abrun.errors import RecipeError
+from abrun.plan import make_plan
+from abrun.recipe import Recipe, dotted, load_recipe, stored_recipe, stored_run
+from abrun.recipe.reading import Loader
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.yaml"))
+each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+
+# What the dry run of a recipe has to name, arm by arm.
+NOT_BUILT = {
+    "grpo-qwen3-30b-a3b-2n8g-fused-logprobs": [
+        "arms baseline, treatment: policy.backend.type: got 'megatron'",
+        "arms baseline, treatment: rollout.engine: got 'vllm'",
+    ],
+    "grpo-qwen2.5-7b-1n8g-context-parallel": [
+        "arms baseline, treatment: rollout.engine: got 'vllm'",
+        "arm treatment: policy.backend.context_parallel: got 2",
+    ],
+    "ppo-qwen2.5-1.5b-1n8g-megatron": ["arm treatment: policy.backend.type: got 'megatron'"],
+}
+
+# <algorithm>-<model>-<nodes>n<gpus>g-<factor>, and the keys in which arms may differ for that factor.
+NAME = r"(?P<algorithm>[a-z]+)-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g-(?P<factor>.+)"
+FACTORS = {
+    "ablation": "algorithm.",
+    "context-parallel": "policy.backend.context_parallel",
+    "fp32-head": "policy.logprobs.head_dtype",
+    "fused-logprobs": "policy.logprobs.",
+    "megatron": "policy.backend.",
+}
+NAMED = [path for path in RECIPES if re.fullmatch(NAME, path.stem)]
+
+
+@each_recipe
+def test_it_loads_and_plans(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    plan = make_plan(recipe)
+    assert len(plan.runs) == len(recipe.arms) * len(recipe.seeds) + recipe.controls.aa_reruns
+    for run in plan.runs:
+        assert stored_run(run.config.model_dump(mode="json")) == run.config
+    assert stored_recipe(recipe.model_dump(mode="json")) == recipe
+
+
+@each_recipe
+def test_a_dry_run_shows_it_and_names_what_is_not_built(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CliRunner().invoke(app, ["launch", str(path), "--dry-run"], catch_exceptions=False)
+    assert shown.exit_code == 0 and shown.output.startswith(f"{path.stem}: ")
+    unbuilt = [line for line in shown.output.splitlines() if "not built yet" in line]
+    expected = NOT_BUILT.get(path.stem, [])
+    assert [line.removeprefix("- ").split(", not built yet")[0] for line in unbuilt] == expected
+
+
+@pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
+def test_its_name_is_what_it_does(path: Path) -> None:
+    named = re.fullmatch(NAME, path.stem)
+    recipe = load_recipe(path)
+    assert named and isinstance(recipe, Recipe)
+    model = Path(recipe.model.path or str(recipe.model.preset)).name.lower().removesuffix("-instruct")
+    loss = getattr(recipe.algorithm, "loss", None)
+    assert named["algorithm"] in (recipe.algorithm.type, loss) and named["model"] == model
+    assert (recipe.cluster.nodes, recipe.cluster.gpus_per_node) == (int(named["nodes"]), int(named["gpus"]))
+    for changes in make_plan(recipe).treatment_diff.values():
+        assert all(key.startswith(FACTORS[named["factor"]]) for key in changes), changes
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in RECIPES if path.stem != "quickstart"],  # which is read as documentation
+    ids=lambda path: path.stem,
+)
+def test_its_run_states_differences_alone(path: Path, tmp_path: Path) -> None:
+    shutil.copytree(path.parent, tmp_path / "recipes")  # with what its `defaults:` name
+    shortened = tmp_path / "recipes" / path.name
+    tree, recipe = yaml.load(path.read_text(), Loader), load_recipe(path)
+    run_fields = type(recipe.run_config("baseline")).model_fields
+    for key in dotted({part: tree[part] for part in tree if part in run_fields}):
+        shortened.write_text(yaml.safe_dump(_without(tree, key)))
+        try:
+            assert load_recipe(shortened) != recipe, f"{key} is what it is by default: leave it out"
+        except RecipeError:
+            continue  # it has to be there
+
+
+def _without(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    left = copy.deepcopy(tree)
+    *parents, last = key.split(".")
+    branch = left
+    for parent in parents:
+        branch = branch[parent]
+    del branch[last]
+    return left
