@@ -134,7 +134,7 @@ def _missing(config: Run) -> Iterator[str]:
 def _too_large(config: Run, machine: Machine, num_jobs: int | None) -> Iterator[str]:
     cluster = config.cluster
     if cluster.nodes > 1:
-        yield (f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1")
+        yield f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
     if cluster.gpus_per_node > len(machine.gpus):
         yield (
             f"cluster.gpus_per_node: got {cluster.gpus_per_node} ranks; this machine has "

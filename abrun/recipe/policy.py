@@ -35,14 +35,14 @@ class Dtensor(Section):
 
 
 class Megatron(Section):
-    """megatron-core: 3D parallelism, and experts over ranks."""
+    """megatron-core: layers and sequences cut over ranks, stages in a pipeline, experts over ranks."""
 
     type: Literal["megatron"]
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
     context_parallel: Count = 1
-    expert_parallel: Count = 1  # a layer's experts over so many ranks, of whichever replicas
-    sequence_parallel: bool = False  # norms and dropouts, too, over the tensor-parallel ranks
+    expert_parallel: Count = 1  # a layer's experts over so many ranks, which may be of several replicas
+    sequence_parallel: bool = False  # what tensor-parallel ranks would all hold, cut over them by tokens
 
     @property
     def shape(self) -> dict[str, int]:

@@ -94,31 +94,30 @@ class RunConfig(Run):
 
     @model_validator(mode="after")
     def _ranks_fit_the_backend(self) -> Self:
-        backend, cluster, got = self.policy.backend, self.cluster, "policy.backend"
-        size = math.prod(backend.shape.values())
-        if cluster.ranks % size:
-            parts = " x ".join(f"{name} {count}" for name, count in backend.shape.items())
+        backend, ranks, ranks_per_node = self.policy.backend, self.cluster.ranks, self.cluster.ranks_per_node
+        replica = math.prod(backend.shape.values())
+        if ranks % replica:
+            parts = " x ".join(f"{name} {size}" for name, size in backend.shape.items())
             raise ValueError(
-                f"{got}: got {parts} = {size} ranks a replica, for {cluster.ranks} ranks; use sizes whose "
-                f"product divides {cluster.ranks}, or other cluster sizes"
+                f"policy.backend: got {parts} = {replica} ranks a replica, for {ranks} ranks; use sizes "
+                f"whose product divides {ranks}, or other cluster sizes"
             )
-        if cluster.ranks_per_node % backend.tensor_parallel:
-            raise ValueError(
-                f"{got}.tensor_parallel: got {backend.tensor_parallel} for {cluster.ranks_per_node} ranks a "
-                f"node, which it would leave; use a divisor of {cluster.ranks_per_node}"
-            )
+        for part, size in (
+            ("policy.backend", backend.tensor_parallel),
+            ("rollout", self.rollout.tensor_parallel),
+        ):
+            if ranks_per_node % size:
+                raise ValueError(
+                    f"{part}.tensor_parallel: got {size} for {ranks_per_node} ranks a node, and such a group "
+                    f"stays on one node; use a divisor of {ranks_per_node}"
+                )
         if isinstance(backend, Megatron):
-            stage = cluster.ranks // backend.pipeline_parallel
+            stage = ranks // backend.pipeline_parallel
             if stage % backend.expert_parallel:
                 raise ValueError(
-                    f"{got}.expert_parallel: got {backend.expert_parallel} for the {stage} ranks of a "
-                    f"pipeline stage; use a divisor of {stage}"
+                    f"policy.backend.expert_parallel: got {backend.expert_parallel} for the {stage} ranks of "
+                    f"a pipeline stage; use a divisor of {stage}"
                 )
-        if cluster.ranks_per_node % self.rollout.tensor_parallel:
-            raise ValueError(
-                f"rollout.tensor_parallel: got {self.rollout.tensor_parallel} for {cluster.ranks_per_node} "
-                f"ranks a node, which share it among engines; use a divisor of {cluster.ranks_per_node}"
-            )
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from abrun.backends.dtensor import DtensorBackend
 from abrun.models import LanguageModel, character_tokenizer, load_model
 from abrun.recipe import Logprobs, Model, Policy, Rollout
-from abrun.rl.batch import collate
+from abrun.rl.batch import Batch, collate
 from abrun.rollout import Completion
 from abrun.rollout.torch_engine import TorchEngine
 from tests.rollout.test_sampling import plain_top_p
@@ -59,6 +59,15 @@ def generate(
 def uniforms(count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(6)
     return torch.rand(len(PROMPTS), MAX_NEW_TOKENS, dtype=torch.float64, generator=generator)[:count]
+
+
+def batch_of(model: LanguageModel, completions: list[Completion]) -> Batch:
+    return collate(
+        [model.encode_prompt(prompt) for prompt in PROMPTS],
+        [completion.token_ids for completion in completions],
+        pad_id=model.pad_id,
+        logprobs=[completion.logprobs for completion in completions],
+    )
 
 
 def plainly(
@@ -139,14 +148,27 @@ def test_the_trainer_computes_the_same_logprobs(
     rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
     policy = Policy(logprobs=Logprobs.model_validate({"impl": impl}))
     backend, completions = generate(model, rollout, policy)
-    batch = collate(
-        [model.encode_prompt(prompt) for prompt in PROMPTS],
-        [completion.token_ids for completion in completions],
-        pad_id=model.pad_id,
-        logprobs=[completion.logprobs for completion in completions],
-    )
+    batch = batch_of(model, completions)
     assert batch.inference_logprobs is not None
     torch.testing.assert_close(backend.logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("impl", ["logits", "chunked"])
+def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: str, group: None) -> None:
+    """The dense path rounds its logits as the engine does, but of other hidden states: without a cache."""
+    excess = {}
+    for head_dtype in (None, "float32"):
+        model = make_model()
+        with torch.no_grad():  # all logits far from 0, as trained models have them, and so coarsely rounded
+            model.network.get_output_embeddings().weight[:, 0] += 3.0  # pyright: ignore
+        logprobs = Logprobs.model_validate({"impl": impl, "head_dtype": head_dtype})
+        policy = Policy(dtype="bfloat16", logprobs=logprobs)
+        backend, completions = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS), policy)
+        batch = batch_of(model, completions)
+        assert batch.inference_logprobs is not None
+        error = (backend.logprobs(batch, None) - batch.inference_logprobs).abs().exp()
+        excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
+    assert excess["float32"] < excess[None] / 3
 
 
 def test_a_completion_ends_with_its_end_token_or_is_truncated(group: None) -> None:
