@@ -156,13 +156,13 @@ def refused(path: Path, *overrides: str) -> str:
         ("cluster={cpu_ranks: 3}", ["algorithm.prompts_per_step", "16", "multiple of 3"]),
         ("cluster={gpus_per_node: 2, cpu_ranks: 2}", ["cluster.cpu_ranks", "drop one"]),
         ("policy.backend={type: fsdp}", ["policy.backend.type", "'fsdp'", "'megatron'"]),
-        ("policy.backend={tensor_parallel: 2}", ["policy.backend.type", "missing", "'dtensor'"]),
+        ("policy.backend=megatron", ["policy.backend", "'megatron'", "a mapping"]),
         (
-            "policy.backend={type: dtensor, pipeline_parallel: 2}",
+            "policy.backend.pipeline_parallel=2",
             ["policy.backend.pipeline_parallel", "unknown key", "tensor_parallel"],
         ),
         (
-            "policy.backend={type: dtensor, context_parallel: 3}",
+            "policy.backend.context_parallel=3",
             ["context_parallel 3 = 3 ranks a replica", "2 ranks", "divides 2"],
         ),
         (
@@ -211,7 +211,7 @@ def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks() -> None:
     sixteen = ["cluster={nodes: 2, gpus_per_node: 8}", "validation={every: 1, num_prompts: 4}"]
     assert "4 for 16 data-parallel ranks" in refused(SMALL, *sixteen)
     for backend, data_parallel in (
-        ("{type: dtensor, tensor_parallel: 2, context_parallel: 2}", 4),
+        ("{tensor_parallel: 2, context_parallel: 2}", 4),
         ("{type: megatron, tensor_parallel: 4, pipeline_parallel: 4}", 1),
         ("{type: megatron, tensor_parallel: 2, pipeline_parallel: 2, context_parallel: 2}", 2),
     ):
@@ -222,9 +222,7 @@ def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks() -> None:
 
 
 def test_a_tensor_parallel_group_stays_inside_a_node() -> None:
-    line = refused(
-        SMALL, "cluster={nodes: 2, gpus_per_node: 4}", "policy.backend={type: dtensor, tensor_parallel: 8}"
-    )
+    line = refused(SMALL, "cluster={nodes: 2, gpus_per_node: 4}", "policy.backend.tensor_parallel=8")
     assert "policy.backend.tensor_parallel: got 8 for 4 ranks a node" in line and "divisor of 4" in line
 
 

@@ -1,8 +1,8 @@
 """The trained model: its weights, where it runs, how it is optimised, how it samples."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from abrun.recipe.section import Count, Fraction, NonNegative, Positive, Section
 
@@ -132,6 +132,11 @@ class Policy(Section):
     packing: bool = False  # sequences of a microbatch one after the other, without padding
     micro_batch_tokens: Count | None = None  # with packing: at most so many a microbatch, or one sequence
     activation_checkpointing: bool = False
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _dtensor_need_not_be_named(cls, backend: Any) -> Any:
+        return {"type": "dtensor", **backend} if isinstance(backend, dict) else backend
 
     @model_validator(mode="after")
     def _one_size_of_microbatches(self) -> Self:
