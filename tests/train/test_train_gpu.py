@@ -88,3 +88,27 @@ def test_two_gpus_agree_with_one(tmp_path: Path, warm_weights: Path) -> None:
     for key, value in rows[1].items():
         if not key.startswith(NOT_COMPARED):
             assert rows[2][key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("backbone", ["own", "shared"])
+def test_ppo_packed_in_bfloat16(backbone: str, tmp_path: Path, warm_weights: Path) -> None:
+    """The first step of padded rows in float32 on the CPU, to bfloat16's rounding."""
+    algorithm = (
+        "algorithm={type: ppo, prompts_per_step: 32, group_size: 1, minibatches_per_step: 2, "
+        f"value_backbone: {backbone}, kl_coefficient: 0.1, kl_in: reward, loss: clipped}}"
+    )
+    packed = ("policy.dtype=bfloat16", "policy.packing=true", "policy.micro_batch_tokens=64")
+    rows = {}
+    for name, config in {
+        "cpu": run_config("steps=2", algorithm),
+        "gpu": gpu_config("steps=2", algorithm, *packed, "policy.logprobs.impl=triton"),
+    }.items():
+        trainer = Trainer(make_run(tmp_path / name, config, initial_weights=warm_weights))
+        assert trainer.wait(240) == 0, trainer.stderr
+        rows[name] = metrics_by_step(tmp_path / name)
+    for row in rows["gpu"].values():
+        assert all(math.isfinite(value) for value in row.values())
+        for phase in ("values", "value_forward_backward", "value_optimizer"):
+            assert row[f"memory/{phase}/peak_allocated_bytes"] > 1_000_000
+    for key in ("train/critic/values_mean", "train/critic/returns_mean", "train/entropy"):
+        assert rows["gpu"][1][key] == pytest.approx(rows["cpu"][1][key], rel=0.15, abs=0.05), key
