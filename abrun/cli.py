@@ -259,7 +259,8 @@ def memory_profile(
         str, typer.Option(help="Sequence lengths to measure, in tokens, prompt and completion together.")
     ] = "128,256,512,1024",
     sequences: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a rank's microbatch; default: the recipe's, or 1.")
+        int | None,
+        typer.Option(min=1, help="A rank's microbatch of sequences; default: the recipe's, or 1 (dpo: 2)."),
     ] = None,
     runs_dir: RunsDir = Path("runs"),
     output: Annotated[

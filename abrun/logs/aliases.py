@@ -14,13 +14,17 @@ from abrun.logs.log import listed, printable
 from abrun.series import Series
 
 PRESETS: dict[str, dict[str, str]] = {  # ours -> theirs
-    "trl": {  # GRPO and RLOO, as transformers logs them: train/<name>. Others of theirs are named like ours
+    "trl": {  # GRPO, RLOO and DPO, as transformers logs them: train/<name>. Others are named like ours
         "train/lr": "train/learning_rate",
         "train/kl_penalty": "train/kl",
         "train/clip_fraction": "train/clip_ratio/region_mean",
         "train/sampling_importance_ratio": "train/sampling/importance_sampling_ratio/mean",
         "train/mean_gen_tokens_per_sample": "train/completions/mean_length",
         "train/truncation_rate": "train/completions/clipped_ratio",
+        "train/rewards/margin": "train/rewards/margins",
+        "train/rewards/accuracy": "train/rewards/accuracies",
+        "train/logprobs/chosen": "train/logps/chosen",
+        "train/logprobs/rejected": "train/logps/rejected",
         "timing/train/total_step_time_s": "train/step_time",
     },
     "verl": {

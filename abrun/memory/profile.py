@@ -15,7 +15,7 @@ from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.devices import this_machine
 from abrun.launch.local import environment, torchrun
-from abrun.recipe import BASELINE, Declared, RunConfig, not_built
+from abrun.recipe import BASELINE, Declared, Dpo, RunConfig, not_built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +82,13 @@ def measure_recipe(
     """Measure every arm of `recipe` and write peaks.json, memory.png and memory.svg into `output`.
 
     `lengths`, ascending, are tokens of a sequence (prompt and completion); `num_sequences` a rank's
-    microbatch, by default the baseline's `policy.micro_batch_size`, or 1. Raises LaunchError where an arm
-    cannot be measured here.
+    microbatch, by default the baseline's `policy.micro_batch_size`, or 1 (2 where an arm has pairs). Raises
+    LaunchError where an arm cannot be measured here.
     """
     measured: dict[str, list[Peaks]] = {}
     kind = ""
     configs = _own_configs(recipe)
-    num_sequences = num_sequences or configs[BASELINE].policy.micro_batch_size or 1
+    num_sequences = _num_sequences(configs, num_sequences)
     for arm, config in configs.items():
         rows = _measure(config, output / "arms" / arm, lengths, num_sequences)
         kind = next((key.rsplit("/", 1)[1] for row in rows for key in row if key.startswith("memory/")), kind)
@@ -159,6 +159,17 @@ def _own_configs(recipe: Declared) -> dict[str, RunConfig]:
             raise LaunchError(f"{recipe.name}: arms.{arm}: {line}")
         configs[arm] = config
     return configs
+
+
+def _num_sequences(configs: dict[str, RunConfig], asked: int | None) -> int:
+    together = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
+    num_sequences = asked or configs[BASELINE].policy.micro_batch_size or together
+    if num_sequences % together:
+        raise LaunchError(
+            f"--sequences: got {num_sequences} with algorithm.type 'dpo', whose pairs stay together; use an "
+            "even number"
+        )
+    return num_sequences
 
 
 def _peaks(arm: str, row: dict[str, int]) -> Peaks:

@@ -83,8 +83,8 @@ TaskConfig = Arithmetic | WordProblems | Gsm8k | Jsonl | Completions | Preferenc
 class Validation(Section):
     """Completions of held-out prompts, before the first step, after every `every`-th and after the last.
 
-    The prompts are the same in every arm and for every seed, and no training (a warm start included) sees
-    them.
+    Where the task has no verifier, the loss on the held-out examples is in their place. The prompts are the
+    same in every arm and for every seed, and no training (a warm start included) sees them.
     """
 
     every: Count

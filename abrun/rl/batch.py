@@ -47,6 +47,7 @@ class Batch:
         if not isinstance(size, Sequence):
             each = size or len(self)
             size = [each] * math.ceil(len(self) / each)
+        assert all(count % self.rows_together == 0 for count in size), "a sample would be cut apart"
         for start, stop in pairwise([0, *accumulate(size)]):
             part = self[start:stop]
             length = last_token(part.token_mask) + 1

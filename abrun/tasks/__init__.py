@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from abrun.recipe import Arithmetic, Gsm8k, Jsonl, Validation, WordProblems
+from abrun.recipe import Arithmetic, TaskConfig, Validation, WordProblems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,8 +11,9 @@ class Example:
     """One problem."""
 
     prompt: str
-    completion: str  # a reference solution: what supervised steps imitate
-    answer: str  # what the verifier compares with
+    completion: str  # a reference solution: what supervised steps imitate, and preferences choose
+    answer: str = ""  # what the verifier compares with, in a task that has one
+    rejected: str = ""  # a worse completion, in a task of preferences
     source: str = field(default="", compare=False)  # where it stands, for messages
 
 
@@ -26,7 +27,8 @@ class Task(Protocol):
     def reward(self, example: Example, completion: str) -> float:
         """The verifier's reward for a completion's text: any finite number, 0 or 1 of abrun's own verifiers.
 
-        The text is all that counts: a completion that was truncated is judged like any other.
+        The text is all that counts: a completion that was truncated is judged like any other. A task of
+        completions or preferences alone has no verifier, and recipes ask none of it.
         """
         ...
 
@@ -39,7 +41,7 @@ class Task(Protocol):
         ...
 
 
-def make_task(config: Arithmetic | WordProblems | Gsm8k | Jsonl) -> Task:
+def make_task(config: TaskConfig) -> Task:
     """The task of a recipe. Raises RecipeError where its file is missing or has a line that does not fit."""
     if isinstance(config, Arithmetic):
         from abrun.tasks.arithmetic import arithmetic
@@ -54,9 +56,7 @@ def make_task(config: Arithmetic | WordProblems | Gsm8k | Jsonl) -> Task:
     return problem_file(config)
 
 
-def hold_out(
-    config: Arithmetic | WordProblems | Gsm8k | Jsonl, validation: Validation
-) -> tuple[Task, list[Example]]:
+def hold_out(config: TaskConfig, validation: Validation) -> tuple[Task, list[Example]]:
     """The task without its validation prompts, and those: the same for every arm and seed.
 
     A prompt that training could also draw from elsewhere (a line that comes twice, say) is not trained on.

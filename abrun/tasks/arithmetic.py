@@ -13,7 +13,7 @@ SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 
 def arithmetic(config: Arithmetic) -> Generated:
     """Operands and operations are drawn uniformly; a product binds closer than a sum."""
-    return Generated(name="arithmetic", draw=partial(_draw, config), judge=_judge)
+    return Generated(name="arithmetic", draw=partial(_draw, config), judge=_judge, reject=_reject)
 
 
 def value(operands: Sequence[int], operations: Sequence[str]) -> int:
@@ -35,6 +35,12 @@ def _draw(config: Arithmetic, draw: random.Random) -> Example:
     prompt = "".join(f"{operand}{sign}" for operand, sign in zip(operands, [*signs, "="], strict=True))
     answer = str(value(operands, operations))
     return Example(prompt=prompt, completion=answer, answer=answer)
+
+
+def _reject(example: Example, draw: random.Random) -> str:
+    """A slip: a little off, and below zero only where the answer is."""
+    answer, distance = int(example.answer), draw.choice((1, 2, 10))
+    return str(answer + distance if answer < distance or draw.random() < 0.5 else answer - distance)
 
 
 def _judge(example: Example, completion: str) -> float:

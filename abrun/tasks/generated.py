@@ -17,6 +17,7 @@ class Generated:
     name: str  # of the stream
     draw: Callable[[random.Random], Example]
     judge: Callable[[Example, str], float]
+    reject: Callable[[Example, random.Random], str] | None = None  # draws a worse completion
     excluded: frozenset[str] = frozenset()  # prompts that are drawn again
 
     def examples(self, seed: int, start: int, count: int) -> list[Example]:
@@ -45,4 +46,5 @@ class Generated:
         generator = random.Random(f"{self.name}-{place}")
         while (example := self.draw(generator)).prompt in self.excluded:
             pass
-        return example
+        # Last, so that prompts are those of a task without rejected completions.
+        return replace(example, rejected=self.reject(example, generator)) if self.reject else example

@@ -64,7 +64,7 @@ def _train(setup: Setup, algorithm: Algorithm, recorder: Recorder, requests: "Re
     saved = start = checkpoint.restore(checkpoints, setup)
     if start:
         recorder.event("resumed", step=start)
-    validator = Validator(setup, config.validation, recorder) if config.validation else None
+    validator = Validator(setup, config.validation, recorder, algorithm) if config.validation else None
     if validator and start == 0:
         recorder.metrics(0, validator.validate(0))
     setup.phases.collect()
@@ -121,6 +121,10 @@ def make_algorithm(setup: Setup) -> Algorithm:
         from abrun.train.actor_critic import ActorCritic
 
         return ActorCritic(setup)
+    if setup.config.algorithm.type == "dpo":
+        from abrun.train.preference import Preference
+
+        return Preference(setup)
     from abrun.train.supervised import Supervised
 
     return Supervised(setup)

@@ -15,7 +15,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.errors import RecipeError
 from abrun.models import LanguageModel, load_model
 from abrun.recipe import Optimizer, Ppo, RunConfig, not_built
-from abrun.rl.batch import Batch
+from abrun.rl.batch import Batch, collate
 from abrun.rl.metrics import all_reduce, merge
 from abrun.rollout import Completion
 from abrun.tasks import Example, Task, hold_out, make_task
@@ -92,6 +92,17 @@ class Setup:
             dist.all_gather_object(failures, failure)
             raise RecipeError(next(filter(None, failures)))
         return rewards
+
+    def encoded(self, texts: Sequence[tuple[str, str]]) -> Batch:
+        """This rank's prompts and completions as a batch. Collective.
+
+        Raises RecipeError, on every rank, where one is too long for the model.
+        """
+        prompts = [self.model.encode_prompt(prompt) for prompt, _ in texts]
+        completions = [self.model.encode_completion(completion) for _, completion in texts]
+        batch = collate(prompts, completions, pad_id=self.model.pad_id).to(self.device)
+        check_length(self.model, max(self.gather([batch.token_ids.shape[1]])), "task: got an example")
+        return batch
 
     def share(self, num_rows: int) -> slice:
         """This rank's consecutive rows of `num_rows` of the global batch."""

@@ -1,13 +1,16 @@
 """One step of supervised fine-tuning: imitate the task's reference completions."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from abrun.rl.batch import Batch, collate
+from abrun.rl.batch import Batch
 from abrun.rl.losses import masked_mean, weighted
 from abrun.rl.metrics import MetricParts
-from abrun.train.setup import Setup, check_length
+from abrun.tasks import Example
+from abrun.train.setup import Setup
+from abrun.train.validation import Evaluation
 
 
 class Supervised:
@@ -18,13 +21,8 @@ class Supervised:
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
-        setup, model = self._setup, self._setup.model
-        examples = setup.global_examples(step)[setup.share(setup.batch_size)]
-        prompts = [model.encode_prompt(example.prompt) for example in examples]
-        completions = [model.encode_completion(example.completion) for example in examples]
-        batch = collate(prompts, completions, pad_id=model.pad_id).to(setup.device)
-        check_length(model, batch.token_ids.shape[1], "task: got an example")
-        return self.update(batch, step)
+        setup = self._setup
+        return self.update(self._batch(setup.global_examples(step)[setup.share(setup.batch_size)]), step)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Gradients of this rank's `batch` and one optimizer step."""
@@ -33,6 +31,22 @@ class Supervised:
             "train/num_valid_samples": num_sequences,
             "train/global_valid_toks": num_tokens,
         }
+
+    def evaluate(self, examples: list[Example], step: int) -> Evaluation:
+        """The loss on these examples; a prompt's reward is minus its own. Collective."""
+        setup, size = self._setup, self._setup.config.policy.micro_batch_size
+        batch = self._batch(examples[setup.share(len(examples))])
+        logprobs = setup.backend.logprobs(batch, size).double()  # 0 outside of the mask
+        lengths = setup.gather(batch.token_mask.sum(dim=1).tolist())
+        sums = setup.gather(logprobs.sum(dim=1).tolist())
+        return Evaluation(
+            rewards=[total / length for total, length in zip(sums, lengths, strict=True)],
+            lengths=lengths,
+            metrics={"validation/loss": -math.fsum(sums) / sum(lengths)},
+        )
+
+    def _batch(self, examples: list[Example]) -> Batch:
+        return self._setup.encoded([(example.prompt, example.completion) for example in examples])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
