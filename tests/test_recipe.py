@@ -119,6 +119,26 @@ def refused(path: Path, *overrides: str) -> str:
             "arms.treatment={algorithm.loss: gspo, policy.logprobs: {impl: chunked, one_pass: true}}",
             ["algorithm.loss", "'gspo'", "one_pass", "whole sequence", "one_pass: false"],
         ),
+        (
+            "arms.treatment={algorithm: {type: dpo}, policy.logprobs: {impl: chunked, one_pass: true}}",
+            ["algorithm.type", "'dpo'", "one_pass", "both completions", "one_pass: false"],
+        ),
+        (
+            "arms.treatment={algorithm: {type: dpo}, policy.micro_batch_size: 3}",
+            ["policy.micro_batch_size", "3", "'dpo'", "even number"],
+        ),
+        (
+            "arms.treatment={algorithm: {type: dpo}, task: {type: word_problems}}",
+            ["task.type", "'word_problems'", "'dpo'", "preferences or arithmetic"],
+        ),
+        (
+            "task={type: preferences, path: x}",
+            ["task.type", "'preferences'", "'grpo'", "judge a completion", "jsonl"],
+        ),
+        ("task={type: completions}", ["task.path", "missing"]),
+        ("algorithm={type: dpo, beta: 0}", ["algorithm.beta", "0", "greater than 0"]),
+        ("algorithm={type: dpo, logprob_reduction: max}", ["algorithm.logprob_reduction", "'mean'"]),
+        ("algorithm={type: dpo, batch_size: 7}", ["algorithm.batch_size", "7", "2 ranks", "multiple of 2"]),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
         (
             "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",

@@ -9,7 +9,8 @@ from abrun.errors import LaunchError
 from abrun.memory.profile import MemoryProfile, Peaks, measure_recipe
 from abrun.recipe import load_recipe
 
-RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml")
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE = load_recipe(RECIPES / "fused-logprobs-memory.yaml")
 VOCABULARY = 32_768
 
 
@@ -37,6 +38,17 @@ def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path) -> None:
     assert written["peaks"][0]["by_phase"] == peaks["baseline", 32].by_phase
     assert (tmp_path / "memory.png").stat().st_size > 10_000
     assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
+
+
+def test_dpo_is_measured_in_pairs(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPES / "dpo-fused-logprobs.yaml")
+    profile = measure_recipe(recipe, tmp_path, lengths=[16])
+    assert profile.num_sequences == 2
+    assert profile.peaks[0].by_phase.keys() == {"reference_logprobs", "forward_backward", "optimizer"}
+    with pytest.raises(
+        LaunchError, match=r"^--sequences: got 3 with algorithm.type 'dpo', .* an even number"
+    ):
+        measure_recipe(recipe, tmp_path, lengths=[16], num_sequences=3)
 
 
 def test_a_length_that_ran_out_of_memory_has_no_ratio() -> None:

@@ -18,6 +18,9 @@ Slow, as importing trl is: `pip install -e '.[test,trl]'`, then `pytest -m slow 
 | importance | sequence_mask | sequence_mask | differs (7) |
 | RLOO | RLOOTrainer | reinforce, leave_one_out | gradient at ratio 1, 1e-12 (8) |
 | advantages | scale_rewards group, batch | normalize_over group, batch | 1e-4 / std, relative (9) |
+| DPO | loss_type sigmoid | logprob_reduction sum | 1e-12 |
+| DPO | loss_type sigmoid_norm | logprob_reduction mean | 1e-12, its metrics differ (10) |
+| DPO with SFT | loss_type sigmoid, sft with loss_weights | sft_coefficient | 1e-12 on one microbatch (11) |
 
 Values and gradients, relative. Why definitions differ:
 1. TRL divides by the microbatch's own tokens, so its loss changes with the cut; abrun's does not.
@@ -30,11 +33,15 @@ Values and gradients, relative. Why definitions differ:
    does not depend on the length, and weighs each token by its own.
 8. TRL's ratio is of whole sequences, and clipped: one loss a sequence, where abrun's tokens have theirs.
 9. TRL adds 1e-4 to the standard deviation, abrun 1e-6 (definitions.md).
+10. TRL's rewards and logps are always sums; abrun's are what its loss is made of.
+11. TRL's mean is over the chosen tokens of the microbatch; abrun's over those of the global batch.
 
 PPO's value side, which this TRL no longer has, is in test_values_against_trl. Not in abrun: SAPO, VESPO,
-LUSPO, off-policy sequence masking, a quantile of high-entropy tokens.
+LUSPO, off-policy sequence masking, a quantile of high-entropy tokens; of DPO, other losses, divergences and
+weightings.
 """
 
+import contextlib
 import math
 from collections import defaultdict
 from types import SimpleNamespace
@@ -55,6 +62,7 @@ from abrun.rl.losses import (
     reinforce_loss,
     weighted,
 )
+from abrun.rl.preferences import dpo_loss, over_tokens, preference_metrics
 
 pytestmark = pytest.mark.slow
 MAX_TOKENS = 9
@@ -301,3 +309,106 @@ def test_advantages_up_to_the_epsilon(trl: Any, over: Any) -> None:
     # The n / (n - 1) in nanstd, of two integers, is a float32: exact for 5, rounded for 20.
     torch.testing.assert_close(ours, (centred / (std + 1e-6)).flatten(), rtol=1e-7, atol=0)
     assert math.isfinite(smallest) and not torch.allclose(ours, theirs, rtol=1e-6, atol=0)
+
+
+# --- preferences ---
+
+DPO_METRICS = {
+    "rewards/chosen": "rewards/chosen",
+    "rewards/rejected": "rewards/rejected",
+    "rewards/margin": "rewards/margins",
+    "rewards/accuracy": "rewards/accuracies",
+    "logprobs/chosen": "logps/chosen",
+    "logprobs/rejected": "logps/rejected",
+}
+
+
+@pytest.fixture
+def dpo_trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = pytest.importorskip("trl.trainer.dpo_trainer", reason="needs trl: pip install -e '.[trl]'")
+    monkeypatch.setattr(module, "disable_gradient_checkpointing", lambda *_: contextlib.nullcontext())
+    return module
+
+
+def dpo_of_trl(
+    dpo_trainer: Any, batch: dict[str, Tensor], **settings: Any
+) -> tuple[float, Tensor, dict[str, float]]:
+    """Loss, gradient and metrics of a trainer that is nothing but its settings, with models that know all.
+
+    TRL's rows are all chosen completions, then all rejected ones; its log-probs have no first token, and are
+    0 outside of the completions.
+    """
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    trainer = batch["trainer"].clone().requires_grad_()
+
+    def model_of(logprobs: Tensor) -> Any:
+        outputs = SimpleNamespace(
+            log_probs=torch.where(batch["mask"], logprobs, 0.0)[order],
+            entropy=batch["entropy"],
+            mean_logits=batch["entropy"],
+            is_top1=batch["mask"],
+        )
+        return lambda **_: outputs
+
+    metrics: dict[str, Any] = {"train": defaultdict(list)}
+    fake = SimpleNamespace(
+        **{"loss_types": ["sigmoid"], "loss_weights": [1.0], "beta": 0.3} | settings,
+        model=SimpleNamespace(training=True),
+        ref_model=model_of(batch["reference"]),
+        args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=False,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+        _metrics=metrics,
+    )
+    inputs = {
+        "input_ids": torch.zeros(8, 8, dtype=torch.int64),
+        "attention_mask": torch.ones(8, 8, dtype=torch.int64),
+        "completion_mask": torch.nn.functional.pad(batch["mask"].long(), (1, 0))[order],
+    }
+    loss = dpo_trainer.DPOTrainer._compute_loss(fake, model_of(trainer), inputs, False)
+    (gradient,) = torch.autograd.grad(loss, trainer)
+    return loss.item(), gradient, {ours: metrics["train"][theirs][0] for ours, theirs in DPO_METRICS.items()}
+
+
+def dpo_of_abrun(
+    batch: dict[str, Tensor], reduction: Any, sft_coefficient: float
+) -> tuple[float, Tensor, dict[str, float]]:
+    trainer, mask = batch["trainer"].clone().requires_grad_(), batch["mask"]
+    found = dpo_loss(trainer, batch["reference"], mask, beta=0.3, logprob_reduction=reduction)
+    chosen = mask & (torch.arange(8) % 2 == 0)[:, None]
+    imitation = weighted(-trainer, chosen.double() / chosen.sum()).sum()
+    loss = over_tokens(found.loss / 4, mask).sum() + sft_coefficient * imitation
+    (gradient,) = torch.autograd.grad(loss, trainer)
+    sums = preference_metrics(found, num_pairs=4).sums
+    return loss.item(), gradient, {key: sums[f"train/{key}"].item() for key in DPO_METRICS}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "sft_coefficient", "settings"),
+    [
+        ("sum", 0.0, {}),
+        ("mean", 0.0, {"loss_types": ["sigmoid_norm"]}),
+        ("sum", 0.25, {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.25]}),
+    ],
+)
+def test_dpo(
+    dpo_trainer: Any,
+    batch: dict[str, Tensor],
+    reduction: str,
+    sft_coefficient: float,
+    settings: dict[str, Any],
+) -> None:
+    offsets = torch.tensor([-1.0, 0, 1, 0, -1, 0, 1, 0], dtype=torch.float64)
+    batch = batch | {"reference": batch["reference"] + offsets[:, None]}
+    theirs = dpo_of_trl(dpo_trainer, batch, **settings)
+    ours = dpo_of_abrun(batch, reduction, sft_coefficient)
+    assert_agree(ours[:2], theirs[:2])
+    same = ours[2] == pytest.approx(theirs[2], rel=1e-12)
+    assert same if reduction == "sum" else not same
+    assert 0 < ours[2]["rewards/accuracy"] < 1, "the example should have right and wrong pairs"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from abrun.recipe import Arithmetic
-from abrun.tasks import Example, make_task
+from abrun.recipe import Arithmetic, Validation
+from abrun.tasks import Example, hold_out, make_task
 from abrun.tasks.arithmetic import value
 
 NAMES = {"+": "add", "-": "subtract", "*": "multiply"}
@@ -32,6 +32,26 @@ def test_additions_are_byte_for_byte_those_of_the_first_release(fields: dict, sh
         f"{e.prompt}|{e.completion}|{e.answer}" for e in make_task(arithmetic(**fields)).examples(7, 0, 1000)
     )
     assert hashlib.sha256("\0".join(lines).encode()).hexdigest() == sha256
+
+
+def test_prompts_drawn_instead_of_held_out_ones_are_those_of_the_first_release() -> None:
+    """Recorded before examples had rejected completions, which are drawn from the same generator."""
+    task, _ = hold_out(arithmetic(max_operand=3), Validation(every=1, num_prompts=8))
+    lines = (f"{e.prompt}|{e.completion}|{e.answer}" for e in task.examples(7, 0, 1000))
+    digest = hashlib.sha256("\0".join(lines).encode()).hexdigest()
+    assert digest == "a812ecf08c7de6a77d8a4794ba70ec3465d51a8952629e11791ca54aaee281e4"
+
+
+@given(seed=st.integers(0, 2**56), operation=st.sampled_from(list(NAMES.values())))
+@settings(deadline=None, max_examples=40)
+def test_a_rejected_completion_is_a_little_off(seed: int, operation: str) -> None:
+    task = make_task(arithmetic(operations=[operation], max_operand=9))
+    for example in task.examples(seed, 0, 20):
+        answer, rejected = int(example.answer), int(example.rejected)
+        assert abs(answer - rejected) in (1, 2, 10)
+        assert rejected >= 0 or answer < 0
+        assert str(rejected) == example.rejected
+    assert task.examples(seed, 7, 3) == task.examples(seed, 0, 10)[7:]
 
 
 @given(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import RecipeError
-from abrun.recipe import Gsm8k, Jsonl
-from abrun.tasks import Example, Task, make_task
+from abrun.recipe import Completions, Gsm8k, Jsonl, Preferences, Validation
+from abrun.tasks import Example, Task, hold_out, make_task
 
 GSM8K = [
     {"question": "How many?", "answer": "It is 2*3=<<2*3=6>>6.\nSo six.\n#### 6"},
@@ -111,6 +111,7 @@ def test_verdicts(answer: str, completion: str, reward: float, tmp_path: Path) -
         ('{"prompt": "a", "answer": 3}', "text fields"),
         ('["a", "b"]', "text fields"),
         ("null", "text fields"),
+        ('{"prompt": "", "answer": "1"}', "the prompt is empty"),
     ],
 )
 def test_a_bad_line_is_named(line: str, reason: str, tmp_path: Path) -> None:
@@ -136,6 +137,50 @@ def test_a_file_without_problems(content: bytes | None, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"task\.path: got ") as raised:
         make_task(Jsonl(type="jsonl", path=str(path)))
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+# --- texts to imitate and to prefer ---
+
+PAIRS = [{"prompt": f"p{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(6)]
+
+
+def test_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path / "x.jsonl", [{"q": "Hello?", "a": "", "n": 3}])
+    config = Completions(type="completions", path="~/x.jsonl", prompt_field="q", completion_field="a")
+    assert make_task(config).examples(0, 0, 1) == [Example(prompt="Hello?", completion="")]
+
+
+def test_preferences_hold_out_their_last_lines(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", [*PAIRS, PAIRS[0] | {"rejected": "worse"}])
+    config = Preferences(type="preferences", path=path)
+    assert make_task(config).examples(0, 0, 7) != make_task(config).examples(1, 0, 7)
+    training, held_out = hold_out(config, Validation(every=1, num_prompts=2))
+    assert held_out == [
+        Example(prompt="p5", completion="good 5", rejected="bad 5"),
+        Example(prompt="p0", completion="good 0", rejected="worse"),
+    ]
+    # Another pair of a held-out prompt is not trained on either.
+    assert {example.prompt for example in training.examples(0, 0, 8)} == {"p1", "p2", "p3", "p4"}
+    assert held_out[0].source == f"{path}, line 6"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "a", "chosen": "b"}', "text fields 'prompt' and 'chosen' and 'rejected' are expected"),
+        ('{"prompt": "a", "chosen": ["b"], "rejected": "c"}', "text fields"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "the same text; correct or remove the line"),
+        ('{"prompt": "", "chosen": "b", "rejected": "c"}', "the prompt is empty"),
+    ],
+)
+def test_a_bad_pair_is_named(line: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(PAIRS[0]) + f"\n{line}\n")
+    with pytest.raises(RecipeError) as raised:
+        make_task(Preferences(type="preferences", path=str(path)))
+    message = str(raised.value)
+    assert message.startswith(f"task.path: {path}, line 2: ") and reason in message and "\n" not in message
 
 
 # --- verifiers of one's own ---
