@@ -64,9 +64,9 @@ def dpo_loss(
 
 def over_tokens(pair_losses: Tensor, token_mask: Tensor) -> Tensor:  # [P], [B, S] bool -> [B, S] float64
     """Each pair's loss in equal shares at its tokens, which add up to it."""
-    shares = token_mask.double().view(len(pair_losses), -1)
+    shares = token_mask.double().reshape(len(pair_losses), -1)
     shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1)
-    return (pair_losses[:, None] * shares).view(token_mask.shape)
+    return (pair_losses[:, None] * shares).reshape(token_mask.shape)
 
 
 def preference_metrics(preference: PreferenceLoss, *, num_pairs: float) -> MetricParts:

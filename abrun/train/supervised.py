@@ -40,7 +40,7 @@ class Supervised:
         lengths = setup.gather(batch.token_mask.sum(dim=1).tolist())
         sums = setup.gather(logprobs.sum(dim=1).tolist())
         return Evaluation(
-            rewards=[total / length for total, length in zip(sums, lengths, strict=True)],
+            rewards=[total / max(length, 1) for total, length in zip(sums, lengths, strict=True)],
             lengths=lengths,
             metrics={"validation/loss": -math.fsum(sums) / sum(lengths)},
         )
