@@ -43,9 +43,9 @@ class Preference:
 
         A pair's reward is its margin: 0 before the first update, which is not right.
         """
-        setup, size = self._setup, self._setup.config.policy.micro_batch_size
+        setup = self._setup
         batch = self._with_reference(self._pairs(examples[setup.share(len(examples))]))
-        logprobs, objective = setup.backend.logprobs(batch, size), self._objective(batch)
+        logprobs, objective = setup.backend.logprobs(batch), self._objective(batch)
         no_entropy = torch.zeros_like(logprobs)  # the loss has no such term
         (loss,) = setup.total(float(objective.losses(batch, logprobs, no_entropy).sum()))
         margins = setup.gather(objective.preference_loss(batch, logprobs).margins.tolist())
@@ -60,8 +60,7 @@ class Preference:
 
     def _with_reference(self, batch: Batch) -> Batch:
         batch = replace(batch, rows_together=2)
-        logprobs = self._reference.logprobs(batch, self._setup.config.policy.micro_batch_size)
-        return batch.having(reference_logprobs=logprobs)
+        return batch.having(reference_logprobs=self._reference.logprobs(batch))
 
     def _objective(self, batch: Batch) -> "PreferenceObjective":
         """Of the global batch that this rank's `batch` is a part of. Collective."""

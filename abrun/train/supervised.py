@@ -34,9 +34,9 @@ class Supervised:
 
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
         """The loss on these examples; a prompt's reward is minus its own. Collective."""
-        setup, size = self._setup, self._setup.config.policy.micro_batch_size
+        setup = self._setup
         batch = self._batch(examples[setup.share(len(examples))])
-        logprobs = setup.backend.logprobs(batch, size).double()  # 0 outside of the mask
+        logprobs = setup.backend.logprobs(batch).double()  # 0 outside of the mask
         lengths = setup.gather(batch.token_mask.sum(dim=1).tolist())
         sums = setup.gather(logprobs.sum(dim=1).tolist())
         return Evaluation(

@@ -10,6 +10,7 @@ the figures are medians over the rounds. "padded, 8 rows" holds at most as many 
 """
 
 import argparse
+import copy
 import statistics
 import time
 from dataclasses import dataclass
@@ -94,9 +95,10 @@ def main() -> None:
     }
     impl = "triton" if device.type == "cuda" else "chunked"
     common = {"dtype": "bfloat16", "activation_checkpointing": True, "logprobs": {"impl": impl}}
+    model = load_model(Model.model_validate({"preset": shapes.preset}), weights=None, seed=0)
     backends = {
         name: DtensorBackend(
-            load_model(Model.model_validate({"preset": shapes.preset}), weights=None, seed=0),
+            copy.deepcopy(model),
             Policy.model_validate(common | settings),
             Rollout(),
             device,

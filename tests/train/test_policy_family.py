@@ -21,6 +21,7 @@ from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 Rows = dict[int, dict[str, float]]
 ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
 CHUNKED = "policy.logprobs={impl: chunked, chunk_size: 17}"
+PACKED = ("policy.packing=true", "policy.micro_batch_tokens=90")
 TERMS = (
     "algorithm.kl_coefficient=0.1",
     "algorithm.entropy_coefficient=0.02",
@@ -75,9 +76,9 @@ def test_dense_fused_and_cut_agree(name: str, tmp_path: Path, warm_weights: Path
     whole = train(tmp_path / "dense", warm_weights, *settings)
     assert whole[1]["train/grad_norm"] > 1e-3 and whole[3]["train/kl_penalty"] != 0
     assert whole[3]["train/probs_ratio_max"] > 1.0001
-    others = {"chunked": (CHUNKED, "policy.micro_batch_size=13")}
+    others = {"chunked": (CHUNKED, "policy.micro_batch_size=13"), "packed": PACKED}
     if name != "gspo":
-        others["one-pass"] = (ONE_PASS,)
+        others["one-pass"] = (ONE_PASS, *PACKED)
     for other, overrides in others.items():
         assert_same_up_to_rounding(train(tmp_path / other, warm_weights, *settings, *overrides), whole)
 

@@ -101,8 +101,8 @@ def gradients_and_metrics(rank: int, world_size: int) -> dict[str, Any]:
     for name, objective in objectives(batch).items():
         for path, logprobs in PATHS.items():
             if (name, path) != ("dpo", "one-pass"):
-                backend = make_backend(logprobs=logprobs)
-                parts = backend.forward_backward(share, 2, objective)
+                backend = make_backend(logprobs=logprobs, micro_batch_size=2)
+                parts = backend.forward_backward(share, objective)
                 sums = {key: float(value) for key, value in parts.sums.items()}
                 found[name, path] = gradients(backend), sums
     return found
@@ -155,6 +155,7 @@ def test_cuts_and_the_fused_path_change_only_rounding(
         "whole": dpo(),
         "pair-by-pair": dpo("policy.micro_batch_size=2"),
         "unevenly": dpo("policy.micro_batch_size=6"),
+        "packed": dpo("policy.packing=true", "policy.micro_batch_tokens=50"),
         "chunked": dpo("policy.logprobs={impl: chunked, chunk_size: 17}", "policy.micro_batch_size=4"),
     }
     for name, config in configs.items():

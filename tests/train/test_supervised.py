@@ -91,10 +91,15 @@ def test_microbatches_change_only_rounding(tmp_path: Path, group: None) -> None:
                 assert other[step][key] == pytest.approx(rows[0][step][key], rel=1e-4)
 
 
-def test_one_pass_changes_only_rounding(tmp_path: Path, group: None) -> None:
+def test_one_pass_and_packing_change_only_rounding(tmp_path: Path, group: None) -> None:
     configs = {
         "two-passes": sft("task.max_operand=99"),
         "one-pass": sft("task.max_operand=99", "policy.logprobs={impl: chunked, one_pass: true}"),
+        "packed": sft(
+            "task.max_operand=99",
+            "policy={packing: true, micro_batch_tokens: 70}",
+            "policy.logprobs={impl: chunked, one_pass: true}",
+        ),
     }
     if TRITON_ON_CPU:
         configs["triton"] = sft(
