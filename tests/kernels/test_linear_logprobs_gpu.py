@@ -136,7 +136,8 @@ def test_stays_within_its_memory_budget(
     results = 4 * num_tokens * 4  # log-probs and entropies, and their copies without gradient
     budget_bytes = budget_mib * 2**20
     peak = peak_bytes(lambda: answer(problem, impl, memory_budget_bytes=budget_bytes))
-    assert peak <= 2 * copies + results + budget_bytes
+    unsplit = 2**20  # the allocator leaves so much on the end of a block
+    assert peak <= 2 * copies + results + budget_bytes + unsplit
 
 
 def test_dense_path_is_what_the_budget_saves() -> None:

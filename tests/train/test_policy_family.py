@@ -348,7 +348,8 @@ def test_metrics_levels(tmp_path: Path, warm_weights: Path, group: None) -> None
 
 def collector(weights: Path, *overrides: str) -> tuple[Setup, Rollouts]:
     setup = make_setup(run_config(*overrides), 0, weights, torch.device("cpu"))
-    return setup, Rollouts(setup)
+    assert isinstance(setup.config.algorithm, Grpo)
+    return setup, Rollouts(setup, setup.config.algorithm)
 
 
 def prompts_of(batch: Batch) -> list[tuple[int, ...]]:
