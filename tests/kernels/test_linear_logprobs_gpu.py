@@ -113,15 +113,18 @@ def test_tokens_that_are_nearly_certain_have_an_exact_gradient() -> None:
 
 
 def peak_bytes(run: Callable[[], Answer]) -> int:
-    """Above what is held before, for the forward and the backward pass."""
+    """Above what is held before, for the forward and the backward pass.
+
+    As asked of the allocator, which may give blocks that are up to 1 MiB larger, depending on what was freed.
+    """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     answer = run()
     torch.cuda.synchronize()
     del answer
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
 @pytest.mark.parametrize("answer", [kernel_answer, one_pass_answer])
@@ -136,8 +139,7 @@ def test_stays_within_its_memory_budget(
     results = 4 * num_tokens * 4  # log-probs and entropies, and their copies without gradient
     budget_bytes = budget_mib * 2**20
     peak = peak_bytes(lambda: answer(problem, impl, memory_budget_bytes=budget_bytes))
-    unsplit = 2**20  # the allocator leaves so much on the end of a block
-    assert peak <= 2 * copies + results + budget_bytes + unsplit
+    assert peak <= 2 * copies + results + budget_bytes
 
 
 def test_dense_path_is_what_the_budget_saves() -> None:
