@@ -116,7 +116,9 @@ def peak_bytes(run: Callable[[], Answer]) -> int:
     """Above what is held before, for the forward and the backward pass.
 
     As asked of the allocator, which may give blocks that are up to 1 MiB larger, depending on what was freed.
+    A first call is not measured: cuBLAS takes its workspaces there, once a process.
     """
+    run()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
