@@ -26,6 +26,8 @@ from abrun.plan import RunName
 from abrun.store import RunState
 
 REWARD = "train/reward"
+LOSS = "train/loss"
+CURVES = (REWARD, LOSS)  # what a run is followed by: the first that it has
 PROB_ERROR = "train/token_mult_prob_error"
 GRAD_NORM = "train/grad_norm"
 STEP_TIME = "timing/train/total_step_time_s"
@@ -45,7 +47,7 @@ class RunView:
     """What the table shows of one run."""
 
     state: RunState
-    rewards: Sequence[float] = ()  # in step order
+    curves: dict[str, list[float]] = field(default_factory=dict)  # of CURVES, in step order
     latest: dict[str, Any] = field(default_factory=dict)
     step_time_s: float | None = None  # median of the last ten
 
@@ -84,21 +86,22 @@ class _Follower:
 
     def __init__(self, directory: Path) -> None:
         self._lines = store.LineReader(directory / "metrics.jsonl")
-        self._rewards: dict[int, float] = {}
+        self._curves: dict[str, dict[int, float]] = {key: {} for key in CURVES}
         self._latest: dict[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=10)
 
     def view(self, state: RunState) -> RunView:
         for row in self._lines.read():
             step = row.get("step", 0)
-            if isinstance(row.get(REWARD), int | float):
-                self._rewards[step] = row[REWARD]
+            for key, values in self._curves.items():
+                if isinstance(row.get(key), int | float):
+                    values[step] = row[key]
             if isinstance(row.get(STEP_TIME), int | float):
                 self._step_times.append(row[STEP_TIME])
             self._latest = row
         return RunView(
             state=state,
-            rewards=[self._rewards[step] for step in sorted(self._rewards)],
+            curves={key: [values[step] for step in sorted(values)] for key, values in self._curves.items()},
             latest=self._latest,
             step_time_s=statistics.median(self._step_times) if self._step_times else None,
         )
@@ -239,7 +242,12 @@ def _status_line(view: RunView) -> str:
 
 def _progress_line(view: RunView) -> str:
     parts = [f"step {view.step}/{view.state.num_steps}"]
-    for key, label in ((REWARD, "reward"), (PROB_ERROR, "token_mult_prob_error"), (GRAD_NORM, "grad norm")):
+    followed = _followed([view])
+    for key, label in (
+        (followed, followed.removeprefix("train/")),
+        (PROB_ERROR, "token_mult_prob_error"),
+        (GRAD_NORM, "grad norm"),
+    ):
         if isinstance(view.latest.get(key), int | float):
             parts.append(f"{label} {_number(view.latest[key], 4 if key == PROB_ERROR else 3)}")
     if view.step_time_s is not None:
@@ -295,13 +303,14 @@ def _title(name: str, runs: Sequence[RunView]) -> Text:
 
 def _table(views: Sequence[RunView], width: int) -> Table:
     wide = width >= WIDE
-    rows = [_cells(view) for view in views]
+    followed = _followed([view for view in views if not view.is_warm_start])
+    rows = [_cells(view, followed) for view in views]
     headings = [
         "arm",
         "seed",
         "status",
         "step",
-        "reward",
+        followed.removeprefix("train/"),
         "",
         "token_mult\nprob_error" if wide else "prob\nerror",
     ]
@@ -314,13 +323,13 @@ def _table(views: Sequence[RunView], width: int) -> Table:
         for heading, cells in zip(headings, columns, strict=True)
     ]
     curve = max(6, min(40, width - sum(widths) - gap * len(widths)))
-    limits = _limits(views)
+    limits = _limits(views, followed)
     for index, heading in enumerate(headings):
         heading = heading if "\n" in heading else f"\n{heading}"
         table.add_column(heading, justify="left" if index in (0, 2, 5) else "right", no_wrap=True)
     for view, cells in zip(views, rows, strict=True):
         colour = COLOURS.get(view.state.status, "yellow")
-        cells[5] = sparkline(view.rewards, curve, limits)
+        cells[5] = sparkline(view.curves.get(followed, ()), curve, limits)
         table.add_row(*(Text(text, style=_style(i, text, colour)) for i, text in enumerate(cells)))
     return table
 
@@ -331,14 +340,19 @@ def _style(column: int, text: str, colour: str) -> str:
     return "bold red" if text in ("nan", "inf", "-inf") else "cyan" if column == 5 else ""
 
 
-def _cells(view: RunView) -> list[str]:
+def _followed(views: Sequence[RunView]) -> str:
+    """The metric to show of these runs: the reward, or the loss where no run has rewards."""
+    return next((key for key in CURVES if any(view.curves.get(key) for view in views)), REWARD)
+
+
+def _cells(view: RunView, followed: str) -> list[str]:
     state, latest = view.state, view.latest
     return [
         state.name.arm,
         "" if view.is_warm_start else _seed(state.name),
         state.status,
         f"{view.step}/{state.num_steps}",
-        _number(latest.get(REWARD), 3),
+        _number(latest.get(followed), 3),
         "",  # the curve gets what room is left
         _number(latest.get(PROB_ERROR), 4),
         _number(latest.get(GRAD_NORM), 3),
@@ -379,9 +393,10 @@ def sparkline(values: Sequence[float], width: int, limits: tuple[float, float]) 
     return curve
 
 
-def _limits(views: Sequence[RunView]) -> tuple[float, float]:
+def _limits(views: Sequence[RunView], followed: str) -> tuple[float, float]:
     """One scale for all curves, so that arms can be compared by eye."""
-    finite = [reward for view in views for reward in view.rewards if math.isfinite(reward)]
+    values = (value for view in views for value in view.curves.get(followed, ()))
+    finite = [value for value in values if math.isfinite(value)]
     return (min(finite), max(finite)) if finite else (0.0, 1.0)
 
 

@@ -1,5 +1,6 @@
 """The live view: what it shows, at the widths people have, and that it reads no line twice."""
 
+import contextlib
 import io
 import math
 import time
@@ -65,6 +66,17 @@ def test_the_table_shows_every_column_of_a_run(tmp_path: Path) -> None:
     assert running[6:] == ["1.0002", "0.531", "84", "MiB", "0.50", "s", "0:15"]
     assert set(running[5]) <= set("▁▂▃▄▅") and running[5][0] == "▁"
     assert "90/180 steps" in lines[-1] and "50%" in lines[-1] and "0:45 left" in lines[-1]
+
+
+def test_runs_without_rewards_are_followed_by_their_loss(tmp_path: Path) -> None:
+    root = make_experiment(tmp_path, baseline_0=0)
+    directory = root / "baseline" / "seed-0"
+    with contextlib.closing(store.LineWriter(directory / "metrics.jsonl")) as writer:
+        for step in (1, 2):
+            writer.write({"step": step, "train/loss": 0.7 - 0.1 * step})
+    store.write_json(directory / "heartbeat.json", {"time_s": time.time(), "step": 2})
+    lines = drawn(root, 120).splitlines()
+    assert lines[2].split()[4] == "loss" and "0.500" in lines[3] and "█▁" in lines[3]
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
@@ -137,7 +149,8 @@ def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert parsed[70:] == [11, 12, 13]
     # Steps that are done again after a resume replace the old ones
     add_steps(experiment_dir / "baseline" / "seed-0", 12, 12, train__reward=0.9)
-    assert len(reader.read()[0].rewards) == 13 and reader.read()[0].rewards[11] == 0.9
+    rewards = reader.read()[0].curves["train/reward"]
+    assert len(rewards) == 13 and rewards[11] == 0.9
 
 
 def test_without_a_terminal_a_run_says_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
