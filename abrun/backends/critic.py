@@ -89,11 +89,11 @@ class DtensorCritic:
         return self._parameters.resident_tensors()
 
     def _microbatches(self, batch: Batch) -> Iterator[Batch]:
-        return microbatches(batch, self._policy.policy, self._policy.group)
+        return microbatches(batch, self._policy.settings, self._policy.group)
 
     def _values(self, batch: Batch) -> Tensor:
         """Values [B, S] float32: rows in and out, shifted as rows, so that no sequence sees another's."""
-        packing = packing_of(batch.token_mask) if self._policy.policy.packing else None
+        packing = packing_of(batch.token_mask) if self._policy.settings.packing else None
         token_ids = packing.pack(batch.token_ids) if packing else batch.token_ids
         values = self.head(self._backbone_states(token_ids, packing)).float()
         values = packing.unpack(values) if packing else values
@@ -120,11 +120,11 @@ def _head(hidden_size: int, seed: int) -> ValueHead:
 
 def _sharded(backbone: LanguageModel, policy: DtensorBackend) -> Backbone:
     network: Any = backbone.network
-    if policy.policy.packing:
+    if policy.settings.packing:
         enable_packing(network)
-    if policy.policy.activation_checkpointing:
+    if policy.settings.activation_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     module = Backbone(network.base_model).to(policy.device)
-    shard_layers(module, policy.mesh, policy.policy.dtype)
-    shard(module, policy.mesh, policy.policy.dtype)
+    shard_layers(module, policy.mesh, policy.settings.dtype)
+    shard(module, policy.mesh, policy.settings.dtype)
     return module.train()

@@ -121,7 +121,7 @@ class DtensorBackend:
     ) -> None:
         _check_available(policy.logprobs, device)
         self.device = device
-        self.policy = policy
+        self.settings = policy
         self.mesh = make_mesh(device)
         self.group = self.mesh.get_group()
         if policy.packing:
@@ -144,8 +144,8 @@ class DtensorBackend:
         out = torch.zeros(batch.token_ids.shape, device=self.device)
         start = 0
         with torch.no_grad():
-            for microbatch in microbatches(batch, self.policy, self.group):
-                packing = packing_of(microbatch.token_mask) if self.policy.packing else None
+            for microbatch in microbatches(batch, self.settings, self.group):
+                packing = packing_of(microbatch.token_mask) if self.settings.packing else None
                 logprobs, _ = self._judged(microbatch, packing)
                 out[start : start + len(microbatch), : logprobs.shape[1]] = logprobs
                 start += len(microbatch)
@@ -153,7 +153,7 @@ class DtensorBackend:
 
     def forward_backward(self, batch: Batch, objective: Objective) -> MetricParts:
         parts = []
-        for microbatch in microbatches(batch, self.policy, self.group):
+        for microbatch in microbatches(batch, self.settings, self.group):
             loss, logprobs, entropy = self._forward(microbatch, objective)
             loss.backward()
             parts.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
@@ -166,8 +166,8 @@ class DtensorBackend:
             # FSDP averages gradients over its ranks, and the global loss is a sum over them: cancel it, once.
             return objective.losses(tokens, logprobs, entropy) * self.group.size()
 
-        packing = packing_of(batch.token_mask) if self.policy.packing else None
-        if not self.policy.logprobs.one_pass:
+        packing = packing_of(batch.token_mask) if self.settings.packing else None
+        if not self.settings.logprobs.one_pass:
             logprobs, entropy = self._judged(batch, packing)
             return losses(batch, logprobs, entropy).sum(), logprobs, entropy
         tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()

@@ -7,6 +7,7 @@ A completion that was truncated at `rollout.max_new_tokens` counts in every metr
 other, with the reward that the verifier gives to its text; `train/truncation_rate` says how many there were.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup
 
 
-class PolicyGradient:
+class PolicyGradient(ABC):
     """What GRPO's family and PPO share: a subclass says where advantages come from."""
 
     def __init__(self, setup: Setup, settings: Grpo | Ppo) -> None:
@@ -63,9 +64,9 @@ class PolicyGradient:
             "train/global_valid_toks": sum(totals[::2]),
         }
 
+    @abstractmethod
     def _with_advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with advantages, and metrics of how they came about. Collective."""
-        raise NotImplementedError
 
     def _train(self, updates: list[tuple[Batch, "PolicyObjective"]], step: int) -> dict[str, float]:
         return self._setup.train_on_each(updates, step)

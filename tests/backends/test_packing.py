@@ -161,7 +161,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     whole = uneven_batch()
     batch, policy = whole[rank * 4 : rank * 4 + 4], {"packing": True, "micro_batch_tokens": 16}
     backend = make_backend(**policy)
-    parts = list(microbatches(batch, backend.policy, backend.group))
+    parts = list(microbatches(batch, backend.settings, backend.group))
     lengths = packing_of(batch.token_mask).starts
     found: dict[str, Any] = {"count": len(parts)}
     found["needed"] = len(filled([b - a for a, b in pairwise(lengths)], 16))
