@@ -138,7 +138,10 @@ def refused(path: Path, *overrides: str) -> str:
         ("task={type: completions}", ["task.path", "missing"]),
         ("algorithm={type: dpo, beta: 0}", ["algorithm.beta", "0", "greater than 0"]),
         ("algorithm={type: dpo, logprob_reduction: max}", ["algorithm.logprob_reduction", "'mean'"]),
-        ("algorithm={type: dpo, batch_size: 7}", ["algorithm.batch_size", "7", "2 ranks", "multiple of 2"]),
+        (
+            "algorithm={type: dpo, batch_size: 7}",
+            ["algorithm.batch_size", "7", "2 data-parallel ranks", "of 2"],
+        ),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
         (
             "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",

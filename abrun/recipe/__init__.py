@@ -111,7 +111,9 @@ class Declared(Section):
     @classmethod
     def _name_is_a_folder(cls, name: str) -> str:
         if not re.fullmatch(NAME, name):
-            raise ValueError(f"got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100")
+            raise ValueError(
+                f"got {shortened(name)}; allowed: letters, digits, '.', '_' and '-', at most 100"
+            )
         return name
 
     @field_validator("arms")
@@ -119,7 +121,9 @@ class Declared(Section):
     def _arms_have_a_baseline(cls, arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         bad = [arm for arm in arms if not re.fullmatch(NAME, arm)]
         if bad:
-            raise ValueError(f"got an arm named {bad[0]!r}; allowed: letters, digits, '.', '_' and '-'")
+            raise ValueError(
+                f"got an arm named {shortened(bad[0])}; allowed: letters, digits, '.', '_' and '-'"
+            )
         if BASELINE not in arms:
             raise ValueError(f"got {shortened(list(arms))}; an experiment needs an arm named 'baseline'")
         return arms

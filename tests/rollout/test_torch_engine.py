@@ -166,7 +166,7 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
         backend, completions = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS), policy)
         batch = batch_of(model, completions)
         assert batch.inference_logprobs is not None
-        error = (backend.logprobs(batch, None) - batch.inference_logprobs).abs().exp()
+        error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
     assert excess["float32"] < excess[None] / 3
 

@@ -386,7 +386,8 @@ def test_dynamic_sampling_leaves_out_groups_without_signal(warm_weights: Path, g
     # A pure function of seed and step: again, and without the step before it.
     again, _ = rollouts.collect(1)
     second, _ = rollouts.collect(2)
-    alone, _ = Rollouts(setup).collect(2)
+    assert isinstance(setup.config.algorithm, Grpo)
+    alone, _ = Rollouts(setup, setup.config.algorithm).collect(2)
     assert torch.equal(again.token_ids, batch.token_ids) and torch.equal(second.token_ids, alone.token_ids)
     assert not torch.equal(second.token_ids, batch.token_ids)
 
