@@ -213,7 +213,7 @@ def test_state_restores_the_value_model(group: None) -> None:
         assert torch.equal(tensor, restored[name]), name
 
 
-@pytest.mark.parametrize("backbone", ["own", "shared"])
+@pytest.mark.parametrize("backbone", ["own", pytest.param("shared", marks=pytest.mark.slow)])
 def test_two_ranks_do_what_one_does(backbone: str, group: None) -> None:
     batch = some_batch()
     _, critic = make_critic(value_backbone=backbone)

@@ -40,6 +40,7 @@ def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path) -> None:
     assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_dpo_is_measured_in_pairs(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / "dpo-fused-logprobs.yaml")
     profile = measure_recipe(recipe, tmp_path, lengths=[16])

@@ -63,13 +63,19 @@ def test_cuts_packing_and_paths_change_only_rounding(
     assert whole[3]["train/kl_penalty"] != 0 and whole[3]["train/critic/explained_var"] < 1
     others = {
         "cut": ("policy.micro_batch_size=5", CHUNKED),
-        "packed": (*PACKED, CHUNKED),
         "one-pass": (*PACKED, ONE_PASS),
     }
     for name, settings in others.items():
         assert_same_up_to_rounding(train(tmp_path / name, warm_weights, *overrides, *settings), whole)
-    two = train(tmp_path / "two", warm_weights, *overrides, *PACKED, ranks=2)
-    assert_same_up_to_rounding(two, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), SHARED], ids=["own", "shared"])
+def test_two_ranks_change_only_rounding(
+    overrides: tuple[str, ...], tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    one = train(tmp_path / "one", warm_weights, *overrides)
+    assert_same_up_to_rounding(train(tmp_path / "two", warm_weights, *overrides, *PACKED, ranks=2), one)
 
 
 def a_batch(setup: Any) -> Batch:

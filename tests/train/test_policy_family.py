@@ -64,7 +64,7 @@ def train(directory: Path, weights: Path, *overrides: str, ranks: int = 1) -> Ro
 # --- paths and cuts ---
 
 
-USUAL = ("dapo", "gspo", "cispo")  # the others take their time with -m slow
+USUAL = ("dapo", "gspo")  # the others take their time with -m slow
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,7 @@ def test_dense_fused_and_cut_agree(name: str, tmp_path: Path, warm_weights: Path
         assert_same_up_to_rounding(train(tmp_path / other, warm_weights, *settings, *overrides), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -93,9 +94,7 @@ def test_dense_fused_and_cut_agree(name: str, tmp_path: Path, warm_weights: Path
             "algorithm.documents_per_step=64",
             CHUNKED,
         ),
-        pytest.param(
-            (*FAMILY["reinforce++"], "algorithm.documents_per_step=40", ONE_PASS), marks=pytest.mark.slow
-        ),
+        (*FAMILY["reinforce++"], "algorithm.documents_per_step=40", ONE_PASS),
     ],
 )
 def test_two_ranks_change_only_rounding(
