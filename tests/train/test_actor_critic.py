@@ -63,7 +63,7 @@ def test_cuts_packing_and_paths_change_only_rounding(
     assert whole[3]["train/kl_penalty"] != 0 and whole[3]["train/critic/explained_var"] < 1
     others = {
         "cut": ("policy.micro_batch_size=5", CHUNKED),
-        "one-pass": (*PACKED, ONE_PASS),
+        "packed": (*PACKED, ONE_PASS),
     }
     for name, settings in others.items():
         assert_same_up_to_rounding(train(tmp_path / name, warm_weights, *overrides, *settings), whole)

@@ -139,6 +139,7 @@ def test_a_superseded_attempt_stops_and_writes_nothing_more(tmp_path: Path, warm
     assert not (directory / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun_stop_on_sigterm_and_resume(tmp_path: Path, warm_weights: Path) -> None:
     config = run_config("steps=9", "cluster.cpu_ranks=2", "algorithm.kl_coefficient=0.05")
     undisturbed = make_run(tmp_path / "whole", config, initial_weights=warm_weights)
