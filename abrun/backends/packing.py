@@ -79,8 +79,8 @@ def sequence_lengths(token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B] int64
 def microbatches(batch: Batch, policy: Policy, group: dist.ProcessGroup) -> Iterator[Batch]:
     """The batch cut as the recipe says, into as many microbatches on every rank. Collective with a budget.
 
-    With `micro_batch_tokens`: consecutive samples as long as they fit, the fullest of a rank cut further where
-    another rank needs more of them, because every forward pass is one of all ranks.
+    With `micro_batch_tokens`: consecutive samples as long as they fit; where another rank needs more
+    microbatches, the fullest are halved, because every forward pass is one of all ranks.
     """
     if policy.micro_batch_tokens is None:
         yield from batch.split(policy.micro_batch_size)
