@@ -1,5 +1,6 @@
 """The command line: parse, call one function, print. Everything slow to import waits inside its command."""
 
+import math
 import os
 import re
 import shlex
@@ -11,9 +12,10 @@ import typer
 from typer.exceptions import TyperException
 
 from abrun.errors import AbrunError, RecipeError
+from abrun.redaction import shown
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from abrun.terminal import Terminal
 
 app = typer.Typer(
     help="Run paired A/B experiments in RL post-training, and say whether the arms converge the same way.",
@@ -26,7 +28,12 @@ RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments."
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a value by its dotted key; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a value by its dotted key, such as compare.primary.0.sigma=0.1; repeatable. A mapping or a "
+        "list replaces what was there, 'arms={...}' too.",
+    ),
 ]
 Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
 Sources = Annotated[
@@ -59,6 +66,13 @@ Aliases = Annotated[
     ),
 ]
 StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--take-over",
+        help="Do not wait for the lock of a launcher on another machine to run out.",
+    ),
+]
 MOST_SEEDS = 1000
 
 
@@ -70,14 +84,19 @@ def launch(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at once; by default as many as the devices allow.")
     ] = None,
+    launcher: Annotated[str, typer.Option(help="What starts the runs.")] = "local",
     runs_dir: RunsDir = Path("runs"),
     name: Annotated[
         str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the plan, say whether it can run here, and write nothing."),
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")
     ] = False,
+    take_over: TakeOver = False,
     no_compare: Annotated[
         bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")
     ] = False,
@@ -86,31 +105,33 @@ def launch(
 
     Exit code: 0 when every run finished, 1 when one did not, 2 for bad input, 130 after Ctrl-C.
     """
+    from abrun.launch import experiment_dir_of, make_engine
     from abrun.plan import make_plan
     from abrun.recipe import load_recipe
 
     changes = [*(overrides or []), *([f"seeds={_parse_seeds(seeds)}"] if seeds is not None else [])]
     plan = make_plan(load_recipe(recipe, changes))
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
     console = _console()
     if dry_run:
         from abrun.launch.preview import preview
 
+        make_engine(launcher, jobs)  # refuses a name that none has
         console.print(preview(plan, jobs))
         return
-    from abrun.launch import local
+    from abrun.launch import launch as launch_runs
     from abrun.watch import View
 
-    experiment_dir = local.experiment_dir_of(plan, runs_dir, name)
     with View(console) as view:
-        outcome = local.launch(
+        outcome = launch_runs(
             plan,
             runs_dir,
+            observer=view,
+            launcher=launcher,
             name=name,
             jobs=jobs,
             resume=resume,
-            prepared=view.follow,
-            say=view.say,
-            tick=view.tick,
+            take_over=take_over,
         )
     if outcome.exit_code:
         again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
@@ -154,7 +175,7 @@ def compare(
     Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
     """
     from abrun.compare import compare_sources
-    from abrun.compare.sources import Reading
+    from abrun.compare.read.sources import Reading
     from abrun.recipe import parse_primary
 
     wanted = _parse_formats(formats)
@@ -195,8 +216,8 @@ def freeze(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with."""
-    from abrun.compare.reference import freeze as write_reference
-    from abrun.compare.sources import Reading, open_sources
+    from abrun.compare.read.reference import freeze as write_reference
+    from abrun.compare.read.sources import Reading, open_sources
     from abrun.recipe import parse_primary
 
     reading = Reading(
@@ -206,6 +227,7 @@ def freeze(
         group=group,
         aliases=tuple(alias or ()),
         step_column=step_column,
+        alone=True,
     )
     primaries = [parse_primary(text) for text in primary] if primary else None
     experiment = open_sources(sources, reading, primaries)
@@ -234,12 +256,20 @@ def plan(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Say how many seeds the declared margins take, before any GPU is spent."""
-    from abrun.compare.planning import plan_report
-    from abrun.compare.stored import load_experiment
+    from abrun.compare.read.stored import load_experiment
+    from abrun.compare.show.planning import plan_report
+    from abrun.plan import make_plan
     from abrun.recipe import load_recipe
     from abrun.store import find_experiment
 
+    if earlier and (sigma is not None or correlation is not None):
+        raise RecipeError(
+            f"--from: got {earlier!r} and --sigma or --correlation, which it measures; give one"
+        )
+    if sigma is not None and not math.isfinite(sigma):
+        raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
     loaded = load_recipe(recipe, overrides or [])
+    make_plan(loaded)  # refuses what a launch would refuse
     report = plan_report(
         loaded.name,
         loaded.compare,
@@ -272,7 +302,7 @@ def memory_profile(
     from abrun.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    output = output or runs_dir / f"{loaded.name}-memory"
+    output = output or runs_dir / f"{loaded.name.removesuffix('-memory')}-memory"
     profile = measure_recipe(loaded, output, lengths=_parse_lengths(lengths), num_sequences=sequences)
     console = _console()
     console.print(profile.table())
@@ -312,6 +342,8 @@ def main() -> None:
 
 
 def _run() -> int:
+    if sys.stdout is None:  # closed by the shell, as in `abrun status >&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         return app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
     except TyperException as error:
@@ -323,10 +355,13 @@ def _run() -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `abrun status | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # such as a path that is too long, or a folder that may not be read
+        where = error.filename or "what is written to, perhaps the standard output"
+        return _complain(f"{where}: {error.strerror or error}")
 
 
 def _complain(message: str) -> int:
-    print(f"abrun: {' '.join(message.split())}", file=sys.stderr)
+    print(f"abrun: {shown(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 
@@ -334,19 +369,21 @@ def _usage(error: Any) -> str:
     """What typer calls a usage error, in one line."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "abrun"
-    return f"{error.format_message().rstrip('.')}; see: {command} --help"
+    invalid = getattr(error.__cause__, "errors", list)()  # pydantic's, which knows the value
+    got = f"got {invalid[0]['input']!r}; " if invalid else ""
+    message = error.format_message().rstrip(".").replace("Input should be ", f"{got}allowed: ")
+    return f"{message}; see: {command} --help"
 
 
-def _console() -> "Console":
-    from rich.console import Console
+def _console() -> "Terminal":
+    from abrun.terminal import terminal
 
-    fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if fixed else 120)
+    return terminal()
 
 
-def _compare_after_launch(experiment_dir: Path, console: "Console") -> None:
+def _compare_after_launch(experiment_dir: Path, console: "Terminal") -> None:
     from abrun.compare import compare_sources
-    from abrun.compare.sources import Reading
+    from abrun.compare.read.sources import Reading
 
     try:
         comparison = compare_sources([str(experiment_dir)], Reading())
@@ -362,12 +399,14 @@ def _parse_formats(text: str) -> list[str]:
     for form in wanted:
         if form not in allowed:
             raise RecipeError(f"--format: got {form!r}; allowed: {', '.join(allowed)}")
+    if not wanted:
+        raise RecipeError(f"--format: got {text!r}, nothing to write; allowed: {', '.join(allowed)}")
     return wanted
 
 
 def _parse_lengths(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
+    if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= 2 for part in parts):
         raise RecipeError(f"--lengths: got {text!r}; allowed: numbers of at least 2, such as 512,1024,2048")
     return sorted({int(part) for part in parts})
 

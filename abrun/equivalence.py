@@ -235,10 +235,19 @@ def power_at(
 
 
 def pairs_needed(
-    margin: float, sd_difference: float, target: float = 0.8, alpha: float = ALPHA, most: int = MOST_PAIRS
+    margin: float,
+    sd_difference: float,
+    target: float = 0.8,
+    alpha: float = ALPHA,
+    most: int = MOST_PAIRS,
+    true_difference: float = 0.0,
 ) -> int | None:
-    """The fewest pairs with power `target` if the arms are truly equal; None beyond `most`."""
-    return _fewest(lambda pairs: power_at(margin, sd_difference, pairs, alpha), target, most)
+    """The fewest pairs with power `target`; None beyond `most`, and where the difference is no smaller than
+    the margin.
+    """
+    if abs(true_difference) >= margin:
+        return None
+    return _fewest(lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference), target, most)
 
 
 def _fewest(power_with: Callable[[int], float], target: float, most: int) -> int | None:

@@ -6,27 +6,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.recipe import BASELINE, CommandRun, Compare, Declared, Run, RunConfig, Sft, dotted
+from abrun.layout import RunName
+from abrun.metric_names import Need, find, unknown_metric
+from abrun.recipe import (
+    BASELINE,
+    CommandRunConfig,
+    Compare,
+    Completions,
+    Declared,
+    Dpo,
+    OwnRunConfig,
+    PolicyGradientSettings,
+    Preferences,
+    RunConfig,
+    Sft,
+    dotted,
+)
+from abrun.recipe.refusals import shortened
+from abrun.series import window_problem
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class RunName:
-    """Which run of an experiment: `rerun` 0 is the run itself, j > 0 its j-th same-seed repetition (A/A)."""
-
-    arm: str
-    seed: int
-    rerun: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.arm}/seed-{self.seed}" + (f"-aa{self.rerun}" if self.rerun else "")
+MOST_RUNS = 100_000  # each is a folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
+class PlannedRun:
     """One run to launch."""
 
     name: RunName
-    config: RunConfig | CommandRun
+    config: OwnRunConfig | CommandRunConfig
     warm_start: str | None  # key into Plan.warm_starts
 
 
@@ -35,17 +42,28 @@ class Plan:
     """The runs of an experiment in launch order: by pair, so that the first pair finishes first."""
 
     recipe: Declared
-    runs: tuple[RunSpec, ...]
-    warm_starts: dict[str, RunConfig]  # hash -> the supervised run that makes the shared initial weights
+    runs: tuple[PlannedRun, ...]
+    warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
     # arm -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
 
 
 def make_plan(recipe: Declared) -> Plan:
-    """The plan of a recipe. Raises RecipeError where an arm does not differ from the baseline."""
+    """The plan of a recipe.
+
+    Raises RecipeError where an arm does not differ from the baseline, or a claim could not be judged.
+    """
+    num_runs = len(recipe.arms) * len(recipe.seeds) + recipe.controls.aa_reruns
+    if num_runs > MOST_RUNS:
+        raise RecipeError(
+            f"{recipe.name}: got {len(recipe.arms)} arms x {len(recipe.seeds)} seeds, {num_runs} runs; "
+            f"allowed: at most {MOST_RUNS} an experiment: leave some out, or make it several"
+        )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
+    _check_claims(recipe, configs)
     treatments = [arm for arm in configs if arm != BASELINE]
-    treatment_diff = {arm: config_diff(configs[BASELINE], configs[arm]) for arm in treatments}
+    base = _resolved(configs[BASELINE])
+    treatment_diff = {arm: _difference(base, _resolved(configs[arm])) for arm in treatments}
     for arm, diff in treatment_diff.items():
         if not diff:
             raise RecipeError(
@@ -57,13 +75,14 @@ def make_plan(recipe: Declared) -> Plan:
                 f"{recipe.name}: arms.{arm}.validation: not the baseline's; all arms are validated alike: "
                 "set validation outside of arms"
             )
-    warm_starts: dict[str, RunConfig] = {}
+    warm_starts: dict[str, OwnRunConfig] = {}
     warm_start_of: dict[str, str | None] = {}
     for arm, config in configs.items():
         warm_start_of[arm] = None
-        if isinstance(config, RunConfig) and config.warm_start:
+        if isinstance(config, OwnRunConfig) and config.warm_start:
             shared = _warm_start_run(configs[BASELINE], config)
-            key = _sha256(shared.model_dump(mode="json"))[:16]
+            # How long it may take does not make another one
+            key = _sha256(shared.model_dump(mode="json", exclude={"limits"}))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
     names = [
@@ -77,16 +96,83 @@ def make_plan(recipe: Declared) -> Plan:
     return Plan(
         recipe=recipe,
         runs=tuple(
-            RunSpec(name=name, config=configs[name.arm], warm_start=warm_start_of[name.arm]) for name in names
+            PlannedRun(name=name, config=configs[name.arm], warm_start=warm_start_of[name.arm])
+            for name in names
         ),
         warm_starts=warm_starts,
         treatment_diff=treatment_diff,
     )
 
 
-def config_diff(base: Run, other: Run) -> dict[str, tuple[Any, Any]]:
+def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
+    """Refuse what would be found after all runs: a metric that none records, a window past the last step.
+
+    Of a foreign trainer's metrics nothing is known beforehand.
+    """
+    for index, claim in enumerate(recipe.compare.primary):
+        for config in configs.values():
+            field, problem = "window", window_problem(claim.window, config.steps)
+            if not problem and isinstance(config, OwnRunConfig):
+                field, problem = "metric", _unrecorded(claim.metric, config)
+            if problem:
+                raise RecipeError(f"{recipe.name}: compare.primary.{index}.{field}: {problem}")
+
+
+def _unrecorded(metric: str, config: OwnRunConfig) -> str | None:
+    """Why a run of our own trainer does not record a metric; None: it does."""
+    if problem := unknown_metric(metric, config.algorithm.type):
+        return problem
+    found = find(metric)
+    assert found is not None
+    option = _missing_option(found.needs, config)
+    return option and f"got {shortened(metric)} of {option}"
+
+
+def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
+    """What a run lacks of what a metric needs, and how it gets it; None: nothing."""
+    settings = config.algorithm if isinstance(config.algorithm, PolicyGradientSettings) else None
+    level = settings.metrics if settings else "basic"
+    penalised = settings is not None and settings.kl_coefficient > 0
+    in_reward = settings is not None and getattr(settings, "kl_in", "loss") != "loss"
+    by_loss = isinstance(config.task, Completions | Preferences)
+    lacking: dict[str, tuple[bool, str]] = {
+        "metrics basic": (level == "none", "runs of algorithm.metrics 'none'; set it to basic"),
+        "metrics full": (level != "full", f"runs of algorithm.metrics {level!r}; set it to full"),
+        "a KL penalty": (not penalised, "runs without a KL penalty; set algorithm.kl_coefficient"),
+        "a KL penalty in the reward": (
+            not (penalised and in_reward),
+            "runs whose reward has no KL penalty; set algorithm.kl_coefficient and kl_in: reward",
+        ),
+        "dynamic sampling": (
+            getattr(settings, "dynamic_sampling", None) is None,
+            "runs without it; set algorithm.dynamic_sampling",
+        ),
+        "validation by completions": (by_loss, f"runs of task.type {config.task.type!r}, validated by loss"),
+        "validation by loss": (not by_loss, f"runs of task.type {config.task.type!r}, which has a verifier"),
+        "validation by answers or pairs": (
+            by_loss and not isinstance(config.algorithm, Dpo),
+            f"runs of task.type {config.task.type!r}, which has no verifier; claim validation/loss",
+        ),
+        "GPUs": (config.cluster.gpus_per_node == 0, "runs on CPU cores; claim peak_live_tensor_bytes"),
+        "CPU cores": (config.cluster.gpus_per_node > 0, "runs on GPUs; claim peak_allocated_bytes"),
+    }
+    if need and need.startswith("validation") and config.validation is None:
+        return "runs that do not validate; set validation.every"
+    lacks, said = lacking.get(need or "", (False, ""))
+    return said if lacks else None
+
+
+def config_diff(base: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Every dotted key whose resolved value differs, with both values."""
-    left, right = dotted(base.model_dump(mode="json")), dotted(other.model_dump(mode="json"))
+    return _difference(_resolved(base), _resolved(other))
+
+
+def _resolved(config: RunConfig) -> dict[str, Any]:
+    """Every dotted key of a configuration with its value."""
+    return dotted(config.model_dump(mode="json"))
+
+
+def _difference(left: dict[str, Any], right: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     keys = [*left, *(key for key in right if key not in left)]
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
@@ -105,13 +191,20 @@ def _reruns_of(index: int, recipe: Declared) -> int:
     return rounds + (index < rest)
 
 
-def _warm_start_run(baseline: Run, config: RunConfig) -> RunConfig:
+def _warm_start_run(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
     """The supervised run behind an arm's initial weights: the baseline's stack, so that arms share it."""
     warm_start, validation = config.warm_start, config.validation
     assert warm_start is not None
-    if not isinstance(baseline, RunConfig):  # a foreign trainer's, which has none to share
+    if not isinstance(baseline, OwnRunConfig):  # a foreign trainer's, which has none to share
         baseline = config
-    optimizer = baseline.policy.optimizer.model_copy(update={"learning_rate": warm_start.learning_rate})
+    # The schedule is the runs': it ends with their last step, and its floor may be above this learning rate.
+    optimizer = baseline.policy.optimizer.model_copy(
+        update={
+            "learning_rate": warm_start.learning_rate,
+            "schedule": "constant",
+            "min_learning_rate": 0.0,
+        }
+    )
     return baseline.model_copy(
         update={
             "algorithm": Sft(type="sft", batch_size=warm_start.batch_size),

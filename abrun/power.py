@@ -53,7 +53,7 @@ class ClaimPower:
 def claim_power(
     claim: Primary, compare: Compare, spread: Spread | None, alpha: float = ALPHA
 ) -> ClaimPower | None:
-    """Of the test that the verdict will use (see abrun.compare.evidence); None where sigma is unknown."""
+    """Of the test that the verdict will use (see abrun.compare.judge.claims); None where sigma is unknown."""
     if claim.sigmas is not None and not compare.reference:
         sigmas = claim.sigmas
         return ClaimPower(

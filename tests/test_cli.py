@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,14 @@ import pytest
 import abrun.compare
 from abrun import cli, store
 from abrun.errors import ComparisonError
-from abrun.launch import local
-from tests.launch.test_local import FAKE_TRAINER, SMALL, fake
+from abrun.implementations import LAUNCHERS
+from abrun.memory import profile
+from tests.launch.fakes import FAKE
+from tests.launch.test_local import SMALL
 
 Run = Callable[..., tuple[int, str, str]]
+CLAIM = ["--set", "compare.primary.0.metric=train/rewrad"]
+WINDOW = ["--set", "compare.primary.0.window=steps 2-4"]
 SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotlib")
 
 
@@ -28,7 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """`abrun ARGUMENTS` in an empty folder, with the fake trainer: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setitem(local.launch.__kwdefaults__, "command", fake)
+    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["abrun", *map(str, arguments)])
@@ -125,8 +130,10 @@ def test_every_command_has_help(run: Run) -> None:
         (["frobnicate"], "No such command 'frobnicate'; see: abrun --help"),
         (["launch"], "Missing argument"),
         (["launch", SMALL, "--job", "2"], "--job"),
-        (["launch", SMALL, "--jobs", "0"], "greater than or equal to 1"),
+        (["launch", SMALL, "--jobs", "0"], "'--jobs': got '0'; allowed: greater than or equal to 1"),
         (["launch", SMALL, "--jobs", "two"], "--jobs"),
+        (["compare", ".", "--format", ""], "--format: got '', nothing to write; allowed: terminal"),
+        (["plan", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' and --sigma or --correlation"),
         (["launch", "gone.yaml"], "gone.yaml: no such recipe"),
         (["launch", "."], "cannot be read as a recipe"),
         (["launch", SMALL, "--set", "steps"], "--set: got 'steps'; allowed: key=value"),
@@ -138,12 +145,24 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--seeds", "1,1"], "every seed once"),
         (["launch", SMALL, "--seeds", "3"], "one seed with an equivalence margin"),
         (["launch", SMALL, "--name", "a/b"], "--name: got 'a/b'"),
+        (["launch", SMALL, "--name", "a/b", "--dry-run"], "--name: got 'a/b'"),
+        (["memory-profile", SMALL, "--lengths", "9" * 5000], "--lengths: got"),
+        (["status", "x" * 5000], "File name too long"),
+        (["launch", SMALL, "--set", "=1"], "--set: got '=1'; allowed: key=value"),
+        (["launch", SMALL, "--set", "steps="], "steps: got None; allowed: a whole number"),
+        (["launch", SMALL, "--launcher", "pigeon"], "--launcher: got 'pigeon'; allowed: local"),
+        (["launch", SMALL, "--launcher", "pigeon", "--dry-run"], "--launcher: got 'pigeon'; allowed: local"),
         (["launch", SMALL, "--set", "cluster.nodes=2"], "the local launcher has this one machine"),
         (["launch", SMALL, "--set", "rollout.engine=vllm"], "got 'vllm', not built yet; this version takes"),
         (["memory-profile", SMALL, "--set", "rollout.engine=vllm"], "rollout.engine: got 'vllm', not built"),
         (["launch", SMALL, "--runs-dir", "/proc/runs"], "cannot be written"),
         (["launch", SMALL, "--runs-dir", str(SMALL)], "a file is where a folder has to be"),
         (["launch", SMALL, "--resume"], "no experiment here"),
+        (["launch", SMALL, *CLAIM], "got 'train/rewrad'"),
+        (["launch", SMALL, "--dry-run", *CLAIM], "did you mean 'train/reward'?"),
+        (["plan", SMALL, *CLAIM], "compare.primary.0.metric: got 'train/rewrad'"),
+        (["plan", SMALL, *WINDOW], "compare.primary.0.window: got 'steps 2-4'"),
+        (["launch", SMALL, "--dry-run", *WINDOW], "the runs end at step 3"),
         (["compare", "gone"], "gone: no experiment here"),
         (["compare", "gone", "--primary", "reward"], "--primary: got 'reward'; allowed: METRIC:"),
         (["watch", "gone"], "gone: no experiment here"),
@@ -160,12 +179,19 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_closed_stdout_is_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "abrun.cli", "status", "--runs-dir", str(tmp_path)]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # --- launch ---
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -> None:
     known = "{metric: train/reward, margin: 0.05, sigma: 0.02, correlation: 0.5}"
-    claim = f"compare.primary=[{known}, {{metric: m, margin: 1}}]"
+    claim = f"compare.primary=[{known}, {{metric: train/loss, margin: 1}}]"
     changes = ["--set", claim, "--set", "warm_start={steps: 7}", "--set", "controls.aa_reruns=1"]
     code, output, _ = run("launch", SMALL, "--dry-run", "--seeds", "0-2", "--jobs", "2", *changes)
     assert code == 0 and list(tmp_path.iterdir()) == []
@@ -176,7 +202,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -
         *("baseline/seed-1", "treatment/seed-1", "baseline/seed-2", "treatment/seed-2"),
     ]
     assert ["treatment", "policy.logprobs.impl", "logits", "chunked"] in rows
-    assert "runs 2 at once" in output
+    assert output.splitlines()[-1].endswith(" runs 2 at once.")
     # sigma 0.02, correlation 0.5: sd of a difference 0.02, so the margin is 2.5 sd
     power = next(row for row in rows if row[:1] == ["train/reward"])
     assert power[1:6] == ["last", "20%", "±0.05", "0.02", "0.5"]
@@ -188,12 +214,12 @@ def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run:
     changes = ["--set", "cluster.nodes=2", "--set", "arms.treatment.policy.backend={type: megatron}"]
     code, output, _ = run("launch", SMALL, "--dry-run", *changes)
     lines = output.splitlines()
-    first = next(index for index, line in enumerate(lines) if line.endswith("cannot run it:"))
-    assert code == 0 and [line.split(": got ")[0] for line in lines[first + 1 : first + 4]] == [
+    assert code == 0 and [line.split(": got ")[0] for line in lines[-3:-1]] == [
         "- arm treatment: policy.backend.type",
         "- arms baseline, treatment: cluster.nodes",
-        "",
     ]
+    assert lines[-1] == "This machine cannot run small: 2 reasons, listed above."
+    assert lines[-4].startswith("What this machine (") and lines[-4].endswith(") lacks")
     assert any(line.split() == ["treatment", "policy.backend.type", "dtensor", "megatron"] for line in lines)
 
 
@@ -232,9 +258,9 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
 
 def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     script = (
-        "import sys; from abrun import cli; from abrun.launch import local\n"
-        f"command = lambda directory, ranks: [sys.executable, {str(FAKE_TRAINER)!r}, str(directory)]\n"
-        "local.launch.__kwdefaults__['command'] = command; cli.main()"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from abrun import cli; from abrun.implementations import LAUNCHERS\n"
+        f"LAUNCHERS['local'] = {FAKE[1]!r}; cli.main()"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", script, "launch", str(SMALL), "--set", "steps=500", "--jobs", "2"],
@@ -255,6 +281,15 @@ def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     assert "stopping 2 runs" in output and "baseline/seed-0: interrupted at step" in output
     again = f"Stopped. Continue with: abrun launch {SMALL} --set steps=500 --jobs 2 --resume"
     assert output.splitlines()[-1] == again
+
+
+def test_a_memory_profile_is_named_after_its_recipe_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "measure_recipe", lambda *_, **options: SimpleNamespace(table=lambda: ""))
+    for name in ("small", "small-memory"):
+        code, output, _ = run("memory-profile", SMALL, "--set", f"name={name}")
+        assert (
+            code == 0 and output.strip() == "peaks.json, memory.png and memory.svg are in runs/small-memory"
+        )
 
 
 # --- compare ---

@@ -1,18 +1,30 @@
 """Plans: which runs, in which order, what differs, and which share their initial weights."""
 
+import io
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from abrun.errors import RecipeError
+from abrun.launch.preview import preview
 from abrun.plan import Plan, compare_hash, make_plan
-from abrun.recipe import load_recipe
+from abrun.recipe import OwnRunConfig, load_recipe
 
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
+FOREIGN = Path(__file__).parent / "external" / "foreign.yaml"
 WARM = "warm_start={steps: 50}"
 
 
 def plan_of(*overrides: str) -> Plan:
     return make_plan(load_recipe(SMALL, overrides))
+
+
+def dry_run(plan: Plan) -> str:
+    shown = io.StringIO()
+    Console(width=100, file=shown).print(preview(plan))
+    return shown.getvalue()
 
 
 def names(plan: Plan) -> list[str]:
@@ -42,6 +54,91 @@ def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["compare.primary.0.metric=train/rewrad"],
+            "primary.0.metric: got 'train/rewrad', which a run of grpo",
+        ),
+        (["compare.primary.0.metric=train/rewards/margin"], "which a run of grpo does not record"),
+        (["compare.primary.0.metric=validation/accuracy"], "runs that do not validate; set validation.every"),
+        (
+            ["compare.primary.0.metric=train/kl_penalty"],
+            "got 'train/kl_penalty' of runs without a KL penalty; set algorithm.kl_coefficient",
+        ),
+        (
+            ["compare.primary.0.metric=train/reward_before_kl", "algorithm.kl_coefficient=0.1"],
+            "of runs whose reward has no KL penalty; set algorithm.kl_coefficient and kl_in: reward",
+        ),
+        (
+            ["compare.primary.0.metric=train/document_entropy"],
+            "of runs of algorithm.metrics 'basic'; set it to full",
+        ),
+        (
+            ["compare.primary.0.metric=train/entropy", "arms.treatment.algorithm.metrics=none"],
+            "of runs of algorithm.metrics 'none'; set it to basic",
+        ),
+        (
+            ["compare.primary.0.metric=train/dynamic_sampling_tries"],
+            "of runs without it; set algorithm.dynamic_sampling",
+        ),
+        (
+            ["compare.primary.0.metric=memory/logprobs/peak_reserved_bytes"],
+            "of runs on CPU cores; claim peak_live_tensor_bytes",
+        ),
+        (
+            ["compare.primary.0.window=steps 2-4"],
+            "primary.0.window: got 'steps 2-4', and the runs end at step 3",
+        ),
+        (
+            ["steps=5", "compare.primary.0.window=steps 2-4", "arms.treatment.steps=3"],
+            "window: got 'steps 2-4', and the runs end at step 3",
+        ),
+    ],
+)
+def test_a_claim_that_could_not_be_judged_is_refused_before_the_runs(
+    overrides: list[str], words: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan_of(*overrides)
+    assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_claims_that_can_be_judged_are_planned() -> None:
+    assert plan_of("compare.primary.0.window=steps 2-3").runs
+    assert plan_of(
+        "compare.primary.0.metric=validation/accuracy", "validation={every: 1, num_prompts: 8}"
+    ).runs
+    for metric, option in (
+        ("train/kl_penalty", "algorithm.kl_coefficient=0.1"),
+        ("train/num_tokens", "algorithm.metrics=full"),
+        ("train/dynamic_sampling_tries", "algorithm.dynamic_sampling={}"),
+        ("memory/logprobs/peak_allocated_bytes", "cluster.gpus_per_node=1"),
+    ):
+        assert plan_of(f"compare.primary.0.metric={metric}", option).runs
+    # A foreign trainer may log anything; when its runs end is known
+    assert make_plan(load_recipe(FOREIGN, ["compare.primary.0.metric=its/own"])).runs
+    with pytest.raises(RecipeError, match="the runs end at step 5"):
+        make_plan(load_recipe(FOREIGN, ["compare.primary.0.window=steps 2-9"]))
+
+
+def test_large_plans_are_made_and_shown_in_seconds() -> None:
+    arms = ", ".join(f"a{number}: {{steps: {number + 4}}}" for number in range(199))
+    many = [f"arms={{baseline: {{}}, {arms}}}", f"seeds={list(range(500))}"]
+    started = time.perf_counter()
+    plan = plan_of(*many)
+    shown = dry_run(plan)
+    assert time.perf_counter() - started < 20
+    assert len(plan.runs) == 100_000 and "... and 99800 more" in shown
+    with pytest.raises(RecipeError, match="200 arms x 500 seeds, 100001 runs; allowed: at most 100000"):
+        plan_of(*many, "controls.aa_reruns=1")
+
+
+def test_a_recipe_s_texts_are_no_markup_of_the_dry_run() -> None:
+    assert "[/x][red]\\x07" in dry_run(plan_of('model={path: "[/x][red]\\x07"}'))
+
+
 def test_arms_share_a_warm_start_unless_model_or_task_differ() -> None:
     plan = plan_of(WARM)
     (key,) = plan.warm_starts
@@ -59,6 +156,14 @@ def test_arms_share_a_warm_start_unless_model_or_task_differ() -> None:
 )
 def test_a_cached_warm_start_serves_whatever_does_not_reach_it(override: str) -> None:
     assert list(plan_of(WARM, override).warm_starts) == list(plan_of(WARM).warm_starts)
+
+
+def test_a_warm_start_stays_at_its_learning_rate_whatever_the_runs_schedule_is() -> None:
+    falling = "policy.optimizer={learning_rate: 1, schedule: cosine, min_learning_rate: 0.5, warmup_steps: 4}"
+    (warm_start,) = plan_of(WARM, falling).warm_starts.values()
+    assert OwnRunConfig.model_validate(warm_start.model_dump()) == warm_start
+    optimizer = warm_start.policy.optimizer
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.warmup_steps) == (1e-3, "constant", 4)
 
 
 def test_a_warm_start_never_sees_what_its_runs_hold_out_however_often_they_validate() -> None:

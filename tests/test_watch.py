@@ -3,6 +3,8 @@
 import contextlib
 import io
 import math
+import re
+import shutil
 import time
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from abrun import store, watch
-from abrun.plan import RunName
+from abrun.layout import RunName
+from abrun.watch.reading import time_left_s
+from abrun.watch.showing import memory, sparkline
 
 
 def make_experiment(root: Path, **steps: int) -> Path:
@@ -23,8 +27,8 @@ def make_experiment(root: Path, **steps: int) -> Path:
         directory = store.run_dir(experiment_dir, name)
         store.write_json(directory / "config.json", {"config": {"steps": 60}})
         if done:
-            attempts = [{"started_s": time.time()}]
-            store.write_json(directory / "meta.json", {"status": "running", "attempts": attempts})
+            running = {"status": "running", "started_s": time.time()}
+            store.write_json(directory / "attempts/0001.json", running)
             add_steps(directory, 1, done)
         if done == 60:
             store.write_json(directory / "result.json", {})
@@ -51,8 +55,8 @@ def add_steps(directory: Path, first: int, last: int, **values: float) -> None:
 
 def drawn(experiment_dir: Path, width: int, height: int | None = None) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    views = watch.ExperimentReader(experiment_dir).read()
-    console.print(watch.render(experiment_dir.name, views, width, height))
+    runs = watch.ExperimentReader(experiment_dir).read()
+    console.print(watch.render(experiment_dir.name, runs, width, height))
     return console.export_text()
 
 
@@ -97,6 +101,47 @@ def test_many_runs_fit_into_a_low_terminal_those_at_work_first(tmp_path: Path) -
     assert left_out[0] == "and" and int(left_out[1]) + int(left_out[3]) + len(shown) == 42
 
 
+def test_the_peak_memory_is_the_run_s_and_not_the_last_step_s(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=10)
+    peak = {"memory__forward_backward__peak_live_tensor_bytes": 500.0 * 2**20}
+    add_steps(experiment_dir / "baseline" / "seed-0", 11, 11, **peak)
+    reader = watch.ExperimentReader(experiment_dir)
+    reader.read()
+    peak = dict.fromkeys(peak, math.nan)
+    add_steps(experiment_dir / "baseline" / "seed-0", 12, 12, **peak)
+    add_steps(experiment_dir / "baseline" / "seed-0", 13, 13)
+    (run,) = reader.read()
+    assert run.peak_bytes == 500 * 2**20 and run.step == 13
+
+
+def test_the_time_left_counts_the_start_ups_of_runs_to_come(tmp_path: Path) -> None:
+    """Two at work, 0.5 s a step: 15 s of one, and of the other, which has no step yet, what its arm takes."""
+    runs = {"baseline_0": 60, "treatment_0": 30, "baseline_1": 0, "treatment_1": 0}
+    experiment_dir = make_experiment(tmp_path, **runs)
+    now = time.time()
+
+    def begin(run: str, ago_s: float, status: str = "running") -> None:
+        attempt = {"status": status, "started_s": now - ago_s}
+        store.write_json(experiment_dir / run / "attempts/0001.json", attempt)
+
+    begin("baseline/seed-0", 200, "finished")
+    first_step = {"step": 1, "attempt": 2, "time_s": now - 159.5, "timing/train/total_step_time_s": 0.5}
+    with contextlib.closing(
+        store.LineWriter(experiment_dir / "baseline" / "seed-0" / "metrics.jsonl")
+    ) as writer:
+        writer.write(first_step)
+    begin("treatment/seed-0", 100)
+    begin("baseline/seed-1", 10)
+    reader = watch.ExperimentReader(experiment_dir)
+    assert [run.start_up_s for run in reader.read()] == [pytest.approx(40), None, None, None]
+    # treatment-0 ends after 15 s, and treatment-1 after 40 + 30 s more; baseline-1 after 40 - 10 + 30 s
+    assert time_left_s(reader.read()) == pytest.approx(85, abs=1)
+    begin("treatment/seed-1", 10)
+    assert time_left_s(reader.read()) == pytest.approx(60, abs=1)
+    begin("treatment/seed-1", 10, "failed")
+    assert time_left_s(reader.read()) == pytest.approx(60, abs=1)
+
+
 def test_nan_is_seen(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=10)
     add_steps(
@@ -108,13 +153,21 @@ def test_nan_is_seen(tmp_path: Path) -> None:
 
 def test_failures_and_corrupt_lines_are_said_below_the_table(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=10)
-    failed = {"status": "failed", "attempts": [{"started_s": 0}], "message": "out of [memory]"}
-    store.write_json(experiment_dir / "baseline" / "seed-0" / "meta.json", failed)
+    failed = {"status": "failed", "started_s": 0, "message": "out of [memory]"}
+    store.write_json(experiment_dir / "baseline" / "seed-0" / "attempts/0001.json", failed)
     with (experiment_dir / "treatment" / "seed-0" / "metrics.jsonl").open("a") as file:
         file.write("garbage\n")
     text = drawn(experiment_dir, 200)
     assert "baseline/seed-0: out of [memory]" in text
     assert "treatment/seed-0: " in text and "line 11: got 'garbage'" in text
+
+
+@pytest.mark.parametrize("step", ['"x"', "null", "1.5", "[1]"])
+def test_a_row_of_no_step_is_passed_over(tmp_path: Path, step: str) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=10)
+    with (experiment_dir / "baseline" / "seed-0" / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step}, "attempt": 1, "train/reward": 7.0}}\n')
+    assert "10/60" in drawn(experiment_dir, 200)
 
 
 def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
@@ -123,9 +176,7 @@ def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
     config = {"initial_weights": "../../../warm-starts/abc/checkpoints/final", "config": {"steps": 60}}
     store.write_json(experiment_dir / "baseline" / "seed-0" / "config.json", config)
     store.write_json(warm_start / "config.json", {"config": {"steps": 100}})
-    store.write_json(
-        warm_start / "meta.json", {"status": "running", "attempts": [{"started_s": time.time()}]}
-    )
+    store.write_json(warm_start / "attempts/0001.json", {"status": "running", "started_s": time.time()})
     store.write_json(warm_start / "heartbeat.json", {"time_s": time.time(), "step": 42})
     assert ["warm-start", "running", "42/100"] in [
         line.split() for line in drawn(experiment_dir, 120).splitlines()
@@ -134,19 +185,48 @@ def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
     assert "warm-start" not in drawn(experiment_dir, 120)
 
 
+def test_a_deleted_warm_start_is_shown_while_a_run_waits_for_it(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=60)
+    config = {"initial_weights": "../../../warm-starts/gone/checkpoints/final", "config": {"steps": 60}}
+    store.write_json(experiment_dir / "baseline" / "seed-0" / "config.json", config)
+    assert "warm-start" not in drawn(experiment_dir, 120)
+    store.write_json(experiment_dir / "baseline" / "seed-0" / "attempts/0001.json", {"status": "pending"})
+    (experiment_dir / "baseline" / "seed-0" / "result.json").unlink(missing_ok=True)
+    assert "warm-start" in drawn(experiment_dir, 120)
+
+
+def test_a_run_whose_directory_was_removed_is_still_to_do(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=60)
+    content = store.read_json(experiment_dir / "experiment.json")
+    store.write_json(experiment_dir / "experiment.json", {**content, "recipe": {"steps": 60}})
+    shutil.rmtree(experiment_dir / "treatment")
+    text = drawn(experiment_dir, 120)
+    assert "0/60" in text and "60/120 steps" in text
+
+
+def test_one_corrupt_experiment_does_not_hide_the_others(tmp_path: Path) -> None:
+    make_experiment(tmp_path, baseline_0=60)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "experiment.json").write_text("{")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(watch.status_of_experiments(tmp_path))
+    text = console.export_text()
+    assert "60/60" in text and "torn/experiment.json: not readable as JSON" in text
+
+
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=60)
-    parsed: list[int] = []
+    parsed: list[str] = []
     parse = store.LineReader._parse
     monkeypatch.setattr(
         store.LineReader, "_parse", lambda *arguments: (parsed.append(arguments[2]), parse(*arguments))[1]
     )
     reader = watch.ExperimentReader(experiment_dir)
-    assert [view.step for view in reader.read()] == [10, 60]
+    assert [run.step for run in reader.read()] == [10, 60]
     assert len(parsed) == 70
     add_steps(experiment_dir / "baseline" / "seed-0", 11, 13)
-    assert [view.step for view in reader.read()] == [13, 60]
-    assert parsed[70:] == [11, 12, 13]
+    assert [run.step for run in reader.read()] == [13, 60]
+    assert parsed[70:] == ["line 11", "line 12", "line 13"]
     # Steps that are done again after a resume replace the old ones
     add_steps(experiment_dir / "baseline" / "seed-0", 12, 12, train__reward=0.9)
     rewards = reader.read()[0].curves["train/reward"]
@@ -160,8 +240,8 @@ def test_without_a_terminal_a_run_says_few_lines(tmp_path: Path, monkeypatch: py
     with watch.View(Console(file=output, width=60)) as view:
         view.follow(experiment_dir)
         view.tick(now=True)
-        running = {"status": "running", "attempts": [{"started_s": time.time()}]}
-        store.write_json(directory / "meta.json", running)
+        running = {"status": "running", "started_s": time.time()}
+        store.write_json(directory / "attempts/0001.json", running)
         view.tick(now=True)
         for step in range(1, 61):
             add_steps(directory, step, step)
@@ -197,6 +277,55 @@ def test_on_a_terminal_the_table_is_redrawn_and_notes_stand_above_it(tmp_path: P
     )  # the cursor is back
 
 
+def test_ctrl_c_leaves_no_stale_line(tmp_path: Path) -> None:
+    """The terminal echoes ^C where the cursor stands: there has to be room, or it wraps."""
+    experiment_dir = make_experiment(tmp_path, baseline_0=10)
+    screen = Screen(width=100)
+    console = Console(file=screen, width=100, height=30, force_terminal=True, color_system=None)
+    with pytest.raises(KeyboardInterrupt), watch.View(console) as view:
+        view.follow(experiment_dir)
+        view.tick(now=True)
+        screen.write("^C")
+        view.tick(now=True)
+        assert sum(line.startswith("demo") for line in screen.lines) == 1
+        screen.write("^C^C")
+        view.say("stopping 1 run")
+        screen.write("^C")
+        raise KeyboardInterrupt
+    lines = [line.rstrip() for line in screen.lines]
+    assert [line.split("  ")[0] for line in lines[:2]] == ["stopping 1 run", "demo"]
+    assert "10/60 steps" in lines[-2] and lines[-1] == "" and "^C" not in "".join(lines)
+
+
+class Screen(io.StringIO):
+    """A terminal of some width and any height: what stands on it after all that was written."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.lines, self.row, self.column = width, [""], 0, 0
+
+    def write(self, text: str) -> int:
+        for control, number, letter, character in re.findall(r"(\x1b\[\??(\d*)([A-Za-z]))|([^\x1b])", text):
+            if control:
+                self.row -= int(number or 1) if letter == "A" else 0
+                self.lines[self.row] = "" if letter == "K" else self.lines[self.row]
+            elif character in "\r\n":
+                self.column = 0
+                self.row += character == "\n"
+            else:
+                if self.column == self.width:
+                    self.row, self.column = self.row + 1, 0
+                self._grow()
+                line = self.lines[self.row].ljust(self.column)
+                self.lines[self.row] = line[: self.column] + character + line[self.column + 1 :]
+                self.column += 1
+            self._grow()
+        return len(text)
+
+    def _grow(self) -> None:
+        self.lines += [""] * (self.row + 1 - len(self.lines))
+
+
 def test_watching_ends_with_the_experiment_or_when_nobody_runs_it(tmp_path: Path) -> None:
     output = io.StringIO()
     watch.watch(make_experiment(tmp_path / "done", baseline_0=60), Console(file=output))
@@ -206,11 +335,11 @@ def test_watching_ends_with_the_experiment_or_when_nobody_runs_it(tmp_path: Path
 
 
 def test_sparklines_share_one_scale_and_average_what_does_not_fit() -> None:
-    assert watch.sparkline([0, 1], 10, (0, 1)) == "▁█"
-    assert watch.sparkline([0, 0, 1, 1], 2, (0, 1)) == "▁█"
-    assert watch.sparkline([0.5], 10, (0.5, 0.5)) == "▅"
-    assert watch.sparkline([], 10, (0, 1)) == ""
-    assert len(watch.sparkline(list(range(1000)), 30, (0, 999))) == 30
+    assert sparkline([0, 1], 10, (0, 1)) == "▁█"
+    assert sparkline([0, 0, 1, 1], 2, (0, 1)) == "▁█"
+    assert sparkline([0.5], 10, (0.5, 0.5)) == "▅"
+    assert sparkline([], 10, (0, 1)) == ""
+    assert len(sparkline(list(range(1000)), 30, (0, 999))) == 30
 
 
 @pytest.mark.parametrize(
@@ -218,4 +347,29 @@ def test_sparklines_share_one_scale_and_average_what_does_not_fit() -> None:
     [(None, ""), (2048, "2 KiB"), (84_000_000, "80.1 MiB"), (1023 * 2**20, "1023 MiB"), (2**30, "1 GiB")],
 )
 def test_memory_is_for_people(num_bytes: float | None, text: str) -> None:
-    assert watch.memory(num_bytes) == text
+    assert memory(num_bytes) == text
+
+
+def test_of_a_long_run_a_few_rows_are_read_and_then_what_is_new(tmp_path: Path, monkeypatch) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=1)
+    directory = experiment_dir / "baseline" / "seed-0"
+    (directory / "metrics.jsonl").unlink()
+    add_steps(directory, 1, 3000)
+    parsed: list[int] = []
+    parse = store.LineReader._parse
+
+    def counted(reader: store.LineReader, line: bytes, place: str) -> dict:
+        parsed.append(len(line))
+        return parse(reader, line, place)
+
+    monkeypatch.setattr(store.LineReader, "_parse", counted)
+    reader = watch.ExperimentReader(experiment_dir)
+    (run,) = reader.read()
+    assert len(parsed) < 100 and run.skimmed and run.step == 3000 and run.step_time_s == 0.5
+    curve = run.curves["train/reward"]
+    assert curve == sorted(curve) and curve[-1] == 50 and curve[0] < 2 and 20 < len(curve) < 50
+    assert run.latest["step"] == 3000 and run.peak_bytes == 84 * 2**20
+    add_steps(directory, 3001, 3002)
+    (run,) = reader.read()
+    assert run.step == 3002 and len(parsed) < 100
+    assert "some steps of long runs" in drawn(experiment_dir, 120)

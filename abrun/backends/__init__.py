@@ -1,23 +1,29 @@
-"""Backends: how a policy is spread over ranks and trained. The loops know only the protocol below.
+"""Backends: how a policy is spread over ranks and trained. The loops know only the protocols below.
 
-Letters: B sequences, S positions; entry t of a per-token tensor belongs to token t.
+Letters: B sequences, S positions, V vocabulary; entry t of a per-token tensor belongs to token t.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from abrun.rl.batch import Batch
+from abrun.backends.ranks import Ranks
+from abrun.implementations import BACKENDS, load
+from abrun.recipe import OwnRunConfig, Ppo
+from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts
 
+B = TypeVar("B", bound=Sequences)
+B_contra = TypeVar("B_contra", bound=Sequences, contravariant=True)
 
-class Objective(Protocol):
+
+class Objective(Protocol[B_contra]):
     """What a step minimises: the sum of a loss over all tokens of the global batch."""
 
-    def losses(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def losses(self, batch: B_contra, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Each token's share of the global loss [...], 0 where masked.
 
         All of `batch` is [...]: a microbatch [B, S], or some tokens of one [n], as a pass that never has all
@@ -25,19 +31,19 @@ class Objective(Protocol):
         """
         ...
 
-    def metrics(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+    def metrics(self, batch: B_contra, logprobs: Tensor, entropy: Tensor) -> MetricParts:
         """A microbatch's contributions, from log-probs and entropies [B, S] without gradient."""
         ...
 
 
-class ValueObjective(Protocol):
+class ValueObjective(Protocol[B_contra]):
     """What a step's value model minimises: the sum of a loss over all tokens of the global batch."""
 
-    def losses(self, batch: Batch, values: Tensor) -> Tensor:
+    def losses(self, batch: B_contra, values: Tensor) -> Tensor:
         """Each token's share of the global loss [B, S], 0 where masked."""
         ...
 
-    def metrics(self, batch: Batch, values: Tensor) -> MetricParts:
+    def metrics(self, batch: B_contra, values: Tensor) -> MetricParts:
         """A microbatch's contributions, from values [B, S] without gradient."""
         ...
 
@@ -62,39 +68,76 @@ class Trained(Protocol):
         ...
 
 
-class Backend(Trained, Protocol):
-    """A policy, one of `data_parallel_size` that share the work.
+class Decoder(Protocol):
+    """One step of decoding, with the cache of those before."""
 
-    `group` spans the ranks that hold different samples: losses and metrics are reduced over it.
-    """
+    def __call__(
+        self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
+    ) -> tuple[Tensor, Any]:
+        """The next tokens' logits [B, V] float32, which no temperature has touched, and the cache.
 
-    device: torch.device
-    group: dist.ProcessGroup
-
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Log-probs [B, S] of every token, without gradient."""
-        ...
-
-    def forward_backward(self, batch: Batch, objective: Objective) -> MetricParts:
-        """Accumulate gradients of the global loss: the sum of losses over all microbatches of all ranks."""
-        ...
-
-    def full_weights(self) -> dict[str, Tensor]:
-        """All weights under their Hugging Face names, on the CPU of rank 0 (elsewhere empty). Collective."""
+        `token_ids` and `position_ids` [B, S] are the new tokens', `attention_mask` [B, all so far] is 1 on
+        real ones. The first call's cache is None.
+        """
         ...
 
 
-class Critic(Trained, Protocol):
+class ValueModel(Trained, Protocol):
     """A value model beside a policy.
 
     A token's value is the one computed before it (right-shifted in its sequence), or after it where the
     recipe says `right_shift: false`.
     """
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: Sequences) -> Tensor:
         """Values [B, S] float32 of every token, without gradient."""
         ...
 
-    def forward_backward(self, batch: Batch, objective: ValueObjective) -> MetricParts:
+    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
         """Accumulate gradients of the global loss, the policy's backbone included where it is shared."""
         ...
+
+
+class Backend(Trained, Protocol):
+    """A policy. Rows come in and go out whole, whatever the backend cuts in between."""
+
+    ranks: Ranks
+
+    def logprobs(self, batch: Sequences) -> Tensor:
+        """Log-probs [B, S] of every token, without gradient."""
+        ...
+
+    def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
+        """Accumulate gradients of the global loss: the sum of losses over all microbatches of all ranks."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights under their Hugging Face names, each whole on this rank's device. Collective.
+
+        One after the other, and to be kept by nobody: no rank has room for all of them.
+        """
+        ...
+
+    def decoding(self) -> AbstractContextManager[Decoder]:
+        """The policy as a decoder on this rank, for an engine without weights of its own. Collective."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write weights and configuration as a Hugging Face checkpoint, by the first rank. Collective."""
+        ...
+
+    def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
+        """The value model that goes with this policy, its head initialised from `seed`."""
+        ...
+
+
+def make_backend(
+    config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
+) -> Backend:
+    """The policy of a run, on the backend that its recipe names.
+
+    `weights`, a checkpoint folder, replaces the recipe's own initial ones; a preset without is initialised
+    from `seed`. Raises RecipeError where the model does not fit the backend.
+    """
+    make = load(BACKENDS[config.policy.backend.type])
+    return make(config, ranks, weights=weights, seed=seed, trainable=trainable)

@@ -20,9 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from abrun import progress
+from abrun.backends import B
 from abrun.errors import RecipeError
 from abrun.recipe import Policy
-from abrun.rl.batch import Batch
 
 ATTENTION = "abrun_packed"
 # transformers takes a mask of four dimensions as it is, and so builds none of T x T.
@@ -76,12 +77,18 @@ def sequence_lengths(token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B] int64
     return (token_mask * ends).amax(dim=1).clamp(min=2)
 
 
-def microbatches(batch: Batch, policy: Policy, group: dist.ProcessGroup) -> Iterator[Batch]:
+def microbatches(batch: B, policy: Policy, group: dist.ProcessGroup) -> Iterator[B]:
     """The batch cut as the recipe says, into as many microbatches on every rank. Collective with a budget.
 
     With `micro_batch_tokens`: consecutive samples as long as they fit; where another rank needs more
     microbatches, the fullest are halved, because every forward pass is one of all ranks.
     """
+    for microbatch in _cut(batch, policy, group):
+        progress.beat()
+        yield microbatch
+
+
+def _cut(batch: B, policy: Policy, group: dist.ProcessGroup) -> Iterator[B]:
     if policy.micro_batch_tokens is None:
         yield from batch.split(policy.micro_batch_size)
         return

@@ -1,16 +1,104 @@
-"""The process group of a run's ranks."""
+"""A run's ranks: which of them share what, and how to add up and gather over the right ones of them.
+
+Every rank of a replica of the policy holds the same rows of the batch, whole: tensor, context and pipeline
+parallelism cut a row only inside the model. So samples, counts and metrics are shared, added up and gathered
+over the data-parallel ranks alone, and each sample counts once.
+"""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from abrun.errors import LaunchError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# From the slowest to the fastest: neighbours share layers, where they talk most. Megatron's order, too.
+DIMENSIONS = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This rank's view of all of them. A group that would hold this rank alone is None."""
+
+    device: torch.device  # of this rank
+    rank: int
+    size: int
+    mesh: DeviceMesh  # data_parallel, and those of DIMENSIONS whose size is above 1
+    data: ProcessGroup  # one rank of each replica: they hold different samples
+    weights: DeviceMesh  # data x context: the ranks that a parameter and its gradient are spread over
+    tensor: ProcessGroup | None = None
+    context: ProcessGroup | None = None
+    pipeline: ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def share(self, num_rows: int) -> slice:
+        """This rank's consecutive rows of `num_rows` of the global batch."""
+        count = num_rows // self.data.size()
+        return slice(self.data.rank() * count, (self.data.rank() + 1) * count)
+
+    def total(self, *values: float) -> list[float]:
+        """Sums over the global batch, of what each rank found in its share. Collective."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals, group=self.data)
+        return totals.tolist()
+
+    def gather(self, values: Sequence[T]) -> list[T]:
+        """What each rank has of the global batch, in its order. Collective."""
+        by_rank: list[Sequence[T]] = [[] for _ in range(self.data.size())]
+        dist.all_gather_object(by_rank, values, group=self.data)
+        return [value for of_rank in by_rank for value in of_rank]
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Each number's largest value on any rank at all. Collective."""
+        found = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
+
+    def of_all(self, value: T) -> list[T]:
+        """The value of every rank at all, in the order of the ranks. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier()
+
+
+def make_ranks(device: torch.device, shape: Mapping[str, int]) -> Ranks:
+    """Cut the process group's ranks into groups. Collective.
+
+    `shape` has the sizes of a replica (tensor_parallel, ...); their product divides the number of ranks, and
+    the rest are data-parallel replicas.
+    """
+    size = dist.get_world_size()
+    sizes = {name: shape.get(name, 1) for name in DIMENSIONS}
+    sizes["data_parallel"] = size // torch.Size(sizes.values()).numel()
+    names = [name for name in DIMENSIONS if sizes[name] > 1 or name == "data_parallel"]
+    mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
+    context = "context_parallel" in names
+    return Ranks(
+        device=device,
+        rank=dist.get_rank(),
+        size=size,
+        mesh=mesh,
+        data=mesh.get_group("data_parallel"),
+        weights=mesh["data_parallel", "context_parallel"]._flatten() if context else mesh["data_parallel"],
+        **{name.removesuffix("_parallel"): mesh.get_group(name) for name in names if name != "data_parallel"},
+    )
 
 
 def join_ranks(cluster: Mapping[str, int]) -> torch.device:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.compare.experiment import Experiment, refuse_unknown_metrics
-from abrun.compare.metrics import default_transform
-from abrun.compare.reference import against_reference, load_reference
-from abrun.compare.report import FORMATS, slug, terminal_summary, write_report
-from abrun.compare.sources import Reading, open_sources, stored_in
-from abrun.compare.verdict import ArmVerdict, Verdict, judge
-from abrun.compare.verdict_file import VerdictFile, verdict_file
+from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
+from abrun.compare.judge.verdict_file import VerdictFile, verdict_file
+from abrun.compare.read.experiment import Experiment, refuse_unknown_metrics
+from abrun.compare.read.reference import against_reference, load_reference
+from abrun.compare.read.sources import Reading, open_sources, stored_in
+from abrun.compare.show.report import FORMATS, slug, terminal_summary, write_report
 from abrun.errors import ComparisonError
+from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
 
@@ -64,7 +64,7 @@ def compare_sources(
     read.
     """
     directory = stored_in(sources, reading.runs_dir)
-    experiment = open_sources(sources, reading)
+    experiment = open_sources(sources, replace(reading, alone=reference is not None))
     folder = "report"
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference

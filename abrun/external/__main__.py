@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 from abrun.errors import AbrunError
-from abrun.external.process import stop_with_parent
 from abrun.external.run import run
 
 
@@ -13,7 +12,6 @@ def main() -> int:
         print("usage: python -m abrun.external RUN_DIR", file=sys.stderr)
         return 2
     try:
-        stop_with_parent()
         return run(Path(sys.argv[1]))
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)

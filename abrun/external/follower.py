@@ -1,16 +1,17 @@
 """From the metrics a foreign trainer writes, in its own format and names, to rows of the run store."""
 
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun import store
-from abrun.errors import AbrunError
+from abrun.errors import AbrunError, StoreError
 from abrun.logs import read_log
-from abrun.logs.aliases import PRESETS, apply
+from abrun.logs.aliases import FRAMEWORKS, apply
 from abrun.recipe import MetricsLog
+from abrun.store import NOT_METRICS, RunDir
 
 Row = dict[str, float]
 
@@ -25,11 +26,12 @@ class Follower:
     goes on from a checkpoint appends to its log, one that begins anew may repeat it.
     """
 
-    def __init__(self, log: MetricsLog, path: Path, aliases: str | Mapping[str, str]) -> None:
+    def __init__(self, log: MetricsLog, path: Path, aliases: str | Mapping[str, str], run: RunDir) -> None:
         self._log = log
         self._path = path
+        self._run = run
         self._given: Mapping[str, str] = {} if isinstance(aliases, str) else aliases
-        self._aliases = PRESETS[aliases] if isinstance(aliases, str) else aliases
+        self._aliases = FRAMEWORKS[aliases] if isinstance(aliases, str) else aliases
         self._written: dict[int, Row] = {}
         self._seen: object = None
         self._next_s = 0.0
@@ -38,9 +40,9 @@ class Follower:
         self.never_logged: list[str] = []  # what an alias given by hand names, and the log does not have
 
     def skip(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take rows of metrics.jsonl as told."""
+        """Take rows of the run directory as told."""
         for row in rows:
-            values = {key: value for key, value in row.items() if key not in store.NOT_METRICS}
+            values = {key: value for key, value in row.items() if key not in NOT_METRICS}
             self._written.setdefault(row["step"], {}).update(values)
 
     @property
@@ -65,6 +67,8 @@ class Follower:
             return []
         self._seen = files
         try:
+            if self._run.is_own(self._path):  # a link may lead there; the recipe's path does not
+                raise StoreError(f"{self._path}: leads to a file of abrun's: {os.path.realpath(self._path)}")
             rows = self._read()
         except AbrunError as error:  # half a file, perhaps, and whole the next time
             self.problem = str(error)
@@ -88,7 +92,7 @@ class Follower:
         self.never_logged = sorted(set(self._given.values()) - set(log.metrics))
         rows: dict[int, Row] = {}
         for name, series in apply(log.metrics, self._aliases).items():
-            if name in store.NOT_METRICS:
+            if name in NOT_METRICS:
                 continue
             for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
                 rows.setdefault(step, {})[name] = value
@@ -105,7 +109,8 @@ def _same(row: Row, written: Row) -> bool:
 
 def _fingerprint(path: Path) -> object:
     """Changes whenever a file of the log does."""
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    files = [path] if path.is_file() else sorted(below)
     found = []
     for file in files:
         try:

@@ -1,144 +1,200 @@
 """One run of a foreign trainer from its config.json to its result.json."""
 
+import contextlib
 import os
-import re
 import shlex
-from collections.abc import Mapping
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from abrun import store
+from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError
 from abrun.external.environment import describe
 from abrun.external.follower import Follower
-from abrun.external.process import command, ending_of, stop, stopping_signals, wait
-from abrun.external.recorder import FencedError, Recorder
-from abrun.recipe import CommandRun, invocation, stored_run
+from abrun.processes import (
+    RUN_DIR,
+    Awake,
+    Popen,
+    StopRequests,
+    adopt_orphans,
+    below,
+    end_all,
+    end_group,
+    ending_of,
+    oom_kills,
+    processes_of,
+    reap_adopted,
+    shell_code,
+    start,
+    stopping_signals,
+    wait,
+)
+from abrun.recipe import CommandRunConfig, invocation, secrets_of, stored_run
+from abrun.redaction import redacted
+from abrun.store import FencedError, RunDir, RunRecord, RunWriter
 
 POLL_S = 1.0
 GRACE_S = 30.0  # launchers wait 35 s before they kill
-INTERRUPTED = 3  # exit code, as of abrun.train
-PYTHON_ERROR = r"^[\w.]+(?:Error|Exception|Interrupt)\b.*"
+PATIENCE = 10  # times the longest step so far, before a command counts as hanging
+FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124  # exit codes, as of abrun.train and its agent
 
 
 def run(directory: Path) -> int:
-    """Train to the end, or until SIGTERM; returns an exit code. What happened stands in events.jsonl.
+    """Train to the end, or until SIGTERM; returns an exit code. What happened stands in the run directory.
 
     Raises an AbrunError where that cannot be written, or the run directory is not a foreign trainer's.
     """
-    record = store.read_json(directory / "config.json")
-    config = stored_run(record.get("config"), str(directory / "config.json"))
-    if not isinstance(config, CommandRun):
+    here = RunDir(directory)
+    record = here.record()
+    config = stored_run(record.config, str(directory))
+    if not isinstance(config, CommandRunConfig):
         raise LaunchError(
             f"{directory}: trainer.type: got 'abrun'; run it with: python -m abrun.train {directory}"
         )
-    recorder = Recorder(directory)
+    writer = here.begin_attempt()
     try:
-        return _Run(directory, config, record, recorder).run()
+        return _Run(here, config, record, writer).run()
     except FencedError:
         raise
     except AbrunError as error:
-        recorder.event("failed", message=str(error))
-        return 1
+        writer.fail(str(error), exit_code=FAILED)
+        return FAILED
 
 
 class _Run:
     """The parts of one run that its phases share."""
 
-    def __init__(
-        self, directory: Path, config: CommandRun, record: Mapping[str, Any], recorder: Recorder
-    ) -> None:
-        identity = {key: record.get(key) for key in ("experiment", "arm", "seed", "rerun")}
-        run_dir = os.path.abspath(directory)
-        self._filled = invocation(config, **identity, run_dir=run_dir)
-        self._directory = directory
+    def __init__(self, here: RunDir, config: CommandRunConfig, record: RunRecord, writer: RunWriter) -> None:
+        name, run_dir = record.name, os.path.abspath(here.path)
+        self._filled = invocation(
+            config,
+            experiment=record.experiment,
+            arm=name.arm,
+            seed=name.seed,
+            rerun=name.rerun,
+            run_dir=run_dir,
+            environment=os.environ,
+        )
+        self._here = here
         self._config = config
-        self._recorder = recorder
-        self._log = directory / "stdout.log"
-        self._log_start = _size(self._log)
+        self._writer = writer
+        self._log_start = here.log_size()
+        self._oom_kills = oom_kills()
         self._follower = Follower(
-            config.trainer.metrics, Path(self._filled.metrics_path), config.trainer.aliases
+            config.trainer.metrics, Path(self._filled.metrics_path), config.trainer.aliases, here
         )
         self._env = {
             **os.environ,
             **self._filled.env,
-            "ABRUN_SEED": str(identity["seed"]),
-            "ABRUN_ARM": str(identity["arm"]),
-            "ABRUN_RUN_DIR": run_dir,
-            "ABRUN_ATTEMPT": str(recorder.attempt),
+            "ABRUN_SEED": str(name.seed),
+            "ABRUN_ARM": name.arm,
+            RUN_DIR: os.path.realpath(run_dir),
+            "ABRUN_ATTEMPT": str(writer.attempt),
         }
-        self._last_sign: object = None
+        self._began_s = self._stepped_s = time.monotonic()
+        self._step, self._longest_step_s = 0, 0.0
+        self._awake = Awake()
 
     def run(self) -> int:
-        filled, trainer = self._filled, self._config.trainer
-        self._follower.skip(store.read_lines(self._directory / "metrics.jsonl"))
+        filled, trainer, writer = self._filled, self._config.trainer, self._writer
+        self._follower.skip(self._here.rows().read())
         cores = self._config.cluster.cpu_ranks
-        self._recorder.environment(
-            describe(filled.argv, trainer.python, trainer.versions_of, self._env, cores)
-        )
-        with stopping_signals() as stopped, command(filled.argv, self._env) as process:
-            started = "resumed" if self._recorder.attempt > 1 else "started"
-            self._recorder.event(started, step=self._follower.last_step, command=shlex.join(filled.argv))
-            while (status := wait(process, POLL_S, lambda: stopped)) is None and not stopped:
-                self._copy_metrics()
+        writer.environment(describe(filled.argv, trainer.python, trainer.versions_of, self._env, cores))
+        with (
+            stopping_signals() as requests,
+            capped(self._here.log, int(self._config.limits.log_mib * 2**20)),
+            self._command() as process,
+        ):
+            started = "resumed" if writer.attempt > 1 else "started"
+            writer.event(started, step=self._follower.last_step, command=shlex.join(filled.argv))
+            status, overdue = self._follow(process, requests)
             if status is None:
-                stop(process, GRACE_S)
+                end_group(process, GRACE_S, lambda: requests.insisted)
         self._copy_metrics(ended=True)
-        if status is None:
-            self._recorder.event("interrupted", step=self._follower.last_step, signal=stopped[0])
-            return INTERRUPTED
-        return self._conclude(status)
+        if status is not None:
+            return self._conclude(status)
+        step = self._follower.last_step
+        if overdue:
+            writer.fail(overdue, exit_code=TIMED_OUT, step=step)
+            return TIMED_OUT
+        writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first)
+        return INTERRUPTED
+
+    def _follow(self, process: Popen, requests: StopRequests) -> tuple[int | None, str | None]:
+        """Copy metrics while the command runs; its exit status, or else the limit that it has passed."""
+        while (status := wait(process, POLL_S, lambda: requests.first)) is None and requests.first is None:
+            reap_adopted({process.pid})
+            self._copy_metrics()
+            overdue = self._overdue()
+            if overdue:
+                return None, overdue
+        return status, None
+
+    def _overdue(self) -> str | None:
+        """Which limit the command has passed."""
+        limits, now = self._config.limits, time.monotonic()
+        if limits.run_s and now - self._began_s > limits.run_s:
+            return f"limits.run_s: not finished after {limits.run_s:g} s"
+        silent_s = now - max(self._stepped_s, self._awake.since_s())
+        if silent_s > max(self._config.stalled_s, PATIENCE * self._longest_step_s):
+            return f"limits.stalled_s: no step after step {self._follower.last_step} for {silent_s:.0f} s"
+        return None
+
+    @contextlib.contextmanager
+    def _command(self) -> Iterator[Popen]:
+        """The trainer in a process group of its own; at the end nothing is left of it."""
+        adopt_orphans()
+        try:
+            process = start(self._filled.argv, self._env, dies_by=signal.SIGKILL, process_group=0)
+        except OSError as error:
+            raise LaunchError(
+                f"trainer.argv: got {self._filled.argv[0]!r}, which cannot be started: {error.strerror}; "
+                "give the path of an executable file"
+            ) from None
+        try:
+            yield process
+        finally:
+            end_all(lambda: below(os.getpid()) | processes_of(self._here.path))
+            process.wait()
 
     def _copy_metrics(self, *, ended: bool = False) -> None:
-        self._recorder.check_fence()
+        self._writer.check_fence()
         for step, row in self._follower.new_rows(ended=ended):
-            self._recorder.metrics(step, row)
-        sign = (self._follower.last_step, _size(self._log))
-        if sign != self._last_sign:  # a sign of life, which a trainer that hangs does not give
-            self._last_sign = sign
-            self._recorder.heartbeat(self._follower.last_step)
+            self._writer.metrics(step, row)
+        step = self._follower.last_step
+        if step > self._step:  # a sign of life; a log that grows is none
+            now = time.monotonic()
+            if self._step:
+                took_s = now - max(self._stepped_s, self._awake.since_s())
+                self._longest_step_s = max(self._longest_step_s, took_s)
+            self._step, self._stepped_s = step, now
+            self._writer.heartbeat(step)
 
     def _conclude(self, status: int) -> int:
         step = self._follower.last_step
-        if status:
-            words, code = ending_of(status)
-            errors = re.findall(PYTHON_ERROR, _tail(self._log, self._log_start), re.MULTILINE)
-            why = f" ({errors[-1]})" if errors else ""
-            self._recorder.event("failed", step=step, message=f"{words}{why}; see {self._log}")
-            return code
-        if not self._follower.found:
-            metrics = self._config.trainer.metrics
-            problem = self._follower.problem or "; ".join(self._follower.notes) or "it holds no numbers"
-            self._recorder.event(
-                "failed",
-                step=step,
-                message=f"no metrics: trainer.metrics: {metrics.format} at {self._filled.metrics_path}: "
-                f"{problem}; mend format or path, or look into {self._log}",
-            )
-            return 1
-        if self._follower.problem:
-            self._recorder.event("failed", step=step, message=f"metrics: {self._follower.problem}")
-            return 1
+        problem = self._problem(status)
+        if problem:
+            exit_code = shell_code(status) or FAILED
+            problem = redacted(problem, secrets_of(self._config, os.environ))
+            self._writer.fail(problem, exit_code=exit_code, step=step)
+            return exit_code
         notes = [f"no metric {name!r}, which aliases name" for name in self._follower.never_logged]
         if step < self._config.steps:
             notes.append(f"the metrics end at step {step} of {self._config.steps}")
-        self._recorder.finish(step, **({"message": "; ".join(notes)} if notes else {}))
+        self._writer.finish(step, **({"message": "; ".join(notes)} if notes else {}))
         return 0
 
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
-
-
-def _tail(file: Path, start: int, most: int = 1 << 20) -> str:
-    """The end of what this attempt has printed."""
-    try:
-        with file.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(start, end - most))
-            return log.read().decode(errors="replace")
-    except OSError:
-        return ""
+    def _problem(self, status: int) -> str | None:
+        """Why a command that has ended did not make a run."""
+        if status:
+            printed = self._here.printed(self._log_start)
+            return f"{ending_of(status, printed, self._oom_kills)}; see {self._here.log}"
+        if not self._follower.found:
+            metrics = self._config.trainer.metrics
+            problem = self._follower.problem or "; ".join(self._follower.notes) or "it holds no numbers"
+            return (
+                f"no metrics: trainer.metrics: {metrics.format} at {self._filled.metrics_path}: "
+                f"{problem}; mend format or path, or look into {self._here.log}"
+            )
+        return f"metrics: {self._follower.problem}" if self._follower.problem else None

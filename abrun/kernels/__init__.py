@@ -59,9 +59,10 @@ def linear_logprobs(
     - chunk_size: vocabulary rows a chunk ("logits" has none). None: as many as the memory budget allows.
     - memory_budget_bytes: what "chunked" and "triton" hold at once above the inputs and the gradients. Where
       it holds d_hidden's float32 sum for a part of the tokens only, d_weight is rounded once a part.
-    - group: ranks that hold equal, consecutive vocabulary shards, in rank order. Every rank passes the same
-      hidden and target and gets the same results; the gradient of hidden is this rank's partial sum, which
-      the caller reduces, as that of any column-parallel linear.
+    - group: ranks that hold equal, consecutive vocabulary shards, in rank order (the last padded, with
+      `vocab_size`, where they would not be equal); ranks that differ in these sizes all raise the same
+      ValueError. Every rank passes the same hidden and target and gets the same results; the gradient of
+      hidden is this rank's partial sum, which the caller reduces, as that of any column-parallel linear.
 
     Raises ValueError for an impl that is not available and for shapes, dtypes or settings that do not fit.
     """

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-# Rows of a chunk that a product needs to run at full rate: tokens are tiled before chunks get narrower.
+# Rows of a chunk that a product needs to run at full rate: tokens are tiled before chunks get narrower,
+# unless so many rows would leave a tile few tokens.
 PREFERRED_CHUNK = 4096
 # Pieces that are larger are cut at multiples of this, for the products' sake.
 ALIGNMENT = 256
@@ -51,10 +52,12 @@ def make_grid(
     """The largest tiles, and then the largest chunks, that the budget allows; `chunk_size` fixes the chunks.
 
     Tokens are tiled where they alone would take more than half of it, or leave too little for chunks of the
-    preferred size. A piece is never less than one token or one row.
+    preferred size. Where the budget is too small for that size, the chunks are narrowed first, to half of the
+    budget, and to no more rows than a tile has tokens: thin strips would read each factor again and again. A
+    piece is never less than one token or one row.
     """
-    budget = budget_bytes - num_tokens * BYTES_A_TOKEN
-    width = min(chunk_size or PREFERRED_CHUNK, max(num_rows, 1))
+    budget = _left_of(budget_bytes, num_tokens)
+    width = min(chunk_size or _preferred_width(cost, budget), max(num_rows, 1))
     most = (budget - width * cost.row) / (cost.token + width * cost.logit)
     tiles = _pieces(num_tokens, min(most, budget / 2 / cost.token) if cost.token else most, ALIGNMENT)
     if chunk_size is not None:
@@ -69,7 +72,7 @@ def make_whole_row_grid(
 ) -> Grid:
     """Tiles, of the tokens from `start` on, whose logits over all rows are held at once; chunks only where
     rows cost something."""
-    budget = budget_bytes - num_tokens * BYTES_A_TOKEN
+    budget = _left_of(budget_bytes, num_tokens)
     chunks = _pieces(num_rows, budget / 2 / cost.row if cost.row else math.inf, ALIGNMENT)
     most = (budget - size_of_largest(chunks) * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
     alignment = WHOLE_ROW_ALIGNMENT if most >= 2 * WHOLE_ROW_ALIGNMENT else ALIGNMENT
@@ -81,11 +84,23 @@ def make_lent_grid(
 ) -> Grid | None:
     """One tile of a given size, whose kept logits need no budget, and chunks, whose gradients do; None where
     these would be narrow."""
-    budget = budget_bytes - num_tokens * BYTES_A_TOKEN
+    budget = _left_of(budget_bytes, num_tokens)
     most = (budget - tile_size * cost.token) / (cost.row + tile_size * cost.logit)
     if most < min(PREFERRED_CHUNK, num_rows):
         return None
     return Grid(tiles=[slice(0, tile_size)], chunks=_pieces(num_rows, most, ALIGNMENT), lent=True)
+
+
+def _left_of(budget_bytes: int, num_tokens: int) -> float:
+    """What the pieces may take beside what all tokens need however they are cut; half of the budget at least,
+    since no cut would bring it back within its bounds."""
+    return max(budget_bytes - num_tokens * BYTES_A_TOKEN, budget_bytes / 2)
+
+
+def _preferred_width(cost: Cost, budget: float) -> float:
+    """Rows of a chunk that leave a tile half of the budget, and as many tokens."""
+    by_rows = budget / 2 / cost.row if cost.row else math.inf
+    return min(PREFERRED_CHUNK, max(by_rows, 1), max(math.sqrt(budget / cost.logit), 1))
 
 
 def size_of_largest(pieces: list[slice]) -> int:

@@ -7,13 +7,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-# The maximum over no logits at all. Finite, so that a shard of mere padding makes no inf - inf and no 0 *
-# inf.
+# The maximum over no logits at all, and the least difference of two. Finite, so that a shard of mere padding
+# makes no inf - inf and no 0 * inf.
 LOWEST_LOGIT = -1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
+    """A logit is z = outer * u, where u is the projection's output or, under a softcap, tanh(inner * output).
+
+    Logits are compared as u, and only their differences from the largest are scaled: at a low temperature z
+    itself is so large that float32 has no digits left for the differences.
+    """
+
     projection_dtype: torch.dtype
     result_dtype: torch.dtype  # float64 where the projection is, float32 otherwise
     temperature: float
@@ -24,6 +30,14 @@ class Head:
     first_row: int  # token id of this shard's row 0
     num_rows: int  # rows of this shard that are vocabulary; those after are padding
     group: ProcessGroup | None
+
+    @property
+    def inner(self) -> float:
+        return 1.0 if self.logit_softcap is None else self.logit_scale / self.logit_softcap
+
+    @property
+    def outer(self) -> float:
+        return (self.logit_scale if self.logit_softcap is None else self.logit_softcap) / self.temperature
 
     def ignored(self, target: Tensor) -> Tensor:
         return target == self.ignore_index
@@ -53,7 +67,14 @@ def resolve_head(
     head_dtype: torch.dtype | None,
     group: ProcessGroup | None,
 ) -> Head:
-    """Check that the arguments fit together, and find this rank's rows among the shards."""
+    """Check that the arguments fit together, and find this rank's rows among the shards.
+
+    Collective over the group, if there is one. What ranks must have alike is compared first, so that no later
+    refusal, or a collective of another size, is that of some ranks alone.
+    """
+    num_shards = 1 if group is None else dist.get_world_size(group)
+    if group is not None and num_shards > 1:
+        _check_alike(weight, target, vocab_size, group)
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden, weight: got {list(hidden.shape)} and {list(weight.shape)}; need [..., H] and [V, H]"
@@ -70,7 +91,6 @@ def resolve_head(
         raise ValueError(f"logit_scale: got {logit_scale}; it is greater than 0")
     if logit_softcap is not None and not logit_softcap > 0:
         raise ValueError(f"logit_softcap: got {logit_softcap}; it is greater than 0, or None for no cap")
-    num_shards = 1 if group is None else dist.get_world_size(group)
     shard = 0 if group is None else dist.get_rank(group)
     shard_rows = weight.shape[0]
     all_rows = num_shards * shard_rows
@@ -93,3 +113,27 @@ def resolve_head(
         num_rows=min(max(true_size - first_row, 0), shard_rows),
         group=group,
     )
+
+
+_ALIKE = (  # what it is of, its unit, what is allowed
+    ("weight", " rows", "equal, consecutive shards in rank order: pad the last and give vocab_size"),
+    ("weight", " as hidden size", "the same on every rank"),
+    ("target", " tokens", "the same tokens on every rank"),
+    ("vocab_size", "", "the same on every rank (0 stands for None)"),
+)
+
+
+def _check_alike(weight: Tensor, target: Tensor, vocab_size: int | None, group: ProcessGroup) -> None:
+    """Raises the same ValueError on every rank where one has other sizes than the rest.
+
+    One small all_gather, whose result the host waits for. Remembering what was once found alike would not do:
+    a rank that asks again would wait for the others, which do not.
+    """
+    rows, hidden_size = weight.shape if weight.dim() == 2 else (0, 0)
+    mine = torch.tensor([rows, hidden_size, target.numel(), vocab_size or 0], device=weight.device)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    for sizes, (name, unit, need) in zip(torch.stack(everyones, dim=1).tolist(), _ALIKE, strict=True):
+        if len(set(sizes)) > 1:
+            got = ", ".join(map(str, sizes)) + unit
+            raise ValueError(f"{name}: got {got} on the ranks of the vocabulary group; need {need}")

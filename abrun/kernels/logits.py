@@ -15,13 +15,15 @@ def dense_logprobs(
     head: Head,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
-    logits = _logits(hidden, weight, head)  # [N, V/P]
-    local_max = logits.detach().amax(1) if head.num_rows else logits.new_full(target.shape, LOWEST_LOGIT)
+    u = _unscaled_logits(hidden, weight, head)  # [N, V/P]
+    local_max = u.detach().amax(1) if head.num_rows else u.new_full(target.shape, LOWEST_LOGIT)
     maximum = head.all_reduce(local_max, ReduceOp.MAX)
     # Everything is measured from the maximum. log(sum_exp) is then at least 0 and the target's logit at most
     # 0, so no log-prob exceeds 0, and the entropy does not lose its digits as lse - sum(p * z) does where
     # logits are large.
-    shifted = logits - maximum[:, None]
+    shifted = u - maximum[:, None]
+    if head.outer != 1.0:
+        shifted = shifted * head.outer
     exponentials = shifted.exp()
     parts = [exponentials.sum(1), _target_logit(shifted, target, head)]
     if entropy:
@@ -40,16 +42,10 @@ def dense_logprobs(
     return logprobs, (sum_exp.log() - sums[2] / sum_exp).masked_fill(ignored, 0.0)
 
 
-def _logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
+def _unscaled_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
     rows = weight[: head.num_rows]
-    logits = F.linear(hidden.to(head.projection_dtype), rows.to(head.projection_dtype)).to(head.result_dtype)
-    if head.logit_scale != 1.0:
-        logits = logits * head.logit_scale
-    if head.logit_softcap is not None:
-        logits = head.logit_softcap * torch.tanh(logits / head.logit_softcap)
-    if head.temperature != 1.0:
-        logits = logits / head.temperature
-    return logits
+    output = F.linear(hidden.to(head.projection_dtype), rows.to(head.projection_dtype)).to(head.result_dtype)
+    return output if head.logit_softcap is None else torch.tanh(output * head.inner)
 
 
 def _target_logit(shifted: Tensor, target: Tensor, head: Head) -> Tensor:

@@ -31,14 +31,14 @@ class SoftmaxSums:
     """Each token's softmax over the logits seen so far, its sums measured from the running maximum.
 
     Measured so, the largest logit adds exactly 1 to sum_exp: no log-prob exceeds 0, and the entropy
-    log(sum_exp) - sum_exp_logit / sum_exp keeps its digits where logits are large. All tensors are updated in
-    place: `sums[tile]` are the same sums, of fewer tokens.
+    log(sum_exp) - sum_exp_logit / sum_exp keeps its digits where logits are large. u and outer are
+    those of `Head`. All tensors are updated in place: `sums[tile]` are the same sums, of fewer tokens.
     """
 
-    maximum: Tensor  # [N] m, the largest logit
-    sum_exp: Tensor  # [N] sum of exp(z - m)
-    sum_exp_logit: Tensor | None  # [N] sum of exp(z - m) * (z - m), where the entropy is asked for
-    target_logit: Tensor  # [N] the target's z where this shard has it; once reduced z - m, on every shard
+    maximum: Tensor  # [N] m, the largest u
+    sum_exp: Tensor  # [N] sum of exp(y), where y = outer * (u - m)
+    sum_exp_logit: Tensor | None  # [N] sum of exp(y) * y, where the entropy is asked for
+    target_logit: Tensor  # [N] the target's u where this shard has it; once reduced y, on every shard
 
     @classmethod
     def of_nothing(cls, target: Tensor, head: Head, *, entropy: bool) -> "SoftmaxSums":
@@ -58,10 +58,10 @@ class SoftmaxSums:
             target_logit=self.target_logit[tile],
         )
 
-    def raise_maximum(self, candidate: Tensor) -> None:
+    def raise_maximum(self, candidate: Tensor, head: Head) -> None:
         """Measure the sums from the larger of the old maximum and the candidate [N]."""
         raised = torch.maximum(self.maximum, candidate)
-        drop = self.maximum - raised  # [N], 0 or less
+        drop = (self.maximum - raised).mul_(head.outer).clamp_(min=LOWEST_LOGIT)  # [N], 0 or less
         self.maximum.copy_(raised)
         if self.sum_exp_logit is not None:
             self.sum_exp_logit.add_(self.sum_exp * drop).mul_(drop.exp())
@@ -70,8 +70,8 @@ class SoftmaxSums:
     def reduce_over_shards(self, targets: Targets, head: Head) -> None:
         """One MAX and one SUM; afterwards every rank holds the sums over the whole vocabulary."""
         if head.group is not None:
-            self.raise_maximum(head.all_reduce(self.maximum.clone(), ReduceOp.MAX))
-        self.target_logit.sub_(self.maximum).clamp_(max=0)
+            self.raise_maximum(head.all_reduce(self.maximum.clone(), ReduceOp.MAX), head)
+        self.target_logit.sub_(self.maximum).mul_(head.outer).clamp_(max=0)
         if head.group is None:
             return
         row = targets.ids - head.first_row
@@ -96,13 +96,14 @@ class SoftmaxSums:
 class LogitGradient:
     """The gradient of the projection's output, given those of the log-probs (g) and of the entropies (h).
 
-    With y = z - m, p = exp(y) / sum_exp and E = sum(p * y), dz = g * (onehot - p) + h * p * (E - y).
+    With y = outer * (u - m), p = exp(y) / sum_exp and E = sum(p * y):
+    dz = g * (onehot - p) + h * p * (E - y).
     Collected per token that is onehot - exp(y) * (constant + linear * y). The factor logit_scale /
     temperature between the projection's output and z is in all three; the softcap's slope differs by logit
     and is applied last.
     """
 
-    maximum: Tensor  # [N] m
+    maximum: Tensor  # [N] m, of u
     constant: Tensor  # [N]
     linear: Tensor | None  # [N], where the entropies have a gradient
     onehot: Tensor  # [N]

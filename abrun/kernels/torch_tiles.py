@@ -33,33 +33,34 @@ class TorchTiles:
         keep: bool = False,
         room: Tensor | None = None,  # never given
     ) -> Tensor | None:
-        logits = self._logits(hidden, rows)
+        u = self._unscaled_logits(hidden, rows)
         column, here = _target_column(target, first_row, len(rows))
-        picked = logits.gather(1, column).squeeze(1)
+        picked = u.gather(1, column).squeeze(1)
         sums.target_logit.copy_(torch.where(here, picked, sums.target_logit))
-        sums.raise_maximum(logits.amax(1))
-        shifted = logits - sums.maximum[:, None] if keep else logits.sub_(sums.maximum[:, None])
+        sums.raise_maximum(u.amax(1), self._head)
+        shifted = self._scaled(u - sums.maximum[:, None] if keep else u.sub_(sums.maximum[:, None]))
         if sums.sum_exp_logit is None:
             sums.sum_exp.add_(shifted.exp_().sum(1))
         else:
             exponentials = shifted.exp()
             sums.sum_exp.add_(exponentials.sum(1))
             sums.sum_exp_logit.add_(exponentials.mul_(shifted).sum(1))
-        return logits if keep else None
+        return u if keep else None
 
     def gradient(
         self, gradient: LogitGradient, hidden: Tensor, rows: Tensor, target: Tensor, first_row: int
     ) -> Tensor:
-        return self.gradient_of_kept(gradient, self._logits(hidden, rows), len(rows), target, first_row)
+        return self.gradient_of_kept(
+            gradient, self._unscaled_logits(hidden, rows), len(rows), target, first_row
+        )
 
     def gradient_of_kept(
         self, gradient: LogitGradient, kept: Tensor, num_rows: int, target: Tensor, first_row: int
     ) -> Tensor:
-        softcap, logits = self._head.logit_softcap, kept
-        slope = None  # of c * tanh(u / c): 1 - tanh(u / c)^2, where z = c * tanh(u / c) / temperature
-        if softcap is not None:
-            slope = (logits * (self._head.temperature / softcap)).square_().neg_().add_(1.0)
-        shifted = logits.sub_(gradient.maximum[:, None])
+        slope = None  # of tanh: 1 - tanh^2
+        if self._head.logit_softcap is not None:
+            slope = kept.square().neg_().add_(1.0)
+        shifted = self._scaled(kept.sub_(gradient.maximum[:, None]))
         if gradient.linear is None:
             d_logits = shifted.exp_().mul_(-gradient.constant[:, None])
         else:
@@ -75,15 +76,12 @@ class TorchTiles:
     def scale(self, values: Tensor, factor: Tensor) -> Tensor:
         return values.mul_(factor)
 
-    def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:  # [n, H], [v, H] -> [n, v]
-        logits = product(hidden, rows.t(), self._head.result_dtype)
-        if self._head.logit_scale != 1.0:
-            logits.mul_(self._head.logit_scale)
-        if self._head.logit_softcap is not None:
-            logits.div_(self._head.logit_softcap).tanh_().mul_(self._head.logit_softcap)
-        if self._head.temperature != 1.0:
-            logits.div_(self._head.temperature)
-        return logits
+    def _unscaled_logits(self, hidden: Tensor, rows: Tensor) -> Tensor:  # [n, H], [v, H] -> [n, v]
+        output = product(hidden, rows.t(), self._head.result_dtype)
+        return output if self._head.logit_softcap is None else output.mul_(self._head.inner).tanh_()
+
+    def _scaled(self, differences: Tensor) -> Tensor:
+        return differences if self._head.outer == 1.0 else differences.mul_(self._head.outer)
 
 
 def _target_column(target: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:  # [n, 1], [n]

@@ -3,7 +3,8 @@
 A tile is [BLOCK_TOKENS, BLOCK_ROWS] float32 logits. It comes from one of two places: multiplied out on the
 tensor cores it never leaves the registers; where `logits` is given it is read from there, as an ordinary
 product wrote it. A logit is z = outer * u, where u is that product or, under a softcap, tanh(inner *
-product). Letters: n tokens, v rows of the weight, b blocks of rows.
+product). Maxima are of u, and only differences are scaled (head.Head says why). Letters: n tokens, v rows of
+the weight, b blocks of rows.
 """
 
 # What these functions mean is Triton's business, not Python's.
@@ -23,10 +24,10 @@ def softmax_sums_kernel(
     hidden,  # descriptor [n, H]; unused where logits is given
     weight,  # descriptor [v, H]; unused where logits is given
     logits,  # float32 [n, v] projection's output, or None
-    maxima,  # out, float32 [b, n]: each block's largest logit
-    sums_exp,  # out, float32 [b, n]: sum of exp(z - maximum)
-    sums_exp_logit,  # out, float32 [b, n] or None: sum of exp(z - maximum) * (z - maximum)
-    kept,  # out, descriptor [n, b * BLOCK_ROWS] or None: exp(z - maximum), for gradient_of_kept_kernel
+    maxima,  # out, float32 [b, n]: each block's largest u
+    sums_exp,  # out, float32 [b, n]: sum of exp(y), where y = outer * (u - maximum)
+    sums_exp_logit,  # out, float32 [b, n] or None: sum of exp(y) * y
+    kept,  # out, descriptor [n, b * BLOCK_ROWS] or None: exp(y), for gradient_of_kept_kernel
     num_tokens,
     num_rows,
     hidden_size,
@@ -55,7 +56,7 @@ def softmax_sums_kernel(
         u -= peak[:, None]
         exponential = tl.exp2(u * (outer * LOG2_E))
         place = (row // BLOCK_ROWS).to(tl.int64) * num_tokens + tokens
-        tl.store(maxima + place, peak * outer, mask=exists)
+        tl.store(maxima + place, peak, mask=exists)
         tl.store(sums_exp + place, tl.sum(exponential, 1), mask=exists)
         if sums_exp_logit is not None:
             tl.store(sums_exp_logit + place, tl.sum(exponential * u, 1) * outer, mask=exists)
@@ -69,7 +70,7 @@ def target_logit_kernel(
     weight,  # [v, H]
     logits,  # float32 [n, v] projection's output, or None
     target,  # int64 [n]
-    target_logit,  # out, float32 [n]: written where the target is among these rows
+    target_logit,  # out, float32 [n]: its u, written where the target is among these rows
     num_tokens,
     num_rows,
     hidden_size,
@@ -77,7 +78,6 @@ def target_logit_kernel(
     row_stride,
     first_row,
     inner,
-    outer,
     SOFTCAP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
@@ -101,7 +101,7 @@ def target_logit_kernel(
         u = tl.sum(tl.where(places[:, None] == places[None, :], z, 0.0), 1)
     else:
         u = tl.load(logits + tokens.to(tl.int64) * num_rows + column, mask=here, other=0.0)
-    tl.store(target_logit + tokens, _capped(u, inner, SOFTCAP) * outer, mask=here)
+    tl.store(target_logit + tokens, _capped(u, inner, SOFTCAP), mask=here)
 
 
 @triton.jit
@@ -114,6 +114,7 @@ def merge_sums_kernel(
     sum_exp_logit,  # in and out, float32 [n] or None
     num_tokens,
     num_blocks,
+    outer,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
 ):
@@ -131,7 +132,9 @@ def merge_sums_kernel(
         block_m = tl.load(maxima + place, mask=mask, other=LOWEST_LOGIT)
         block_s = tl.load(sums_exp + place, mask=mask, other=0.0)
         raised = tl.maximum(m, tl.max(block_m, 0))
-        drop, block_drop = m - raised, block_m - raised[None, :]
+        # Differences from the maximum of nothing stay finite: 0 times them is 0.
+        drop = tl.maximum((m - raised) * outer, LOWEST_LOGIT)
+        block_drop = tl.maximum((block_m - raised[None, :]) * outer, LOWEST_LOGIT)
         if sum_exp_logit is not None:
             block_x = tl.load(sums_exp_logit + place, mask=mask, other=0.0)
             x = (x + s * drop) * tl.exp(drop)
@@ -175,8 +178,8 @@ def gradient_kernel(
             u = _read(logits, tokens, rows, num_tokens, num_rows)
         u = _capped(u, inner, SOFTCAP)
         exists = tokens < num_tokens
-        m = tl.load(maximum + tokens, mask=exists, other=0.0) * LOG2_E
-        y = u * (outer * LOG2_E) - m[:, None]
+        m = tl.load(maximum + tokens, mask=exists, other=0.0)
+        y = (u - m[:, None]) * (outer * LOG2_E)
         d = tl.exp2(y) * _factor(constant, linear, tokens, exists, y)
         if SOFTCAP:
             d *= 1.0 - u * u
@@ -190,7 +193,7 @@ def gradient_kernel(
 
 @triton.jit
 def gradient_of_kept_kernel(
-    kept,  # [n, v]: exp(z - its block's maximum)
+    kept,  # [n, v]: exp(outer * (u - its block's maximum))
     gradient,  # out, [n, v], may be the same
     maxima,  # float32 [b, n]
     maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
@@ -212,13 +215,13 @@ def gradient_of_kept_kernel(
     block_maximum = tl.load(
         maxima + tl.program_id(0).to(tl.int64) * num_tokens + tokens, mask=exists, other=0.0
     )
-    m = tl.load(maximum + tokens, mask=exists, other=0.0) * LOG2_E
-    drop = block_maximum * LOG2_E - m  # 0 or less
+    m = tl.load(maximum + tokens, mask=exists, other=0.0)
+    drop = (block_maximum - m) * (outer * LOG2_E)  # 0 or less
     # What has underflowed to 0 gets any finite logarithm: its gradient is 0 times that.
     y = _log2(tl.maximum(block_exponential, 1e-37)) + drop[:, None]
     d = block_exponential * tl.exp2(drop)[:, None] * _factor(constant, linear, tokens, exists, y)
     if SOFTCAP:
-        u = (y + m[:, None]) / (outer * LOG2_E)
+        u = y / (outer * LOG2_E) + m[:, None]
         d *= 1.0 - u * u
     tl.store(gradient + place, d.to(gradient.dtype.element_ty), mask=mask)
 
@@ -227,7 +230,7 @@ def gradient_of_kept_kernel(
 def gradient_at_target_kernel(
     gradient,  # in and out, [n, v]
     target,  # int64 [n]
-    target_logit,  # float32 [n]: the target's z - m
+    target_logit,  # float32 [n]: the target's y, as softmax.SoftmaxSums has it
     maximum,  # float32 [n]: this and the next three as in softmax.LogitGradient
     constant,  # float32 [n]
     linear,  # float32 [n] or None
@@ -250,7 +253,7 @@ def gradient_at_target_kernel(
         factor += tl.load(linear + tokens, mask=exists, other=0.0) * y
     d = tl.load(onehot + tokens, mask=exists, other=0.0) - tl.exp2(y * LOG2_E) * factor
     if SOFTCAP:
-        u = (y + tl.load(maximum + tokens, mask=exists, other=0.0)) / outer
+        u = y / outer + tl.load(maximum + tokens, mask=exists, other=0.0)
         d *= 1.0 - u * u
     place = gradient + tokens.to(tl.int64) * row_stride + column
     tl.store(place, d.to(gradient.dtype.element_ty), mask=exists & (column >= 0) & (column < num_rows))

@@ -91,12 +91,13 @@ class TritonTiles:
         kernels.target_logit_kernel[triton.cdiv(num_tokens, 64),](
             *(hidden, rows, source if isinstance(source, Tensor) else None, target, sums.target_logit),
             *(num_tokens, len(rows), hidden.shape[1], hidden.stride(0), rows.stride(0), first_row),
-            *self._scales(),
+            *(self._head.inner, self._head.logit_softcap is not None),
             BLOCK_TOKENS=64,
             BLOCK_HIDDEN=128,
         )
         kernels.merge_sums_kernel[triton.cdiv(num_tokens, 8),](
             *(*block_sums, sums.maximum, sums.sum_exp, sums.sum_exp_logit, num_tokens, num_blocks),
+            self._head.outer,
             BLOCK_TOKENS=8,
             BLOCK_BLOCKS=128,
         )
@@ -186,10 +187,7 @@ class TritonTiles:
 
     def _scales(self) -> tuple[float, float, bool]:
         """The kernels' inner, outer and SOFTCAP."""
-        head, softcap = self._head, self._head.logit_softcap
-        if softcap is None:
-            return 1.0, head.logit_scale / head.temperature, False
-        return head.logit_scale / softcap, softcap / head.temperature, True
+        return self._head.inner, self._head.outer, self._head.logit_softcap is not None
 
 
 def _device_limits(device: torch.device) -> tuple[int, int]:

@@ -7,16 +7,16 @@ import contextlib
 import os
 import re
 import shutil
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from abrun import store
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.launch.processes import works_in
+from abrun.launch.requirements import refuse_unset_variables
 from abrun.plan import Plan, RunName, compare_hash, config_diff
-from abrun.recipe import NAME, Run, stored_run
+from abrun.recipe import NAME, RunConfig, stored_run
+from abrun.store import RunDir, RunRecord
 
 
 def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Path:
@@ -31,8 +31,15 @@ def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Pa
 
 
 @contextlib.contextmanager
-def owned_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> Iterator[str | None]:
-    """Own a plan's directory, with every run's `config.json` in it; yields a note on a dead launcher's lock.
+def owned_experiment(
+    plan: Plan,
+    experiment_dir: Path,
+    *,
+    resume: bool,
+    take_over: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> Iterator[store.Lease]:
+    """Own a plan's directory, with every run's `config.json` in it; `say` hears of another launcher's lock.
 
     A new experiment that cannot be written whole leaves nothing behind. Raises LaunchError or StoreError
     where it exists already (or, to resume, does not), holds other configurations, or is somebody's at work.
@@ -41,20 +48,26 @@ def owned_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> Itera
         store.open_experiment(experiment_dir)
     else:
         _check_new(experiment_dir)
+    states = {run.name: store.run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
+    done = [name for name, state in states.items() if state.status == "finished"]
+    refuse_unset_variables(run for run in plan.runs if run.name not in done)
     made = [path for path in (experiment_dir, *experiment_dir.parents) if not os.path.lexists(path)]
     try:
-        with store.launcher_lock(experiment_dir) as note:
+        with store.launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
             if resume:
                 _check_same(plan, experiment_dir)
-                _write(plan, experiment_dir)
+                _check_warm_starts(plan, experiment_dir)
+                _write(plan, experiment_dir, resume=True)
             else:
                 _check_new(experiment_dir)  # again: a faster launcher may have made it meanwhile
                 try:
-                    _write(plan, experiment_dir)
+                    _write(plan, experiment_dir, resume=False)
                 except StoreError:
                     shutil.rmtree(experiment_dir, ignore_errors=True)
                     raise
-            yield note
+            if experiment_dir.parent in made:  # what runs write is no code: no `git add` is to take it along
+                store.write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
+            yield lease
     finally:
         for path in made:
             with contextlib.suppress(OSError):
@@ -62,21 +75,17 @@ def owned_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> Itera
 
 
 def write_run(
-    directory: Path, experiment: str, name: RunName, config: Run, warm_start: Path | None = None
+    directory: Path, experiment: str, name: RunName, config: RunConfig, warm_start: Path | None = None
 ) -> None:
-    """Tell a trainer what to do: the `config.json` of its run directory."""
-    final = warm_start and os.path.relpath(warm_start / "checkpoints" / "final", directory)
-    store.write_json(
-        directory / "config.json",
-        {
-            "schema_version": store.SCHEMA_VERSION,
-            "experiment": experiment,
-            "arm": name.arm,
-            "seed": name.seed,
-            "rerun": name.rerun,
-            "initial_weights": final,
-            "config": config.model_dump(mode="json"),
-        },
+    """Tell a job what to do, in its run directory."""
+    weights = warm_start and os.path.relpath(RunDir(warm_start).final_weights, directory)
+    RunDir(directory).write_record(
+        RunRecord(
+            experiment=experiment,
+            name=name,
+            initial_weights=weights,
+            config=config.model_dump(mode="json"),
+        )
     )
 
 
@@ -84,31 +93,19 @@ def warm_start_dir(experiment_dir: Path, key: str) -> Path:
     return experiment_dir.parent / store.WARM_STARTS / key
 
 
-def worker_alive(directory: Path) -> int | None:
-    """The id of a process of this host that still works in a run directory: an earlier launcher's."""
-    attempts = _json(directory / "meta.json").get("attempts", [])
-    if not attempts or attempts[-1].get("host") != socket.gethostname():
-        return None
-    pids = (attempts[-1].get("pid"), _json(directory / "heartbeat.json").get("pid"))
-    return next((pid for pid in pids if isinstance(pid, int) and works_in(pid, directory)), None)
-
-
-def _write(plan: Plan, experiment_dir: Path) -> None:
-    path = experiment_dir / "experiment.json"
+def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
     reference = plan.recipe.compare.reference
-    if (
-        reference and not (experiment_dir / store.REFERENCE).is_file()
-    ):  # a later change of the file is none here
-        with store.explained(experiment_dir / store.REFERENCE):
-            shutil.copyfile(Path(reference).expanduser(), experiment_dir / store.REFERENCE)
+    here = experiment_dir / store.REFERENCE
+    if reference and not (store.is_experiment(experiment_dir) and here.is_file()):
+        with store.explained(here):  # once: a later change of the file is none here
+            store.write_file(here, Path(reference).expanduser().read_bytes())
     declared = {"compare_sha256": compare_hash(plan.recipe.compare), "launched_pairs": len(plan.recipe.seeds)}
-    declared |= {
-        key: value for key, value in _json(path).items() if key in declared
-    }  # the first launch's stay
-    store.write_json(
-        path,
+    if store.is_experiment(experiment_dir):  # the first launch's stay
+        first = store.open_experiment(experiment_dir)
+        declared |= {key: value for key, value in first.items() if key in declared}
+    store.write_experiment(
+        experiment_dir,
         {
-            "schema_version": store.SCHEMA_VERSION,
             "experiment": experiment_dir.name,
             "recipe": plan.recipe.model_dump(mode="json"),
             "runs": [
@@ -120,61 +117,99 @@ def _write(plan: Plan, experiment_dir: Path) -> None:
     )
     for run in plan.runs:
         directory = store.run_dir(experiment_dir, run.name)
-        if not (directory / "config.json").is_file():
-            warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
-            write_run(directory, experiment_dir.name, run.name, run.config, warm_start)
+        try:
+            with store.readable(directory):
+                here = RunDir(directory)
+                if not here.exists:
+                    warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
+                    write_run(directory, experiment_dir.name, run.name, run.config, warm_start)
+                elif not here.finished:
+                    _update_limits(here, run.config)
+        except StoreError:
+            if not resume:
+                raise  # else it is one failed run, once it is its turn
+
+
+def _update_limits(run: RunDir, config: RunConfig) -> None:
+    """What a run may take is what the recipe says now: one that was ended by it may need more."""
+    record = run.record()
+    limits = config.model_dump(mode="json", include={"limits"})
+    if record.config.get("limits") != limits["limits"]:
+        run.write_record(replace(record, config={**record.config, **limits}))
 
 
 def _check_new(experiment_dir: Path) -> None:
-    if (experiment_dir / "experiment.json").is_file():
+    if store.is_experiment(experiment_dir):
         names = store.planned_runs(experiment_dir)
         finished = sum(store.run_state(experiment_dir, name).status == "finished" for name in names)
         raise LaunchError(
             f"{experiment_dir}: an experiment is here already, {finished} of {len(names)} runs finished; "
             "continue it with --resume, or give this one another --name"
         )
-    if experiment_dir.is_dir() and any(path.name != store.LOCK for path in experiment_dir.iterdir()):
+    if experiment_dir.is_dir() and not _was_just_begun(experiment_dir):
         raise LaunchError(f"{experiment_dir}: not empty, and no experiment of abrun; choose another --name")
 
 
+def _was_just_begun(experiment_dir: Path) -> bool:
+    """Whether nothing is in a folder but what a launcher leaves that is killed before experiment.json."""
+    names = {path.name for path in experiment_dir.iterdir()}
+    before = {store.LOCK, store.REFERENCE} if store.LOCK in names else set()
+    return names <= {*before, *store.leftovers(names)}
+
+
 def _check_same(plan: Plan, experiment_dir: Path) -> None:
-    """Refuse to mix experiments: every run that is here must be planned, with the configuration it has."""
+    """Refuse to mix experiments: every run that is here must be planned, with the configuration it has.
+
+    One that cannot be read is let be: `Job.claim` refuses that run alone.
+    """
     planned = {run.name: run for run in plan.runs}
     for name in store.planned_runs(experiment_dir):
-        directory = store.run_dir(experiment_dir, name)
+        run = RunDir(store.run_dir(experiment_dir, name))
         if name not in planned:
             raise LaunchError(
                 f"{experiment_dir}: --resume: the recipe has no run {name}, which is here; "
                 "runs can be added, not dropped: restore arms, seeds and aa_reruns, or choose another --name"
             )
-        if not (directory / "config.json").is_file():
-            continue
-        difference = _difference(directory, planned[name].config)
+        difference = None
+        with contextlib.suppress(StoreError), store.readable(run.path):
+            difference = _difference(run, planned[name].config) if run.exists else None
         if difference:
             raise LaunchError(
-                f"{directory}: --resume: the run directory of another experiment: {difference}; "
+                f"{run.path}: --resume: the run directory of another experiment: {difference}; "
                 "restore the recipe, or give this one another --name"
             )
-        pid = worker_alive(directory)
-        if pid is not None:
+
+
+def _check_warm_starts(plan: Plan, experiment_dir: Path) -> None:
+    """Refuse to add runs that would start from other weights than those of their arm that are here."""
+    here = {run.name: RunDir(store.run_dir(experiment_dir, run.name)) for run in plan.runs}
+    begun = {}
+    for name, run in here.items():
+        with contextlib.suppress(StoreError), store.readable(run.path):
+            begun |= {name: run.initial_weights} if run.exists else {}
+    begun_arms = {name.arm: weights for name, weights in begun.items()}
+    for run in plan.runs:
+        weights = begun_arms.get(run.name.arm)
+        if run.name in begun or not (weights and run.warm_start):
+            continue
+        wanted = RunDir(warm_start_dir(experiment_dir, run.warm_start)).final_weights
+        if os.path.normpath(weights) != os.path.normpath(wanted):
+            before = weights.parent.parent.name
             raise LaunchError(
-                f"{directory}: --resume: process {pid} of an earlier launcher still works here; "
-                f"wait for it, or stop it with: kill {pid}"
+                f"{experiment_dir}: --resume: {run.name} would start from the warm start {run.warm_start}, "
+                f"and the runs of its arm that are here started from {before}, which this version makes "
+                "otherwise: resume with the abrun that launched them, or give another --name"
             )
 
 
-def _difference(directory: Path, config: Run) -> str | None:
-    """The first value in which a run directory's configuration is not the planned one."""
+def _difference(run: RunDir, config: RunConfig) -> str | None:
+    """The first value in which a run directory's configuration is not the planned one; limits may change."""
     try:
-        there = stored_run(store.read_json(directory / "config.json").get("config"))
+        there = stored_run(run.record().config)
     except RecipeError:
-        return "its config.json does not hold a configuration of this abrun"
-    differences = config_diff(there, config)
+        return "its record does not hold a configuration of this abrun"
+    differences = config_diff(there.model_copy(update={"limits": config.limits}), config)
     for key, (has, wants) in differences.items():
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         return f"{key} is {has!r} there and {wants!r} in the recipe{more}"
     return None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return store.read_json(path) if path.is_file() else {}

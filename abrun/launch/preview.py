@@ -1,52 +1,62 @@
 """What a launch would do, as tables: `abrun launch --dry-run`. Writes nothing."""
 
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from abrun.launch.devices import Machine, Slots, refusals, this_machine
+from abrun.launch.local import Slots
+from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.plan import Plan
-from abrun.recipe import Cluster, CommandRun, Compare, Run, RunConfig, invocation
+from abrun.recipe import Cluster, CommandRunConfig, Compare, OwnRunConfig, RunConfig, invocation
+from abrun.redaction import REFERENCE, printable
+
+MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
+MOST_COMMANDS = 20
 
 
 def preview(plan: Plan, num_jobs: int | None = None) -> RenderableType:
-    """Runs in launch order, devices, the exact treatment diff, and the expected power of the comparison."""
-    machine = this_machine()
+    """Runs in launch order, the exact treatment diff, the expected power, and what this machine can do of it.
+
+    The last line says which: a plan for other machines is a plan, but must not look like one for this. Raises
+    LaunchError where a variable that a run's `env` refers to is not set.
+    """
+    refuse_unset_variables(plan.runs)
     recipe = plan.recipe
     title = f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count(recipe.seeds, 'seed')}"
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
     return Group(
         Text(title, style="bold"),
-        _runs(plan),
-        Text(_devices(plan, machine, num_jobs)),
+        *_runs(plan),
         *_commands(plan),
         _heading("What differs from the baseline, resolved"),
-        _diff(plan),
+        *_diff(plan),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),
+        *_devices(plan, this_machine(), num_jobs),
     )
 
 
-def _runs(plan: Plan) -> Table:
-    table = _table("", "run", "steps", "devices", "starts from")
-    for key, config in plan.warm_starts.items():
-        table.add_row(
-            "", f"warm start {key[:8]}", str(config.steps), _occupies(config.cluster), _start(config)
-        )
-    for number, run in enumerate(plan.runs, 1):
+def _runs(plan: Plan) -> list[RenderableType]:
+    rows = [
+        ("", f"warm start {key[:8]}", str(config.steps), _occupies(config.cluster), _start(config))
+        for key, config in plan.warm_starts.items()
+    ]
+    for number, run in enumerate(plan.runs[:MOST_ROWS], 1):
         begins = f"warm start {run.warm_start[:8]}" if run.warm_start else _start(run.config)
-        table.add_row(
-            str(number), str(run.name), str(run.config.steps), _occupies(run.config.cluster), begins
+        rows.append(
+            (str(number), str(run.name), str(run.config.steps), _occupies(run.config.cluster), begins)
         )
-    return table
+    num_rows = len(plan.warm_starts) + len(plan.runs)
+    return _table(["", "run", "steps", "devices", "starts from"], rows, num_rows)
 
 
-def _start(config: Run) -> str:
-    if isinstance(config, RunConfig):
+def _start(config: RunConfig) -> str:
+    if isinstance(config, OwnRunConfig):
         return f"preset {config.model.preset}" if config.model.preset else str(config.model.path)
     return "its own command"
 
@@ -56,8 +66,10 @@ def _commands(plan: Plan) -> list[RenderableType]:
     parts: list[RenderableType] = []
     shown: set[str] = set()
     for run in plan.runs:
-        if isinstance(run.config, CommandRun) and run.name.arm not in shown:
+        if isinstance(run.config, CommandRunConfig) and run.name.arm not in shown:
             shown.add(run.name.arm)
+            if len(shown) > MOST_COMMANDS:
+                return [*parts, Text("\n... and the commands of other arms")]
             filled = invocation(
                 run.config,
                 experiment=plan.recipe.name,
@@ -66,10 +78,15 @@ def _commands(plan: Plan) -> list[RenderableType]:
                 rerun=run.name.rerun,
                 run_dir="RUN_DIR",
             )
-            variables = "".join(f"{name}={shlex.quote(value)} " for name, value in filled.env.items())
+            variables = "".join(f"{name}={_quoted(value)} " for name, value in filled.env.items())
             parts.append(_heading(f"The command of {run.name}, with metrics in {filled.metrics_path}"))
-            parts.append(Text(variables + shlex.join(filled.argv)))
+            parts.append(Text(printable(variables + shlex.join(filled.argv))))
     return parts
+
+
+def _quoted(value: str) -> str:
+    """For a shell, in which `${NAME}` stays a reference."""
+    return f'"{value}"' if REFERENCE.fullmatch(value) else shlex.quote(value)
 
 
 def _occupies(cluster: Cluster) -> str:
@@ -78,23 +95,29 @@ def _occupies(cluster: Cluster) -> str:
     return devices if cluster.nodes == 1 else f"{cluster.nodes} nodes x {devices}"
 
 
-def _devices(plan: Plan, machine: Machine, num_jobs: int | None) -> str:
+def _devices(plan: Plan, machine: Machine, num_jobs: int | None) -> list[RenderableType]:
     lines = refusals(plan, machine, num_jobs)
     if lines:
-        return "\n- ".join([f"This machine ({machine}) cannot run it:", *lines])
+        return [
+            _heading(f"What this machine ({machine}) lacks"),
+            *(Text(f"- {printable(line)}") for line in lines),
+            Text(f"This machine cannot run {plan.recipe.name}: {_count(lines, 'reason')}, listed above."),
+        ]
     slots = Slots(machine, num_jobs)
     at_once = 0
-    while at_once < len(plan.runs) and slots.take(plan.runs[at_once].config.cluster):
+    while at_once < len(plan.runs) and (place := slots.find(plan.runs[at_once].config.cluster)):
+        slots.take(place)
         at_once += 1
-    return f"This machine ({machine}) runs {at_once} at once."
+    return [Text(f"\nThis machine ({machine}) runs {at_once} at once.")]
 
 
-def _diff(plan: Plan) -> Table:
-    table = _table("arm", "key", "baseline", "arm's")
-    for arm, changes in plan.treatment_diff.items():
-        for key, (has, wants) in changes.items():
-            table.add_row(arm, key, _value(has), _value(wants))
-    return table
+def _diff(plan: Plan) -> list[RenderableType]:
+    rows = [
+        (arm, key, _value(has), _value(wants))
+        for arm, changes in plan.treatment_diff.items()
+        for key, (has, wants) in changes.items()
+    ]
+    return _table(["arm", "key", "baseline", "arm's"], rows, len(rows))
 
 
 def _value(value: Any) -> str:
@@ -108,9 +131,16 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     from abrun.equivalence import ALPHA  # scipy: half a second
     from abrun.power import assumed_spread, claim_power
 
-    table = _table(
-        "metric", "window", "margin", "sigma", "correlation", f"power, {num_pairs} pairs", "80 % needs"
-    )
+    headings = [
+        "metric",
+        "window",
+        "margin",
+        "sigma",
+        "correlation",
+        f"power, {num_pairs} pairs",
+        "80 % needs",
+    ]
+    rows = []
     for index, claim in enumerate(compare.primary):
         spread = assumed_spread(claim, compare.reference is not None)
         alpha = ALPHA / max(1, len(compare.looks))
@@ -123,15 +153,19 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
         margin = claim.margin if isinstance(claim.margin, str) else f"{claim.margin:g}"
         sigma = "" if claim.sigma is None else f"{claim.sigma:g}"
         correlation = f"{claim.correlation:g}" if spread else ""
-        table.add_row(claim.metric, claim.window, f"±{margin}", sigma, correlation, expected, needed)
-    return table
+        rows.append((claim.metric, claim.window, f"±{margin}", sigma, correlation, expected, needed))
+    return Group(*_table(headings, rows, len(rows)))
 
 
-def _table(*headings: str) -> Table:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_rows: int) -> list[RenderableType]:
+    """The first of `num_rows` rows, with a line on the rest."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold")
-    return table
+    for row in rows[:MOST_ROWS]:
+        table.add_row(*(Text(printable(cell)) for cell in row))  # a recipe's texts are no markup
+    more = num_rows - MOST_ROWS
+    return [table, Text(f"... and {more} more")] if more > 0 else [table]
 
 
 def _heading(text: str) -> Text:

@@ -13,7 +13,7 @@ from abrun.errors import ComparisonError
 from abrun.logs.log import listed, printable
 from abrun.series import Series
 
-PRESETS: dict[str, dict[str, str]] = {  # ours -> theirs
+FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
     "trl": {  # GRPO, RLOO and DPO, as transformers logs them: train/<name>. Others are named like ours
         "train/lr": "train/learning_rate",
         "train/kl_penalty": "train/kl",
@@ -104,15 +104,15 @@ def parse(texts: Iterable[str]) -> Aliases:
     presets: dict[str, str] = {}
     for text in texts:
         ours, equals, theirs = text.partition("=")
-        if not equals and text in PRESETS:
-            presets.update(PRESETS[text])
+        if not equals and text in FRAMEWORKS:
+            presets.update(FRAMEWORKS[text])
         elif ours and theirs:
             if explicit.get(ours, theirs) != theirs:
                 raise ComparisonError(f"--alias: got {ours!r} twice; allowed: one name for each; drop one")
             explicit[ours] = theirs
         else:
             raise ComparisonError(
-                f"--alias: got '{printable(text)}'; allowed: {', '.join(PRESETS)}, or OURS=THEIRS, "
+                f"--alias: got '{printable(text)}'; allowed: {', '.join(FRAMEWORKS)}, or OURS=THEIRS, "
                 "such as train/reward=rewards/mean"
             )
     return Aliases(explicit=explicit, presets=presets)

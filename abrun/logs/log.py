@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
-from abrun.plan import RunName
+from abrun.layout import RunName
+from abrun.redaction import printable, shown, shown_tree
 from abrun.series import Series
 
 LogStatus = Literal["finished", "failed", "running", "unknown"]
@@ -32,24 +33,16 @@ class Log:
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
 
 
-def printable(text: str) -> str:
-    """`text` with every character that could break a line or move a terminal's cursor as an escape."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
-        for char in text
-    )
-
-
 def cleaned(log: Log) -> Log:
     """A log whose names came from files, made safe to print."""
     return replace(
         log,
         name=printable(log.name),
         place=printable(log.place),
-        failure=printable(log.failure),
-        metrics={printable(name): series for name, series in log.metrics.items()},
+        failure=shown(log.failure),
+        config=log.config and shown_tree(log.config),
+        environment=log.environment and shown_tree(log.environment),
+        metrics={shown(name): series for name, series in log.metrics.items()},
         job_type=printable(log.job_type) if log.job_type else None,
         group=printable(log.group) if log.group else None,
         notes=tuple(printable(note) for note in log.notes),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from abrun.errors import ComparisonError
+from abrun.layout import RunName
 from abrun.logs.log import Log, listed, printable
-from abrun.plan import RunName
 
 SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet", ".wandb", ".json")
 # The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.

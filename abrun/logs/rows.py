@@ -21,24 +21,36 @@ STEP_COLUMNS = (
 )
 NOT_METRICS = {"_step", "_runtime", "_timestamp"}  # wandb's own columns
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
+MOST_METRICS = 100_000
 LARGEST_STEP = 2**53  # whole numbers above it are not exact as floats
 
 
-def flat_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def flat_numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers of a row of JSON; nested names are joined by '/', what is no number is left out.
 
     A mapping with a `_type` is one of wandb's media (a histogram, a table), not metrics.
     """
-    for key, value in row.items():
-        if isinstance(value, bool) or value is None:
-            continue
-        if isinstance(value, int | float):
-            yield prefix + key, _as_float(value)
-        elif isinstance(value, str):
-            if value in WORDS:
+    levels = [("", iter(row.items()))]  # no recursion: a row may be nested as deep as JSON's reader goes
+    while levels:
+        prefix, items = levels[-1]
+        for key, value in items:
+            if isinstance(value, Mapping):
+                if "_type" not in value:
+                    levels.append((f"{prefix}{key}/", iter(value.items())))
+                    break
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                yield prefix + key, _as_float(value)
+            elif isinstance(value, str) and value in WORDS:
                 yield prefix + key, float(value)
-        elif isinstance(value, Mapping) and "_type" not in value:
-            yield from flat_numbers(value, f"{prefix}{key}/")
+        else:
+            levels.pop()
+
+
+def as_number(text: str) -> float:
+    """The number that a text is. Raises ValueError for what only Python takes for one too, such as 1_000."""
+    if "_" in text or not text.isascii():
+        raise ValueError
+    return float(text)
 
 
 def _as_float(value: float) -> float:
@@ -60,6 +72,7 @@ def series_of(
     names = list(columns) or list(dict.fromkeys(name for row in filled for name in row))
     if not names:
         return {}, []
+    check_number_of_metrics(len(names), place)
     column = step_column if step_column is not None else _step_column(filled, names)
     lacking = sum(math.isnan(row.get(column or "", math.nan)) for row in filled)
     if column is None or column not in names or (filled and lacking == len(filled)):
@@ -69,9 +82,12 @@ def series_of(
         )
     dropped = {column, *NOT_METRICS}
     steps = (
-        (_whole(row[column], place, column), {name: row[name] for name in row if name not in dropped})
-        for row in filled
-        if not math.isnan(row.get(column, math.nan))
+        (
+            check_step(row[column], f"{place}, row {number}", column),
+            {name: row[name] for name in row if name not in dropped},
+        )
+        for number, row in enumerate(rows, 1)
+        if not row.keys() <= NOT_METRICS and not math.isnan(row.get(column, math.nan))
     )
     metrics, num_replaced = from_rows(steps)
     notes = left_out(num_replaced)
@@ -86,10 +102,17 @@ def _step_column(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> s
     return next((name for name, count in there.items() if count == most), None)
 
 
-def _whole(step: float, place: str, column: str) -> int:
-    if step % 1 or abs(step) > LARGEST_STEP:
+def check_number_of_metrics(number: int, place: str) -> None:
+    """Raises StoreError, one line, where there are more than anything here could show."""
+    if number > MOST_METRICS:
+        raise StoreError(f"{place}: got {number} metrics; allowed: at most {MOST_METRICS} a run")
+
+
+def check_step(step: float, place: str, column: str) -> int:
+    """A step as a whole number that is exact as a float. Raises StoreError, one line, for any other."""
+    if step % 1 or abs(step) >= LARGEST_STEP:
         raise StoreError(
-            f"{place}: {printable(column)}: got {step:g}; a step is a whole number: "
+            f"{place}: {printable(column)}: got {step:g}; a step is a whole number below 2^53: "
             "mend the row, or name another column with --step-column"
         )
     return int(step)

@@ -3,7 +3,8 @@
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
-from abrun.logs.rows import flat_numbers, series_of
+from abrun.logs.rows import as_number, flat_numbers, series_of
+from abrun.regular_files import open_regular, read_regular
 
 TORN = "its last line is torn, or still being written, and was left out"
 NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
 PARQUET_MAGIC = b"PAR1"
 LARGEST_CELL = 2**24  # characters
+MOST_VALUES = 2**24  # of a Parquet file
 
 Row = dict[str, float]
 
@@ -27,27 +30,11 @@ Row = dict[str, float]
 def read_csv(path: Path, step_column: str | None = None) -> Log:
     """A CSV file: a header, then a line a step. An empty cell is not recorded; `nan` and `inf` are."""
     content = _content(path)
-    whole = content.endswith((b"\n", b"\r"))
-    csv.field_size_limit(LARGEST_CELL)
-    reader = csv.reader(io.StringIO(_text(path, content), newline=""))
-    lines: list[tuple[int, list[str]]] = []
-    try:
-        for cells in reader:
-            if cells:
-                lines.append((reader.line_num, cells))
-    except csv.Error as error:
-        raise StoreError(f"{_shown(path)}, line {reader.line_num}: not readable as CSV: {error}") from None
-    torn = bool(lines) and not whole
-    if torn:
-        lines.pop()
+    lines, torn = _cells(path, content)
     if not lines:
         return _log(path, {}, [TORN if torn else EMPTY])
     header = [name.strip() for name in lines[0][1]]
-    twice = sorted({name for name in header if name and header.count(name) > 1})
-    if twice:
-        raise StoreError(
-            f"{_shown(path)}: the column '{printable(twice[0])}' is there twice; rename one of them"
-        )
+    _refuse_columns_twice(path, header)
     rows, num_texts = _numbers(path, header, lines[1:])
     metrics, notes = series_of(rows, _shown(path), step_column, header)
     notes += [
@@ -56,6 +43,34 @@ def read_csv(path: Path, step_column: str | None = None) -> Log:
         if name in metrics
     ]
     return _log(path, metrics, notes + [TORN] * torn)
+
+
+def _cells(path: Path, content: bytes) -> tuple[list[tuple[int, list[str]]], bool]:
+    """The whole lines with the numbers they end at, and whether a torn one was left out behind them."""
+    csv.field_size_limit(LARGEST_CELL)
+    reader = csv.reader(io.StringIO(_text(path, content), newline=""), strict=True)
+    lines: list[tuple[int, list[str]]] = []
+    ended = 0
+    try:
+        for cells in reader:
+            ended = reader.line_num
+            if cells:
+                lines.append((ended, cells))
+    except csv.Error as error:
+        # A quote that is open at the end is a torn line, or one far above that takes all below for its text.
+        if "unexpected end of data" in str(error) and reader.line_num == ended + 1:
+            return lines, True
+        raise StoreError(f"{_shown(path)}, line {ended + 1}: not readable as CSV: {error}") from None
+    torn = bool(lines) and not content.endswith((b"\n", b"\r"))
+    return lines[:-1] if torn else lines, torn
+
+
+def _refuse_columns_twice(path: Path, names: Sequence[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if name and count > 1)
+    if twice:
+        raise StoreError(
+            f"{_shown(path)}: the column '{printable(twice[0][:80])}' is there twice; rename one of them"
+        )
 
 
 def _numbers(
@@ -75,7 +90,7 @@ def _numbers(
             if not cell or not name:
                 continue
             try:
-                row[name] = float(cell)
+                row[name] = as_number(cell)
             except ValueError:
                 if cell.strip() and cell.strip() != name:  # a resumed writer may write the header again
                     num_texts[name] = num_texts.get(name, 0) + 1
@@ -115,7 +130,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
         row = orjson.loads(line)
     except ValueError:
         try:
-            row = json.loads(line)  # which knows NaN and Infinity
+            row = json.loads(line.decode())  # which knows NaN and Infinity
         except (ValueError, RecursionError):
             return None
     return row if isinstance(row, dict) else None
@@ -155,7 +170,7 @@ def _as_logged(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
 
 def read_parquet(path: Path, step_column: str | None = None) -> Log:
     """A Parquet file: a column a metric. A null is not recorded (pandas writes NaN as null)."""
-    with readable(path), path.open("rb") as file:
+    with readable(path), open_regular(path) as file:
         magic = file.read(len(PARQUET_MAGIC))
         size = file.seek(0, 2)
         file.seek(max(0, size - len(PARQUET_MAGIC)))
@@ -170,18 +185,31 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
     except ImportError:
         raise needs_package(path, "pyarrow", "'abrun[parquet]'") from None
     try:
-        table = pq.ParquetFile(path).read()
-    except (pa.ArrowException, OSError, ValueError) as error:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            schema = file.schema_arrow
+            numeric = [
+                column.name
+                for column in schema
+                if pa.types.is_integer(column.type)
+                or pa.types.is_floating(column.type)
+                or pa.types.is_decimal(column.type)
+            ]
+            _refuse_columns_twice(path, schema.names)
+            num_values = file.metadata.num_rows * len(numeric)
+            if num_values > MOST_VALUES:  # which a few bytes can claim, by repeating one
+                raise StoreError(f"{_shown(path)}: claims {num_values} numbers; allowed: {MOST_VALUES}")
+            table = file.read(columns=numeric).combine_chunks()
+            columns = [column.cast(pa.float64(), safe=False).to_pylist() for column in table.columns]
+    except StoreError:
+        raise
+    except Exception as error:  # Arrow's, the system's, of text that is none, or for want of memory
         raise StoreError(f"{_shown(path)}: not readable as Parquet: {_one_line(error)}") from None
     rows: list[Row] = [{} for _ in range(table.num_rows)]
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        kind = column.type
-        if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-            values = column.cast(pa.float64(), safe=False).to_pylist()
-            for row, value in zip(rows, values, strict=True):
-                if value is not None:
-                    row[name] = value
-    return _log(path, *series_of(rows, _shown(path), step_column, table.column_names))
+    for name, values in zip(table.column_names, columns, strict=True):
+        for row, value in zip(rows, values, strict=True):
+            if value is not None:
+                row[name] = value
+    return _log(path, *series_of(rows, _shown(path), step_column, schema.names))
 
 
 # --- files ---
@@ -189,7 +217,7 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
 
 def _content(path: Path) -> bytes:
     with readable(path):
-        return path.read_bytes()
+        return read_regular(path)
 
 
 def _text(path: Path, content: bytes) -> str:

@@ -7,21 +7,21 @@ messages are used here.
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from abrun.errors import StoreError
+from abrun.logs.crc32c import masked_crc32c
 from abrun.logs.log import EMPTY, Log, left_out, needs_package, printable, readable
+from abrun.logs.rows import check_number_of_metrics, check_step
+from abrun.regular_files import read_regular
 from abrun.series import Series, by_step
 
 EVENTS = "events.out.tfevents"
 HEADER, FOOTER = 12, 4  # bytes
-LARGEST_CHECKED = 4096  # bytes: longer events hold images or texts, which are not read
-POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 TIMESTAMP = re.compile(rf"{re.escape(EVENTS)}\.(\d+)")
 
 
@@ -44,9 +44,11 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
                 if number is None:
                     config.update(_hparams(value))
                 else:
+                    check_step(event.step, printable(str(path)), value.tag)
                     steps, values = points.setdefault(value.tag, ([], []))
                     steps.append(event.step)
                     values.append(number)
+    check_number_of_metrics(len(points), printable(str(place)))
     merged = {tag: by_step(*one) for tag, one in points.items()}
     metrics: dict[str, Series] = {tag: series for tag, (series, _) in merged.items()}
     notes = left_out(sum(replaced for _, replaced in merged.values())) + notes
@@ -73,19 +75,19 @@ def _events(path: Path, notes: list[str]) -> Iterator[Any]:
         raise needs_package(path, "tensorboard", "'abrun[tensorboard]'") from None
     event: Any = event_pb2.Event  # type: ignore[attr-defined]
     with readable(path):
-        content = path.read_bytes()
+        content = read_regular(path)
     records, end = _records(content)
-    if not records and len(content) >= HEADER and not _crc_holds(content[:8], content[8:12]):
+    if not records and len(content) >= HEADER and not _undamaged(content, [(0, HEADER - FOOTER)]):
         raise StoreError(f"{printable(str(path))}: not an event file of TensorBoard; remove or rename it")
     for start, stop in records:
         try:
             yield event.FromString(content[start:stop])
         except DecodeError:
-            end = start
+            end = start - HEADER
             break
     if end < len(content):
         notes.append(
-            f"{printable(path.name)}: {len(content) - end} bytes at its end are torn or damaged "
+            f"{printable(path.name)}: {len(content) - end} bytes, from byte {end} on, are torn or damaged "
             "and were left out"
         )
 
@@ -100,7 +102,7 @@ def _scalar(value: Any) -> float | None:
 
     try:
         array = tensor_util.make_ndarray(value.tensor)
-    except (TypeError, ValueError):
+    except Exception:  # of a type or a shape that its content does not have
         return None
     return float(array.reshape(())) if array.dtype.kind in "fiu" and array.size == 1 else None
 
@@ -145,44 +147,12 @@ def _records(content: bytes) -> tuple[list[tuple[int, int]], int]:
 
 def _first_damaged(content: bytes, spans: Sequence[tuple[int, int]]) -> int:
     """The index of the first event whose checksums do not hold; their number where all do."""
-    lengths = [(start - HEADER, start - FOOTER) for start, _ in spans]
-    payloads = [(start, stop) for start, stop in spans if stop - start <= LARGEST_CHECKED]
-    damaged = {start + HEADER for start in _damaged(content, lengths)} | _damaged(content, payloads)
-    return next((index for index, (start, _) in enumerate(spans) if start in damaged), len(spans))
+    lengths = _undamaged(content, [(start - HEADER, start - FOOTER) for start, _ in spans])
+    return len(_undamaged(content, spans[: len(lengths)]))
 
 
-def _damaged(content: bytes, spans: Iterable[tuple[int, int]]) -> set[int]:
-    """The starts of those spans of bytes that the 4 bytes behind them are not the masked CRC-32C of.
-
-    Spans of one length are checked together, a byte of all of them at a time.
-    """
-    by_length: dict[int, list[int]] = {}
-    for start, stop in spans:
-        by_length.setdefault(stop - start, []).append(start)
-    everything = np.frombuffer(content, np.uint8)
-    damaged: set[int] = set()
-    for length, begins in by_length.items():
-        starts = np.array(begins)
-        stored = everything[(starts + length)[:, None] + np.arange(FOOTER)].astype(np.uint32)
-        expected = (stored << np.array([0, 8, 16, 24], np.uint32)).sum(axis=1, dtype=np.uint32)
-        crc = np.full(len(starts), 0xFFFFFFFF, np.uint32)
-        for offset in range(length):
-            crc = CRC_TABLE[(crc ^ everything[starts + offset]) & 0xFF] ^ (crc >> np.uint32(8))
-        crc = ~crc
-        masked = ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
-        damaged |= set(starts[masked != expected].tolist())
-    return damaged
-
-
-def _crc_holds(data: bytes, crc: bytes) -> bool:
-    return not _damaged(data + crc, [(0, len(data))])
-
-
-def _crc_table() -> NDArray[np.uint32]:
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, (table >> np.uint32(1)) ^ np.uint32(POLYNOMIAL), table >> np.uint32(1))
-    return table
-
-
-CRC_TABLE = _crc_table()
+def _undamaged(content: bytes, spans: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """The spans before the first that the 4 bytes behind it are not the checksum of."""
+    stored = np.array([struct.unpack_from("<I", content, stop)[0] for _, stop in spans], np.uint32)
+    wrong = np.flatnonzero(masked_crc32c(content, spans) != stored)
+    return spans[: int(wrong[0])] if len(wrong) else spans

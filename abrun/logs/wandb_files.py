@@ -18,11 +18,14 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
-from abrun.logs.rows import flat_numbers, series_of
+from abrun.logs.rows import as_number, flat_numbers, series_of
 from abrun.recipe import dotted
+from abrun.regular_files import read_regular
 
 MAGIC = b":W&B\xe1\xbe"
 FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
+DEEPEST = 50  # keys inside of each other in a configuration
+MOST_GPUS = 1024
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 NO_EXIT = "it has no record of its end: it still runs, or was killed"
 # What of requirements.txt tells whether two runs ran the same software.
@@ -97,14 +100,20 @@ def read_run_files(files: Sequence[Path], name: str, step_column: str | None = N
 
 
 def _add(contents: Contents, path: Path) -> None:
+    from google.protobuf.message import DecodeError
+
     record_type = _record_type(path)
     with readable(path):
-        content = path.read_bytes()
+        content = read_regular(path)
     if content and content[: len(MAGIC)] != MAGIC[: len(content)]:
         raise StoreError(f"{printable(str(path))}: not a file of wandb's; remove or rename it")
     end = FILE_HEADER
-    for body, end in _records(content):  # noqa: B007
-        record = record_type.FromString(body)
+    for body, record_end in _records(content):
+        try:
+            record = record_type.FromString(body)
+        except DecodeError:
+            break
+        end = record_end
         match record.WhichOneof("record_type"):
             case "history":
                 contents.rows.append(_row(record.history))
@@ -118,7 +127,9 @@ def _add(contents: Contents, path: Path) -> None:
             case "exit":
                 contents.exit_code = record.exit.exit_code
     if end < len(content):
-        contents.notes.append(f"{len(content) - end} bytes at its end are torn or damaged and were left out")
+        contents.notes.append(
+            f"{len(content) - end} bytes, from byte {end} on, are torn or damaged and were left out"
+        )
     files = path.parent / "files"
     contents.environment.update(environment_of(_metadata(files), _requirements(files)))
 
@@ -133,7 +144,8 @@ def _record_type(path: Path) -> Any:
 
 def _records(content: bytes) -> Iterator[tuple[bytes, int]]:
     """The whole records of a log, up to the first torn or damaged one, and where each ends."""
-    position, parts = FILE_HEADER, []
+    position = FILE_HEADER
+    parts: list[bytes] = []  # of a record that is begun and not ended
     while position + CHUNK_HEADER <= len(content):
         if BLOCK - position % BLOCK < CHUNK_HEADER:
             position += BLOCK - position % BLOCK  # padding at the end of a block
@@ -143,9 +155,12 @@ def _records(content: bytes) -> Iterator[tuple[bytes, int]]:
         position = start + length
         if position > len(content) or zlib.crc32(content[start - 1 : position]) != crc:
             return
-        parts = [*parts, content[start:position]] if kind in (MIDDLE, LAST) else [content[start:position]]
+        if kind not in ((MIDDLE, LAST) if parts else (FULL, FIRST)):
+            return
+        parts.append(content[start:position])
         if kind in (FULL, LAST):
             yield b"".join(parts), position
+            parts.clear()
 
 
 def _row(history: Any) -> dict[str, float]:
@@ -157,7 +172,7 @@ def _row(history: Any) -> dict[str, float]:
             media.append(name.removesuffix("_type"))
             continue
         try:
-            row[name] = float(text)
+            row[name] = as_number(text)
         except ValueError:
             value = _json(text)
             if isinstance(value, dict | str):
@@ -178,6 +193,8 @@ def _value_json(item: Any) -> str:
 def _update(config: dict[str, Any], change: Any) -> None:
     for item in change.update:
         *parents, last = item.nested_key or [item.key]
+        if len(parents) > DEEPEST:
+            continue
         branch = config
         for parent in parents:
             below = branch.get(parent)
@@ -185,7 +202,7 @@ def _update(config: dict[str, Any], change: Any) -> None:
             branch = branch[parent]
         branch[last] = _json(item.value_json)
     for item in change.remove:
-        config.pop(item.key or item.nested_key[0], None)
+        config.pop(item.key or "".join(item.nested_key[:1]), None)
 
 
 def _json(text: str) -> Any:
@@ -202,7 +219,7 @@ def _json(text: str) -> Any:
 
 
 def _add_environment(environment: dict[str, Any], record: Any) -> None:
-    gpus = [gpu.name for gpu in record.gpu_nvidia] or [record.gpu_type] * record.gpu_count
+    gpus = [gpu.name for gpu in record.gpu_nvidia] or [record.gpu_type] * min(record.gpu_count, MOST_GPUS)
     known = {
         "python": record.python,
         "host": record.host,
@@ -222,7 +239,7 @@ def environment_of(metadata: Mapping[str, Any], requirements: str) -> dict[str, 
     if isinstance(named, list) and named:
         environment["devices"] = [str(gpu.get("name")) for gpu in named if isinstance(gpu, dict)]
     elif (gpu := metadata.get("gpu")) and isinstance(count := metadata.get("gpu_count", 1), int):
-        environment["devices"] = [str(gpu)] * min(count, 1024)
+        environment["devices"] = [str(gpu)] * min(count, MOST_GPUS)
     pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", requirements, re.MULTILINE)
     versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
     if versions:
@@ -232,7 +249,7 @@ def environment_of(metadata: Mapping[str, Any], requirements: str) -> dict[str, 
 
 def _metadata(files: Path) -> dict[str, Any]:
     try:
-        content = orjson.loads((files / "wandb-metadata.json").read_bytes())
+        content = orjson.loads(read_regular(files / "wandb-metadata.json"))
     except (OSError, ValueError):
         return {}  # it is written late, and not at all in some versions
     return content if isinstance(content, dict) else {}
@@ -240,6 +257,6 @@ def _metadata(files: Path) -> dict[str, Any]:
 
 def _requirements(files: Path) -> str:
     try:
-        return (files / "requirements.txt").read_text(errors="replace")
+        return read_regular(files / "requirements.txt").decode(errors="replace")
     except OSError:
         return ""

@@ -10,19 +10,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from abrun import store
+from abrun import progress
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
-from abrun.recipe import RunConfig
-from abrun.rl.batch import Batch
+from abrun.launch.probe import read_job, row_writer
+from abrun.recipe import Dpo, Grpo, OwnRunConfig
+from abrun.train.batches import RandomBatches
+from abrun.train.data import check_length
 from abrun.train.loop import make_algorithm
-from abrun.train.setup import Setup, check_length, make_setup
+from abrun.train.setup import Setup, make_setup
 
 
 def main() -> int:
+    progress.join()
     directory = Path(sys.argv[1])
-    job = store.read_json(directory / "job.json")
-    config = RunConfig.model_validate(job["config"])
+    job = read_job(directory)
+    config = _without_groups(OwnRunConfig.model_validate(job["config"]))
     try:
         setup = make_setup(config, 0, None, join_ranks(job["config"]["cluster"]))
         measure(setup, directory, job["lengths"], job["num_sequences"])
@@ -34,41 +37,44 @@ def main() -> int:
 
 
 def measure(setup: Setup, directory: Path, lengths: list[int], num_sequences: int) -> None:
-    """Append a line a length to `directory`/peaks.jsonl: the largest peak of any rank, by phase, in bytes.
+    """Append a row a length: the largest peak of any rank, by phase, in bytes.
 
     A length that does not fit the device's memory is the last one.
     """
-    check_length(setup.model, max(lengths), f"--lengths: got {max(lengths)}")
+    ranks, together = setup.ranks, 2 if isinstance(setup.config.algorithm, Dpo) else 1
+    check_length(setup.data.text, max(lengths), f"--lengths: got {max(lengths)}")
+    vocab_size = len(setup.data.text.tokenizer)
     algorithm = make_algorithm(setup)
-    writer = store.LineWriter(directory / "peaks.jsonl") if dist.get_rank() == 0 else None
+    writer = row_writer(directory) if ranks.is_first else None
     for index, length in enumerate([lengths[0], *lengths]):
         setup.phases.collect()
+        source = RandomBatches(num_sequences, length, vocab_size, ranks.device, rows_together=together)
         try:
-            algorithm.update(_random_batch(setup, num_sequences, length), step=1)
+            algorithm.update(source.collect(1)[0], step=1)
         except torch.OutOfMemoryError:
+            _, peaks = setup.phases.collect()
             if writer:
-                writer.write({"length": length, "out_of_memory": True})
+                writer.write({"length": length, "out_of_memory": setup.phases.interrupted, **peaks})
             return
         _, peaks = setup.phases.collect()
-        largest = torch.tensor(list(peaks.values()), dtype=torch.float64, device=setup.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        largest = dict(zip(peaks, ranks.largest(list(peaks.values())), strict=True))
         if writer and index:
-            writer.write({"length": length, **dict(zip(peaks, largest.tolist(), strict=True))})
-        if setup.device.type == "cuda":
+            writer.write({"length": length, **largest})
+        if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _random_batch(setup: Setup, num_sequences: int, length: int) -> Batch:
-    generator = torch.Generator().manual_seed(length)
-    shape = (num_sequences, length)
-    token_mask = torch.ones(shape, dtype=torch.bool)
-    token_mask[:, 0] = False
-    return Batch(
-        token_ids=torch.randint(setup.model.network.config.vocab_size, shape, generator=generator),  # pyright: ignore
-        token_mask=token_mask,
-        advantages=torch.randn(shape, generator=generator),
-        inference_logprobs=torch.full(shape, -1.0),
-    ).to(setup.device)
+def _without_groups(config: OwnRunConfig) -> OwnRunConfig:
+    """A random batch has no groups of completions: rewards are then advantages."""
+    if not isinstance(config.algorithm, Grpo):
+        return config
+    alone = {
+        "group_size": 1,
+        "advantage_baseline": "none",
+        "normalize_advantages": False,
+        "normalize_over": "group",
+    }
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=alone)})
 
 
 if __name__ == "__main__":

@@ -4,32 +4,36 @@ Each arm is measured by its own torchrun process group, one after the other, so 
 itself.
 """
 
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from abrun import store
 from abrun.errors import LaunchError
-from abrun.launch.devices import this_machine
-from abrun.launch.local import environment, torchrun
-from abrun.recipe import BASELINE, Declared, Dpo, RunConfig, not_built
+from abrun.launch.probe import probe
+from abrun.recipe import BASELINE, Declared, Dpo, OwnRunConfig, not_built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """One arm at one length: peak bytes by phase, the largest of any rank; no phases where memory ran out."""
+    """One arm at one length: peak bytes by phase, the largest of any rank.
+
+    Where memory ran out, `out_of_memory` is the phase in which it did, and the peaks are how far it came.
+    """
 
     arm: str
     length: int
     by_phase: dict[str, int]
+    out_of_memory: str | None = None
 
     @property
     def highest(self) -> tuple[str, int] | None:
-        """The phase with the highest peak, and the peak."""
-        return max(self.by_phase.items(), key=lambda item: item[1]) if self.by_phase else None
+        """The phase with the highest peak, and the peak, of a step that fits."""
+        fits = self.out_of_memory is None and self.by_phase
+        return max(self.by_phase.items(), key=lambda item: item[1]) if fits else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class MemoryProfile:
                 f"{peaks.length:,}",
                 peaks.arm,
                 *("-" if value is None else f"{value / num_bytes:,.1f}" for value in values),
-                highest[0] if highest else "out of memory",
+                highest[0] if highest else f"out of memory in {peaks.out_of_memory}",
                 f"{ratio:.3f}" if ratio else "-",
             )
         return table
@@ -90,7 +94,8 @@ def measure_recipe(
     configs = _own_configs(recipe)
     num_sequences = _num_sequences(configs, num_sequences)
     for arm, config in configs.items():
-        rows = _measure(config, output / "arms" / arm, lengths, num_sequences)
+        job = {"lengths": list(lengths), "num_sequences": num_sequences}
+        rows = probe("abrun.memory.measure", output / "arms" / arm, config, job)
         kind = next((key.rsplit("/", 1)[1] for row in rows for key in row if key.startswith("memory/")), kind)
         measured[arm] = [_peaks(arm, row) for row in rows]
     profile = MemoryProfile(
@@ -106,7 +111,7 @@ def measure_recipe(
             "recipe": recipe.name,
             "kind": kind,
             "num_sequences": num_sequences,
-            "peaks": [{"arm": p.arm, "length": p.length, "by_phase": p.by_phase} for p in profile.peaks],
+            "peaks": [asdict(peaks) for peaks in profile.peaks],
         },
     )
     plot(profile, output)
@@ -145,12 +150,12 @@ def plot(profile: MemoryProfile, output: Path) -> None:
     pyplot.close(figure)
 
 
-def _own_configs(recipe: Declared) -> dict[str, RunConfig]:
+def _own_configs(recipe: Declared) -> dict[str, OwnRunConfig]:
     """The arms' configurations, the baseline's first."""
-    configs: dict[str, RunConfig] = {}
+    configs: dict[str, OwnRunConfig] = {}
     for arm in sorted(recipe.arms, key=lambda arm: arm != BASELINE):
         config = recipe.run_config(arm)
-        if not isinstance(config, RunConfig):
+        if not isinstance(config, OwnRunConfig):
             raise LaunchError(
                 f"{recipe.name}: arms.{arm}: trainer.type: got 'command'; memory-profile runs single steps "
                 "of abrun's own trainer alone: measure a foreign one with its own tools"
@@ -161,7 +166,7 @@ def _own_configs(recipe: Declared) -> dict[str, RunConfig]:
     return configs
 
 
-def _num_sequences(configs: dict[str, RunConfig], asked: int | None) -> int:
+def _num_sequences(configs: dict[str, OwnRunConfig], asked: int | None) -> int:
     together = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
     num_sequences = asked or configs[BASELINE].policy.micro_batch_size or together
     if num_sequences % together:
@@ -172,43 +177,11 @@ def _num_sequences(configs: dict[str, RunConfig], asked: int | None) -> int:
     return num_sequences
 
 
-def _peaks(arm: str, row: dict[str, int]) -> Peaks:
+def _peaks(arm: str, row: dict[str, Any]) -> Peaks:
     allocated = {
         key: value for key, value in row.items() if key.endswith(("allocated_bytes", "tensor_bytes"))
     }
     by_phase = {key.split("/")[1]: int(value) for key, value in allocated.items()}
-    return Peaks(arm=arm, length=int(row["length"]), by_phase=by_phase)
-
-
-def _measure(
-    config: RunConfig, directory: Path, lengths: Sequence[int], num_sequences: int
-) -> list[dict[str, int]]:
-    """The rows that abrun.memory.measure writes for one arm."""
-    machine = this_machine()
-    if config.cluster.nodes > 1 or config.cluster.gpus_per_node > len(machine.gpus):
-        raise LaunchError(
-            f"cluster: got {config.cluster.nodes} node(s) x {config.cluster.gpus_per_node} GPU(s), and this "
-            f"machine has {machine}; memory-profile measures here: use --set cluster.gpus_per_node=..."
-        )
-    with store.explained(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "peaks.jsonl").unlink(missing_ok=True)
-    job = {"config": config.model_dump(mode="json"), "lengths": list(lengths), "num_sequences": num_sequences}
-    store.write_json(directory / "job.json", job)
-    process = subprocess.run(
-        torchrun(directory, config.cluster.ranks, module="abrun.memory.measure"),
-        env=environment(machine.gpus[: config.cluster.gpus_per_node]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+    return Peaks(
+        arm=arm, length=int(row["length"]), by_phase=by_phase, out_of_memory=row.get("out_of_memory")
     )
-    log = directory / "stdout.log"
-    with store.explained(log):
-        log.write_text(process.stdout)
-    if process.returncode:
-        said = [
-            line.removeprefix("error: ") for line in process.stdout.splitlines() if line.startswith("error: ")
-        ]
-        raise LaunchError(said[0] if said else f"{directory.name}: could not be measured; see {log}")
-    return store.read_lines(directory / "peaks.jsonl")

@@ -1,34 +1,45 @@
 """Recipes: what an experiment is, as strict models, and how a YAML file becomes one.
 
-A recipe is a run (what one training run sees: a `RunConfig` of our own trainer, or a `CommandRun` of any
-other) plus the experiment around it: arms as dotted differences, seeds, controls, and the comparison declared
-before the runs. `load_recipe` resolves `defaults:` inheritance and `--set` overrides; every refusal is one
-`RecipeError` line.
+A recipe is a run (what one training run sees: an `OwnRunConfig` of our own trainer, or a `CommandRunConfig`
+of any other) plus the experiment around it: arms as dotted differences, seeds, controls, and the comparison
+declared before the runs. `load_recipe` resolves `defaults:` inheritance and `--set` overrides; every refusal
+is one `RecipeError` line.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
+from abrun.layout import NAME
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.claims import Compare, Controls, Guards, Primary, parse_primary
-from abrun.recipe.command import Command, CommandRun, Invocation, MetricsLog, invocation
-from abrun.recipe.policy import Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
-from abrun.recipe.reading import (
-    dotted,
-    merge,
-    nested,
-    parse_override,
-    read_with_defaults,
-    shortened,
-    unknown,
-    validated,
+from abrun.recipe.command import (
+    Command,
+    CommandRunConfig,
+    Invocation,
+    MetricsLog,
+    invocation,
+    secrets_of,
+    unset_variables,
 )
-from abrun.recipe.run import Checkpoint, Cluster, OwnTrainer, Run, RunConfig, Wandb, WarmStart, not_built
+from abrun.recipe.policy import Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
+from abrun.recipe.reading import dotted, merge, nested, overridden, read_with_defaults
+from abrun.recipe.refusals import shortened, unknown, validated
+from abrun.recipe.run import (
+    Checkpoint,
+    Cluster,
+    OwnRunConfig,
+    OwnTrainer,
+    RunConfig,
+    Wandb,
+    WarmStart,
+    not_built,
+)
+from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import Section
 from abrun.recipe.tasks import (
     Arithmetic,
@@ -49,7 +60,7 @@ __all__ = [
     "Cluster",
     "Command",
     "CommandRecipe",
-    "CommandRun",
+    "CommandRunConfig",
     "Compare",
     "Completions",
     "Controls",
@@ -66,6 +77,7 @@ __all__ = [
     "MetricsLog",
     "Model",
     "Optimizer",
+    "OwnRunConfig",
     "OwnTrainer",
     "Policy",
     "PolicyGradientSettings",
@@ -74,7 +86,6 @@ __all__ = [
     "Primary",
     "Recipe",
     "Rollout",
-    "Run",
     "RunConfig",
     "Section",
     "Sft",
@@ -90,22 +101,25 @@ __all__ = [
     "nested",
     "not_built",
     "parse_primary",
+    "secrets_of",
     "stored_recipe",
     "stored_run",
+    "unset_variables",
 ]
 
 BASELINE = "baseline"
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+MOST_ARMS = 1000
 
 
 class Declared(Section):
     """What an experiment declares around a base run: arms as dotted differences, seeds, the comparison."""
 
     name: str
-    arms: dict[str, dict[str, Any]]
+    arms: dict[str, dict[str, Any]]  # one is named baseline; each has its differences, as dotted keys
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=1000)
     controls: Controls = Controls()
     compare: Compare = Compare()
+    record_diff: bool = True  # keep the uncommitted changes of the checkout, without secrets, in git-*.diff
 
     @field_validator("name")
     @classmethod
@@ -119,6 +133,8 @@ class Declared(Section):
     @field_validator("arms")
     @classmethod
     def _arms_have_a_baseline(cls, arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if len(arms) > MOST_ARMS:
+            raise ValueError(f"got {len(arms)} arms; allowed: at most {MOST_ARMS}")
         bad = [arm for arm in arms if not re.fullmatch(NAME, arm)]
         if bad:
             raise ValueError(
@@ -153,25 +169,28 @@ class Declared(Section):
             )
         return self
 
-    def run_config(self, arm: str) -> RunConfig | CommandRun:
+    def run_config(self, arm: str) -> OwnRunConfig | CommandRunConfig:
         """The resolved configuration of one arm. Raises RecipeError where its differences do not fit."""
         source = f"{self.name}: arms.{arm}"
         base, change = self.model_dump(exclude=set(Declared.model_fields)), nested(self.arms[arm])
-        model = RUNS[_trainer_type(change, source) or base["trainer"]["type"]]
+        model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # an arm of another trainer: drop what only the base's trainer knows
             base = {key: value for key, value in base.items() if key in model.model_fields}
         return validated(model, merge(base, change), source)
 
 
-class Recipe(Declared, RunConfig):
+class Recipe(Declared, OwnRunConfig):
     """An experiment whose base is a run of our own trainer."""
 
 
-class CommandRecipe(Declared, CommandRun):
+class CommandRecipe(Declared, CommandRunConfig):
     """An experiment whose base is a run of a foreign trainer."""
 
 
-RUNS: dict[str, type[RunConfig] | type[CommandRun]] = {"abrun": RunConfig, "command": CommandRun}
+RUN_CONFIGS: dict[str, type[OwnRunConfig] | type[CommandRunConfig]] = {
+    "abrun": OwnRunConfig,
+    "command": CommandRunConfig,
+}
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRecipe:
@@ -180,24 +199,31 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
     Raises RecipeError: one line with field, value received, what is allowed, what to do.
     """
     try:
-        raw = read_with_defaults(path, ())
+        raw = _with_arms(read_with_defaults(path), lambda change: nested(dotted(change)))
         for override in overrides:
-            raw = merge(raw, parse_override(override))
-        arms = raw.get("arms")
-        if isinstance(arms, dict):
-            raw["arms"] = {
-                arm: dotted(change) if isinstance(change, dict) else change for arm, change in arms.items()
-            }
+            raw = overridden(raw, override)
+        raw = _with_arms(raw, dotted)
+        refuse_secrets(raw, str(path))
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply to be a recipe; a few levels are enough") from None
     recipe = stored_recipe(raw, str(path))
     for arm, change in recipe.arms.items():
-        model = RUNS[_trainer_type(nested(change), f"{path}: arms.{arm}") or recipe.trainer.type]
+        model = RUN_CONFIGS[_trainer_type(nested(change), f"{path}: arms.{arm}") or recipe.trainer.type]
         for key in change:
             if key.split(".")[0] not in model.model_fields:
                 raise RecipeError(f"{path}: arms.{arm}.{key}: {unknown(key.split('.')[0], model)}")
         recipe.run_config(arm)
     return recipe
+
+
+def _with_arms(raw: dict[str, Any], form: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """A recipe with the differences of its arms in another form; what is no mapping stays to be refused."""
+    arms = raw.get("arms")
+    if not isinstance(arms, dict):
+        return raw
+    return raw | {
+        "arms": {arm: form(change) if isinstance(change, dict) else change for arm, change in arms.items()}
+    }
 
 
 def stored_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe | CommandRecipe:
@@ -207,10 +233,10 @@ def stored_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe 
     return validated(Recipe, content, source)
 
 
-def stored_run(content: Any, source: str = "config") -> RunConfig | CommandRun:
+def stored_run(content: Any, source: str = "config") -> OwnRunConfig | CommandRunConfig:
     """A run's resolved configuration, as its config.json keeps it. Raises RecipeError, one line."""
     kind = _trainer_type(content, source) if isinstance(content, Mapping) else None
-    return validated(RUNS[kind or "abrun"], content, source)
+    return validated(RUN_CONFIGS[kind or "abrun"], content, source)
 
 
 def _trainer_type(raw: Mapping[str, Any], source: str) -> str | None:
@@ -219,7 +245,7 @@ def _trainer_type(raw: Mapping[str, Any], source: str) -> str | None:
     if not isinstance(trainer, Mapping) or "type" not in trainer:
         return None
     kind = trainer["type"]
-    if not isinstance(kind, str) or kind not in RUNS:
-        allowed = ", ".join(repr(each) for each in RUNS)
+    if not isinstance(kind, str) or kind not in RUN_CONFIGS:
+        allowed = ", ".join(repr(each) for each in RUN_CONFIGS)
         raise RecipeError(f"{source}: trainer.type: got {shortened(kind)}; allowed: {allowed}")
     return kind

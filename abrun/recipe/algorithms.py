@@ -1,11 +1,41 @@
 """What a training step does: the algorithms and their fields."""
 
+import math
+import reprlib
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from abrun.recipe.policy import Optimizer
 from abrun.recipe.section import Count, NonNegative, Positive, Section
+
+
+def _no_document_mean(value: object) -> object:
+    if value == "document_mean":
+        raise ValueError(
+            "got 'document_mean', which two things were called; allowed: 'document_sum', the sum over tokens "
+            "divided by the number of documents (Fast-LLM's normalize_by_documents), or 'sequence_mean', the "
+            "mean of per-sequence means"
+        )
+    return value
+
+
+LossReduction = Annotated[
+    Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum"],
+    BeforeValidator(_no_document_mean),
+]
+
+
+def _number_or_rule(value: object) -> object:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if numeric or value in ("documents", "documents_squared"):
+        return value
+    raise ValueError(
+        f"got {reprlib.repr(value)}; allowed: a number above 0, 'documents' or 'documents_squared'"
+    )
+
+
+GradDivisor = Annotated[float | Literal["documents", "documents_squared"], BeforeValidator(_number_or_rule)]
 
 
 class ImportanceCorrection(Section):
@@ -39,7 +69,9 @@ class PolicyGradientSettings(Section):
 
     prompts_per_step: Count = 32
     group_size: Count = 8  # completions a prompt
-    documents_per_step: Count | None = None  # draw again until there are so many completions
+    # Draw again until there are so many completions; all that were drawn are trained on, but for a
+    # dynamic_sampling, which chooses so many. Losses are divided by the count that a step has got.
+    documents_per_step: Count | None = None
     epochs_per_step: Count = 1  # passes over the completions of a step
     minibatches_per_step: Count = 1  # optimizer steps in each of them
     normalize_advantages: bool = True
@@ -48,10 +80,10 @@ class PolicyGradientSettings(Section):
     clip_high: NonNegative = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     importance_correction: ImportanceCorrection | None = None
-    loss_reduction: Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_mean"] = (
-        "token_mean"
-    )
-    grad_divisor: Positive | None = None  # divides the gradient, and not the reported loss
+    loss_reduction: LossReduction = "token_mean"
+    # Divides the gradient in the place of the reduction's own count, and leaves the reported loss alone: a
+    # number, or the documents of the optimizer step, or their square. See abrun.rl.losses.gradient_factor.
+    grad_divisor: GradDivisor | None = None
     kl_coefficient: NonNegative = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coefficient: NonNegative = 0.0
@@ -67,6 +99,22 @@ class PolicyGradientSettings(Section):
                 "minibatches_per_step: 1"
             )
         return self
+
+    @model_validator(mode="after")
+    def _documents_are_a_draw_or_more(self) -> Self:
+        draw = self.prompts_per_step * self.group_size
+        if self.documents_per_step is not None and self.documents_per_step < draw and not self._chooses:
+            raise ValueError(
+                f"algorithm.documents_per_step: got {self.documents_per_step}, less than one draw of "
+                f"prompts_per_step {self.prompts_per_step} times group_size {self.group_size}, all of which "
+                f"is trained on; use {draw} or more, or smaller draws"
+            )
+        return self
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether a step trains on some groups of what it draws."""
+        return False
 
     @property
     def batch_size(self) -> int:
@@ -100,6 +148,10 @@ class Grpo(PolicyGradientSettings):
     loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
     # reward: a sequence's, off its reward. reward_to_go: off each token's reward, its own and all later ones.
     kl_in: Literal["loss", "reward", "reward_to_go"] = "loss"
+
+    @property
+    def _chooses(self) -> bool:
+        return self.dynamic_sampling is not None
 
     @model_validator(mode="after")
     def _group_has_a_baseline(self) -> Self:

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
-from abrun.recipe.reading import shortened, validated
+from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.section import Count, Positive, Section
 
-WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d*-[1-9]\d*"
+WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
 SIGMAS = r"\d+(\.\d+)? sigma"
 
 
 class Primary(Section):
-    """One declared claim: arms agree on `metric` over `window` within `margin` (verdict.md's T3).
+    """One declared claim: arms agree on `metric` over `window` within `margin`.
 
     `margin` is absolute, in units of the transformed metric, or `"1.5 sigma"`: in standard deviations over
     seeds, those of `Compare.reference` where one is named, else the runs' own by an exact test. `sigma` (over
@@ -35,7 +35,7 @@ class Primary(Section):
     @classmethod
     def _window_is_readable(cls, window: str) -> str:
         if not re.fullmatch(WINDOW, window):
-            raise ValueError(f"got {window!r}; allowed: 'last 20%', 'steps 10-50' or 'all'")
+            raise ValueError(f"got {shortened(window)}; allowed: 'last 20%', 'steps 10-50' or 'all'")
         if window.startswith("steps") and int(window[6:].split("-")[0]) > int(window.split("-")[1]):
             raise ValueError(f"got {window!r}, which ends before it begins; write the smaller step first")
         return window
@@ -56,18 +56,19 @@ class Primary(Section):
 
 
 class Guards(Section):
-    """One-sided limits that a treatment must keep; see verdict.md, rule 5."""
+    """One-sided limits that a treatment must keep, over all steps, besides to finish and to stay finite."""
 
+    # Of train/token_mult_prob_error: the worst run's median, and the share of steps that lie above it.
     token_mult_prob_error_median: Annotated[float, Field(gt=1)] = 1.05
     token_mult_prob_error_share: Annotated[float, Field(ge=0, le=1)] = 0.02
-    step_time_ratio: Positive | None = None
-    peak_memory_ratio: Positive | None = None
+    step_time_ratio: Positive | None = None  # treatment / baseline, geometric mean over pairs; None: no limit
+    peak_memory_ratio: Positive | None = None  # likewise
 
 
 class Compare(Section):
     """The comparison, declared before the runs and hashed into the experiment at launch."""
 
-    primary: list[Primary] = Field(default=[])
+    primary: list[Primary] = Field(default=[], max_length=100)
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
     step_one_tolerance: Positive | None = None  # relative; None: 3x the A/A deviation or the dtype's rounding

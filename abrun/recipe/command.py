@@ -1,6 +1,7 @@
 """Runs that any command trains: its command line as templates, and where it writes its metrics."""
 
 import math
+import posixpath
 import re
 import string
 import sys
@@ -10,13 +11,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
-from abrun.recipe.reading import shortened
-from abrun.recipe.run import Run
+from abrun.errors import RecipeError
+from abrun.layout import RUN_FILES
+from abrun.recipe.refusals import shortened
+from abrun.recipe.run import RunConfig
 from abrun.recipe.section import Section
+from abrun.redaction import REFERENCE, is_secret
 
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
-PRESETS = ("nemo-rl", "skyrl", "trl", "verl")  # the files of names in abrun.logs.aliases
-OWN_FILES = ("config.json", "meta.json", "metrics.jsonl", "events.jsonl", "stdout.log", "checkpoints")
+FRAMEWORKS = ("nemo-rl", "skyrl", "trl", "verl")  # the files of names in abrun.logs.aliases
+A_RUN_DIR = "/RUN_DIR"  # stands in for a run's directory before there is one
 OURS = "ABRUN_"  # what the environment variables that abrun adds begin with
 
 Scalar = str | int | float | bool
@@ -30,9 +34,9 @@ def _scalar(value: Any) -> Any:
 
 def _aliases(value: Any) -> Any:
     texts = isinstance(value, dict) and all(isinstance(text, str) for text in (*value, *value.values()))
-    if texts or value in PRESETS:
+    if texts or value in FRAMEWORKS:
         return value
-    presets = ", ".join(repr(preset) for preset in PRESETS)
+    presets = ", ".join(repr(preset) for preset in FRAMEWORKS)
     raise ValueError(
         f"got {shortened(value)}; allowed: {presets}, or a mapping of our names to the trainer's"
     )
@@ -49,13 +53,15 @@ class MetricsLog(Section):
 class Command(Section):
     """A foreign trainer. `argv`, the values of `env` and `metrics.path` are templates.
 
-    Templates may name PLACEHOLDERS and `parameters`, which exist so that arms can differ in them;
-    `{python}` is `python`, or abrun's own interpreter. Literal braces are written `{{` and `}}`.
+    Templates may name `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{python}` (which
+    is `python`, or abrun's own interpreter), and `parameters`, which exist so that arms can differ in them.
+    Literal braces are written `{{` and `}}`. In `env`, `${NAME}` is a variable of the environment that a run
+    is started in: looked up at every start, and stored nowhere.
     """
 
     type: Literal["command"]
     argv: list[str] = Field(min_length=1)
-    env: dict[str, str] = Field(default={})
+    env: dict[str, str] = Field(default={})  # secrets as ${NAME}
     parameters: dict[str, Annotated[Scalar, PlainValidator(_scalar)]] = Field(default={})
     metrics: MetricsLog
     aliases: Annotated[str | dict[str, str], PlainValidator(_aliases)] = Field(default={})  # ours -> its name
@@ -96,13 +102,31 @@ class Command(Section):
                     f"trainer.parameters.{name}: not used; write {{{name}}} into argv, env or metrics.path, "
                     "or drop it"
                 )
-        run_dir, _, name = self.metrics.path.partition("/")
-        if run_dir != "{run_dir}" or name.strip("/.") in ("", *OWN_FILES):
-            raise ValueError(
-                f"trainer.metrics.path: got {shortened(self.metrics.path)}; begin it with {{run_dir}}/, so "
-                f"that every run has its own, and go on with none of abrun's names: {', '.join(OWN_FILES)}"
-            )
+        self._refuse_files_of_abrun()
         return self
+
+    def _refuse_files_of_abrun(self) -> None:
+        """The files of the store say what a run did, and that it finished: no command may name one."""
+        values = dict.fromkeys(PLACEHOLDERS, "x") | {"run_dir": A_RUN_DIR}
+        values |= {name: _written(value) for name, value in self.parameters.items()}
+        path = self.metrics.path
+        filled = path.format_map(values)
+        names = self._names_in("metrics.path", path)
+        elsewhere = path.startswith("/") and ("run_dir" in names or names >= {"arm", "seed", "rerun"})
+        inside = path.startswith("{run_dir}/") and posixpath.normpath(filled).startswith(f"{A_RUN_DIR}/")
+        if not (inside or elsewhere) or _is_taken(filled, A_RUN_DIR):
+            raise ValueError(
+                f"trainer.metrics.path: got {shortened(path)}; begin it with {{run_dir}}/, so that every run "
+                f"has its own, stay in there, and go on with none of abrun's names: {', '.join(RUN_FILES)}; "
+                "or give an absolute path with {arm}, {seed} and {rerun} in it"
+            )
+        for field, template in self._templates():
+            filled = _filled(template, values) if field.startswith("env.") else template.format_map(values)
+            if _names_files_of_abrun(filled, A_RUN_DIR):
+                raise ValueError(
+                    f"trainer.{field}: got {shortened(template)}; a command's files in {{run_dir}} may "
+                    f"have none of abrun's names: {', '.join(RUN_FILES)}"
+                )
 
     def _templates(self) -> Iterator[tuple[str, str]]:
         yield from ((f"argv.{index}", word) for index, word in enumerate(self.argv))
@@ -110,6 +134,7 @@ class Command(Section):
         yield "metrics.path", self.metrics.path
 
     def _names_in(self, field: str, template: str) -> set[str]:
+        template = REFERENCE.sub("", template) if field.startswith("env.") else template
         got = f"trainer.{field}: got {shortened(template)}"
         texts = (template, *(text for text in self.parameters.values() if isinstance(text, str)))
         if any("\0" in text for text in texts):
@@ -125,18 +150,28 @@ class Command(Section):
             if name not in (*PLACEHOLDERS, *self.parameters) or form or conversion:
                 whole = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
                 allowed = ", ".join(f"{{{each}}}" for each in (*PLACEHOLDERS, *self.parameters))
+                hint = "add it to trainer.parameters, or write literal braces as {{ and }}"
+                if field.startswith("env.") and f"${{{name}" in template:
+                    hint = "a reference is ${NAME}, of letters, digits and '_', without a default or another"
+                elif f"${{{name}}}" in template:
+                    hint = f"a variable of the environment is read in trainer.env alone: {name}: ${{{name}}}"
                 raise ValueError(
-                    f"trainer.{field}: got the placeholder {{{shortened(whole)[1:-1]}}}; allowed: {allowed}; "
-                    "add it to trainer.parameters, or write literal braces as {{ and }}"
+                    f"trainer.{field}: got the placeholder {{{shortened(whole)[1:-1]}}}; "
+                    f"allowed: {allowed}; {hint}"
                 )
             names.add(name)
         return names
 
 
-class CommandRun(Run):
+class CommandRunConfig(RunConfig):
     """Everything one run of a foreign trainer is started with: what its `config.json` holds, resolved."""
 
     trainer: Command
+
+    @property
+    def stalled_s(self) -> float:
+        """See RunConfig; a command gives a sign with each new step alone."""
+        return self.limits.stalled_s or 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +184,45 @@ class Invocation:
     python: str  # what {python} stands for
 
 
+def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[str]:
+    """What a run's `env` refers to and an environment does not have, a line each."""
+    return [
+        f"trainer.env.{variable}: got ${{{name}}}, and {name} is not set here: export {name} first"
+        for variable, template in run.trainer.env.items()
+        for name in REFERENCE.findall(template)
+        if name not in environment
+    ]
+
+
+def secrets_of(run: RunConfig, environment: Mapping[str, str]) -> list[str]:
+    """What looks like a secret of what a run's `env` refers to: a command may print that, we do not."""
+    env = run.trainer.env if isinstance(run, CommandRunConfig) else {}
+    return [
+        value
+        for variable, template in env.items()
+        for name in REFERENCE.findall(template)
+        if len(value := environment.get(name, "")) >= 4
+        and any(is_secret(called, value) for called in (variable, name, "key"))
+    ]
+
+
 def invocation(
-    run: CommandRun, *, experiment: object, arm: object, seed: object, rerun: object, run_dir: object
+    run: CommandRunConfig,
+    *,
+    experiment: object,
+    arm: object,
+    seed: object,
+    rerun: object,
+    run_dir: object,
+    environment: Mapping[str, str] | None = None,
 ) -> Invocation:
-    """A run's templates filled in."""
+    """A run's templates filled in; without an `environment` its variables stay `${NAME}`, to be shown.
+
+    Raises RecipeError where the environment lacks one.
+    """
+    lacking = [] if environment is None else unset_variables(run, environment)
+    if lacking:
+        raise RecipeError(lacking[0])
     trainer = run.trainer
     python = trainer.python or sys.executable
     known = {"experiment": experiment, "arm": arm, "seed": seed, "rerun": rerun, "run_dir": run_dir}
@@ -160,12 +230,52 @@ def invocation(
         name: _written(value)
         for name, value in {**trainer.parameters, **known, "steps": run.steps, "python": python}.items()
     }
-    return Invocation(
+    filled = Invocation(
         argv=[word.format_map(values) for word in trainer.argv],
-        env={name: value.format_map(values) for name, value in trainer.env.items()},
-        metrics_path=trainer.metrics.path.format_map(values),
+        env={name: _filled(value, values, environment) for name, value in trainer.env.items()},
+        metrics_path=posixpath.normpath(trainer.metrics.path.format_map(values)),
         python=python,
     )
+    # By the name of an arm, for one; the recipe's templates have been looked at
+    taken = [filled.metrics_path] if _is_taken(filled.metrics_path, str(run_dir)) else []
+    taken += [
+        word for word in (*filled.argv, *filled.env.values()) if _names_files_of_abrun(word, str(run_dir))
+    ]
+    if taken:
+        raise RecipeError(f"trainer: got {shortened(taken[0])}, a file of abrun's; choose another name")
+    return filled
+
+
+def _filled(template: str, values: Mapping[str, str], environment: Mapping[str, str] | None = None) -> str:
+    """A template of `env` with its placeholders filled in, and what it refers to, where that is known."""
+    parts = REFERENCE.split(template)
+    parts[::2] = [part.format_map(values) for part in parts[::2]]
+    parts[1::2] = [f"${{{name}}}" if environment is None else environment[name] for name in parts[1::2]]
+    return "".join(parts)
+
+
+def _is_taken(path: str, run_dir: str) -> bool:
+    """Whether a path is a run directory, or one of abrun's files in it."""
+    path = posixpath.normpath(path)
+    inside = path == run_dir or path.startswith(f"{run_dir}/")
+    return inside and _names(path, run_dir)[0] in (".", *RUN_FILES)
+
+
+def _names_files_of_abrun(text: str, run_dir: str) -> bool:
+    """Whether an argument, or a line of shell, says where a file of abrun's lies, in this run or another."""
+    said = re.sub(r"\$\{?ABRUN_RUN_DIR\b\}?", lambda _: run_dir, text)
+    said = re.sub(r"['\"]", "", said)
+    for path in re.findall(rf"{re.escape(run_dir)}/[^\s=,:;&|()<>{{}}\[\]`\\]*", said):
+        names = _names(path, run_dir)
+        if names[0] in RUN_FILES or (names[0] == ".." and names[-1] in RUN_FILES):
+            return True
+    return False
+
+
+def _names(path: str, run_dir: str) -> list[str]:
+    """The parts of a path below a run directory, as a file system that ignores case would say them."""
+    below = path.removeprefix(run_dir).lstrip("/")
+    return posixpath.normpath(below).casefold().split("/")
 
 
 def _written(value: object) -> str:

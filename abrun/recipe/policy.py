@@ -76,7 +76,7 @@ class Logprobs(Section):
     chunk_size: Count | None = None  # vocabulary rows; None: as many as the memory budget allows
     memory_budget_mib: Count | None = None  # None: the kernel's own, 512
     one_pass: bool = False  # the loss and both gradients in one pass; for losses known token by token
-    head_dtype: Literal["float32"] | None = None
+    head_dtype: Literal["float32"] | None = None  # None: the policy's
 
     @model_validator(mode="after")
     def _settings_fit_the_path(self) -> Self:
@@ -110,15 +110,35 @@ class Logprobs(Section):
 
 
 class Optimizer(Section):
-    """AdamW; weight decay on matrices only, not on norms and biases; the learning rate warms up linearly."""
+    """AdamW; weight decay on matrices only, not on norms and biases.
+
+    The learning rate warms up linearly over `warmup_steps`, and then goes by its schedule: it stays, or falls
+    to `min_learning_rate`, which the run's last step has.
+    """
 
     learning_rate: Positive = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_learning_rate: NonNegative = 0.0
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _floor_is_below_the_peak(self) -> Self:
+        if self.min_learning_rate and self.schedule == "constant":
+            raise ValueError(
+                f"got min_learning_rate {self.min_learning_rate} with schedule 'constant', which never "
+                "falls; use schedule: linear or cosine, or min_learning_rate: 0.0"
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"got min_learning_rate {self.min_learning_rate} above learning_rate "
+                f"{self.learning_rate}; use a smaller one"
+            )
+        return self
 
 
 class Policy(Section):

@@ -1,12 +1,15 @@
 """What one training run sees: its resolved configuration."""
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.policy import Dtensor, Megatron, Model, Policy, Rollout
+from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
 
@@ -59,11 +62,27 @@ class Wandb(Section):
     entity: str | None = None
 
 
-class Run(Section):
+class Limits(Section):
+    """When a run is ended from outside, and how often it is started again."""
+
+    run_s: Positive | None = None  # seconds from a start: then it saves a checkpoint and has failed
+    # Seconds without a sign of life: from any rank (default 600), or, of a command, without a new step (1800)
+    stalled_s: Positive | None = None
+    retries: Annotated[int, Field(ge=0, lt=100)] = 1  # after a failure past a step that none reached before
+    log_mib: Annotated[float, Field(ge=1)] = 64.0  # of stdout.log: its head and tail are kept
+
+
+class RunConfig(Section):
     """What any run has, whoever trains it."""
 
     steps: Count
     cluster: Cluster = Cluster()
+    limits: Limits = Limits()
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without a sign of life after which a run counts as hanging."""
+        return self.limits.stalled_s or 600.0
 
 
 class OwnTrainer(Section):
@@ -72,7 +91,7 @@ class OwnTrainer(Section):
     type: Literal["abrun"] = "abrun"
 
 
-class RunConfig(Run):
+class OwnRunConfig(RunConfig):
     """Everything one run of abrun's own trainer sees. Resolved, it is what its `config.json` holds."""
 
     trainer: OwnTrainer = OwnTrainer()
@@ -85,12 +104,29 @@ class RunConfig(Run):
     warm_start: WarmStart | None = None
     checkpoint: Checkpoint = Checkpoint()
     wandb: Wandb | None = None
-    planted_fault: Literal["flipped_advantages"] | None = None
+    planted_fault: Literal["flipped_advantages"] | None = None  # broken on purpose, for a verdict to find
 
     @property
     def data_parallel(self) -> int:
         """Replicas of the policy, each of which takes an equal share of every batch."""
         return self.cluster.ranks // math.prod(self.policy.backend.shape.values())
+
+    @property
+    def trained_distribution(self) -> tuple[float, float]:
+        """Temperature and top-p of the distribution whose log-probs are trained: the sampler's, or all of it.
+
+        Imitation and preferences have no sampler, whatever `rollout` says.
+        """
+        if isinstance(self.algorithm, PolicyGradientSettings):
+            return self.rollout.temperature, self.rollout.top_p
+        return 1.0, 1.0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether completions are sampled from the policy's own modules, to train on or to validate by."""
+        validates = self.validation is not None and not isinstance(self.task, Completions | Preferences)
+        samples = validates or isinstance(self.algorithm, PolicyGradientSettings)
+        return samples and self.rollout.engine == "torch"
 
     @model_validator(mode="after")
     def _ranks_fit_the_backend(self) -> Self:
@@ -125,7 +161,7 @@ class RunConfig(Run):
         self.algorithm.check_ranks(self.data_parallel)
         if self.warm_start:
             self._check_shares("warm_start.batch_size", self.warm_start.batch_size)
-        if self.rollout.top_p < 1 and self.policy.logprobs.impl != "logits":
+        if self.trained_distribution[1] < 1 and self.policy.logprobs.impl != "logits":
             raise ValueError(
                 f"rollout.top_p: got {self.rollout.top_p} with policy.logprobs.impl "
                 f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
@@ -142,8 +178,8 @@ class RunConfig(Run):
             self._check_shares("validation.num_prompts", validation.num_prompts)
         if validation and validation.path is not None and not hasattr(self.task, "path"):
             raise ValueError(
-                f"validation.path: got {validation.path!r} with task.type {self.task.type!r}, whose prompts "
-                "are generated; use path: null"
+                f"validation.path: got {shortened(validation.path)} with task.type {self.task.type!r}, whose "
+                "prompts are generated; use path: null"
             )
         return self
 
@@ -196,18 +232,19 @@ class RunConfig(Run):
             )
 
 
-def not_built(config: RunConfig) -> list[str]:
+def not_built(config: OwnRunConfig) -> list[str]:
     """What a run asks for that a recipe can say and this version's trainer cannot do, a line each."""
-    backend, lines = config.policy.backend, []
-    if isinstance(backend, Dtensor):
+    backend, engine, lines = config.policy.backend, config.rollout.engine, []
+    if backend.type not in BACKENDS:
+        lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
+    elif isinstance(backend, Dtensor):
         for name, size in backend.shape.items():
             if size > 1:
                 lines.append(f"policy.backend.{name}: got {size}, not built yet; this version takes 1")
-    else:
-        lines.append(
-            f"policy.backend.type: got {backend.type!r}, not built yet; this version takes 'dtensor'"
-        )
-    if config.rollout.engine != "torch":
-        engine = config.rollout.engine
-        lines.append(f"rollout.engine: got {engine!r}, not built yet; this version takes 'torch'")
+    if engine not in ENGINES:
+        lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines
+
+
+def _not_among(field: str, value: str, built: Iterable[str]) -> str:
+    return f"{field}: got {value!r}, not built yet; this version takes {', '.join(map(repr, built))}"

@@ -1,10 +1,11 @@
 """Where prompts come from, how completions are judged, and what is held out."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
+from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, NonNegative, Section
 
 
@@ -36,26 +37,58 @@ def _module_and_function(value: str) -> str:
 Verifier = Annotated[str, AfterValidator(_module_and_function)]
 
 
-class Gsm8k(Section):
-    """JSON lines with `question` and an `answer` that ends in `#### 42`."""
+class Problems(Section):
+    """What judges a completion against a reference answer: one of abrun's own ways, or a verifier.
 
-    type: Literal["gsm8k"]
-    path: str
-    verifier: Verifier | None = None  # see Jsonl
-
-
-class Jsonl(Section):
-    """JSON lines with a prompt and a reference answer, compared mathematically or by a verifier of your own.
+    answer: final_number takes the completion's last number, literally: `$1,234.50.` is 1234.5 and `20%` is
+    20, but nothing is computed, so `23 + 45` is no answer to a question of 68, nor is 136/2, and 3/4 is not
+    0.75 (abrun.tasks.final_answers has the rules). boxed takes what the last \\boxed{} holds: the same number
+    and nothing else, or where the reference is no number the same text. math_verify compares values with the
+    package of that name, to which any expression is an answer that computes to it, the question itself
+    included.
 
     `verifier: module:function` names a function (prompt, completion, answer) -> reward, any finite number.
     The trainer imports it, from the installed packages or the directory where abrun was started.
     """
 
-    type: Literal["jsonl"]
     path: str
+    answer: Literal["final_number", "boxed", "math_verify"] | None = None
+    verifier: Verifier | None = None
+
+    @property
+    def judged_by(self) -> str | None:
+        """How completions are judged without a verifier; None: by the kind of their reference."""
+        return self.answer
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if self.answer is not None and self.verifier is not None:
+            raise ValueError(
+                f"task.answer: got {self.answer!r} with verifier {shortened(self.verifier)}, which judges "
+                "alone; use answer: null, or verifier: null"
+            )
+        return self
+
+
+class Gsm8k(Problems):
+    """JSON lines with `question` and an `answer` that ends in `#### 42`; answer: null is final_number."""
+
+    type: Literal["gsm8k"]
+
+    @property
+    def judged_by(self) -> str | None:
+        return None if self.verifier else self.answer or "final_number"
+
+
+class Jsonl(Problems):
+    """JSON lines with a prompt and a reference answer.
+
+    answer: null is final_number for references that are numbers, and math_verify for the others.
+    """
+
+    type: Literal["jsonl"]
     prompt_field: str = "prompt"
     answer_field: str = "answer"
-    verifier: Verifier | None = None  # None: math-verify
 
 
 class Completions(Section):

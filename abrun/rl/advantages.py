@@ -24,10 +24,12 @@ def group_advantages(
     b is the mean of the group (GRPO, arXiv:2402.03300; Dr.GRPO, arXiv:2503.20783, without std), of the other
     completions of the group (RLOO, arXiv:2402.14740), of the global batch, or 0; std is that of the group or
     of the global batch. Where the rewards that b or std is taken over are all equal, A is exactly 0, whatever
-    the rounding of their mean. REINFORCE++ has rewards of tokens: `values.reward_to_go_advantages`.
+    the rounding of their mean. Computed in float64, which holds the squares of any float32 and the means of
+    large ones, and returned in the rewards' dtype. REINFORCE++ has rewards of tokens:
+    `values.reward_to_go_advantages`.
     """
-    grouped = rewards.view(-1, group_size)
-    batch = rewards if batch_rewards is None else batch_rewards
+    grouped = rewards.double().view(-1, group_size)
+    batch = rewards.double() if batch_rewards is None else batch_rewards.double()
     mean = grouped.mean(dim=1, keepdim=True)
     if baseline == "group_mean":
         advantages = grouped - mean
@@ -49,7 +51,7 @@ def group_advantages(
         silent = silent | of_group
     elif baseline == "batch_mean":
         silent = silent | of_batch
-    return torch.where(silent, 0.0, advantages).flatten()
+    return torch.where(silent, 0.0, advantages).flatten().to(rewards.dtype)
 
 
 def _all_equal(rewards: Tensor) -> Tensor:  # [P, G] -> [P, 1] bool

@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LossReduction = Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_mean"]
+LossReduction = Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum"]
+GradDivisor = float | Literal["documents", "documents_squared"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -194,15 +195,47 @@ def loss_weights(
     `num_tokens` and `num_sequences` count the global batch. token_mean: 1 / num_tokens (DAPO). sequence_mean:
     1 / (its sequence's tokens * num_sequences), the mean over sequences of their token means (GRPO,
     arXiv:2402.03300). sequence_sum_constant: 1 / (num_sequences * max_completion_tokens) (Dr.GRPO,
-    arXiv:2503.20783). document_mean: Fast-LLM's 1 / (its document's tokens * documents); a row holds one
-    document, so it is sequence_mean. float64, so that a sum over a global batch keeps its digits.
+    arXiv:2503.20783). document_sum: 1 / num_sequences, the sum over tokens over the number of documents, of
+    which a row holds one (Fast-LLM's normalize_by_documents). float64, so that a sum over a global batch
+    keeps its digits.
     """
     counted = token_mask.double()
+    if loss_reduction == "sequence_mean":
+        counted = counted / token_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return counted / _divisor(loss_reduction, num_tokens, num_sequences, max_completion_tokens)
+
+
+def gradient_factor(
+    grad_divisor: GradDivisor | None,
+    *,
+    loss_reduction: LossReduction,
+    num_tokens: float,
+    num_sequences: float,
+    max_completion_tokens: int,
+) -> float:
+    """What the global loss is multiplied by for its gradient, so that `grad_divisor` divides it instead.
+
+    A reduction is a sum over its divisor: over tokens, by num_tokens (token_mean), num_sequences
+    (document_sum) or num_sequences * max_completion_tokens (sequence_sum_constant); over sequences' means, by
+    num_sequences (sequence_mean). The gradient is that of the sum over `grad_divisor`: a number, or the count
+    of documents of the global batch that one optimizer step sees, or the square of that (DeepSpeed averages
+    a second time: loss over M, gradient over M^2). None: the loss's own, 1.
+    """
+    if grad_divisor is None:
+        return 1.0
+    rules = {"documents": num_sequences, "documents_squared": num_sequences**2}
+    divisor = rules[grad_divisor] if isinstance(grad_divisor, str) else grad_divisor
+    return _divisor(loss_reduction, num_tokens, num_sequences, max_completion_tokens) / divisor
+
+
+def _divisor(
+    loss_reduction: LossReduction, num_tokens: float, num_sequences: float, max_completion_tokens: int
+) -> float:
     if loss_reduction == "token_mean":
-        return counted / num_tokens
-    if loss_reduction in ("sequence_mean", "document_mean"):
-        return counted / token_mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
-    return counted / (num_sequences * max_completion_tokens)
+        return num_tokens
+    if loss_reduction == "sequence_sum_constant":
+        return num_sequences * max_completion_tokens
+    return num_sequences
 
 
 def weighted(losses: Tensor, weights: Tensor) -> Tensor:  # [...], [...] -> [...] float64

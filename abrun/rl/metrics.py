@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from abrun.rl.batch import Batch
+from abrun.rl.batch import PolicyBatch
 from abrun.rl.losses import PolicyLoss, k3, masked_mean, masked_sum
 
 
@@ -68,7 +68,7 @@ def all_reduce(parts: MetricParts, group: dist.ProcessGroup) -> dict[str, float]
 
 @torch.no_grad()
 def policy_metrics(
-    batch: Batch,
+    batch: PolicyBatch,
     trainer_logprobs: Tensor,  # [B, S]
     entropy: Tensor,  # [B, S] exact, nats
     policy_loss: PolicyLoss,
@@ -81,11 +81,6 @@ def policy_metrics(
     `sampling_importance_ratio` is that of the batch's importance weights, where it has some.
     """
     mask = batch.token_mask
-    assert (
-        batch.inference_logprobs is not None
-        and batch.old_logprobs is not None
-        and batch.advantages is not None
-    )
     # Masked entries become 0 before any arithmetic, so that what they hold cannot turn into NaN.
     inference = torch.where(mask, batch.inference_logprobs, 0.0).double()  # g
     old = torch.where(mask, batch.old_logprobs, 0.0).double()  # p
@@ -131,7 +126,7 @@ def policy_metrics(
 
 @torch.no_grad()
 def document_metrics(
-    batch: Batch,
+    batch: PolicyBatch,
     trainer_logprobs: Tensor,  # [B, S]
     entropy: Tensor,  # [B, S] exact, nats
     policy_loss: PolicyLoss,
@@ -144,7 +139,6 @@ def document_metrics(
     document. `train/entropy` is the mean over tokens, so this mean of it is `train/document_entropy`.
     """
     mask = batch.token_mask
-    assert batch.old_logprobs is not None and batch.advantages is not None
     weight = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_documents
     advantages, ratio = batch.advantages.double(), policy_loss.ratio.double()
     weighted_means = {

@@ -1,9 +1,16 @@
 """Rollout engines: prompts in, completions and the log-probs of their tokens out."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from abrun.backends import Backend
+from abrun.implementations import ENGINES, load
+from abrun.models import Text
+from abrun.recipe import OwnRunConfig
+from abrun.rollout.draws import Draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +23,37 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the policy's current weights."""
+    """Samples completions from the policy's weights. One serves a run's training and its validation."""
 
     def generate(
-        self, prompts: list[list[int]], uniforms: Tensor, *, temperature: float | None = None
+        self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        """One completion a prompt. `uniforms` [B, max_new_tokens] float64 in [0, 1) decides every draw.
+        """One completion a prompt; prompt i is the global batch's row `draws.rows[i]`.
 
         `temperature` stands in for the recipe's; at 0 every token is the most likely one.
         """
         ...
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Take the policy's weights, whole and one by one under their Hugging Face names. Collective.
+
+        Whoever has no use for one must not run through it: each costs a collective.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give the device's memory to training."""
+        ...
+
+    def wake(self) -> None:
+        """Take it back, before weights are synced and completions sampled."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine has started."""
+        ...
+
+
+def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEngine:
+    """The engine that a run's recipe names. Raises RecipeError where it cannot sample from this policy."""
+    return load(ENGINES[config.rollout.engine])(config, backend, text)

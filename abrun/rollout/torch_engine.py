@@ -1,57 +1,74 @@
 """The embedded engine: the policy's own modules with a key-value cache.
 
-Weights are shared, so there is no sync.
+Weights are shared, so there is nothing to sync, and no memory of its own to give away.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from abrun.backends.dtensor import DtensorBackend
-from abrun.models import LanguageModel
-from abrun.recipe import Rollout
+from abrun import progress
+from abrun.backends import Backend, Decoder
+from abrun.models import Text
+from abrun.recipe import OwnRunConfig, Rollout
 from abrun.rl.sampling import most_likely, sample
 from abrun.rollout import Completion
+from abrun.rollout.draws import Draws
+
+
+def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> "TorchEngine":
+    """See abrun.rollout.make_engine."""
+    return TorchEngine(config.rollout, backend, text)
 
 
 class TorchEngine:
     """See abrun.rollout.RolloutEngine."""
 
-    def __init__(self, backend: DtensorBackend, model: LanguageModel, rollout: Rollout) -> None:
-        self._backend = backend
-        self._end_ids = torch.tensor(sorted(model.end_ids), device=backend.device)
-        self._pad_id = model.pad_id
-        self._rollout = rollout
+    def __init__(self, rollout: Rollout, backend: Backend, text: Text) -> None:
+        self._rollout, self._backend = rollout, backend
+        self._device = backend.ranks.device
+        self._end_ids = torch.tensor(sorted(text.end_ids), device=self._device)
+        self._pad_id = text.pad_id
 
     @torch.no_grad()
     def generate(
-        self, prompts: list[list[int]], uniforms: Tensor, *, temperature: float | None = None
+        self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
+        temperature = self._rollout.temperature if temperature is None else temperature
+        uniforms = draws.uniforms(self._rollout.max_new_tokens)
         size = self._rollout.batch_size or len(prompts)
         completions: list[Completion] = []
-        with self._backend.gathered() as policy:
+        with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
                 rows = slice(start, start + size)
-                completions.extend(self._generate(policy, prompts[rows], uniforms[rows], temperature))
+                completions.extend(self._generate(decoder, prompts[rows], uniforms[rows], temperature))
         return completions
 
+    def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Nothing: the weights are the policy's."""
+
+    def sleep(self) -> None:
+        """Nothing: the cache ends with each call."""
+
+    def wake(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
     def _generate(
-        self, policy: Any, prompts: list[list[int]], uniforms: Tensor, temperature: float | None
+        self, decoder: Decoder, prompts: list[list[int]], uniforms: Tensor, temperature: float
     ) -> Iterator[Completion]:
-        device = self._backend.device
+        device = self._device
         token_ids, attention_mask = self._left_padded(prompts)
         uniforms = uniforms.to(device)
         running = torch.ones(len(prompts), dtype=torch.bool, device=device)
         cache, sampled, logprobs = None, [], []
         for step in range(self._rollout.max_new_tokens):
-            logits, cache = policy(
-                token_ids,
-                attention_mask=attention_mask,
-                position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -token_ids.shape[1] :],
-                past_key_values=cache,
-            )
+            progress.beat()
+            position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -token_ids.shape[1] :]
+            logits, cache = decoder(token_ids, attention_mask, position_ids, cache)
             token, logprob = self._choose(logits, uniforms[:, step], temperature)
             sampled.append(torch.where(running, token, self._pad_id))
             logprobs.append(logprob)
@@ -64,13 +81,11 @@ class TorchEngine:
             torch.stack(sampled, dim=1), torch.stack(logprobs, dim=1), running, attention_mask
         )
 
-    def _choose(self, logits: Tensor, uniform: Tensor, temperature: float | None) -> tuple[Tensor, Tensor]:
-        """Token [B] and log-prob [B] from logits [B, V] that are over the recipe's temperature."""
+    def _choose(self, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Token [B] and log-prob [B] from the network's logits [B, V]."""
         if temperature == 0:
             return most_likely(logits)
-        if temperature is not None and temperature != self._rollout.temperature:
-            logits = logits * (self._rollout.temperature / temperature)
-        return sample(logits, uniform, self._rollout.top_p)
+        return sample(logits / temperature, uniform, self._rollout.top_p)
 
     def _collect(
         self,
@@ -91,5 +106,5 @@ class TorchEngine:
         padding = [longest - len(prompt) for prompt in prompts]
         token_ids = [[self._pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
         attention_mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
-        device = self._backend.device
+        device = self._device
         return torch.tensor(token_ids, device=device), torch.tensor(attention_mask, device=device)

@@ -1,6 +1,6 @@
 """Tasks from JSON-lines files.
 
-Problems are judged by the value of their final answers, or by a user's verifier; completions and preferences
+Problems are judged by their final answers, or by a user's verifier; completions and preferences
 are there to learn from, and nothing judges another completion.
 """
 
@@ -8,12 +8,19 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from abrun.errors import RecipeError
 from abrun.recipe import Completions, Gsm8k, Jsonl, Preferences
+from abrun.regular_files import open_regular
 from abrun.tasks import Example
-from abrun.tasks.verifiers import mathematically, users_verifier
+from abrun.tasks.final_answers import number
+from abrun.tasks.verifiers import boxed, by_reference, final_number, mathematically, users_verifier
+
+FIRST_BYTES = 1 << 20  # that a look at a file reads
+
+JUDGES = {"final_number": final_number, "boxed": boxed, "math_verify": mathematically}
 
 FileConfig = Gsm8k | Jsonl | Completions | Preferences
 
@@ -63,33 +70,54 @@ def problem_file(config: FileConfig) -> ProblemFile:
     problems = read_problems(config, config.path, "task.path")
     if isinstance(config, Completions | Preferences):
         return problems
-    return replace(problems, judge=users_verifier(config.verifier) if config.verifier else mathematically)
+    if config.verifier:
+        return replace(problems, judge=users_verifier(config.verifier))
+    return replace(problems, judge=JUDGES[config.judged_by] if config.judged_by else by_reference)
 
 
 def read_problems(config: FileConfig, path: str, field: str) -> ProblemFile:
     """The problems of a file in the format of `config`; `field` of the recipe asked for it."""
+    problems = _problems(config, _content(path, field, None), path, field)
+    return ProblemFile(path=path, field=field, problems=problems)
+
+
+def look_at_problems(config: FileConfig, path: str, field: str) -> None:
+    """Raises what read_problems would of the first lines of the file, in a moment however long it is."""
+    content = _content(path, field, FIRST_BYTES)
+    whole = content[: content.rfind(b"\n") + 1] if len(content) == FIRST_BYTES else content
+    if whole or not content:
+        _problems(config, whole, path, field)
+
+
+def _problems(config: FileConfig, content: bytes, path: str, field: str) -> list[Example]:
     match config:
         case Gsm8k():
-            return _read(path, field, ("question", "answer"), _gsm8k)
+            fields, read = ("question", "answer"), partial(_gsm8k, config.judged_by)
         case Jsonl():
-            return _read(path, field, (config.prompt_field, config.answer_field), _answered)
+            fields, read = (config.prompt_field, config.answer_field), partial(_answered, config.judged_by)
         case Completions():
-            return _read(path, field, (config.prompt_field, config.completion_field), _completed)
+            fields, read = (config.prompt_field, config.completion_field), _completed
         case Preferences():
-            fields = (config.prompt_field, config.chosen_field, config.rejected_field)
-            return _read(path, field, fields, _preferred)
+            fields, read = (config.prompt_field, config.chosen_field, config.rejected_field), _preferred
+    return _parsed(content, path, field, fields, read)
 
 
-def _gsm8k(question: str, answer: str) -> Example:
+def _gsm8k(judged_by: str | None, question: str, answer: str) -> Example:
     """GSM8K's format: the last line of an answer is `#### <number>`."""
     reasoning, mark, final = answer.rpartition("####")
     if not mark:
         raise ValueError("answer without a line '#### <number>'")
     final = final.strip().replace(",", "")
-    return Example(prompt=question, completion=f"{reasoning.strip()}\n#### {final}", answer=final)
+    solved = _answered(judged_by, question, final)
+    return replace(solved, completion=f"{reasoning.strip()}\n#### {final}")
 
 
-def _answered(prompt: str, answer: str) -> Example:
+def _answered(judged_by: str | None, prompt: str, answer: str) -> Example:
+    if judged_by == "final_number" and number(answer) is None:
+        raise ValueError(
+            f"the answer {answer[:60]!r} is no number, which task.answer: final_number compares with; "
+            "use task.answer: boxed or math_verify, or a verifier"
+        )
     return Example(prompt=prompt, completion=answer, answer=answer)
 
 
@@ -103,37 +131,53 @@ def _preferred(prompt: str, chosen: str, rejected: str) -> Example:
     return Example(prompt=prompt, completion=chosen, rejected=rejected)
 
 
-def _read(
+def _content(path: str, field: str, most: int | None) -> bytes:
+    try:
+        with open_regular(Path(path).expanduser()) as file:
+            return file.read() if most is None else file.read(most)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, field, error) from None
+
+
+def _unreadable(path: str, field: str, error: Exception) -> RecipeError:
+    reason = getattr(error, "strerror", None) or error
+    return RecipeError(f"{field}: got {path!r}, which cannot be read: {reason}; give a JSON-lines file")
+
+
+def _parsed(
+    content: bytes,
     path: str,
     field: str,
     fields: tuple[str, ...],
     read: Callable[..., Example],  # of the texts of `fields`
-) -> ProblemFile:
+) -> list[Example]:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")  # a text may hold U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(
-            f"{field}: got {path!r}, which cannot be read: {error}; give a JSON-lines file"
-        ) from None
+        lines = content.decode("utf-8").split("\n")  # a text may hold U+2028
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, field, error) from None
     problems = []
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in fields):
                 raise ValueError(f"text fields {' and '.join(map(repr, fields))} are expected")
-            example = read(*(row[key] for key in fields))
+            texts = [row[key] for key in fields]
+            "".join(texts).encode()  # half of a surrogate pair, which JSON can write, is no text
+            example = read(*texts)
             if not example.prompt:
                 raise ValueError("the prompt is empty, and a completion's first token needs one before it")
+        except RecursionError:
+            raise RecipeError(f"{field}: {path}, line {line_number}: nested too deeply") from None
         except ValueError as error:
             raise RecipeError(
-                f"{field}: {path}, line {number}: {error}; correct or remove the line"
+                f"{field}: {path}, line {line_number}: {error}; correct or remove the line"
             ) from None
-        problems.append(replace(example, source=f"{path}, line {number}"))
+        problems.append(replace(example, source=f"{path}, line {line_number}"))
     if not problems:
         raise RecipeError(f"{field}: got {path!r}, which has no problems; give a JSON-lines file with some")
-    return ProblemFile(path=path, field=field, problems=problems)
+    return problems
 
 
 def _order(seed: int, epoch: int, size: int) -> list[int]:

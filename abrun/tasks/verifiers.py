@@ -1,4 +1,4 @@
-"""Verifiers of completions: mathematical comparison, or a user's own function."""
+"""Verifiers of completions: by the final answer as it is written, by its value, or a user's own function."""
 
 import importlib
 import os
@@ -7,16 +7,44 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
-from math_verify import parse, verify
-
 from abrun.errors import RecipeError
 from abrun.tasks import Example
+from abrun.tasks.final_answers import last_box, last_number, number
 
 LARGEST = 3.4028234663852886e38  # rewards are float32
 
 
+def final_number(example: Example, completion: str) -> float:
+    """Whether the completion's last number is the reference: 1 or 0; 0 for a reference that is none."""
+    reference = number(example.answer)
+    return float(reference is not None and last_number(completion) == reference)
+
+
+def boxed(example: Example, completion: str) -> float:
+    """Whether the last \\boxed{} holds the reference and nothing else: 1 or 0.
+
+    Compared as numbers where the reference is one, otherwise as texts without their spaces.
+    """
+    content, reference = last_box(completion), number(example.answer)
+    if content is None:
+        return 0.0
+    if reference is not None:
+        return float(number(content) == reference)
+    return float("".join(content.split()) == "".join(example.answer.strip().strip("$").split()))
+
+
+def by_reference(example: Example, completion: str) -> float:
+    """final_number where the reference is a number, mathematically where it is anything else."""
+    return (mathematically if number(example.answer) is None else final_number)(example, completion)
+
+
 def mathematically(example: Example, completion: str) -> float:
-    """Whether the final answers have the same value (math-verify): 1 or 0."""
+    """Whether the final answers have the same value (math-verify): 1 or 0.
+
+    An expression has the value that it computes to: the question, repeated, is then an answer.
+    """
+    from math_verify import parse, verify  # a second, which a look at a file's lines does not need
+
     # math-verify's own time limits (SIGALRM, so the main thread only) keep a hostile expression from
     # hanging us.
     return float(verify(parse(example.answer), parse(completion)))

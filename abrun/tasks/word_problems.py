@@ -39,7 +39,11 @@ def _draw(config: WordProblems, draw: random.Random) -> Example:
 
 
 def _judge(example: Example, completion: str) -> float:
-    """1 where the number after the last `answer is` is the answer, whatever stands before."""
+    """1 where the number after the last `answer is` is the answer, whatever stands before and behind it.
+
+    Behind it may stand a unit, a full stop, or what a policy goes on with that has not learned to end. It is
+    not read, so nothing is gained by it: of `12 or 13` the claim is 12.
+    """
     claims = CLAIM.findall(completion)
     return float(bool(claims) and claims[-1].rstrip(".,").replace(",", "") == example.answer)
 

@@ -1,46 +1,53 @@
 """`python -m abrun.train RUN_DIR`: one rank of one run, started by torchrun or by hand."""
 
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
+from abrun import progress
 
-from abrun import store
-from abrun.backends.ranks import join_ranks
-from abrun.errors import AbrunError, LaunchError
-from abrun.train.loop import Interrupted, train
-from abrun.train.recorder import failed_to_start
+FAILED, INTERRUPTED = 2, 3  # exit codes
 
 
 def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m abrun.train RUN_DIR", file=sys.stderr)
         return 2
-    directory = Path(sys.argv[1])
+    progress.join()  # before seconds of imports
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(_train)(Path(sys.argv[1])) or 0
+
+
+def _train(directory: Path) -> int:
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from abrun.backends.ranks import join_ranks
+    from abrun.errors import AbrunError
+    from abrun.store import RunDir, RunWriter
+    from abrun.train.loop import Interrupted, train
+
+    run = RunDir(directory)
+    writer: RunWriter | None = None
     try:
-        _die_with_parent()
-        device = join_ranks(store.read_json(directory / "config.json")["config"]["cluster"])
-        train(directory, device)
+        record = run.record()
+        if os.environ.get("RANK", "0") == "0":  # before the ranks find together, which may fail
+            writer = run.begin_attempt()
+        train(run, record, writer, join_ranks(record.config["cluster"]))
     except Interrupted as error:
+        if writer:
+            writer.interrupt(exit_code=INTERRUPTED)
         print(error, file=sys.stderr)
-        return 3
+        return INTERRUPTED
     except AbrunError as error:
-        if isinstance(error, LaunchError):
-            failed_to_start(directory, str(error))
+        if writer:
+            writer.fail(str(error), exit_code=FAILED)
+        get_error_handler().record_exception(error)  # for the agent, who asks what failed first
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return FAILED
     dist.destroy_process_group()
     return 0
-
-
-def _die_with_parent() -> None:
-    """Under torchrun, end with the agent: a worker that outlives a killed agent would go on writing."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from abrun import progress
+
 
 class LiveTensors(TorchDispatchMode):
     """While entered, follows every storage that an operator returns until it is freed.
@@ -79,27 +81,42 @@ class Phases:
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
         self._started = time.perf_counter()
+        self.interrupted: str | None = None  # the phase that an error has ended
 
     @contextlib.contextmanager
     def __call__(self, phase: str, *, memory: bool = True) -> Iterator[None]:
         """Time `phase`, and record its peak unless `memory` is False."""
+        progress.beat(phase)
         start = time.perf_counter()
-        if not memory:
-            yield
-        elif self._tracker is None:
+        try:
+            with self._measured(phase) if memory else contextlib.nullcontext():
+                yield
+        except BaseException:
+            self.interrupted = self.interrupted or phase  # the innermost is the first to know
+            raise
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _measured(self, phase: str) -> Iterator[None]:
+        """Record the peak of what runs inside, also of what ends in an error, such as for want of memory."""
+        if self._tracker is None:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            yield
-            torch.cuda.synchronize(self._device)
-            self._raise(phase, "peak_allocated_bytes", torch.cuda.max_memory_allocated(self._device))
-            self._raise(phase, "peak_reserved_bytes", torch.cuda.max_memory_reserved(self._device))
-        else:
-            self._tracker.follow(self._resident())
-            self._tracker.reset_peak()
+            try:
+                yield
+                torch.cuda.synchronize(self._device)
+            finally:
+                self._raise(phase, "peak_allocated_bytes", torch.cuda.max_memory_allocated(self._device))
+                self._raise(phase, "peak_reserved_bytes", torch.cuda.max_memory_reserved(self._device))
+            return
+        self._tracker.follow(self._resident())
+        self._tracker.reset_peak()
+        try:
             with self._tracker:
                 yield
+        finally:
             self._raise(phase, "peak_live_tensor_bytes", self._tracker.peak_bytes)
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def collect(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds (`timing/train/...`) and peak bytes (`memory/...`) since the last call."""

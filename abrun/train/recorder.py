@@ -1,123 +1,79 @@
-"""What a running trainer writes into its run directory; the other side of the boundary is abrun.store."""
+"""What our trainer records of a run: on rank 0, into its run directory and perhaps to wandb."""
 
-import contextlib
 import hashlib
 import importlib.metadata
-import os
 import platform
 import socket
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from abrun import store
-from abrun.errors import StoreError
-from abrun.recipe import Policy, RunConfig
+from abrun.backends.ranks import Ranks
+from abrun.recipe import OwnRunConfig, Policy
+from abrun.store import RunRecord, RunWriter
 from abrun.train.wandb_mirror import WandbMirror
 
 RECORDED_PACKAGES = ("abrun", "triton", "transformers", "safetensors", "numpy", "math-verify")
 
 
-class FencedError(StoreError):
-    """A newer attempt owns the run directory: this process must not write any more."""
-
-
 class Recorder:
-    """Rank 0's writer of one run directory. On the other ranks every method does nothing.
+    """What all ranks call to record a run; rank 0 alone has a `writer`, the others do nothing."""
 
-    Every write first checks the fence: an attempt that was replaced stops instead of writing.
-    """
-
-    def __init__(self, directory: Path, config: RunConfig, record: Mapping[str, Any]) -> None:
-        self.directory = directory
-        self.attempt = store.current_attempt(directory)
-        self._writes = dist.get_rank() == 0
+    def __init__(self, writer: RunWriter | None, config: OwnRunConfig, record: RunRecord) -> None:
+        self._writer = writer
         self._mirror: WandbMirror | None = None
-        if self._writes:
-            self._metrics = store.LineWriter(directory / "metrics.jsonl")
-            self._events = store.LineWriter(directory / "events.jsonl")
-            if config.validation:
-                self._validations = store.LineWriter(directory / store.VALIDATION)
-            if config.wandb:
-                self._mirror = WandbMirror(
-                    config, record, directory, lambda text: self.event("wandb", message=text)
-                )
+        if writer and config.wandb:
+            self._mirror = WandbMirror(
+                config, record, writer.run.path, lambda text: self.event("wandb", message=text)
+            )
 
-    def environment(self, config: RunConfig, device: torch.device, prompts: Iterable[str]) -> None:
+    def environment(self, config: OwnRunConfig, ranks: Ranks, prompts: Iterable[str]) -> None:
         """Record what the run depends on besides its configuration. Collective."""
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (socket.gethostname(), _device_name(device)))
-        if not self._writes:
+        places = ranks.of_all((socket.gethostname(), _device_name(ranks.device)))
+        if self._writer is None:
             return
-        digest = prompts_sha256(prompts)
-        self._check_fence()
-        content = {
-            "attempt": self.attempt,
-            "python": platform.python_version(),
-            "versions": {name: _version(name) for name in RECORDED_PACKAGES} | {"torch": torch.__version__},
-            "devices": [name for _, name in ranks],
-            "hosts": sorted({host for host, _ in ranks}),
-            "dtype": config.policy.dtype,
-            "precision": _precision(config.policy, device),
-            "prompts_sha256": digest,
-        }
-        store.write_json(self.directory / "environment.json", content)
+        self._writer.environment(
+            {
+                "python": platform.python_version(),
+                "versions": {name: _version(name) for name in RECORDED_PACKAGES}
+                | {"torch": torch.__version__},
+                "devices": [name for _, name in places],
+                "hosts": sorted({host for host, _ in places}),
+                "dtype": config.policy.dtype,
+                "precision": _precision(config.policy, ranks.device),
+                "prompts_sha256": prompts_sha256(prompts),
+            }
+        )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append one step, and let the heart beat."""
-        if self._writes:
-            self._check_fence()
-            row = {"step": step, "attempt": self.attempt, "time_s": time.time(), **values}
-            self._metrics.write(row)
-            self.heartbeat(step)
+        if self._writer:
+            self._writer.metrics(step, values)
+            self._writer.heartbeat(step)
             if self._mirror:
-                self._mirror.log(row)
+                self._mirror.log(step, values)
 
     def validation(
         self, step: int, prompts: Iterable[str], rewards: Sequence[float], lengths: Sequence[int]
     ) -> None:
         """Append what a validation found, prompt by prompt."""
-        if self._writes:
-            self._check_fence()
-            content = {"prompts_sha256": prompts_sha256(prompts), "rewards": rewards, "lengths": lengths}
-            self._validations.write({"step": step, "attempt": self.attempt, **content})
-
-    def heartbeat(self, step: int) -> None:
-        if self._writes:
-            content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt}
-            store.write_json(self.directory / "heartbeat.json", content)
+        if self._writer:
+            digest = prompts_sha256(prompts)
+            self._writer.validation(step, prompts_sha256=digest, rewards=rewards, lengths=lengths)
 
     def event(self, event: str, **details: Any) -> None:
-        """Append to events.jsonl, and to stdout.log for whoever reads along."""
-        if self._writes:
-            self._check_fence()
-            self._events.write({"time_s": time.time(), "attempt": self.attempt, "event": event, **details})
-            print(f"{event}: {', '.join(f'{key} {value}' for key, value in details.items())}", flush=True)
+        if self._writer:
+            self._writer.event(event, **details)
 
-    def failed(self, message: str) -> None:
-        """Say why the run failed; a fenced attempt and a full disk can only say it on stderr."""
-        with contextlib.suppress(StoreError):
-            self.event("failed", message=message)
-
-    def finish(self, step: int) -> None:
-        """Write result.json, last of all: from now on the run is finished."""
-        if self._writes:
-            self.event("finished", step=step)
+    def finish(self, step: int, final_weights: Mapping[str, Any] | None) -> None:
+        """The run is finished: the last of all that is written. `final_weights`: its files' checksums."""
+        if self._writer:
             if self._mirror:
                 self._mirror.finish()
-            store.write_json(self.directory / "result.json", {"step": step, "attempt": self.attempt})
-
-    def _check_fence(self) -> None:
-        owner = store.current_attempt(self.directory)
-        if owner != self.attempt:
-            raise FencedError(
-                f"{self.directory}: attempt {owner} owns this run now; attempt {self.attempt} stops"
-            )
+            self._writer.finish(step, final_weights)
 
 
 def prompts_sha256(prompts: Iterable[str]) -> str:
@@ -126,14 +82,6 @@ def prompts_sha256(prompts: Iterable[str]) -> str:
     for prompt in prompts:
         digest.update(prompt.encode() + b"\0")
     return digest.hexdigest()
-
-
-def failed_to_start(directory: Path, message: str) -> None:
-    """Rank 0's `failed` event of a run whose ranks did not find together, so that there is no Recorder."""
-    if os.environ.get("RANK", "0") == "0":
-        row = {"time_s": time.time(), "attempt": store.current_attempt(directory), "event": "failed"}
-        with contextlib.suppress(StoreError):
-            store.LineWriter(directory / "events.jsonl").write({**row, "message": message})
 
 
 def _precision(policy: Policy, device: torch.device) -> dict[str, str]:

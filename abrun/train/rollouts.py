@@ -9,15 +9,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo, Ppo
-from abrun.rl.batch import Batch, collate
+from abrun.rl.batch import Sampled, collate, on_completions
 from abrun.rollout import Completion, RolloutEngine
-from abrun.rollout.torch_engine import TorchEngine
-from abrun.train.seeds import sampling_uniforms
-from abrun.train.setup import Setup, check_length
+from abrun.rollout.draws import Draws
+from abrun.train.data import check_length
+from abrun.train.setup import Setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +36,7 @@ class Rollouts:
     """Samples and judges what a step trains on."""
 
     def __init__(self, setup: Setup, settings: Grpo | Ppo) -> None:
-        assert isinstance(setup.backend, DtensorBackend)  # whose modules the embedded engine runs
         self._setup, self._settings = setup, settings
-        self._engine: RolloutEngine = TorchEngine(setup.backend, setup.model, setup.config.rollout)
         # Whole fetches; only groups chosen for their signal are cut to a number.
         documents = self._settings.documents_per_step
         self._target = (
@@ -48,46 +44,49 @@ class Rollouts:
         )
         self._num_fetches = math.ceil(self._target / self._settings.prompts_per_step)
 
-    def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
+    def collect(self, step: int) -> tuple[Sampled, dict[str, float]]:
         """This rank's sequences of a step, with rewards, and metrics of all that was drawn. Collective."""
-        if isinstance(self._settings, Grpo) and self._settings.dynamic_sampling:
-            return self._collect_with_signal(step, self._settings.dynamic_sampling.max_tries)
-        groups = [group for fetch in range(self._num_fetches) for group in self._fetch(step, fetch)]
-        return self._batch(groups), self._metrics(groups)
+        with self._setup.sampler.awake() as engine:
+            if isinstance(self._settings, Grpo) and self._settings.dynamic_sampling:
+                return self._collect_with_signal(engine, step, self._settings.dynamic_sampling.max_tries)
+            fetches = range(self._num_fetches)
+            groups = [group for fetch in fetches for group in self._fetch(engine, step, fetch)]
+            return self._batch(groups), self._metrics(groups)
 
-    def _collect_with_signal(self, step: int, max_tries: int) -> tuple[Batch, dict[str, float]]:
+    def _collect_with_signal(
+        self, engine: RolloutEngine, step: int, max_tries: int
+    ) -> tuple[Sampled, dict[str, float]]:
         """Groups with signal, as drawn; after the last try, those without fill up what is missing."""
-        setup, mine = self._setup, []
+        ranks, mine = self._setup.ranks, []
         kept: list[Group] = []
         left_out: list[Group] = []
         num_fetches = 0
         while len(kept) < self._target and num_fetches < self._num_fetches * max_tries:
-            fetched = self._fetch(step, num_fetches)
+            fetched = self._fetch(engine, step, num_fetches)
             mine += fetched
-            for group in setup.gather(fetched):
+            for group in ranks.gather(fetched):
                 (kept if group.has_signal else left_out).append(group)
             num_fetches += 1
         chosen = [*kept, *left_out][: self._target]
-        return self._batch(chosen[setup.share(self._target)]), self._metrics(mine) | {
+        return self._batch(chosen[ranks.share(self._target)]), self._metrics(mine) | {
             "train/dynamic_sampling_kept_share": len(kept) / (len(kept) + len(left_out)),
             "train/dynamic_sampling_tries": num_fetches / self._num_fetches,
         }
 
-    def _fetch(self, step: int, fetch: int) -> list[Group]:
+    def _fetch(self, engine: RolloutEngine, step: int, fetch: int) -> list[Group]:
         """This rank's share of one draw of prompts_per_step prompts."""
         setup, size, rollout = self._setup, self._settings.group_size, self._setup.config.rollout
-        examples = setup.global_examples(step, fetch)
-        num_sequences = len(examples) * size
-        uniforms = sampling_uniforms(setup.seed, step, num_sequences, rollout.max_new_tokens, fetch=fetch)
-        uniforms = uniforms[setup.share(num_sequences)]
-        examples = examples[setup.share(len(examples))]
-        prompts = [setup.model.encode_prompt(example.prompt) for example in examples]
+        examples = setup.data.examples(step, fetch)
+        rows = range(len(examples) * size)[setup.ranks.share(len(examples) * size)]
+        draws = Draws(seed=setup.seed, stream="sampling", step=step, fetch=fetch, rows=rows)
+        examples = examples[setup.ranks.share(len(examples))]
+        prompts = [setup.data.text.encode_prompt(example.prompt) for example in examples]
         longest = max(map(len, prompts)) + rollout.max_new_tokens
-        check_length(setup.model, longest, f"rollout.max_new_tokens: got {rollout.max_new_tokens}")
+        check_length(setup.data.text, longest, f"rollout.max_new_tokens: got {rollout.max_new_tokens}")
         with setup.phases("generation"):
-            completions = self._engine.generate([prompt for prompt in prompts for _ in range(size)], uniforms)
+            completions = engine.generate([prompt for prompt in prompts for _ in range(size)], draws)
         with setup.phases("reward", memory=False):
-            rewards = setup.rewards([example for example in examples for _ in range(size)], completions)
+            rewards = setup.data.rewards([example for example in examples for _ in range(size)], completions)
         return [
             Group(
                 prompt=prompt,
@@ -97,20 +96,23 @@ class Rollouts:
             for prompt, start in zip(prompts, range(0, len(completions), size), strict=True)
         ]
 
-    def _batch(self, groups: list[Group]) -> Batch:
+    def _batch(self, groups: list[Group]) -> Sampled:
         completions = [completion for group in groups for completion in group.completions]
-        batch = collate(
+        sequences = collate(
             [group.prompt for group in groups for _ in group.completions],
             [completion.token_ids for completion in completions],
-            pad_id=self._setup.model.pad_id,
-            logprobs=[completion.logprobs for completion in completions],
+            pad_id=self._setup.data.text.pad_id,
         )
-        rewards = torch.tensor([reward for group in groups for reward in group.rewards])
-        return batch.having(rewards=_per_token(rewards, batch)).to(self._setup.device)
+        batch = sequences.at(
+            Sampled,
+            inference_logprobs=on_completions([one.logprobs for one in completions], sequences.token_mask),
+            rewards=torch.tensor([reward for group in groups for reward in group.rewards]),
+        )
+        return batch.to(self._setup.ranks.device)
 
     def _metrics(self, groups: list[Group]) -> dict[str, float]:
         completions = [completion for group in groups for completion in group.completions]
-        totals = self._setup.total(
+        totals = self._setup.ranks.total(
             len(completions),
             sum(sum(group.rewards) for group in groups),
             sum(len(completion.token_ids) for completion in completions),
@@ -119,7 +121,3 @@ class Rollouts:
         )
         keys = ("reward", "mean_gen_tokens_per_sample", "truncation_rate", "mean_prompt_length")
         return {f"train/{key}": total / totals[0] for key, total in zip(keys, totals[1:], strict=True)}
-
-
-def _per_token(values: Tensor, batch: Batch) -> Tensor:  # [B] -> [B, S]
-    return values[:, None].expand(batch.token_ids.shape)

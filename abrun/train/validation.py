@@ -10,13 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Completions, Preferences, Validation
-from abrun.rollout.torch_engine import TorchEngine
+from abrun.rollout.draws import Draws
 from abrun.tasks import Example
+from abrun.train.data import check_length
 from abrun.train.recorder import Recorder
-from abrun.train.seeds import sampling_uniforms
-from abrun.train.setup import Setup, check_length
+from abrun.train.setup import Setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class Validator:
 
     def validate(self, step: int) -> dict[str, float]:
         """Record the rewards of all prompts, and return the metrics, the same on every rank. Collective."""
-        examples = self._setup.validation_examples
+        examples = self._setup.data.held_out
         found = self._evaluator.evaluate(examples, step)
         prompts = (example.prompt for example in examples)
         self._recorder.validation(step, prompts, found.rewards, found.lengths)
@@ -70,11 +69,9 @@ class Completer:
     def __init__(self, setup: Setup, settings: Validation) -> None:
         self._setup = setup
         self._temperature = settings.temperature
-        assert isinstance(setup.backend, DtensorBackend)  # whose modules the embedded engine runs
-        self._engine = TorchEngine(setup.backend, setup.model, setup.config.rollout)
         max_new_tokens = setup.config.rollout.max_new_tokens
-        longest = max(map(len, self._prompts(setup.validation_examples))) + max_new_tokens
-        check_length(setup.model, longest, f"rollout.max_new_tokens: got {max_new_tokens} for validation")
+        longest = max(map(len, self._prompts(setup.data.held_out))) + max_new_tokens
+        check_length(setup.data.text, longest, f"rollout.max_new_tokens: got {max_new_tokens} for validation")
 
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
         """The rewards of one completion a prompt.
@@ -82,15 +79,14 @@ class Completer:
         `validation/accuracy` is their mean (with a verifier of 0 and 1: the share that is right),
         `validation/avg_length` the mean number of completion tokens.
         """
-        setup, mine = self._setup, self._setup.share(len(examples))
-        max_new_tokens = setup.config.rollout.max_new_tokens
-        uniforms = sampling_uniforms(setup.seed, step, len(examples), max_new_tokens, stream="validation")
-        completions = self._engine.generate(
-            self._prompts(examples[mine]), uniforms[mine], temperature=self._temperature
-        )
-        rewards = setup.gather(setup.rewards(examples[mine], completions))
-        lengths = setup.gather([len(completion.token_ids) for completion in completions])
-        truncated = setup.gather([completion.truncated for completion in completions])
+        setup, ranks = self._setup, self._setup.ranks
+        mine = ranks.share(len(examples))
+        draws = Draws(seed=setup.seed, stream="validation", step=step, rows=range(len(examples))[mine])
+        with setup.sampler.awake() as engine:
+            completions = engine.generate(self._prompts(examples[mine]), draws, temperature=self._temperature)
+        rewards = ranks.gather(setup.data.rewards(examples[mine], completions))
+        lengths = ranks.gather([len(completion.token_ids) for completion in completions])
+        truncated = ranks.gather([completion.truncated for completion in completions])
         metrics = {
             "validation/accuracy": math.fsum(rewards) / len(rewards),
             "validation/avg_length": sum(lengths) / len(lengths),
@@ -99,4 +95,4 @@ class Completer:
         return Evaluation(rewards=rewards, lengths=lengths, metrics=metrics)
 
     def _prompts(self, examples: list[Example]) -> list[list[int]]:
-        return [self._setup.model.encode_prompt(example.prompt) for example in examples]
+        return [self._setup.data.text.encode_prompt(example.prompt) for example in examples]

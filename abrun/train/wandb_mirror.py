@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.recipe import RunConfig
+from abrun.recipe import OwnRunConfig
+from abrun.redaction import without_secrets
+from abrun.store import RunRecord
 
 
 class WandbMirror:
@@ -16,19 +18,19 @@ class WandbMirror:
     """
 
     def __init__(
-        self, config: RunConfig, record: Mapping[str, Any], directory: Path, say: Callable[[str], None]
+        self, config: OwnRunConfig, record: RunRecord, directory: Path, say: Callable[[str], None]
     ) -> None:
         self._say = say
         self._run = self._start(config, record, directory, mode=None)
         if self._run is None:
             self._run = self._start(config, record, directory, mode="offline")
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Mirror one row of metrics.jsonl."""
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Mirror one step."""
         if self._run is None:
             return
         try:
-            self._run.log({key: value for key, value in row.items() if "/" in key}, step=row["step"])
+            self._run.log(values, step=step)
         except Exception as error:
             self._run = None
             self._say(f"wandb: stopped mirroring: {_line(error)}")
@@ -41,23 +43,24 @@ class WandbMirror:
         except Exception as error:
             self._say(f"wandb: did not finish: {_line(error)}")
 
-    def _start(self, config: RunConfig, record: Mapping[str, Any], directory: Path, mode: Any) -> Any:
+    def _start(self, config: OwnRunConfig, record: RunRecord, directory: Path, mode: Any) -> Any:
         assert config.wandb is not None
-        name = f"{record['arm']}-s{record['seed']}" + (f"-aa{record['rerun']}" if record["rerun"] else "")
-        place = f"{record['experiment']}/{name}/{directory.resolve()}"
+        run = record.name
+        name = f"{run.arm}-s{run.seed}" + (f"-aa{run.rerun}" if run.rerun else "")
+        place = f"{record.experiment}/{name}/{directory.resolve()}"
         try:
             import wandb
 
             return wandb.init(
                 project=config.wandb.project,
                 entity=config.wandb.entity,
-                group=record["experiment"],
-                job_type=record["arm"],
+                group=record.experiment,
+                job_type=run.arm,
                 name=name,
                 id=hashlib.sha256(place.encode()).hexdigest()[:16],
                 resume="allow",
                 dir=directory,
-                config=config.model_dump(mode="json"),
+                config=without_secrets(config.model_dump(mode="json")),
                 mode=mode,
             )
         except Exception as error:

@@ -1,6 +1,7 @@
 """Small policies and batches for the backend tests, and their plain counterparts."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from abrun.backends import B
 from abrun.backends.dtensor import DtensorBackend
-from abrun.models import LanguageModel, character_tokenizer
-from abrun.recipe import Policy, Rollout
-from abrun.rl.batch import Batch, collate
+from abrun.backends.ranks import make_ranks
+from abrun.recipe import Policy
+from abrun.rl.batch import Sequences, collate
 from abrun.rl.metrics import MetricParts
 
 CPU = torch.device("cpu")
@@ -43,23 +45,39 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def tiny(kind: str = "llama") -> LanguageModel:
-    """A model with random weights, the same at every call."""
+def tiny(kind: str = "llama") -> Any:
+    """A network with random weights, the same at every call."""
     network_kind, config_kind, settings = KINDS[kind]
     torch.manual_seed(8)
-    return LanguageModel(
-        network=network_kind(config_kind(**TINY, **settings)), tokenizer=character_tokenizer()
-    )
+    return network_kind(config_kind(**TINY, **settings))
 
 
 def make_backend(
-    kind: str = "llama", *, temperature: float = 1.0, rollout: Rollout | None = None, **policy: Any
+    kind: str = "llama",
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    trainable: bool = True,
+    **policy: Any,
 ) -> DtensorBackend:
-    settings = Policy.model_validate(policy)
-    return DtensorBackend(tiny(kind), settings, rollout or Rollout(temperature=temperature), CPU)
+    return DtensorBackend(
+        partial(tiny, kind),
+        Policy.model_validate(policy),
+        make_ranks(CPU, {}),
+        temperature=temperature,
+        top_p=top_p,
+        trainable=trainable,
+    )
 
 
-def some_batch(seed: int = 0, size: int = 8) -> Batch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advised(Sequences):
+    """What `WeightedLoss` is of."""
+
+    advantages: Tensor  # [B, S]
+
+
+def some_batch(seed: int = 0, size: int = 8) -> Advised:
     """Prompts and completions of different lengths."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -68,10 +86,10 @@ def some_batch(seed: int = 0, size: int = 8) -> Batch:
         return torch.randint(3, 99, (length,), generator=draw).tolist()
 
     batch = collate([tokens(1, 7) for _ in range(size)], [tokens(1, 9) for _ in range(size)], pad_id=0)
-    return batch.having(advantages=torch.randn(batch.token_ids.shape, generator=draw))
+    return batch.at(Advised, advantages=torch.randn(batch.token_ids.shape, generator=draw))
 
 
-def rows(batch: Batch, start: int, stop: int) -> Batch:
+def rows(batch: B, start: int, stop: int) -> B:
     return batch[start:stop]
 
 
@@ -82,19 +100,18 @@ class WeightedLoss:
     num_tokens: float
     shapes: list[torch.Size] = field(default_factory=list)  # of the log-probs that it was asked about
 
-    def losses(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        assert batch.advantages is not None
+    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor) -> Tensor:
         self.shapes.append(logprobs.shape)
         per_token = -batch.advantages * logprobs - 0.1 * entropy
         return torch.where(batch.token_mask, per_token, 0.0) / self.num_tokens
 
-    def metrics(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+    def metrics(self, batch: Advised, logprobs: Tensor, entropy: Tensor) -> MetricParts:
         assert not logprobs.requires_grad and not entropy.requires_grad
         loss = self.losses(batch, logprobs, entropy).sum().double()
         return MetricParts(sums={"loss": loss}, maxima={}, minima={})
 
 
-def plain_logprobs(network: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def plain_logprobs(network: nn.Module, batch: Sequences, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, S] from the stock forward pass and torch's cross-entropy, row by row."""
     logprobs, entropies = torch.zeros(batch.token_ids.shape), torch.zeros(batch.token_ids.shape)
     for row, (token_ids, mask) in enumerate(zip(batch.token_ids, batch.token_mask, strict=True)):
@@ -110,8 +127,7 @@ def plain_logprobs(network: nn.Module, batch: Batch, temperature: float = 1.0) -
     return logprobs, entropies
 
 
-def plain_loss(network: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
-    assert batch.advantages is not None
+def plain_loss(network: nn.Module, batch: Advised, temperature: float = 1.0) -> Tensor:
     logprobs, entropy = plain_logprobs(network, batch, temperature)
     return torch.where(batch.token_mask, -batch.advantages * logprobs - 0.1 * entropy, 0.0).sum() / int(
         batch.token_mask.sum()

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from abrun.backends.dtensor import DtensorBackend
+from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
-from abrun.models import LanguageModel, character_tokenizer
-from abrun.recipe import Policy, Rollout
+from abrun.recipe import Policy
 from tests.backends.policies import (
     CPU,
     WeightedLoss,
@@ -39,9 +39,7 @@ ONE_PASS = [
 ONE_PASS_ON_TWO_RANKS = ("chunked", "triton") if TRITON_ON_CPU else ("chunked",)
 
 
-def assert_same(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float
-) -> None:
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
@@ -55,7 +53,7 @@ def plain_gradients(network: nn.Module, temperature: float = 1.0) -> dict[str, t
 
 def plain_training() -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradient norms and weights after three steps of torch's own AdamW, a group a parameter."""
-    network = tiny().network
+    network = tiny()
     optimizer = torch.optim.AdamW(
         [
             {"params": [p], "weight_decay": OPTIMIZER["weight_decay"] if p.ndim > 1 else 0.0}
@@ -104,7 +102,7 @@ def test_gradients_are_those_of_plain_autograd(
     backend = make_backend(kind, temperature=0.7, logprobs=logprobs, micro_batch_size=micro_batch_size)
     batch = some_batch()
     parts = backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
-    network = tiny(kind).network
+    network = tiny(kind)
     expected = plain_gradients(network, 0.7)
     assert_same(gradients(backend), expected, rtol=1e-4, atol=1e-6)
     assert float(parts.sums["loss"]) == pytest.approx(plain_loss(network, batch, 0.7).item(), rel=1e-5)
@@ -178,7 +176,7 @@ def test_gradients_accumulate_over_calls_until_the_step(group: None) -> None:
     loss = WeightedLoss(float(batch.token_mask.sum()))
     for part in (rows(batch, 0, 3), rows(batch, 3, 8)):
         backend.forward_backward(part, loss)
-    assert_same(gradients(backend), plain_gradients(tiny().network), rtol=1e-4, atol=1e-6)
+    assert_same(gradients(backend), plain_gradients(tiny()), rtol=1e-4, atol=1e-6)
     backend.optimizer_step(0.0)
     assert all(parameter.grad is None for parameter in backend.module.parameters())
 
@@ -191,7 +189,7 @@ def test_logprobs_are_those_of_the_stock_forward_pass(
     """Soft-capped (Gemma 2), divided (Granite) and multiplied (Cohere) logits included."""
     batch = some_batch()
     with torch.no_grad():
-        expected, entropy = plain_logprobs(tiny(kind).network, batch, 1.3)
+        expected, entropy = plain_logprobs(tiny(kind), batch, 1.3)
     for micro_batch_size in (None, 3):
         backend = make_backend(kind, temperature=1.3, logprobs=logprobs, micro_batch_size=micro_batch_size)
         found = backend.logprobs(batch)
@@ -205,9 +203,9 @@ def test_logprobs_are_those_of_the_stock_forward_pass(
 def test_the_sampler_sees_the_stock_logits(kind: str, group: None) -> None:
     backend = make_backend(kind, temperature=1.3)
     token_ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad(), backend.gathered() as policy:
-        logits, _ = policy(token_ids, attention_mask=torch.ones_like(token_ids))
-        expected = tiny(kind).network(token_ids).logits[:, -1] / 1.3
+    with torch.no_grad(), backend.decoding() as decoder:
+        logits, _ = decoder(token_ids, torch.ones_like(token_ids), torch.arange(4)[None], None)
+        expected = tiny(kind)(token_ids).logits[:, -1]  # over no temperature
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
 
 
@@ -215,7 +213,7 @@ def test_the_sampler_sees_the_stock_logits(kind: str, group: None) -> None:
 def test_those_models_need_their_scale(kind: str) -> None:
     """The test above would see a forgotten scale or cap: without it the log-probs are others."""
     batch = some_batch()
-    network = tiny(kind).network
+    network = tiny(kind)
     with torch.no_grad():
         right, _ = plain_logprobs(network, batch)
         hidden = network.base_model(batch.token_ids[:1]).last_hidden_state  # pyright: ignore
@@ -231,7 +229,7 @@ def test_three_steps_are_those_of_torch_adamw(group: None) -> None:
     expected_norms, expected = plain_training()
     assert norms == pytest.approx(expected_norms, rel=1e-4)
     assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
-    assert_same(backend.full_weights(), expected, rtol=1e-4, atol=1e-5)
+    assert_same(dict(backend.weights()), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_weight_decay_is_for_matrices_alone(group: None) -> None:
@@ -239,8 +237,8 @@ def test_weight_decay_is_for_matrices_alone(group: None) -> None:
     for parameter in backend.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     backend.optimizer_step(0.1)
-    weights = backend.full_weights()
-    for name, before in tiny().network.state_dict().items():
+    weights = dict(backend.weights())
+    for name, before in tiny().state_dict().items():
         factor = 1 - 0.1 * 0.5 if before.ndim > 1 else 1.0
         torch.testing.assert_close(weights[name], before * factor)
 
@@ -259,10 +257,7 @@ def test_two_ranks_do_what_one_does(group: None) -> None:
         assert found["norms"] == pytest.approx(expected_norms, rel=1e-4)
         torch.testing.assert_close(found["logprobs"], backend.logprobs(batch)[rank * 4 : rank * 4 + 4])
         assert found["gathered_logits"] == found["gathered_logits_again"]
-        if rank == 0:
-            assert_same(found["weights"], expected, rtol=1e-4, atol=1e-5)
-        else:
-            assert found["weights"] == {}
+        assert_same(found["weights"], expected, rtol=1e-4, atol=1e-5)
         # Each rank holds half of the weights and of the optimizer's two moments.
         whole = sum(weight.numel() for weight in expected.values())
         assert found["num_held"] <= 0.52 * 3 * whole
@@ -285,17 +280,16 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
         found[f"{impl}, one pass"] = gradients(backend)
     backend = make_backend(optimizer=OPTIMIZER, micro_batch_size=3)
     found["norms"] = train(backend, rank, world_size)
-    found["weights"] = backend.full_weights()
+    found["weights"] = {name: weight.clone() for name, weight in backend.weights()}
     found["num_held"] = sum(tensor.numel() for tensor in backend.local_state().values())
     token_ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         for key in ("gathered_logits", "gathered_logits_again"):
-            with backend.gathered() as policy:
+            with backend.decoding() as decoder:
+                asked = token_ids, torch.ones_like(token_ids), torch.arange(3)[None], None
                 if key == "gathered_logits" and rank == 1:
-                    policy(
-                        token_ids, attention_mask=torch.ones_like(token_ids)
-                    )  # no collective: one may do more
-                logits, _ = policy(token_ids, attention_mask=torch.ones_like(token_ids))
+                    decoder(*asked)  # no collective: one may do more
+                logits, _ = decoder(*asked)
                 found[key] = logits.tolist()
     return found
 
@@ -356,8 +350,8 @@ def test_full_weights_make_the_same_model(group: None) -> None:
     for kind in ("llama", "tied"):
         backend = make_backend(kind)
         train(backend, 0, 1)
-        fresh = tiny(kind).network
-        missing, unexpected = fresh.load_state_dict(backend.full_weights(), strict=False)
+        fresh = tiny(kind)
+        missing, unexpected = fresh.load_state_dict(dict(backend.weights()), strict=False)
         assert unexpected == [] and missing == (["lm_head.weight"] if kind == "tied" else [])
         with torch.no_grad():
             expected, _ = plain_logprobs(fresh, some_batch())
@@ -382,8 +376,39 @@ def test_local_state_restores_weights_and_optimizer(group: None) -> None:
         assert not torch.equal(tensor, state[name]), name
 
 
+def test_a_parameter_that_never_had_a_gradient_is_restored_without_moments(group: None) -> None:
+    """As an expert that no token has met."""
+
+    def with_an_idle_weight() -> DtensorBackend:
+        network = tiny()
+        network.model.layers[1].idle = nn.Parameter(torch.ones(3, 4))
+        return DtensorBackend(lambda: network, Policy(), make_ranks(CPU, {}))
+
+    first, second, batch = with_an_idle_weight(), with_an_idle_weight(), some_batch()
+    train(first, 0, 1)
+    state = {name: tensor.clone() for name, tensor in first.local_state().items()}
+    assert "weights/network.model.layers.1.idle" in state
+    assert not any(name.startswith("optimizer/") and "idle" in name for name in state)
+    train(second, 0, 1)
+    second.load_local_state(state)
+    for backend in (first, second):
+        backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
+        backend.optimizer_step(0.01)
+    for name, tensor in first.local_state().items():
+        assert torch.equal(tensor, second.local_state()[name]), name
+
+
+def test_weights_hold_persistent_buffers(group: None) -> None:
+    """A router's correction bias is none of the parameters, and part of the checkpoint."""
+    network = tiny()
+    network.model.layers[0].register_buffer("bias", torch.arange(3.0))
+    network.model.layers[0].register_buffer("cache", torch.arange(3.0), persistent=False)
+    weights = dict(DtensorBackend(lambda: network, Policy(), make_ranks(CPU, {})).weights())
+    assert weights["model.layers.0.bias"].tolist() == [0, 1, 2] and "model.layers.0.cache" not in weights
+
+
 def test_a_frozen_reference_has_no_gradient_and_no_optimizer(group: None) -> None:
-    backend = DtensorBackend(tiny(), Policy(), Rollout(), CPU, trainable=False)
+    backend = make_backend(trainable=False)
     assert not any(parameter.requires_grad for parameter in backend.module.parameters())
     assert all(name.startswith("weights/") for name in backend.local_state())
     expected = make_backend().logprobs(some_batch())
@@ -392,8 +417,7 @@ def test_a_frozen_reference_has_no_gradient_and_no_optimizer(group: None) -> Non
 
 
 def test_a_head_with_a_bias_is_refused(group: None) -> None:
-    network: Any = tiny().network
+    network: Any = tiny()
     network.lm_head = nn.Linear(32, 99, bias=True)
-    model = LanguageModel(network=network, tokenizer=character_tokenizer())
     with pytest.raises(RecipeError, match="LM head with a bias"):
-        DtensorBackend(model, Policy(), Rollout(), CPU)
+        DtensorBackend(lambda: network, Policy(), make_ranks(CPU, {}))

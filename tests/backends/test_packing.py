@@ -1,6 +1,7 @@
 """Packed sequences against padded ones: the same log-probs and gradients, and nothing across a border."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,17 +11,18 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import MistralConfig, MistralForCausalLM
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.packing import at_least, filled, microbatches, packing_of
+from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
-from abrun.models import LanguageModel, character_tokenizer
-from abrun.recipe import Policy, Rollout
-from abrun.rl.batch import Batch
+from abrun.recipe import Policy
 from tests.backends.policies import (
     CPU,
     TINY,
+    Advised,
     WeightedLoss,
     gradients,
     make_backend,
@@ -49,11 +51,11 @@ def test_a_stream_by_hand() -> None:
 @pytest.mark.parametrize("kind", ["llama", "tied", "granite", "cohere"])
 @pytest.mark.parametrize("cut", MICROBATCHES, ids=str)
 def test_packed_logprobs_are_those_of_each_sequence_alone(
-    kind: str, cut: dict[str, int], group: None
+    kind: str, cut: dict[str, Any], group: None
 ) -> None:
     batch = some_batch()
     with torch.no_grad():
-        expected, _ = plain_logprobs(tiny(kind).network, batch, 1.3)
+        expected, _ = plain_logprobs(tiny(kind), batch, 1.3)
     backend = make_backend(kind, temperature=1.3, packing=True, **cut)
     torch.testing.assert_close(backend.logprobs(batch), expected, atol=2e-5, rtol=1e-5)
 
@@ -91,11 +93,12 @@ def test_a_packed_policy_still_samples(group: None) -> None:
     logits = []
     for packing in (False, True):
         backend = make_backend(packing=packing)
-        with torch.no_grad(), backend.gathered() as policy:
-            one, _ = policy(
+        with torch.no_grad(), backend.decoding() as decoder:
+            one, _ = decoder(
                 torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]]),
-                attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
-                position_ids=torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]]),
+                torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+                torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]]),
+                None,
             )
             logits.append(one)
     assert torch.equal(*logits)
@@ -104,9 +107,8 @@ def test_a_packed_policy_still_samples(group: None) -> None:
 def test_a_sliding_window_is_refused(group: None) -> None:
     settings = {key: value for key, value in TINY.items() if key != "pad_token_id"}
     network = MistralForCausalLM(MistralConfig(**settings, sliding_window=4))
-    model = LanguageModel(network=network, tokenizer=character_tokenizer())
     with pytest.raises(RecipeError, match=r"policy\.packing: got true with MistralForCausalLM") as caught:
-        DtensorBackend(model, Policy(packing=True), Rollout(), CPU)
+        DtensorBackend(lambda: network, Policy(packing=True), make_ranks(CPU, {}))
     assert len(str(caught.value).splitlines()) == 1 and "packing: false" in str(caught.value)
 
 
@@ -130,9 +132,9 @@ def test_microbatches_of_tokens(lengths: list[int], max_tokens: int, count: int)
 def test_pairs_are_never_cut(group: None) -> None:
     policy = Policy(packing=True, micro_batch_tokens=15)
     batch = some_batch()
-    pairs = Batch(token_ids=batch.token_ids, token_mask=batch.token_mask, rows_together=2)
+    pairs = replace(batch, rows_together=2)
     backend = make_backend()
-    sizes = [len(part) for part in microbatches(pairs, policy, backend.group)]
+    sizes = [len(part) for part in microbatches(pairs, policy, backend.ranks.data)]
     assert sum(sizes) == 8 and len(sizes) > 1 and all(size % 2 == 0 for size in sizes)
 
 
@@ -149,7 +151,7 @@ def test_two_ranks_that_need_different_numbers_of_microbatches(group: None) -> N
         torch.testing.assert_close(found["logprobs"], logprobs, atol=2e-5, rtol=1e-5)
 
 
-def uneven_batch() -> Batch:
+def uneven_batch() -> Advised:
     """The second half of the rows is short."""
     batch = some_batch()
     batch.token_mask[4:, 4:] = False
@@ -161,7 +163,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     whole = uneven_batch()
     batch, policy = whole[rank * 4 : rank * 4 + 4], {"packing": True, "micro_batch_tokens": 16}
     backend = make_backend(**policy)
-    parts = list(microbatches(batch, backend.settings, backend.group))
+    parts = list(microbatches(batch, backend.settings, backend.ranks.data))
     lengths = packing_of(batch.token_mask).starts
     found: dict[str, Any] = {"count": len(parts)}
     found["needed"] = len(filled([b - a for a, b in pairwise(lengths)], 16))
@@ -173,7 +175,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture
 def both_devices() -> Iterator[None]:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -190,7 +192,7 @@ def test_on_a_gpu(dtype: str, impl: str, both_devices: None) -> None:
     errors = {}
     for name, packing in (("padded", {}), ("packed", {"packing": True, "micro_batch_tokens": 100})):
         policy = Policy.model_validate({"dtype": dtype, "logprobs": {"impl": impl}} | packing)
-        backend = DtensorBackend(tiny(), policy, Rollout(), gpu)
+        backend = DtensorBackend(tiny, policy, make_ranks(gpu, {}))
         found = backend.logprobs(batch.to(gpu)).cpu()
         backend.forward_backward(batch.to(gpu), loss)
         worst = max(

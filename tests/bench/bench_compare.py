@@ -1,6 +1,7 @@
-"""How long `abrun compare` takes on a large experiment, and how much memory it needs.
+"""How long `abrun compare` and `abrun status` take on a large experiment, and how much memory they need.
 
     python tests/bench/bench_compare.py [--runs 20] [--steps 10000] [--metrics 40] [--nan]
+    python tests/bench/bench_compare.py --runs 200 --steps 2000
 
 Writes the experiment to a temporary folder, then runs the command as a user does: a fresh process each time,
 all formats of the report. First from JSON lines alone; then with the cache of their numbers and other claims,
@@ -23,7 +24,7 @@ from tests.compare.simulate import edit_rows, write_experiment
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--metrics", type=int, default=40)
@@ -38,12 +39,13 @@ def main() -> None:
             f"{options.runs} runs x {options.steps} steps x {options.metrics} metrics: {size / 2**20:.0f} MiB"
         )
         command = [sys.executable, "-m", "abrun.cli", "compare", str(experiment_dir)]
+        status = [sys.executable, "-m", "abrun.cli", "status", str(experiment_dir)]
         for attempt in range(options.repeats):
             for cache in (*experiment_dir.rglob("metrics.npz"), *experiment_dir.glob("report/*")):
                 cache.unlink()
             other = ["--primary", f"train/reward:last 20%:0.0{attempt + 3}"]
             cases = {"from JSON lines": command, "from the cache, other claims": [*command, *other]}
-            for label, case in (cases | {"again": [*command, *other]}).items():
+            for label, case in (cases | {"again": [*command, *other], "status": status}).items():
                 seconds, peak, code = timed(case)
                 print(f"{label:29} {seconds:5.2f} s  {peak / 2**20:5.0f} MiB  exit code {code}")
         page = experiment_dir / "report" / "report.html"

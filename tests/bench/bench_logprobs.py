@@ -393,7 +393,9 @@ def _linear_policy_loss(bench: Bench, impl: str) -> Evaluate:
 
 
 def load_liger() -> Candidate:
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+        LigerFusedLinearCrossEntropyFunction,
+    )
 
     def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
         # Bias, class weights, ignored target, z-loss, label smoothing, reduction.
@@ -405,7 +407,7 @@ def load_liger() -> Candidate:
 
 
 def load_cut_cross_entropy() -> Candidate:
-    from cut_cross_entropy import linear_cross_entropy
+    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
     def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
         return Outputs(-linear_cross_entropy(hidden, weight, problem.target, reduction="none"))
@@ -420,7 +422,9 @@ def load_verl() -> Candidate:
         shell = ModuleType(name)
         shell.__path__ = [str(folder.joinpath(*name.split(".")))]
         sys.modules[name] = shell
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+    from verl.utils.kernel.linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+        linear_cross_entropy,
+    )
 
     def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
         return Outputs(*linear_cross_entropy(hidden, weight, problem.target, 1.0, "none"))
@@ -693,6 +697,7 @@ def _errors(outputs: Outputs, problem: Problem, oracle: Oracle) -> dict[str, flo
     if outputs.logprobs is None:
         return {}
     with_entropy = outputs.entropies is not None
+    assert problem.hidden.grad is not None and problem.weight.grad is not None
     d_hidden, d_weight = problem.hidden.grad[:CHECKED_TOKENS], problem.weight.grad[oracle.rows]
     errors = {
         "logprob": _largest(outputs.logprobs - oracle.softmax.logprobs),
@@ -809,8 +814,7 @@ def report(measurement: Measurement) -> str:
 def _cells(row: Row, floors: dict[int, float]) -> list[str]:
     errors = [_error_cell(row.errors.get(name)) for name in ("logprob", "entropy", "d_hidden", "d_weight")]
     peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / GIB:.2f}"
-    has_forward = row.forward is not None and row.forward.failure is None
-    forward_ms = row.forward.median_ms() if has_forward else None
+    forward_ms = row.forward.median_ms() if row.forward and row.forward.failure is None else None
     timed = ["-", "-"] if forward_ms is None else [f"{forward_ms:.2f}", f"{forward_ms / floors[2]:.2f}"]
     if row.step.failure is not None:
         return [row.candidate.name, *timed, "-", row.step.failure.partition(":")[0], "-", "-", peak, *errors]
@@ -914,7 +918,7 @@ def _version(package: str) -> str | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", type=parse_shapes, help="N,H,V;N,H,V;... (default: by device and dtype)")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float32, or both with a comma between")
     parser.add_argument("--only", default="", help="parts of the implementations' names, with commas between")

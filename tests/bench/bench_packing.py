@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.packing import sequence_lengths
-from abrun.models import load_model
-from abrun.recipe import Model, Policy, Rollout
-from abrun.rl.batch import Batch, collate
-from abrun.train.supervised import SupervisedObjective
+from abrun.backends.ranks import make_ranks
+from abrun.models import load_network
+from abrun.recipe import Model, Policy
+from abrun.rl.batch import Sequences, collate
+from abrun.train.sft import SupervisedObjective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ SHAPES = {
 }
 
 
-def some_sequences(shapes: Shapes) -> Batch:
+def some_sequences(shapes: Shapes) -> Sequences:
     generator = torch.Generator().manual_seed(0)
     lengths = shapes.median_length * torch.randn(shapes.num_sequences, generator=generator).exp()
     lengths = lengths.clamp(1, shapes.longest - shapes.prompt_length).long().tolist()
@@ -59,9 +61,9 @@ def some_sequences(shapes: Shapes) -> Batch:
     return collate(prompts, [tokens(length) for length in lengths], pad_id=0)
 
 
-def step(backend: DtensorBackend, batch: Batch) -> tuple[float, int]:
+def step(backend: DtensorBackend, batch: Sequences) -> tuple[float, int]:
     """Seconds and peak bytes of one pass over the batch, forward and backward."""
-    on_gpu = backend.device.type == "cuda"
+    on_gpu = backend.ranks.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -83,7 +85,7 @@ def main() -> None:
     device = torch.device(parser.parse_args().device)
     shapes = SHAPES[device.type]
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        "nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
     )
     batch = some_sequences(shapes).to(device)
     real = int(sequence_lengths(batch.token_mask).sum())
@@ -95,13 +97,12 @@ def main() -> None:
     }
     impl = "triton" if device.type == "cuda" else "chunked"
     common = {"dtype": "bfloat16", "activation_checkpointing": True, "logprobs": {"impl": impl}}
-    model = load_model(Model.model_validate({"preset": shapes.preset}), weights=None, seed=0)
+    network = load_network(Model.model_validate({"preset": shapes.preset}), weights=None, seed=0)
     backends = {
         name: DtensorBackend(
-            copy.deepcopy(model),
+            lambda: copy.deepcopy(network),
             Policy.model_validate(common | settings),
-            Rollout(),
-            device,
+            make_ranks(device, {}),
         )
         for name, settings in candidates.items()
     }

@@ -17,7 +17,7 @@ def simulated(tmp_path: Path) -> Callable[..., Path]:
 def judged() -> Callable[..., Any]:
     """Compares without drawing, which takes a second a figure."""
     from abrun.compare import compare
-    from abrun.compare.stored import load_experiment
+    from abrun.compare.read.stored import load_experiment
 
     return lambda experiment_dir, **options: compare(
         load_experiment(experiment_dir),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from abrun.plan import RunName, RunSpec, compare_hash, make_plan
+from abrun.plan import PlannedRun, RunName, compare_hash, make_plan
 from abrun.recipe import Recipe
 
 RECIPE: dict[str, Any] = {
@@ -56,12 +56,12 @@ def write_experiment(
     return experiment_dir
 
 
-def _write_run(experiment_dir: Path, run: RunSpec, shift: float, noise: float) -> None:
+def _write_run(experiment_dir: Path, run: PlannedRun, shift: float, noise: float) -> None:
     directory = experiment_dir / str(run.name)
     config = {"schema_version": 1, "experiment": experiment_dir.name, "initial_weights": None}
     config |= {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun}
     write(directory / "config.json", {**config, "config": run.config.model_dump(mode="json")})
-    write(directory / "meta.json", {"status": "finished", "attempts": [{"exit_code": 0, "signal": None}]})
+    write(directory / "attempts/0001.json", {"status": "finished", "started_s": 0.0, "exit_code": 0})
     write(directory / "environment.json", {**ENVIRONMENT, "prompts_sha256": f"{run.name.seed:064x}"})
     write(directory / "result.json", {"steps": run.config.steps})
     rows = metric_rows(run.name, run.config.steps, shift, noise)
@@ -129,5 +129,5 @@ def fail(directory: Path, *, after_steps: int, message: str = "CUDA out of memor
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     (directory / "metrics.jsonl").write_text("".join(lines[:after_steps]))
     (directory / "result.json").unlink()
-    failed = {"status": "failed", "attempts": [{"exit_code": 1, "signal": None}], "message": message}
-    write(directory / "meta.json", failed)
+    failed = {"status": "failed", "started_s": 0.0, "exit_code": 1, "message": message}
+    write(directory / "attempts/0001.json", failed)

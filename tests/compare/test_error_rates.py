@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from abrun.compare.experiment import Experiment, Run
-from abrun.compare.verdict import judge
+from abrun.compare.judge.verdict import judge
+from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.equivalence import paired_tost, power, sigma_power
-from abrun.plan import RunName
+from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
 
@@ -61,7 +61,7 @@ def verdicts(
     for _ in range(num):
         arms = dict(zip(("baseline", "treatment"), curves(rng, num_pairs, rho, shift), strict=True))
         runs = [
-            Run(
+            RecordedRun(
                 name=RunName(arm=arm, seed=seed),
                 place="simulated",
                 status="finished",
@@ -82,7 +82,7 @@ def verdicts(
 
 def at_most(rate: float, num: int = EXPERIMENTS) -> float:
     """A share that an event of this rate exceeds once in a thousand repetitions of the test."""
-    return binom.ppf(0.999, num, rate) / num
+    return float(binom.ppf(0.999, num, rate)) / num
 
 
 def near(rate: float, num: int = EXPERIMENTS) -> object:

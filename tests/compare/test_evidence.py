@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from abrun.compare.evidence import PrimaryResult, with_holm, with_statistics
-from abrun.compare.guards import Guard
-from abrun.compare.verdict import decide
+from abrun.compare.judge.claims import PrimaryResult, with_holm, with_statistics
+from abrun.compare.judge.guards import Guard
+from abrun.compare.judge.verdict import decide
 from tests.compare.simulate import edit, edit_rows, write_rows
 
 # --- T1 ---
@@ -73,6 +73,29 @@ def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(simulated, j
     assert check(judged(experiment_dir), "train/loss").passes is passes
 
 
+@pytest.mark.parametrize(("kl_error", "passes"), [(4e-13, True), (3e-9, True), (8e-9, False)])
+def test_gen_kl_error_is_read_as_the_logprob_error_it_is_the_square_of(simulated, judged, kl_error, passes):
+    experiment_dir = simulated()  # sqrt(2 * 5e-9) is 1e-4, the rounding of float32
+    for arm, value in (("baseline", 1e-13), ("treatment", kl_error)):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, lambda row, value=value: row.update({"train/gen_kl_error": value}))
+    comparison = judged(experiment_dir)
+    assert check(comparison, "train/gen_kl_error").passes is passes
+    assert divergence(comparison, "train/gen_kl_error").mean_difference == pytest.approx(kl_error - 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("kl_error", "passes"), [(3e-9, True), (-3e-9, True), ("NaN", False), ("Infinity", False)]
+)
+def test_gen_kl_error_below_zero_is_rounding_and_nan_is_not(simulated, judged, kl_error, passes):
+    experiment_dir = simulated()
+    for seed in range(5):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step("train/gen_kl_error", -1e-9))
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step("train/gen_kl_error", -1e-9))
+    edit_rows(experiment_dir / "treatment/seed-3", first_step("train/gen_kl_error", kl_error))
+    assert check(judged(experiment_dir), "train/gen_kl_error").passes is passes
+
+
 def test_a_flipped_loss_is_seen(simulated, judged):
     experiment_dir = simulated()
     edit_rows(experiment_dir / "baseline/seed-3", first_step("train/loss", 0.01))
@@ -94,7 +117,10 @@ def test_a_crashed_treatment_s_first_step_still_counts(simulated, judged):
     experiment_dir = simulated()
     edit_rows(experiment_dir / "treatment/seed-4", first_step("train/entropy", 9.0))
     (experiment_dir / "treatment/seed-4/result.json").unlink()
-    edit(experiment_dir / "treatment/seed-4/meta.json", lambda content: content.update(status="failed"))
+    edit(
+        experiment_dir / "treatment/seed-4/attempts/0001.json",
+        lambda content: content.update(status="failed"),
+    )
     comparison = judged(experiment_dir)
     assert check(comparison, "train/entropy").seed == 4
     assert {reason.split(":")[0] for reason in comparison.content.reasons} == {
@@ -194,7 +220,7 @@ def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11):
 
 
 def make_step_one():
-    from abrun.compare.evidence import StepOne
+    from abrun.compare.judge.step_one import StepOne
 
     return StepOne(
         arm="treatment",

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from abrun import store
-from abrun.compare.experiment import Experiment
-from abrun.compare.foreign import load_foreign
+from abrun.compare import compare
+from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.foreign import load_foreign
 from abrun.errors import AbrunError, ComparisonError, StoreError
-from abrun.plan import RunName
-from abrun.recipe import Compare
+from abrun.layout import RunName
+from abrun.recipe import Compare, Primary
 
 
 def write(
@@ -143,7 +144,7 @@ def test_two_sources_of_one_name(tmp_path: Path) -> None:
         load("baseline=nowhere", tmp_path)
 
 
-def _stored(directory: Path, arm: str, seed: int, **meta: Any) -> None:
+def _stored(directory: Path, arm: str, seed: int, **attempt: Any) -> None:
     config = {
         "experiment": "e",
         "arm": arm,
@@ -153,7 +154,7 @@ def _stored(directory: Path, arm: str, seed: int, **meta: Any) -> None:
     }
     store.write_json(directory / "config.json", config)
     store.write_json(directory / "environment.json", {"python": "3.11.7"})
-    store.write_json(directory / "meta.json", {"status": "finished", **meta})
+    store.write_json(directory / "attempts/0001.json", {"status": "finished", **attempt})
     writer = store.LineWriter(directory / "metrics.jsonl")
     for step in (1, 2):
         writer.write({"step": step, "attempt": 1, "time_s": 0.0, "train/reward": float(seed)})
@@ -180,3 +181,93 @@ def test_run_directories_of_abrun(tmp_path: Path) -> None:
     )
     with pytest.raises(StoreError, match="got arm 'b', seed 'x'"):
         load(tmp_path)
+
+
+def test_one_folder_as_both_arms_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "runs/s0.csv")
+    write(tmp_path, "runs/s1.csv")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    for other in ("runs", "runs/", "link", "runs/s0.csv"):
+        with pytest.raises(ComparisonError, match=r"which both hold .*s0\.csv; a run compared with itself"):
+            load(f"baseline={tmp_path / 'runs'}", f"treatment={tmp_path / other}")
+
+
+def test_one_file_as_both_arms_of_a_folder_is_refused(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        held = write(tmp_path, f"runs/baseline/s{seed}.csv")
+        link = tmp_path / f"runs/treatment/s{seed}.csv"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(held) if seed else link.hardlink_to(held)
+    with pytest.raises(ComparisonError, match=r"s0\.csv are one file; a run compared with itself"):
+        load(tmp_path / "runs")
+    with pytest.raises(ComparisonError, match=r"which both hold .*s0\.csv; a run compared with itself"):
+        load(tmp_path / "runs/baseline", tmp_path / "runs/treatment")
+
+
+def _arms(folder: Path, rows: dict[str, list[str]], header: str) -> Experiment:
+    for name, lines in rows.items():
+        (folder / f"{name}.csv").write_text("\n".join([header, *lines]) + "\n")
+    return load(folder)
+
+
+def _judged(experiment: Experiment, folder: Path) -> Any:
+    claim = Primary(metric="train/reward", window="all", margin=0.5)
+    return compare(experiment, primaries=[claim], output=folder / "report", formats=("json",))
+
+
+def test_without_shared_prompts_step_one_is_not_tested(tmp_path: Path) -> None:
+    rows = {
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed + shift}" for step in range(1, 5)]
+        for arm, shift in (("baseline", 0.0), ("b", 0.02))
+        for seed in (0, 1, 2)
+    }
+    content = _judged(_arms(tmp_path, rows, "step,train/reward"), tmp_path).content
+    assert content.verdict == "MATCH" and content.step_one == []
+    (said,) = [one for one in content.not_tested if one.startswith("step one")]
+    assert "train/reward is 0.1 in baseline and 0.12 in b at step 1 (seed 0)" in said
+    assert "nothing says that the arms saw the same prompts" in said and "--no-step-one" in said
+    finished = next(guard for guard in content.guards if guard.guard == "finished")
+    assert (finished.result, finished.text) == (
+        "not recorded",
+        "the runs do not say whether they finished",
+    )
+
+
+def test_equal_lengths_at_step_one_show_that_prompts_were_shared(tmp_path: Path) -> None:
+    rows = {
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + shift},{31.5 + seed}" for step in range(1, 5)]
+        for arm, shift in (("baseline", 0.0), ("b", 0.02))
+        for seed in (0, 1, 2)
+    }
+    header = "step,train/reward,train/mean_gen_tokens_per_sample"
+    content = _judged(_arms(tmp_path, rows, header), tmp_path).content
+    assert content.verdict == "MISMATCH"
+    assert any(reason.startswith("step one: train/reward is 0.1") for reason in content.reasons)
+
+
+def test_a_loss_alike_within_pairs_shows_that_prompts_were_shared(tmp_path: Path) -> None:
+    """Another gradient from the same loss is the treatment's doing, whether or not prompts are hashed."""
+    rows = {
+        f"{arm}-s{seed}": [
+            f"{step},{0.1 * step},{2 + 0.1 * seed - 0.01 * step + rounding},{grad_norm + 0.01 * seed}"
+            for step in range(1, 5)
+        ]
+        for arm, rounding, grad_norm in (("baseline", 0.0, 1.0), ("b", 1e-6, 1.3))
+        for seed in (0, 1, 2)
+    }
+    content = _judged(_arms(tmp_path, rows, "step,train/reward,train/loss,train/grad_norm"), tmp_path).content
+    assert content.verdict == "MISMATCH"
+    assert any(reason.startswith("step one: train/grad_norm is 1") for reason in content.reasons)
+
+
+def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path) -> None:
+    rows = {
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed}" for step in range(1, last + 1)]
+        for arm, last in (("baseline", 15), ("b", 20))
+        for seed in (0, 1)
+    }
+    experiment = _arms(tmp_path, rows, "step,train/reward")
+    claim = Primary(metric="train/reward", margin=0.5)
+    content = compare(experiment, primaries=[claim], output=tmp_path / "report", formats=("json",)).content
+    assert content.verdict == "INVALID"
+    assert content.reasons[0].startswith("step grids differ: baseline/seed-0 holds 15 of 20 steps")

@@ -1,9 +1,11 @@
 """One-sided limits and savings."""
 
+import shutil
+
 import numpy as np
 import pytest
 
-from tests.compare.simulate import edit, edit_rows
+from tests.compare.simulate import edit, edit_rows, fail
 
 ERROR = "train/token_mult_prob_error"
 
@@ -71,6 +73,69 @@ def test_nan_that_the_baseline_has_too_is_not_new(simulated, judged):
     comparison = judged(experiment_dir)
     assert comparison.verdict == "MATCH"
     assert guard(comparison, "finite").result == "pass"
+
+
+def test_nan_in_the_window_of_a_claim_is_never_excused(simulated, judged):
+    experiment_dir = simulated()
+    for directory in (experiment_dir / "baseline").iterdir():  # early, which no claim reads
+        edit_rows(directory, lambda row: row.update({"train/reward": "NaN"}) if row["step"] == 3 else None)
+    for seed in (0, 2, 4):
+        directory = experiment_dir / f"treatment/seed-{seed}"
+        edit_rows(directory, lambda row: row.update({"train/reward": "NaN"}) if row["step"] == 36 else None)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    one = guard(comparison, "finite")
+    assert (one.result, one.value) == ("fail", 3)
+    assert "train/reward is nan in treatment/seed-0 at step 36, inside the window of its claim" in one.text
+
+
+@pytest.mark.parametrize(
+    ("broken", "result"),
+    [
+        ({"baseline": [3], "treatment": range(10, 41)}, "fail"),
+        ({"baseline": [3], "treatment": [39, 40]}, "pass"),  # by chance
+        ({"baseline": range(31, 41), "treatment": range(29, 41)}, "pass"),  # both arms went
+        ({"baseline": [3, 17], "treatment": [5, 21, 30]}, "pass"),
+    ],
+)
+def test_a_metric_that_stays_nan_is_new_where_the_baseline_s_recovers(simulated, judged, broken, result):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
+    for arm, steps in broken.items():
+        edit_rows(
+            experiment_dir / f"{arm}/seed-1",
+            lambda row, steps=steps: row.update({"train/loss": "NaN"}) if row["step"] in steps else None,
+        )
+    one = guard(judged(experiment_dir), "finite")
+    assert one.result == result
+    if result == "fail":
+        assert (
+            one.text
+            == "train/loss is nan in treatment/seed-1 from step 10 to the end, and not in its baseline"
+        )
+
+
+def test_where_no_run_finished_no_guard_passes(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            fail(directory, after_steps=9)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "INVALID"
+    for name in ("finished", "finite"):
+        assert guard(comparison, name).result == "not recorded"
+        assert guard(comparison, name).text == "no baseline run finished"
+
+
+def test_where_every_treatment_was_removed_no_guard_passes(simulated, judged):
+    experiment_dir = simulated()
+    shutil.rmtree(experiment_dir / "treatment")
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "INVALID"
+    assert (guard(comparison, "finished").result, guard(comparison, "finished").text) == (
+        "not recorded",
+        "no treatment run has ended",
+    )
+    assert guard(comparison, "finite").result == "not recorded"
 
 
 def test_infinity_counts_as_nan_does(simulated, judged):

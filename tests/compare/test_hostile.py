@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from abrun.cli import main
+from tests.compare.simulate import edit, edit_rows, fail, write_experiment
 
 QUICK = ("--format", "terminal,json,html")
 NAMES = [
@@ -159,3 +160,41 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path, abrun):
     done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
     assert (done.returncode, done.stderr) == (0, "")
     assert "treatment/seed-1: " in done.stdout and "left out" in done.stdout
+
+
+CONTROLS = "\x1b[31m\x1b]0;t\x07\x9b2J\r\x7f\u202e\u2066\x00"
+WILD = f"a{CONTROLS}|`b`\n# <img src=x>[l](javascript:x) https://evil.ex www.evil.example me@evil.ex &lt;"
+
+
+def test_no_text_of_a_stored_experiment_is_more_than_text(tmp_path, abrun) -> None:
+    """Names, messages, environments, a lock and a log, each with all that could do harm."""
+    token = "hf_aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
+    folder = write_experiment(tmp_path / "runs" / "demo", steps=12, seeds=[0, 1, 2])
+    edit(folder / "experiment.json", lambda content: content.update(experiment=WILD))
+    edit(
+        folder / "experiment.json",
+        lambda content: content["treatment_diff"]["treatment"].update(
+            {f"trainer.env.{WILD}": [WILD, token], "trainer.env.DB_PASSWORD": ["hunter2", "hunter3"]}
+        ),
+    )
+    edit(folder / "baseline/seed-1/environment.json", lambda content: content.update(python=WILD + token))
+    edit_rows(folder / "treatment" / "seed-0", lambda row: row.update({WILD: 1.0}))
+    fail(folder / "treatment" / "seed-2", after_steps=5, message=f"{WILD} {token}")
+    (folder / "launcher.lock").write_text(json.dumps({"pid": 1, "host": WILD, "time_s": 1e12}))
+    for arguments in (
+        ["status", str(folder)],
+        ["status", "--runs-dir", str(folder.parent)],
+        ["compare", str(folder)],
+    ):
+        done = abrun(*arguments)
+        said = done.stdout + done.stderr
+        assert "Traceback" not in said
+        assert all(char.isprintable() or char == "\n" for char in said), arguments
+        assert token not in said and "hunter" not in said
+    for name in ("report.md", "verdict.json", "report.html"):
+        text = (folder / "report" / name).read_text()
+        assert all(char.isprintable() or char in "\n\t" for char in text), name
+        assert token not in text and "hunter" not in text, name
+    markdown = (folder / "report" / "report.md").read_text()
+    assert not re.search(r"(?<!\\)[<&`]|(?<!\\)\]\(java|https?://|www\.|e@e", markdown)
+    assert all(line[:2] in ("# ", "- ", "| ", "**", "![", "an", "") for line in markdown.splitlines())

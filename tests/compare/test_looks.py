@@ -14,7 +14,7 @@ def unfinished(experiment_dir, *seeds):
         for arm in ("baseline", "treatment"):
             (experiment_dir / f"{arm}/seed-{seed}/result.json").unlink()
             edit(
-                experiment_dir / f"{arm}/seed-{seed}/meta.json",
+                experiment_dir / f"{arm}/seed-{seed}/attempts/0001.json",
                 lambda content: content.update(status="pending"),
             )
 

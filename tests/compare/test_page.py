@@ -7,14 +7,16 @@ import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from abrun.compare.buckets import NUM_BUCKETS
-from abrun.compare.experiment import Experiment, Run
-from abrun.compare.page import charts, render_page
-from abrun.plan import RunName
+from abrun.compare.read.experiment import Experiment, RecordedRun
+from abrun.compare.show.buckets import NUM_BUCKETS
+from abrun.compare.show.page import charts, render_page
+from abrun.compare.show.panels import NUM_WINDOWS, memory_peaks
+from abrun.layout import RunName
 from abrun.recipe import Compare
 from abrun.series import Series
 
@@ -36,7 +38,7 @@ def experiment(values, arms=("baseline", "treatment"), name="simulated", failed=
             steps, of_metric = one if isinstance(one, tuple) else (np.arange(1, len(one) + 1), one)
             series[metric] = Series(np.asarray(steps, np.int64), np.asarray(of_metric, np.float64))
         status = "failed" if (arm, *numbers) in failed else "finished"
-        runs[key] = Run(name=key, place=str(key), status=status, metrics=series)
+        runs[key] = RecordedRun(name=key, place=str(key), status=status, metrics=series)
     return Experiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
 
 
@@ -214,7 +216,7 @@ def test_mean_and_band_are_those_of_every_step_before_they_are_thinned():
 
 
 def test_nan_is_a_gap_that_is_counted_and_an_absent_step_is_not():
-    values = learning()
+    values: dict[Any, Any] = learning()
     values["treatment", 1]["train/reward"][29:] = [np.nan] * 10 + [np.inf]
     values["baseline", 0]["train/reward"] = (np.arange(2, 41, 2), np.linspace(0.2, 0.7, 20))
     chart = drawn(values)
@@ -257,7 +259,7 @@ def test_a_failed_run_is_drawn_and_is_no_part_of_the_mean():
 def test_differences_stand_on_the_scale_of_the_claim():
     steps = np.arange(40)
     metric, flat = "train/grad_norm", np.zeros(40)
-    values = {("baseline", seed): {metric: np.exp(0.1 * seed + flat)} for seed in range(3)}
+    values: dict[Any, Any] = {("baseline", seed): {metric: np.exp(0.1 * seed + flat)} for seed in range(3)}
     values |= {("treatment", seed): {metric: np.exp(0.12 * seed + flat)} for seed in range(3)}
     values["treatment", 0][metric] = np.where(steps == 3, 0.0, 1.0)  # outside of the logarithm's domain
     values["baseline", 0, 1] = {metric: np.exp(0.5 + flat)}
@@ -267,7 +269,7 @@ def test_differences_stand_on_the_scale_of_the_claim():
     assert chart["rows"][panel["pairs"][2]["row"]] == pytest.approx(np.full(40, 0.04), abs=1e-6)
     assert chart["gaps"][str(panel["mean"])].tolist() == [3]
     assert chart["rows"][panel["reruns"][0]["row"]] == pytest.approx(np.full(40, 0.5))
-    assert len(panel["windows"]) == charts.NUM_WINDOWS and panel["windows"][0]["steps"][0] == 1
+    assert len(panel["windows"]) == NUM_WINDOWS and panel["windows"][0]["steps"][0] == 1
     from scipy import stats
 
     reach = stats.t.ppf(1 - 0.025 / 8, 2) * 0.02 / 3**0.5
@@ -287,10 +289,10 @@ def test_memory_is_the_mean_over_seeds_by_phase():
         for arm in ("baseline", "treatment")
         for seed in range(3)
     }
-    memory = charts.memory_peaks(experiment(values))
-    assert memory["unit"] == "GiB" and memory["phases"] == ["overall", "logprobs", "loss"]
-    assert memory["means"] == [[3, 3, 1], [3, 3, 1]]
-    assert charts.memory_peaks(experiment(learning())) is None
+    memory = memory_peaks(experiment(values))
+    assert memory and memory.unit == "GiB" and memory.phases == ["overall", "logprobs", "loss"]
+    assert memory.means == [[3, 3, 1], [3, 3, 1]]
+    assert memory_peaks(experiment(learning())) is None
 
 
 def test_claims_come_first_and_every_metric_has_its_chart():
@@ -328,3 +330,28 @@ def test_a_large_experiment_is_small_and_quick():
     assert len(page.encode()) < 10e6
     assert seconds < 5  # 1 s on an idle machine of 2024
     print(f"{len(page.encode()) / 1e6:.2f} MB in {seconds:.2f} s")
+
+
+def test_a_claim_s_last_step_is_on_the_axis_of_many_steps():
+    """The claim's interval stands at its last step: where buckets end before it, it would not be drawn."""
+    found = drawn(learning(num_steps=1203), [claim(steps=(964, 1203))])
+    assert found["num_buckets"] == NUM_BUCKETS
+    assert (found["steps"][0], found["steps"][-1]) == (1, 1203)
+    assert (np.diff(found["steps"]) > 0).all()
+
+
+def test_many_runs_are_drawn_thinly_and_the_page_says_so() -> None:
+    """100 seeds of 600 steps: means of all, 32 lines, fewer buckets; the extremes of a bucket stay."""
+    values = learning(num_steps=600, seeds=100)
+    chart = drawn(values, [claim()])
+    (baseline, _) = chart["arms"]
+    assert baseline["count"] == 100 and len(baseline["seeds"]) == 32
+    (difference,) = chart["differences"]
+    assert difference["num_pairs"] == 100 and len(difference["pairs"]) == 32
+    assert all(len(window["pairs"]) == 100 for window in difference["windows"])
+    assert "baseline: 32 of 100 seeds drawn; mean and band are of all" in chart["notes"]
+    assert "treatment: 32 of 100 pairs drawn; mean and windows are of all" in chart["notes"]
+    assert (
+        chart["rows"].size <= charts.MOST_VALUES
+        and charts.LEAST_BUCKETS <= chart["num_buckets"] < NUM_BUCKETS
+    )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from abrun.compare.page import render_page
+from abrun.compare.show.page import render_page
 from tests.compare.test_page import claim, experiment, hostile_page, learning, verdict
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def browser():
     if path is None:
         pytest.fail("no Chromium: apt-get install chromium, or name one in ABRUN_CHROMIUM")
     try:
-        from playwright.sync_api import sync_playwright
+        from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
     except ImportError:
         pytest.fail("no playwright: pip install playwright (its browsers are not needed)")
     with sync_playwright() as playwright:
@@ -239,3 +239,17 @@ def test_a_large_experiment_opens_quickly_and_stays_fluid(opened):
         page.locator(f"{CURVE} .u-over").first.hover()
         assert "steps " in page.locator(f"{CURVE} .tip").first.inner_text()
         assert "10,000 steps shown as 250 buckets" in page.locator(".resolution").first.inner_text()
+
+
+def test_a_claim_that_ends_after_its_metric_s_last_step_is_drawn(opened, usual):
+    """As of a validation every 35 steps: the window's last step is the run's."""
+    values = learning(num_steps=34)
+
+    def drawn(end, interval):
+        page_of = verdict([claim(steps=(28, end), interval=interval)])
+        with opened(render_page(experiment(values), page_of)) as page:
+            page.locator(DIFFERENCE).first.scroll_into_view_if_needed()
+            page.wait_for_selector(f"{DIFFERENCE} canvas")
+            return ink(page, DIFFERENCE)
+
+    assert drawn(40, (-0.01, 0.01)) == drawn(34, (-0.01, 0.01)) != drawn(34, None)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from abrun.compare.planning import measured_spread, plan_report
-from abrun.compare.stored import load_experiment
+from abrun.compare.read.stored import load_experiment
+from abrun.compare.show.planning import measured_spread, plan_report
 from abrun.equivalence import power
 from abrun.power import assumed_spread, claim_power
 from abrun.recipe import Compare, Primary
@@ -36,6 +36,7 @@ def claim(**fields) -> Primary:
 def test_the_design_s_table(margin, correlation, powers, needed):
     primary = claim(margin=margin, sigma=1.0, correlation=correlation)
     expected = claim_power(primary, Compare(), assumed_spread(primary, False))
+    assert expected
     for pairs, text in zip((3, 5, 10), powers, strict=True):
         assert expected.power(pairs) == pytest.approx(float(text[:-1]) / 100, abs=0.006)
     assert expected.pairs_needed == needed and expected.pairs_needed_range is None
@@ -48,7 +49,7 @@ def test_an_earlier_experiment_says_spread_and_correlation(simulated):
         arm: np.array([run.series("train/reward").values[-8:].mean() for run in experiment.arm(arm).values()])
         for arm in experiment.arms
     }
-    assert spread.sigma == pytest.approx(windows["baseline"].std(ddof=1))
+    assert spread and spread.sigma == pytest.approx(windows["baseline"].std(ddof=1))
     assert spread.correlation == pytest.approx(np.corrcoef(windows["baseline"], windows["treatment"])[0, 1])
     difference = windows["treatment"] - windows["baseline"]
     assert spread.sd_difference == pytest.approx(difference.std(ddof=1))

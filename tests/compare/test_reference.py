@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from abrun.compare import compare
-from abrun.compare.reference import against_reference, freeze, load_reference
-from abrun.compare.stored import load_experiment
+from abrun.compare import compare, compare_sources
+from abrun.compare.read.reference import against_reference, freeze, load_reference
+from abrun.compare.read.sources import Reading, open_sources
+from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError, StoreError
+from abrun.recipe import Primary
 from tests.compare.simulate import edit, edit_rows, write_experiment
 
 
@@ -35,6 +37,17 @@ def test_the_same_runs_match(tmp_path, frozen):
     assert content.baseline == "reference" and content.reference == "simulated"
     assert not content.post_hoc  # the claims were frozen with the reference
     assert {one.noise_floor for one in content.divergence} == {"measured", "zero"}  # A/A reruns are kept
+
+
+def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):
+    arm = str(simulated() / "treatment")
+    experiment = open_sources([arm], Reading(alone=True), [Primary(metric="train/reward", margin=0.05)])
+    freeze(experiment, experiment.baseline, tmp_path / "ref.json")
+    report = tmp_path / "report"
+    comparison = compare_sources([arm], Reading(), reference=tmp_path / "ref.json", output=report, formats=())
+    assert comparison.verdict == "MATCH" and comparison.content.num_pairs == 5
+    with pytest.raises(ComparisonError, match="a comparison needs two"):
+        compare_sources([arm], Reading(), output=report)
 
 
 def test_a_shift_is_a_mismatch(tmp_path, frozen):
@@ -142,12 +155,24 @@ def test_margins_in_its_sigma(tmp_path, simulated):
     )
 
 
+def reference_of(run: str) -> str:
+    head = '"schema_version": 1, "name": "x", "compare": {}, "config": {}, "environment": {}'
+    return f'{{{head}, "runs": [{{{run}, "config": {{}}, "environment": {{}}}}]}}'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{}", "got schema_version None; a reference of version 1"),
         ('{"schema_version": 1, "runs": [{}]}', "not a reference: 'compare'"),
         ("\x00\x01", "not readable as JSON"),
+        ('{"schema_version": 1, "runs": [], "recipe": {}}', "got an experiment's own file; .* abrun freeze "),
+        (reference_of('"seed": 0, "rerun": 0, "metrics": []'), "not a reference: 'list' object has no"),
+        (reference_of('"seed": "0", "rerun": 0, "metrics": {}'), "got seed '0', rerun 0; both are whole"),
+        (
+            reference_of('"seed": 0, "rerun": 0, "metrics": {"x": {"steps": [1, 2], "values": [3]}}'),
+            "'x': steps that go up, and a value for each, are expected",
+        ),
     ],
 )
 def test_other_files_are_refused_in_one_line(tmp_path, content, message):

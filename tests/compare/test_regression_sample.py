@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from abrun.compare.reference import load_reference
+from abrun.compare.read.reference import load_reference
 from abrun.recipe import dotted, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def test_the_reference_holds_that_recipe_s_runs_and_claims():
 
 
 def test_the_workflow_runs_commands_that_exist():
-    from typer.main import get_command
+    from typer.main import get_group
 
     from abrun.cli import app
 
@@ -45,5 +45,5 @@ def test_the_workflow_runs_commands_that_exist():
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("abrun ")]
     assert [words[0] for words in commands] == ["launch", "compare"]
     for name, *words in commands:
-        known = {option for one in get_command(app).commands[name].params for option in one.opts}
+        known = {option for one in get_group(app).commands[name].params for option in one.opts}
         assert {word for word in words if word.startswith("--")} <= known

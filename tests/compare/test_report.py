@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from abrun.compare import compare_sources
-from abrun.compare.report import slugs
-from abrun.compare.sources import Reading
-from abrun.compare.verdict_file import as_json
+from abrun.compare.judge.verdict_file import as_json
+from abrun.compare.read.sources import Reading
+from abrun.compare.show.report import slugs
 from abrun.errors import ComparisonError
 from abrun.recipe import Primary
 from tests.compare.simulate import edit_rows, fail
@@ -43,6 +43,18 @@ def test_the_same_runs_give_the_same_bytes(simulated, tmp_path):
         "report.md",
         *(f"{s}.{form}" for s in ("train-reward", "overview") for form in ("png", "svg")),
     }
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"baseline": "gone"}, {"pattern": "x"}, {"group": "g"}, {"aliases": ("trl",)}, {"step_column": "s"}],
+)
+def test_what_an_experiment_says_itself_is_no_option(simulated, tmp_path, option):
+    (name,) = option
+    flag = {"aliases": "--alias", "step_column": "--step-column"}.get(name, f"--{name}")
+    with pytest.raises(ComparisonError, match=f"^{flag}: got .* an experiment, whose arms") as caught:
+        compare_sources([str(simulated(seeds=[0, 1]))], Reading(**option), output=tmp_path / "report")
+    assert "\n" not in str(caught.value) and not (tmp_path / "report").exists()
 
 
 def test_nothing_is_drawn_again_for_the_same_report(simulated, tmp_path):

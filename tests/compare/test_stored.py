@@ -1,44 +1,17 @@
-"""From files to arrays: what was recorded, what was not, and which steps a window selects."""
+"""From files to arrays: what was recorded, and what was not."""
 
 import math
+import shutil
 
-import numpy as np
 import pytest
 
-from abrun.compare.experiment import stack, window_bounds
-from abrun.compare.stored import load_experiment
-from abrun.errors import ComparisonError, StoreError
-from abrun.plan import RunName
-from tests.compare.simulate import edit, edit_rows, write_rows
+from abrun.compare.read.experiment import stack
+from abrun.compare.read.stored import load_experiment
+from abrun.errors import StoreError
+from abrun.layout import RunName
+from tests.compare.simulate import edit, edit_rows, write, write_rows
 
-GRID = np.arange(1, 101)
 BASELINE = RunName(arm="baseline", seed=0)
-
-
-@pytest.mark.parametrize(
-    ("window", "bounds"),
-    [
-        ("all", (1, 100)),
-        ("last 20%", (81, 100)),
-        ("last 1%", (100, 100)),
-        ("last 100%", (1, 100)),
-        ("steps 10-50", (10, 50)),
-        ("steps 100-100", (100, 100)),
-    ],
-)
-def test_window_bounds(window, bounds):
-    assert window_bounds(window, GRID, "m") == bounds
-
-
-def test_a_share_of_few_steps_is_rounded_up():
-    assert window_bounds("last 20%", np.arange(1, 8), "m") == (6, 7)
-    assert window_bounds("last 1%", np.array([5]), "m") == (5, 5)
-
-
-@pytest.mark.parametrize("window", ["steps 50-101", "steps 101-200"])
-def test_a_window_beyond_the_runs_is_refused(window):
-    with pytest.raises(ComparisonError, match=r"train/reward: window: got 'steps .*steps 1-100"):
-        window_bounds(window, GRID, "train/reward")
 
 
 def test_nan_is_a_value_and_absence_is_not(simulated):
@@ -56,6 +29,31 @@ def test_nan_is_a_value_and_absence_is_not(simulated):
     series = load_experiment(experiment_dir).runs[BASELINE].series("train/entropy")
     assert math.isnan(series.at(3) or 0.0)
     assert series.at(4) is None and series.at(5) is None and len(series) == 38
+
+
+def test_a_deleted_run_is_said_in_one_line(simulated, judged):
+    """Its absence is no configuration that all others differ from."""
+    experiment_dir = simulated()
+    shutil.rmtree(experiment_dir / "baseline/seed-0")
+    expected = "baseline/seed-0 is not finished (its directory is missing): launch with --resume"
+    assert judged(experiment_dir).content.reasons == [expected]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "failure"),
+    [
+        ({"message": "CUDA out of memory", "exit_code": 2}, "exit code 2: CUDA out of memory"),
+        ({"message": "exit code 7; see the log", "exit_code": 7}, "exit code 7; see the log"),
+        ({"message": "not started: its warm start failed"}, "not started: its warm start failed"),
+        ({"exit_code": 7}, "exit code 7"),
+        ({}, "no exit code"),
+    ],
+)
+def test_how_a_run_failed_is_said_once(simulated, attempt, failure):
+    experiment_dir = simulated()
+    (experiment_dir / "baseline/seed-0/result.json").unlink()
+    write(experiment_dir / "baseline/seed-0/attempts/0001.json", {"status": "failed", **attempt})
+    assert load_experiment(experiment_dir).runs[BASELINE].failure == failure
 
 
 def test_the_last_attempt_wins(simulated):
@@ -79,16 +77,17 @@ def test_only_shared_steps_are_stacked(simulated):
 def test_text_in_place_of_a_number_is_refused(simulated):
     experiment_dir = simulated()
     edit_rows(experiment_dir / "baseline/seed-0", lambda row: row.update({"train/entropy": "high"}))
-    with pytest.raises(StoreError, match="line 1: train/entropy: got 'high'"):
-        load_experiment(experiment_dir)
+    run = load_experiment(experiment_dir).runs[BASELINE]
+    assert run.status == "unreadable" and "got 'high'" in run.failure
 
 
 def test_a_corrupt_line_is_refused_with_its_number(simulated, judged):
     path = simulated() / "treatment/seed-1/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], '{"step": 5, "tr\n', *lines[5:]]))
-    with pytest.raises(StoreError, match=r"seed-1/metrics\.jsonl, line 5: got"):
-        judged(path.parents[2])
+    comparison = judged(path.parents[2])
+    (reason,) = [one for one in comparison.content.reasons if "treatment/seed-1" in one]
+    assert comparison.verdict == "INVALID" and "seed-1/metrics.jsonl, line 5: got" in reason
 
 
 @pytest.mark.parametrize("key", ["recipe", "runs", "compare_sha256"])
@@ -105,3 +104,15 @@ def test_a_recipe_of_another_version_is_refused_in_one_line(simulated, judged):
     with pytest.raises(StoreError, match=r"recipe: novelty: .* compare with the abrun") as caught:
         judged(experiment_dir)
     assert "\n" not in str(caught.value)
+
+
+def test_a_field_that_abrun_has_gained_since_is_no_difference(simulated, judged):
+    experiment_dir = simulated()
+    for seed in (0, 1):
+        path = experiment_dir / f"treatment/seed-{seed}/config.json"
+        edit(path, lambda content: content["config"]["policy"]["optimizer"].pop("schedule"))
+    assert judged(experiment_dir).verdict == "MATCH"
+    edit(path, lambda content: content["config"]["policy"]["optimizer"].update(schedule="cosine"))
+    assert (
+        "policy.optimizer.schedule is 'cosine', but 'constant'" in judged(experiment_dir).content.reasons[0]
+    )

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from abrun.compare.verdict import EXIT_CODES, worst
+from abrun.compare.judge.verdict import EXIT_CODES, worst
 from abrun.errors import ComparisonError
 from abrun.recipe import Primary
 from tests.compare.simulate import edit, edit_rows, fail, write
 
+STEP_TIME = "timing/train/total_step_time_s"
 REWARD = Primary(metric="train/reward", margin=0.02)
 
 
@@ -30,14 +31,28 @@ def test_equal_arms_match_in_the_words_of_the_design(simulated, judged):
 
 def test_bit_identical_arms_match_exactly(simulated, judged):
     experiment_dir = simulated()
+    copy_baseline(experiment_dir)
     for seed in range(5):
-        source = experiment_dir / f"baseline/seed-{seed}/metrics.jsonl"
-        (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_bytes(source.read_bytes())
+        directory = experiment_dir / f"treatment/seed-{seed}"
+        edit_rows(directory, lambda row: row.update({STEP_TIME: 0.1 * row["step"]}))
     comparison = judged(experiment_dir)
     primary = comparison.arms[0].primaries[0]
     assert comparison.verdict == "MATCH"
     assert (primary.certified_bound, primary.p_difference, primary.pairs_needed) == (0.0, 1.0, 2)
     assert all(one.ratio == 0.0 for one in comparison.arms[0].divergence if one.noise_floor == "measured")
+
+
+def copy_baseline(experiment_dir):
+    for seed in range(5):
+        source = experiment_dir / f"baseline/seed-{seed}/metrics.jsonl"
+        (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_bytes(source.read_bytes())
+
+
+def test_arms_that_agree_to_the_second_are_copies(simulated, judged):
+    experiment_dir = simulated()
+    copy_baseline(experiment_dir)
+    said = "treatment/seed-0 is a copy of baseline/seed-0: every number is the same, seconds included"
+    invalid(judged(experiment_dir), said)
 
 
 def test_a_small_difference_may_be_significant_and_still_equivalent(simulated, judged):
@@ -185,10 +200,25 @@ def test_a_missing_directory(simulated, judged):
     invalid(judged(experiment_dir), "treatment/seed-4 is not finished (its directory is missing)")
 
 
+def test_a_missing_directory_is_said_once(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "baseline/seed-0").rename(experiment_dir / "elsewhere")
+    comparison = judged(experiment_dir)
+    said = "baseline/seed-0 is not finished (its directory is missing): launch with --resume"
+    assert (comparison.verdict, comparison.arms[0].reasons) == ("INVALID", [said])
+    assert not any("the runs do not say" in one for one in comparison.arms[0].not_tested)
+
+
+def test_a_run_without_its_configuration(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-2/config.json").unlink()
+    invalid(judged(experiment_dir), "treatment/seed-2: config.json is missing")
+
+
 def test_a_run_that_is_not_finished(simulated, judged):
     experiment_dir = simulated()
     (experiment_dir / "treatment/seed-4/result.json").unlink()
-    write(experiment_dir / "treatment/seed-4/meta.json", {"status": "interrupted", "attempts": []})
+    write(experiment_dir / "treatment/seed-4/attempts/0001.json", {"status": "interrupted"})
     expected = "treatment/seed-4 is not finished (interrupted): launch with --resume"
     invalid(judged(experiment_dir), expected)
 
@@ -312,7 +342,8 @@ def test_a_metric_missing_at_one_step(simulated, judged):
 
 
 def test_a_claim_on_a_metric_nobody_recorded(simulated, judged):
-    comparison = judged(simulated(compare={"primary": [{"metric": "validation/accuracy", "margin": 0.1}]}))
+    claim = {"metric": "validation/accuracy", "margin": 0.1}
+    comparison = judged(simulated(compare={"primary": [claim]}, validation={"every": 40}))
     invalid(comparison, "missing metric: baseline/seed-0 did not record validation/accuracy", "and 6 more")
 
 
@@ -327,24 +358,24 @@ def test_a_baseline_that_is_not_a_number(simulated, judged):
 
 
 def test_nothing_to_check_at_step_one(simulated, judged):
-    experiment_dir = simulated(compare={"primary": [{"metric": "x", "margin": 1.0}]})
+    experiment_dir = simulated(compare={"primary": [{"metric": "train/clip_fraction", "margin": 1.0}]})
     for arm in ("baseline", "treatment"):
         for directory in (experiment_dir / arm).iterdir():
-            edit_rows(directory, _only_x)
+            edit_rows(directory, _only_clip_fraction)
     invalid(judged(experiment_dir), "is recorded in both arms")
 
 
-def _only_x(row):
+def _only_clip_fraction(row):
     for key in [key for key in row if "/" in key]:
         del row[key]
-    row["x"] = 0.01 * row["step"]
+    row["train/clip_fraction"] = 0.01 * row["step"]
 
 
 def test_an_experiment_that_has_not_started(simulated, judged):
     experiment_dir = simulated()
     for arm in ("baseline", "treatment"):
         for directory in (experiment_dir / arm).iterdir():
-            for name in ("metrics.jsonl", "environment.json", "result.json", "meta.json"):
+            for name in ("metrics.jsonl", "environment.json", "result.json", "attempts/0001.json"):
                 (directory / name).unlink()
     invalid(judged(experiment_dir, formats=("json", "markdown", "png")), "is not finished (pending)")
 
@@ -411,7 +442,9 @@ def test_a_window_between_recorded_steps_is_refused(simulated, judged):
         for directory in (experiment_dir / arm).iterdir():
             edit_rows(
                 directory,
-                lambda row: row.update({"validation/accuracy": 0.5}) if row["step"] % 10 == 0 else None,
+                lambda row: (
+                    row.update({"validation/accuracy": row["step"] / 50}) if row["step"] % 10 == 0 else None
+                ),
             )
     sparse = Primary(metric="validation/accuracy", margin=0.1, window="steps 11-19")
     with pytest.raises(ComparisonError, match="selects none of the 4 steps 10-40"):
@@ -419,8 +452,14 @@ def test_a_window_between_recorded_steps_is_refused(simulated, judged):
     assert judged(experiment_dir, primaries=[sparse.model_copy(update={"window": "all"})]).verdict == "MATCH"
 
 
-def test_a_value_outside_the_transform_is_refused(simulated, judged):
+def test_a_value_outside_the_transform_is_no_claim_s_outcome(simulated, judged):
     experiment_dir = simulated()
-    edit_rows(experiment_dir / "baseline/seed-0", lambda row: row.update({"train/grad_norm": 0.0}))
-    with pytest.raises(ComparisonError, match=r"train/grad_norm: transform 'log' got the value 0"):
-        judged(experiment_dir, primaries=[Primary(metric="train/grad_norm", margin=0.1)])
+    edit_rows(
+        experiment_dir / "treatment/seed-0",
+        lambda row: row.update({"train/grad_norm": 0.0}) if row["step"] == 38 else None,
+    )
+    claim = Primary(metric="train/grad_norm", margin=0.1)
+    comparison = judged(experiment_dir, primaries=[claim], formats=("json", "markdown", "html", "png"))
+    assert comparison.verdict == "INCONCLUSIVE"
+    said = "train/grad_norm: not tested over last 20%: transform 'log' got the value 0; it takes values"
+    assert said in reason_of(comparison)

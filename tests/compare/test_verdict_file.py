@@ -7,12 +7,12 @@ import jsonschema
 import pytest
 
 import abrun.compare
-from abrun.compare.verdict_file import json_schema
+from abrun.compare.judge.verdict_file import json_schema
 from tests.compare.simulate import edit_rows
 
-SCHEMA = Path(abrun.compare.__file__).parent / "verdict.schema.json"
-WRITE = "python -c 'import json; from abrun.compare.verdict_file import json_schema; "
-WRITE += f"print(json.dumps(json_schema(), indent=1))' > abrun/compare/{SCHEMA.name}"
+SCHEMA = Path(abrun.compare.__file__).parent / "judge/verdict.schema.json"
+WRITE = "python -c 'import json; from abrun.compare.judge.verdict_file import json_schema; "
+WRITE += f"print(json.dumps(json_schema(), indent=1))' > abrun/compare/judge/{SCHEMA.name}"
 
 
 def test_the_published_schema_is_that_of_the_code():

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -64,6 +65,9 @@ if args.behaviour == "sigkill":
     os.kill(os.getpid(), signal.SIGKILL)
 if args.behaviour == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if args.behaviour == "daemons":
+    for _ in range(20):
+        subprocess.run(["sh", "-c", "sleep 0.1 &"], check=True)
 if args.behaviour == "silent":
     sys.exit(0)
 noise = random.Random(args.seed)
@@ -74,6 +78,9 @@ for step in range(1, args.steps + 1):
     if step < first:
         continue
     log.write(step, score=score, loss=float("nan") if args.behaviour == "nan" and step == 2 else 1 - score)
+    while args.behaviour == "babbles" and step == 3:  # works on nothing any more
+        print("Root Cause " * 1000, flush=True)
+        time.sleep(0.001)
     if args.behaviour == "resumes":
         (args.out.parent / "checkpoint.txt").write_text(str(step))
     if args.behaviour == "late" and step > 2:

@@ -17,17 +17,21 @@ import yaml
 from abrun import store
 from abrun.errors import LaunchError
 from abrun.external import run as external_run
-from abrun.launch import local
+from abrun.external.follower import Follower
+from abrun.implementations import LAUNCHERS
+from abrun.launch import Outcome, supervisor
+from abrun.launch.command import external
 from abrun.launch.experiment import write_run
 from abrun.memory.profile import measure_recipe
 from abrun.plan import Plan, RunName, make_plan
-from abrun.recipe import BASELINE, load_recipe
+from abrun.processes import Awake, below, processes_of
+from abrun.recipe import BASELINE, MetricsLog, load_recipe
 from abrun.recipe.reading import Loader
 from abrun.watch import ExperimentReader
+from tests.launch.fakes import FAKE, Silent
 
 HERE = Path(__file__).parent
 FOREIGN = HERE / "foreign.yaml"
-FAKE_TRAINER = HERE.parent / "launch" / "fake_trainer.py"
 SCRIPT = f"trainer.parameters.script={HERE / 'foreign_trainer.py'}"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 
@@ -36,8 +40,8 @@ def plan_of(*overrides: str) -> Plan:
     return make_plan(load_recipe(FOREIGN, [SCRIPT, *overrides]))
 
 
-def launch(runs_dir: Path, *overrides: str, **options: Any) -> local.Outcome:
-    return local.launch(plan_of(*overrides), runs_dir, say=lambda line: None, **options)
+def launch(runs_dir: Path, *overrides: str) -> Outcome:
+    return supervisor.launch(plan_of(*overrides), runs_dir, observer=Silent())
 
 
 def prepared(tmp_path: Path, *overrides: str) -> Path:
@@ -50,11 +54,11 @@ def prepared(tmp_path: Path, *overrides: str) -> Path:
 
 def start(directory: Path) -> "subprocess.Popen[bytes]":
     log = (directory / "stdout.log").open("ab")
-    return subprocess.Popen(local.external(directory), stdout=log, stderr=log)
+    return subprocess.Popen(external(directory), stdout=log, stderr=log)
 
 
 def events(directory: Path) -> list[dict[str, Any]]:
-    return store.read_lines(directory / "events.jsonl")
+    return store.RunDir(directory).events()
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
@@ -77,7 +81,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "POLL_S", 0.02)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
@@ -118,7 +122,7 @@ def test_status_and_watch_see_it_as_one_of_ours(tmp_path: Path) -> None:
 
 
 def test_steps_are_shown_while_the_command_runs(tmp_path: Path) -> None:
-    directory = prepared(tmp_path, "steps=100", "trainer.parameters.step_s=0.05")
+    directory = prepared(tmp_path, "steps=2000", "trainer.parameters.step_s=0.05")
     process = start(directory)
     until(lambda: len(rows(directory)) > 2 and (directory / "heartbeat.json").exists())
     assert process.poll() is None and not (directory / "result.json").exists()
@@ -133,7 +137,7 @@ def test_a_value_that_comes_late_belongs_to_its_step(tmp_path: Path) -> None:
     assert launch(tmp_path, *slow).exit_code == 0
     directory = tmp_path / "foreign" / "baseline" / "seed-0"
     assert len(rows(directory)) > 6, "no step was told before its late value came: the test shows nothing"
-    metrics = store.read_metrics(directory)
+    metrics = store.RunDir(directory).metrics()
     assert metrics["train/loss"].values[:4].tolist() == [-1.0] * 4
     assert (metrics["train/reward"].values[1:] > 0.3).all() and len(metrics["train/reward"]) == 6
 
@@ -152,12 +156,12 @@ def test_memory_profile_refuses_a_command(tmp_path: Path) -> None:
 def test_nan_is_kept_and_a_torn_last_line_is_not(tmp_path: Path) -> None:
     arms = ("arms.treatment={trainer.parameters.behaviour: torn}", "trainer.parameters.behaviour=nan")
     assert launch(tmp_path, *arms, "seeds=[0, 1]").exit_code == 0
-    metrics = store.read_metrics(tmp_path / "foreign" / "baseline" / "seed-0")
+    metrics = store.RunDir(tmp_path / "foreign" / "baseline" / "seed-0").metrics()
     assert math.isnan(metrics["train/loss"].values[1]) and len(metrics["train/loss"]) == 5
     assert [row["step"] for row in rows(tmp_path / "foreign" / "treatment" / "seed-0")] == [1, 2, 3, 4, 5]
 
 
-def test_our_own_trainer_against_a_foreign_one(tmp_path: Path) -> None:
+def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = yaml.load(FOREIGN.read_text(), Loader)["trainer"]
     command["parameters"]["script"] = str(HERE / "foreign_trainer.py")
     ours = yaml.load((HERE.parent / "launch" / "small.yaml").read_text(), Loader)
@@ -168,13 +172,11 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path) -> None:
     diff = plan.treatment_diff["foreign"]
     assert diff["trainer.type"] == ("abrun", "command") and diff["model.preset"] == ("qwen2-tiny", None)
     assert "steps" not in diff and not any(key.startswith("cluster") for key in diff)
-
-    def fake(directory: Path, num_ranks: int) -> list[str]:
-        return [sys.executable, str(FAKE_TRAINER), str(directory)]
-
-    assert local.launch(plan, tmp_path / "runs", command=fake, say=lambda line: None).exit_code == 0
+    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    outcome = supervisor.launch(plan, tmp_path / "runs", launcher="fake", observer=Silent())
+    assert outcome.exit_code == 0
     for arm in ("baseline", "foreign"):
-        assert len(store.read_metrics(tmp_path / "runs" / "mixed" / arm / "seed-1")["train/reward"]) == 5
+        assert len(store.RunDir(tmp_path / "runs" / "mixed" / arm / "seed-1").metrics()["train/reward"]) == 5
 
 
 # --- runs that fail ---
@@ -185,7 +187,7 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path) -> None:
     [
         ("crash", ["exit code 1 (ValueError: no such model: the planned crash)", "stdout.log"]),
         ("code", ["exit code 7", "stdout.log"]),
-        ("sigkill", ["killed by SIGKILL", "out of memory?"]),
+        ("sigkill", ["killed by SIGKILL; see"]),
         ("silent", ["no metrics: trainer.metrics: jsonl at", "logs/metrics.jsonl", "mend format or path"]),
     ],
 )
@@ -225,14 +227,12 @@ def test_a_command_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
 def test_sigterm_reaches_the_command_and_the_run_goes_on_where_it_was(tmp_path: Path) -> None:
     overrides = ("trainer.parameters.behaviour=resumes", "trainer.parameters.step_s=0.2", "steps=12")
     directory = prepared(tmp_path, *overrides)
-    store.write_json(directory / "meta.json", {"attempts": [{}]})
     process = start(directory)
     until(lambda: len(rows(directory)) > 2)
     process.terminate()
     assert process.wait(30) == 3
     last = events(directory)[-1]
     assert last["event"] == "interrupted" and 0 < last["step"] < 12
-    store.write_json(directory / "meta.json", {"attempts": [{}, {}]})
     assert start(directory).wait(60) == 0
     found = rows(directory)
     assert [row["step"] for row in found] == list(range(1, 13)), "every step once"
@@ -243,12 +243,10 @@ def test_sigterm_reaches_the_command_and_the_run_goes_on_where_it_was(tmp_path: 
 def test_a_trainer_that_begins_anew_rewrites_only_what_changed(tmp_path: Path) -> None:
     directory = prepared(tmp_path)
     assert external_run.run(directory) == 0
-    store.write_json(directory / "meta.json", {"attempts": [{}, {}]})
     (directory / "result.json").unlink()
     assert external_run.run(directory) == 0  # the same seed, the same values
     assert [(row["step"], row["attempt"]) for row in rows(directory)] == [(step, 1) for step in range(1, 6)]
     write_run(directory, "by-hand", RunName(arm=BASELINE, seed=1), plan_of().runs[0].config)
-    store.write_json(directory / "meta.json", {"attempts": [{}, {}, {}]})
     assert external_run.run(directory) == 0
     assert [(row["step"], row["attempt"]) for row in rows(directory)[5:]] == [
         (step, 3) for step in range(1, 6)
@@ -271,6 +269,25 @@ def test_a_deaf_command_is_killed_after_the_grace(tmp_path: Path, monkeypatch: p
     assert events(directory)[-1]["event"] == "interrupted"
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [("stalled_s", "no step after step 2 for"), ("run_s", "not finished after 3 s")],
+)
+def test_a_command_that_only_prints_is_ended_and_its_log_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, words: str
+) -> None:
+    monkeypatch.setattr(external_run, "POLL_S", 0.1)
+    bounds = ["limits.log_mib=1", f"limits.{limit}=3"]
+    directory = prepared(tmp_path, "trainer.parameters.behaviour=babbles", *bounds)
+    assert start(directory).wait(60) == 124
+    attempt = store.RunDir(directory).attempt()
+    message = attempt.message or ""
+    assert attempt.exit_code == 124 and message.startswith(f"limits.{limit}: ") and words in message
+    log = (directory / "stdout.log").read_text()
+    assert len(log) <= 2**20 + 100 and "bytes cut here]" in log and log.startswith("started: ")
+    assert "failed: " in log.splitlines()[-1]
+
+
 @linux
 def test_nothing_outlives_the_process_that_follows_it(tmp_path: Path) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=30")
@@ -284,16 +301,14 @@ def test_nothing_outlives_the_process_that_follows_it(tmp_path: Path) -> None:
 
 
 @linux
-def test_the_death_of_the_launcher_interrupts_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "before", ["", "signal.signal(15, signal.SIG_IGN)", "signal.pthread_sigmask(0, [15])"]
+)
+def test_the_death_of_the_launcher_interrupts_the_run(tmp_path: Path, before: str) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=30")
-    launcher = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import subprocess, sys; subprocess.run(sys.argv[1:])",
-            *local.external(directory),
-        ]
-    )
+    code = f"import os, signal, sys; from abrun.processes import start\n{before}\n"
+    code += "start(sys.argv[1:], os.environ, dies_by=signal.SIGTERM).wait()"
+    launcher = subprocess.Popen([sys.executable, "-c", code, *external(directory)])
     until(lambda: (directory / "logs" / "metrics.jsonl").is_file())
     launcher.kill()
     launcher.wait()
@@ -309,12 +324,51 @@ def test_children_that_the_command_leaves_behind_end_with_it(tmp_path: Path) -> 
         until(lambda: not alive(int(child.read_text() or 0)))
 
 
+@linux
+def test_what_a_command_has_done_with_keeps_no_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = prepared(tmp_path, "trainer.parameters.behaviour=daemons", "trainer.parameters.step_s=30")
+    process = start(directory)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: (directory / "logs" / "metrics.jsonl").is_file())
+    try:
+        until(lambda: len(children.read_text().split()) == 1)  # dead ones are among them
+    finally:
+        process.terminate()
+        assert process.wait(60) == 3
+
+
+@linux
+def test_nobody_is_found_by_the_ids_of_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert below(1)
+    monkeypatch.setattr(os, "getpid", lambda: 2)  # as where a namespace has been entered and /proc is the old
+    assert not below(1) and not processes_of(Path("/"))
+
+
+def test_no_sign_of_life_is_asked_of_what_was_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = iter([100.0, 101.0, 105.0, 110.0, 5000.0, 5001.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times_s))
+    awake = Awake()
+    assert [awake.since_s() for _ in range(5)] == [100.0, 100.0, 100.0, 5000.0, 5000.0]
+
+
 def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=0.3", "steps=100")
-    store.write_json(directory / "meta.json", {"attempts": [{}]})
     process = start(directory)
     until(lambda: rows(directory))
-    store.write_json(directory / "meta.json", {"attempts": [{}, {}]})
+    store.RunDir(directory).begin_attempt()
     assert process.wait(30) == 2
     assert "attempt 2 owns this run now; attempt 1 stops" in (directory / "stdout.log").read_text()
     assert {row["attempt"] for row in rows(directory)} == {1} and len(events(directory)) == 1
+
+
+def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:
+    """Read as the command's metrics, abrun's own would be told again and again."""
+    directory = prepared(tmp_path)
+    run = store.RunDir(directory)
+    run.begin_attempt().metrics(1, {"x": 1.0})
+    (directory / "logs").mkdir()
+    for link, target in (("logs/log.jsonl", "../metrics.jsonl"), ("here", ".")):
+        (directory / link).symlink_to(target)
+        follower = Follower(MetricsLog(format="jsonl", path=link), directory / link, {}, run)
+        assert follower.new_rows(ended=True) == []
+        assert "leads to a file of abrun's" in str(follower.problem)

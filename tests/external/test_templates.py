@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.logs import FORMATS
-from abrun.logs.aliases import PRESETS
+from abrun.logs.aliases import FRAMEWORKS
 from abrun.recipe import CommandRecipe, MetricsLog, load_recipe
 from abrun.recipe import command as commands
 
@@ -16,7 +16,7 @@ TEMPLATES = sorted(FOLDER.glob("*.yaml"))
 
 
 def test_there_is_one_for_every_framework_whose_names_are_known() -> None:
-    assert {path.stem for path in TEMPLATES} == set(PRESETS) == set(commands.PRESETS)
+    assert {path.stem for path in TEMPLATES} == set(FRAMEWORKS) == set(commands.FRAMEWORKS)
     assert MetricsLog.model_json_schema()["properties"]["format"]["enum"] == list(FORMATS)
 
 

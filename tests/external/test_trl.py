@@ -32,7 +32,7 @@ def test_two_learning_rates_are_a_mismatch(tmp_path: Path) -> None:
     assert launched.returncode == 0, launched.stdout + launched.stderr
     for arm in ("baseline", "treatment"):
         for seed in range(3):
-            metrics = store.read_metrics(tmp_path / "trl" / arm / f"seed-{seed}")
+            metrics = store.RunDir(tmp_path / "trl" / arm / f"seed-{seed}").metrics()
             for metric in ("train/reward", "train/loss", "train/grad_norm", "timing/train/total_step_time_s"):
                 assert metrics[metric].steps.tolist() == list(range(1, 31)), metric
             assert np.unique(metrics["train/lr"].values).tolist() == pytest.approx(

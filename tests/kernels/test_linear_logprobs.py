@@ -414,6 +414,30 @@ def test_peaked_row(impl: str) -> None:
     torch.testing.assert_close(off_peak, torch.full((3,), -80.0))
 
 
+def low_temperature_problem(**settings: Any) -> Problem:
+    """Logits near 64, multiples of a thousandth that float32 products give exactly: over temperature 0.013
+    they are near 5,000, where float32 has steps of a two-thousandth."""
+    generator = torch.Generator().manual_seed(4)
+    integers = functools.partial(torch.randint, generator=generator)
+    hidden, weight = integers(-8, 9, (12, 8)) / 32, integers(-8, 9, (151, 8)) / 32
+    hidden[:, 0], weight[:, 0] = 8.0, 8.0
+    problem = make_problem(12, 151, temperature=0.013, **settings)
+    return replace(problem, hidden=hidden, weight=weight)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("settings", [{}, {"logit_scale": 0.7}])
+def test_a_low_temperature_keeps_the_digits(impl: str, settings: dict[str, Any]) -> None:
+    """The largest logit is taken off before what is left is scaled: rounding is that of the differences."""
+    problem = low_temperature_problem(**settings)
+    exact = plain_answer(problem, exact=True)
+    answer = kernel_answer(problem, impl, **({} if impl == "logits" else {"chunk_size": 50}))
+    for part in ("logprobs", "entropies", "d_hidden", "d_weight"):
+        expected_part = getattr(exact, part)
+        error = largest(getattr(answer, part).double() - expected_part) / max(largest(expected_part), 1.0)
+        assert error <= 2e-6, f"{part}: error {error:.3g}"
+
+
 def test_temperature_divides_the_logits_not_the_logprobs() -> None:
     problem, oracle, _ = expected(7, 151, "float32", "temperature")
     wrong = plain_answer(replace(problem, settings={}), exact=True).logprobs / 0.7
@@ -671,8 +695,44 @@ def _shard_answers(rank: int, world_size: int) -> dict[tuple[str, str, int], Ans
             for impl in IMPLS:
                 problem = _shard(make(), rank % num_shards, num_shards)
                 answers[name, impl, num_shards] = kernel_answer(problem, impl, group=group)
+    answers |= {("unlike", "", 4): _refusals(rank)}
     answers |= {("entropy_not_reduced", impl, 4): _without_entropy_reduction(rank, impl) for impl in IMPLS}
     return answers
+
+
+UNLIKE: dict[str, tuple[Callable[[int], Problem], str]] = {  # of a rank of four
+    "a shorter last shard": (
+        lambda rank: replace(make_problem(7, 151), weight=make_problem(7, 151).weight[38 * rank :][:38]),
+        "weight: got 38, 38, 38, 37 rows on the ranks of the vocabulary group; need equal, consecutive",
+    ),
+    "a shorter last shard, within the vocabulary's size on that rank alone": (
+        lambda rank: make_problem(7, 39 - (rank == 3), vocab_size=153),
+        "weight: got 39, 39, 39, 38 rows",
+    ),
+    "a rank with no rows": (
+        lambda rank: replace(make_problem(7, 10), weight=make_problem(7, 10).weight[: 10 * rank]),
+        "weight: got 0, 10, 10, 10 rows",
+    ),
+    "another hidden size": (
+        lambda rank: make_problem(7, 38, hidden_size=8 + rank // 2),
+        "weight: got 8, 8, 9, 9 as hidden size",
+    ),
+    "other tokens": (lambda rank: make_problem(7 + rank, 38), "target: got 7, 8, 9, 10 tokens"),
+    "another vocabulary": (
+        lambda rank: make_problem(7, 38, vocab_size=150 + rank),
+        "vocab_size: got 150, 151, 152, 153 on the ranks",
+    ),
+}
+
+
+def _refusals(rank: int) -> dict[tuple[str, str], str]:
+    refusals = {}
+    for name, (make, _) in UNLIKE.items():
+        for impl in IMPLS:
+            with pytest.raises(ValueError) as raised:
+                kernel_answer(make(rank), impl, group=dist.group.WORLD)
+            refusals[name, impl] = str(raised.value)
+    return refusals
 
 
 def _shard(problem: Problem, shard: int, num_shards: int) -> Problem:
@@ -739,3 +799,12 @@ def test_check_notices_a_missing_reduction(shard_answers: Any, impl: str) -> Non
     partial = [ranks["float32", impl, 4] for ranks in shard_answers]
     with pytest.raises(AssertionError, match="d_hidden: error"):
         check(_joined(partial, reduce_d_hidden=False), oracle, naive)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_shards_that_are_not_alike_are_refused_on_every_rank(shard_answers: Any, name: str) -> None:
+    for impl in IMPLS:
+        messages = {ranks["unlike", "", 4][name, impl] for ranks in shard_answers}
+        assert len(messages) == 1, messages
+        message = messages.pop()
+        assert message.startswith(UNLIKE[name][1]) and "\n" not in message

@@ -24,6 +24,7 @@ from tests.kernels.test_linear_logprobs import (
     expected,
     kernel_answer,
     largest,
+    low_temperature_problem,
     make_problem,
     plain_answer,
     rounding,
@@ -75,6 +76,15 @@ def test_agrees_under_each_setting(impl: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("impl", TILED)
+def test_a_low_temperature_keeps_the_digits(impl: str) -> None:
+    problem = low_temperature_problem()
+    answer, exact = one_pass_answer(problem, impl), plain_answer(problem, exact=True)
+    for part in ("logprobs", "entropies", "d_hidden", "d_weight"):
+        scale = max(largest(getattr(exact, part)), 1.0)
+        assert largest(getattr(answer, part).double() - getattr(exact, part)) <= 2e-6 * scale, part
+
+
+@pytest.mark.parametrize("impl", TILED)
 @pytest.mark.parametrize("budget_bytes", [3 * 2**10, 12 * 2**10])
 def test_answer_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> None:
     for dtypes in ("float32", "bfloat16", "mixed", "float32_head"):
@@ -123,12 +133,14 @@ def test_is_the_loss_of_the_two_pass_route(impl: str) -> None:
         return [values.clone().requires_grad_() for values in (problem.hidden, problem.weight)]
 
     two_pass = leaves()
-    logprobs, entropies = linear_logprobs(*two_pass, problem.target, impl="logits", entropy=True)
+    hidden, weight = two_pass
+    logprobs, entropies = linear_logprobs(hidden, weight, problem.target, impl="logits", entropy=True)
     whole = token_loss(logprobs, entropies, slice(None)).sum()
     (3 * whole).backward()
     one_pass = leaves()
+    hidden, weight = one_pass
     loss, *results = linear_policy_loss(
-        *one_pass, problem.target, token_loss, impl=impl, entropy=True, memory_budget_bytes=30 * 2**10
+        hidden, weight, problem.target, token_loss, impl=impl, entropy=True, memory_budget_bytes=30 * 2**10
     )
     (3 * loss).backward()
     torch.testing.assert_close(loss, whole)

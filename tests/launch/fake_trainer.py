@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from abrun import store
+from abrun import progress, store
 
 asked_to_stop = False
 
@@ -22,25 +22,31 @@ def stop(*_: object) -> None:
 
 
 def main(directory: Path) -> None:
+    progress.join()
     asked = json.loads(os.environ.get("FAKE_TRAINER", "{}"))
-    run = store.read_json(directory / "config.json")
-    label = f"{run['arm']}/seed-{run['seed']}" + (f"-aa{run['rerun']}" if run["rerun"] else "")
+    run = store.RunDir(directory)
+    record = run.record()
+    label, num_steps = str(record.name), record.config["steps"]
     behaviour = asked.get("runs", {}).get(label, "")
+    if behaviour == "silent":
+        sys.exit(7)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else stop)
-    attempt = store.current_attempt(directory)
-    metrics = store.LineWriter(directory / "metrics.jsonl")
-    events = store.LineWriter(directory / "events.jsonl")
+    if os.environ.get("RANK", "0") != "0":
+        while not (run.finished or asked_to_stop):
+            time.sleep(0.01)
+        return
+    writer = run.begin_attempt()
     print(
-        f"{label} attempt {attempt}: CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}", flush=True
+        f"{label} attempt {writer.attempt}: CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}",
+        flush=True,
     )
-    if run["initial_weights"]:
-        weights = directory / run["initial_weights"]
-        assert weights.is_dir(), f"no initial weights at {weights}"
-    done = [row["step"] for row in store.read_lines(directory / "metrics.jsonl")]
+    if run.initial_weights:
+        assert run.initial_weights.is_dir(), f"no initial weights at {run.initial_weights}"
+    done = [row["step"] for row in run.rows().read()]
     first = max(done, default=0) + 1
-    events.write({"event": "resumed" if done else "started", "step": first})
+    writer.event("resumed" if done else "started", step=first)
     if behaviour == "fail":
-        events.write({"event": "failed", "message": "the planned failure"})
+        writer.fail("the planned failure", exit_code=3)
         sys.exit(3)
     if behaviour == "crash":
         raise ValueError("the planned crash")
@@ -48,29 +54,26 @@ def main(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "no-result":
         return
-    for step in range(first, run["config"]["steps"] + 1):
+    for step in range(first, num_steps + 1):
         time.sleep(asked.get("step_s", 0.0))
-        metrics.write(
+        writer.metrics(
+            step,
             {
-                "step": step,
-                "attempt": attempt,
-                "time_s": time.time(),
-                "train/reward": 1 - math.exp(-step / 20) + 0.02 * math.sin(step * (1 + run["seed"])),
+                "train/reward": 1 - math.exp(-step / 20) + 0.02 * math.sin(step * (1 + record.name.seed)),
                 "train/token_mult_prob_error": 1.0002,
                 "train/grad_norm": 0.5 + 1 / step,
                 "timing/train/total_step_time_s": asked.get("step_s", 0.0) + 0.01,
                 "memory/forward_backward/peak_live_tensor_bytes": 84_000_000,
-            }
+            },
         )
-        store.write_json(
-            directory / "heartbeat.json",
-            {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": attempt},
-        )
+        writer.heartbeat(step)
+        if behaviour == "killed-later" and writer.attempt == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
         if asked_to_stop:
-            events.write({"event": "interrupted", "step": step})
+            writer.interrupt(exit_code=1, step=step)
             sys.exit(1)
-    (directory / "checkpoints" / "final").mkdir(parents=True, exist_ok=True)
-    store.write_json(directory / "result.json", {"steps": run["config"]["steps"]})
+    run.final_weights.mkdir(parents=True, exist_ok=True)
+    writer.finish(num_steps)
 
 
 main(Path(sys.argv[1]))

@@ -1,8 +1,9 @@
 """The local launcher, with a fake trainer that speaks the trainer's protocol (and once under torchrun)."""
 
+import errno
 import itertools
 import json
-import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,35 +17,58 @@ from typing import Any
 import pytest
 
 from abrun import store
-from abrun.errors import AbrunError, LaunchError, StoreError
-from abrun.launch import local
-from abrun.launch.processes import descendants
+from abrun.errors import LaunchError, StoreError
+from abrun.implementations import LAUNCHERS
+from abrun.launch import Outcome, queue, supervisor
+from abrun.launch.command import environment
 from abrun.plan import Plan, RunName, make_plan
+from abrun.processes import Process, processes_of
 from abrun.recipe import load_recipe
+from abrun.store import experiment, files, lock, rundir
+from tests.launch.fakes import FAKE, Silent
 
 SMALL = Path(__file__).parent / "small.yaml"
-FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
 
 
 def plan_of(*overrides: str) -> Plan:
     return make_plan(load_recipe(SMALL, overrides))
 
 
-def fake(directory: Path, num_ranks: int) -> list[str]:
-    return [sys.executable, str(FAKE_TRAINER), str(directory)]
+def launch(
+    runs_dir: Path, *overrides: str, tick: Callable[[], object] = lambda: None, **options: Any
+) -> Outcome:
+    options = {"launcher": "fake", "observer": Silent(tick), **options}
+    return supervisor.launch(plan_of(*overrides), runs_dir, **options)
 
 
-def launch(runs_dir: Path, *overrides: str, **options: Any) -> local.Outcome:
-    return local.launch(plan_of(*overrides), runs_dir, command=fake, say=lambda line: None, **options)
+def at_work(runs_dir: Path) -> set[Process]:
+    """What is left of the processes of any run."""
+    configs = runs_dir.rglob("config.json")
+    return set[Process]().union(*(processes_of(path.parent) for path in configs))
 
 
-def meta_of(runs_dir: Path, run: str) -> dict[str, Any]:
-    return store.read_json(runs_dir / run / "meta.json")
+def launches_of(experiment_dir: Path, run: str) -> list[store.Launch]:
+    return store.RunDir(experiment_dir / run).launches()
+
+
+def pid_of(launch: store.Launch) -> int:
+    assert launch.pid
+    return launch.pid
+
+
+def ended(launch: store.Launch) -> float:
+    assert launch.ended_s
+    return launch.ended_s
+
+
+def state_of(experiment_dir: Path, run: str) -> store.RunState:
+    return store.RunDir(experiment_dir / run).state(RunName(arm="any", seed=0))
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "POLL_S", 0.02)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
+    monkeypatch.setitem(LAUNCHERS, *FAKE)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
 
@@ -68,26 +92,28 @@ def test_every_run_is_done_in_order_and_recorded(tmp_path: Path) -> None:
     names = [str(name) for name in outcome.statuses]
     assert names == ["baseline/seed-0", "treatment/seed-0", "baseline/seed-1", "treatment/seed-1"]
     assert set(outcome.statuses.values()) == {"finished"}
-    attempts = [meta_of(tmp_path / "small", name)["attempts"] for name in names]
+    attempts = [launches_of(tmp_path / "small", name) for name in names]
     assert [len(each) for each in attempts] == [1, 1, 1, 1]
     ((first,), *_) = attempts
-    assert first["exit_code"] == 0 and first["signal"] is None and first["devices"] == ["cpu"]
-    assert first["host"] == socket.gethostname() and first["started_s"] < first["ended_s"]
+    assert first.exit_code == 0 and first.signal is None and first.devices == ("cpu",)
+    assert first.host == socket.gethostname() and first.started_s < ended(first)
+    (itself,) = store.RunDir(tmp_path / "small" / names[0]).attempts()
+    assert itself.exit_code == 0 and itself.pid == first.pid
     # One at a time, in launch order
-    assert all(a[0]["ended_s"] <= b[0]["started_s"] for a, b in itertools.pairwise(attempts))
-    git = meta_of(tmp_path / "small", names[0])["git"]
+    assert all(ended(a[0]) <= b[0].started_s for a, b in itertools.pairwise(attempts))
+    git = store.RunDir(tmp_path / "small" / names[0]).git()
     assert git is None or set(git) == {"sha", "dirty", "diff"}
     assert "CUDA_VISIBLE_DEVICES=''" in (tmp_path / "small" / names[0] / "stdout.log").read_text()
 
 
 def test_the_experiment_is_described_as_agreed(tmp_path: Path) -> None:
     launch(tmp_path, name="mine")
-    experiment = store.open_experiment(tmp_path / "mine")
+    described = store.open_experiment(tmp_path / "mine")
     plan = plan_of()
-    assert experiment["experiment"] == "mine"
-    assert experiment["recipe"] == plan.recipe.model_dump(mode="json")
-    assert experiment["runs"][1] == {"arm": "treatment", "seed": 0, "rerun": 0}
-    assert experiment["treatment_diff"] == {"treatment": {"policy.logprobs.impl": ["logits", "chunked"]}}
+    assert described["experiment"] == "mine"
+    assert described["recipe"] == plan.recipe.model_dump(mode="json")
+    assert described["runs"][1] == {"arm": "treatment", "seed": 0, "rerun": 0}
+    assert described["treatment_diff"] == {"treatment": {"policy.logprobs.impl": ["logits", "chunked"]}}
     config = store.read_json(tmp_path / "mine" / "treatment" / "seed-1" / "config.json")
     assert config.pop("config") == plan.runs[1].config.model_dump(mode="json")
     described = {"schema_version": 1, "experiment": "mine", "arm": "treatment", "seed": 1, "rerun": 0}
@@ -97,15 +123,15 @@ def test_the_experiment_is_described_as_agreed(tmp_path: Path) -> None:
 def test_slots_run_in_parallel(tmp_path: Path, behave: Callable[..., None]) -> None:
     behave(step_s=0.15)
     assert launch(tmp_path, jobs=4).exit_code == 0
-    attempts = [meta_of(tmp_path / "small", str(run.name))["attempts"][0] for run in plan_of().runs]
-    assert max(each["started_s"] for each in attempts) < min(each["ended_s"] for each in attempts)
+    attempts = [launches_of(tmp_path / "small", str(run.name))[0] for run in plan_of().runs]
+    assert max(each.started_s for each in attempts) < min(ended(each) for each in attempts)
 
 
 def test_a_warm_start_comes_first_is_shared_and_is_cached(tmp_path: Path) -> None:
     warm = ("warm_start={steps: 2}", "arms.cold={warm_start: null}")
     assert launch(tmp_path, *warm).exit_code == 0
     (directory,) = (tmp_path / "warm-starts").iterdir()
-    made = meta_of(directory, ".")["attempts"]
+    made = launches_of(directory, ".")
     described = store.read_json(directory / "config.json")
     assert (described["arm"], described["seed"], described["initial_weights"]) == ("warm-start", 0, None)
     assert described["config"]["algorithm"]["type"] == "sft"
@@ -113,20 +139,20 @@ def test_a_warm_start_comes_first_is_shared_and_is_cached(tmp_path: Path) -> Non
         config = store.read_json(tmp_path / "small" / run / "config.json")
         expected = directory / "checkpoints" / "final"
         assert (tmp_path / "small" / run / config["initial_weights"]).resolve() == expected.resolve()
-        assert meta_of(tmp_path / "small", run)["attempts"][0]["started_s"] >= made[0]["ended_s"]
+        assert launches_of(tmp_path / "small", run)[0].started_s >= ended(made[0])
     assert store.read_json(tmp_path / "small" / "cold" / "seed-0" / "config.json")["initial_weights"] is None
     assert launch(tmp_path, *warm, name="again").exit_code == 0
-    assert meta_of(directory, ".")["attempts"] == made
+    assert launches_of(directory, ".") == made
 
 
 def test_two_experiments_make_a_warm_start_once(tmp_path: Path, behave: Callable[..., None]) -> None:
     behave(step_s=0.2)
     outcomes = []
-    said: list[str] = []
+    observer = Silent()
 
     def one(name: str) -> None:
-        plan = plan_of("warm_start={steps: 4}", "steps=1")
-        outcomes.append(local.launch(plan, tmp_path, name=name, jobs=4, command=fake, say=said.append))
+        warm_start = ("warm_start={steps: 4}", "steps=1")
+        outcomes.append(launch(tmp_path, *warm_start, name=name, jobs=4, observer=observer))
 
     threads = [threading.Thread(target=one, args=(name,)) for name in ("one", "two")]
     for thread in threads:
@@ -135,8 +161,60 @@ def test_two_experiments_make_a_warm_start_once(tmp_path: Path, behave: Callable
         thread.join()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
     (directory,) = (tmp_path / "warm-starts").iterdir()
-    assert len(meta_of(directory, ".")["attempts"]) == 1
-    assert len(said) == 1 and "another launcher makes it now" in said[0]
+    assert len(launches_of(directory, ".")) == 1
+    (said,) = observer.said
+    assert "another launcher makes it now" in said
+
+
+@pytest.mark.parametrize("damage", ["removed", "other bits", "rows"])
+def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage: str) -> None:
+    warm = ("warm_start={steps: 2}",)
+    assert launch(tmp_path, *warm).exit_code == 0
+    (directory,) = (tmp_path / "warm-starts").iterdir()
+    weights = directory / "checkpoints" / "final" / "model.safetensors"
+    weights.write_bytes(b"weights")
+    result = store.read_json(directory / "result.json")
+    recorded = {"final_weights": {weights.name: store.fingerprint(weights)}}
+    store.write_json(directory / "result.json", result | recorded)
+    observer = Silent()
+    assert launch(tmp_path, *warm, name="whole", observer=observer).exit_code == 0
+    assert len(launches_of(directory, ".")) == 1 and not observer.said
+    if damage == "removed":
+        shutil.rmtree(weights.parent)
+    elif damage == "other bits":
+        weights.write_bytes(b"weighty")
+    else:
+        rows = (directory / "metrics.jsonl").read_bytes()
+        (directory / "metrics.jsonl").write_bytes(rows[: rows.index(b"\n") + 1])
+    assert launch(tmp_path, *warm, name="again", observer=observer).exit_code == 0
+    assert len(launches_of(directory, ".")) == 2 and weights.parent.is_dir()
+    (said,) = observer.said
+    expected = {
+        "removed": "final is missing",
+        "other bits": "does not have the checksum of what was written",
+        "rows": "metrics.jsonl lacks 1 of 2 steps, from step 2 on",
+    }
+    assert "trained again: " in said and expected[damage] in said
+    events = store.RunDir(directory).events()
+    assert [row["event"] for row in events][1:3] == ["finished", "repair"]
+
+
+def test_a_warm_start_is_claimed_before_anything_is_asked_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a worker could start between the question whether one is there and the claim."""
+    asked: list[bool] = []
+
+    def processes_there(directory: Path) -> set[Process]:
+        if directory.parent.name == store.WARM_STARTS:
+            with pytest.raises(store.Locked):
+                store.Lease(directory).acquire()
+            asked.append(True)
+        return set()
+
+    monkeypatch.setattr(queue, "processes_of", processes_there)
+    assert launch(tmp_path, "warm_start={steps: 2}").exit_code == 0
+    assert asked
 
 
 # --- failures ---
@@ -151,13 +229,58 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, behave: Callable[
     expected = {
         "baseline/seed-0": (3, None, "the planned failure"),
         "treatment/seed-0": (1, None, f"exit code 1 (ValueError: the planned crash); see {log}/treatment"),
-        "baseline/seed-1": (None, "SIGKILL", "killed by SIGKILL: was the machine out of memory?"),
-        "treatment/seed-1": (0, None, "ended without a result.json"),
+        "baseline/seed-1": (None, "SIGKILL", "killed by SIGKILL; see"),
+        "treatment/seed-1": (0, None, "ended without a result; see"),
     }
     for run, (exit_code, killed_by, message) in expected.items():
-        meta = meta_of(tmp_path / "small", run)
-        assert meta["status"] == "failed" and meta["message"].startswith(message)
-        assert (meta["attempts"][0]["exit_code"], meta["attempts"][0]["signal"]) == (exit_code, killed_by)
+        state, (launch_of_it,) = state_of(log, run), launches_of(log, run)
+        assert state.status == "failed" and str(state.message).startswith(message)
+        assert (launch_of_it.exit_code, launch_of_it.signal) == (exit_code, killed_by)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_run_that_came_further_is_started_again(
+    tmp_path: Path, behave: Callable[..., None], retries: int
+) -> None:
+    behave(baseline_0="killed-later", baseline_1="sigkill")
+    observer = Silent()
+    outcome = launch(tmp_path, f"limits.retries={retries}", observer=observer)
+    statuses = [outcome.statuses[run.name] for run in plan_of().runs]
+    assert statuses == ["finished" if retries else "failed", "finished", "failed", "finished"]
+    assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 1 + retries
+    assert len(launches_of(tmp_path / "small", "baseline/seed-1")) == 1  # it had come no further
+    assert [line for line in observer.said if "starting it again" in line] == [
+        line for line in observer.said if line.startswith("baseline/seed-0: killed by SIGKILL")
+    ]
+
+
+def test_a_warm_start_is_started_again_before_the_runs_that_need_it(
+    tmp_path: Path, behave: Callable[..., None]
+) -> None:
+    behave(**{"warm-start_0": "killed-later"})
+    observer = Silent()
+    assert launch(tmp_path, "warm_start={steps: 5}", observer=observer).exit_code == 0
+    assert sum("starting it again" in line for line in observer.said) == 1
+    (directory,) = (tmp_path / "warm-starts").iterdir()
+    rows = store.RunDir(directory).rows().read()
+    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
+
+
+def test_a_run_whose_directory_is_removed_does_not_stop_the_others(
+    tmp_path: Path, behave: Callable[..., None]
+) -> None:
+    behave(step_s=0.1)
+    gone = tmp_path / "small" / "baseline" / "seed-0"
+
+    def remove() -> None:
+        if (gone / "metrics.jsonl").is_file():
+            shutil.rmtree(gone, ignore_errors=True)  # the trainer may write meanwhile
+
+    outcome = launch(tmp_path, "steps=8", tick=remove, jobs=4)
+    statuses = [outcome.statuses[run.name] for run in plan_of().runs]
+    assert outcome.exit_code == 1 and statuses == ["pending"] + ["finished"] * 3
+    behave()
+    assert launch(tmp_path, "steps=8", resume=True, jobs=4).exit_code == 0
 
 
 def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..., None]) -> None:
@@ -165,8 +288,9 @@ def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..
     outcome = launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}")
     assert outcome.statuses[RunName(arm="cold", seed=0)] == "finished"
     assert outcome.statuses[RunName(arm="baseline", seed=0)] == "failed"
-    meta = meta_of(tmp_path / "small", "baseline/seed-0")
-    assert meta["attempts"] == [] and meta["message"].endswith("failed: the planned failure")
+    assert launches_of(tmp_path / "small", "baseline/seed-0")[-1].pid is None
+    message = str(state_of(tmp_path / "small", "baseline/seed-0").message)
+    assert message.startswith("not started: its warm") and message.endswith("failed: the planned failure")
     behave()
     assert (
         launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}", resume=True).exit_code == 0
@@ -201,9 +325,9 @@ def test_gpus_are_assigned_and_not_shared(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     behave(step_s=0.1)
     assert launch(tmp_path, "cluster={gpus_per_node: 1}").exit_code == 0
-    runs = [meta_of(tmp_path / "small", str(run.name))["attempts"][0] for run in plan_of().runs]
-    assert [run["devices"] for run in runs[:3]] == [["4"], ["5"], ["6"]]
-    assert runs[3]["started_s"] >= min(run["ended_s"] for run in runs[:3])
+    runs = [launches_of(tmp_path / "small", str(run.name))[0] for run in plan_of().runs]
+    assert [run.devices for run in runs[:3]] == [("4",), ("5",), ("6",)]
+    assert runs[3].started_s >= min(ended(run) for run in runs[:3])
     assert "CUDA_VISIBLE_DEVICES='5'" in (tmp_path / "small" / "treatment/seed-0/stdout.log").read_text()
     with pytest.raises(
         LaunchError, match=r"--jobs: got 2 runs at once of 2 GPUs each; .* has 3: use at most 1"
@@ -224,18 +348,20 @@ LAUNCH = """
 import json, resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, str(Path(sys.argv[1]).parent.parent.parent))
+from abrun.errors import AbrunError
 from tests.launch import test_local
 options = json.loads(sys.argv[3])
 if "limit" in options:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (options["limit"],) * 2)
-test_local.local.POLL_S = 0.02
+test_local.supervisor.POLL_S = 0.02
+test_local.LAUNCHERS.update([test_local.FAKE])
 try:
     outcome = test_local.launch(
         Path(sys.argv[2]), *options.get("set", []), jobs=4, resume=options.get("resume", False),
         grace_s=options.get("grace_s", 10), tick=lambda: print("tick", flush=True),
     )
-except test_local.AbrunError as error:
+except AbrunError as error:
     print(error)
     sys.exit(2)
 sys.exit(outcome.exit_code)
@@ -259,7 +385,7 @@ def steps(runs_dir: Path, run: str) -> int:
     return len(store.read_lines(runs_dir / "small" / run / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("limit", [10, 400])
+@pytest.mark.parametrize("limit", [10, 600])
 def test_a_full_disk_before_the_start_leaves_nothing(tmp_path: Path, limit: int) -> None:
     """No file may grow beyond `limit`: the lock, or experiment.json, cannot be written."""
     launcher = start(tmp_path / "runs", limit=limit)
@@ -269,14 +395,15 @@ def test_a_full_disk_before_the_start_leaves_nothing(tmp_path: Path, limit: int)
 
 
 def no_space_for(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool]) -> None:
-    write_json = store.write_json
+    write_json = files.write_json
 
     def write(path: Path, content: dict[str, Any]) -> None:
         if refused(path):
             raise StoreError(f"{path}: cannot be written: No space left on device")
         write_json(path, content)
 
-    monkeypatch.setattr(store, "write_json", write)
+    for module in (rundir, experiment):
+        monkeypatch.setattr(module, "write_json", write)
 
 
 def test_a_disk_that_fills_up_while_preparing_leaves_nothing(
@@ -293,13 +420,42 @@ def test_a_disk_that_fills_up_later_leaves_no_process_and_can_be_resumed(
 ) -> None:
     behave(step_s=0.05)
     with monkeypatch.context() as patch:
-        no_space_for(patch, lambda path: path.match("treatment/seed-0/meta.json"))
-        with pytest.raises(StoreError, match="No space left"):
-            launch(tmp_path, "steps=200", jobs=4)
-    (attempt,) = meta_of(tmp_path / "small", "baseline/seed-0")["attempts"]
-    assert not descendants(attempt["pid"])
-    behave()
-    assert launch(tmp_path, "steps=200", jobs=4, resume=True).exit_code == 0
+        no_space_for(patch, lambda path: path.match("treatment/seed-0/launch.json"))
+        observer = Silent()
+        assert launch(tmp_path, "steps=20", jobs=4, observer=observer).exit_code == 1
+    assert any("treatment/seed-0: " in line and "No space left" in line for line in observer.said)
+    assert state_of(tmp_path / "small", "baseline/seed-0").status == "finished"
+    assert not at_work(tmp_path)
+    assert launch(tmp_path, "steps=20", jobs=4, resume=True).exit_code == 0
+
+
+def test_a_run_that_could_not_be_noted_gives_its_place_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = store.RunDir.update_launch
+
+    def full(run: store.RunDir, **values: Any) -> None:
+        if "pid" in values and run.path.match("baseline/seed-0"):
+            raise StoreError("no space")
+        update(run, **values)
+
+    monkeypatch.setattr(store.RunDir, "update_launch", full)
+    outcome = launch(tmp_path, jobs=1)
+    assert sorted(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
+
+
+def test_an_observer_that_cannot_print_stops_nothing(tmp_path: Path, behave: Callable[..., None]) -> None:
+    class OutputFull(Silent):
+        def say(self, line: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def tick() -> None:
+        if steps(tmp_path, "baseline/seed-0"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    behave(step_s=0.05)
+    assert launch(tmp_path, "steps=20", jobs=1, observer=OutputFull(tick)).exit_code == 0
+    assert not at_work(tmp_path)
 
 
 # --- stopping and resuming ---
@@ -311,40 +467,39 @@ def test_a_signal_stops_everything_cleanly_and_resume_continues(
 ) -> None:
     behave(step_s=0.05)
     launcher = start(tmp_path, set=["steps=40", "seeds=[0, 1, 2]"])
-    until(lambda: steps(tmp_path, "treatment/seed-1") > 2)
+    until(lambda: all(steps(tmp_path, run) > 2 for run in ("baseline/seed-0", "treatment/seed-1")))
     launcher.send_signal(number)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + number
     for run in ("baseline/seed-0", "treatment/seed-1"):
-        meta = meta_of(tmp_path / "small", run)
-        assert meta["status"] == "interrupted" and meta["attempts"][0]["ended_s"]
-        assert store.read_lines(tmp_path / "small" / run / "events.jsonl")[-1]["event"] == "interrupted"
-    assert not (tmp_path / "small" / "baseline/seed-2/meta.json").exists()
+        assert state_of(tmp_path / "small", run).status == "interrupted"
+        assert ended(launches_of(tmp_path / "small", run)[0])
+        assert store.RunDir(tmp_path / "small" / run).events()[-1]["event"] == "interrupted"
+    assert state_of(tmp_path / "small", "baseline/seed-2").status == "pending"
     before = steps(tmp_path, "baseline/seed-0")
     behave()
     outcome = launch(tmp_path, "steps=40", "seeds=[0, 1, 2]", resume=True, jobs=4)
     assert outcome.exit_code == 0
-    assert len(meta_of(tmp_path / "small", "baseline/seed-0")["attempts"]) == 2
-    reward = store.read_metrics(tmp_path / "small" / "baseline/seed-0")["train/reward"]
+    assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 2
+    reward = store.RunDir(tmp_path / "small" / "baseline/seed-0").metrics()["train/reward"]
     assert reward.steps.tolist() == list(range(1, 41))
     rows = store.read_lines(tmp_path / "small" / "baseline/seed-0/metrics.jsonl")
     assert [row["attempt"] for row in rows].count(1) == before
     # What is finished is left alone
     assert launch(tmp_path, "steps=40", "seeds=[0, 1, 2]", resume=True).exit_code == 0
-    assert len(meta_of(tmp_path / "small", "baseline/seed-0")["attempts"]) == 2
+    assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 2
 
 
 def test_what_does_not_listen_is_killed(tmp_path: Path, behave: Callable[..., None]) -> None:
     behave(step_s=0.05, baseline_0="deaf")
     launcher = start(tmp_path, set=["steps=40000"], grace_s=0.5)
     until(lambda: steps(tmp_path, "baseline/seed-0") > 2)
-    pid = meta_of(tmp_path / "small", "baseline/seed-0")["attempts"][0]["pid"]
     launcher.terminate()
     launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGTERM
-    meta = meta_of(tmp_path / "small", "baseline/seed-0")
-    assert (meta["status"], meta["attempts"][0]["signal"]) == ("interrupted", "SIGKILL")
-    assert not descendants(pid)
+    assert state_of(tmp_path / "small", "baseline/seed-0").status == "interrupted"
+    assert launches_of(tmp_path / "small", "baseline/seed-0")[0].signal == "SIGKILL"
+    assert not at_work(tmp_path)
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path, behave: Callable[..., None]) -> None:
@@ -352,33 +507,65 @@ def test_a_second_signal_does_not_wait(tmp_path: Path, behave: Callable[..., Non
     launcher = start(tmp_path, set=["steps=40000"], grace_s=300)
     until(lambda: steps(tmp_path, "baseline/seed-0") > 2)
     launcher.send_signal(signal.SIGINT)
-    until(lambda: meta_of(tmp_path / "small", "treatment/seed-0")["status"] == "interrupted")
+    launcher.send_signal(signal.SIGINT)  # of a shaky hand
+    until(lambda: state_of(tmp_path / "small", "treatment/seed-0").status == "interrupted")
+    time.sleep(2)
+    assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 130
 
 
-def test_a_killed_launcher_leaves_a_lock_and_runs_that_are_not_run_twice(
+def test_a_killed_launcher_takes_its_runs_along_and_nothing_is_run_twice(
     tmp_path: Path, behave: Callable[..., None]
 ) -> None:
     behave(step_s=0.05)
     launcher = start(tmp_path, set=["steps=400"])
     until(lambda: steps(tmp_path, "treatment/seed-1") > 2)
-    with pytest.raises(StoreError, match=f"process {launcher.pid} on host .* launches this experiment"):
+    with pytest.raises(StoreError, match=f"process {launcher.pid} on host .* launches this; wait"):
         launch(tmp_path, "steps=400", resume=True)
     launcher.kill()
     launcher.communicate()
-    runs = [str(run.name) for run in plan_of().runs]
-    pids = [meta_of(tmp_path / "small", run)["attempts"][0]["pid"] for run in runs]
-    try:
-        with pytest.raises(LaunchError, match=f"process {pids[0]} of an earlier launcher still works here"):
-            launch(tmp_path, "steps=400", resume=True)
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-    until(lambda: not any(descendants(pid) for pid in pids))
     behave()
     assert launch(tmp_path, "steps=400", resume=True, jobs=4).exit_code == 0
+    for run in plan_of().runs:
+        reward = store.RunDir(tmp_path / "small" / str(run.name)).metrics()["train/reward"]
+        assert reward.steps.tolist() == list(range(1, 401))
+
+
+def test_a_deaf_run_of_a_killed_launcher_is_killed_before_it_runs_again(
+    tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "LEAVE_S", 0.5)
+    behave(step_s=0.05, baseline_0="deaf")
+    launcher = start(tmp_path, set=["steps=4000"])
+    until(lambda: steps(tmp_path, "baseline/seed-0") > 2)
+    launcher.kill()
+    launcher.communicate()
+    behave()
+    observer = Silent()
+    assert launch(tmp_path, "steps=4000", resume=True, jobs=4, observer=observer).exit_code == 0
+    assert any("baseline/seed-0: processes of a launcher that is gone" in line for line in observer.said)
+
+
+def test_what_cannot_be_killed_fails_one_run_and_not_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_another_user = Process(4711, "1")
+
+    def at_work_there(run_dir: Path) -> set[Process]:
+        return {of_another_user} if run_dir.match("baseline/seed-0") else set()
+
+    monkeypatch.setattr(queue, "LEAVE_S", 0.1)
+    monkeypatch.setattr(queue, "processes_of", at_work_there)
+    monkeypatch.setattr(queue, "end_all", lambda find: find())
+    observer = Silent()
+    outcome = launch(tmp_path, jobs=4, observer=observer)
+    assert sorted(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
+    assert any(
+        "baseline/seed-0: processes of an earlier launch cannot be killed (4711)" in line
+        for line in observer.said
+    )
 
 
 def test_resume_takes_added_seeds_arms_and_reruns(tmp_path: Path) -> None:
@@ -389,10 +576,36 @@ def test_resume_takes_added_seeds_arms_and_reruns(tmp_path: Path) -> None:
         tmp_path, *more, "compare.primary=[{metric: train/reward, margin: 9}]", resume=True, jobs=4
     )
     assert outcome.exit_code == 0 and len(outcome.statuses) == 10
-    assert len(meta_of(tmp_path / "small", "baseline/seed-0")["attempts"]) == 1
+    assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 1
     assert store.planned_runs(tmp_path / "small") == list(outcome.statuses)
     # The comparison was declared at the first launch; what comes later must show as post hoc.
     assert store.open_experiment(tmp_path / "small")["compare_sha256"] == declared
+
+
+def test_a_finished_run_that_lost_rows_is_repaired(tmp_path: Path) -> None:
+    launch(tmp_path)
+    run = store.RunDir(tmp_path / "small" / "treatment" / "seed-0")
+    first, *_ = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run.path / "metrics.jsonl").write_bytes(first)
+    assert launch(tmp_path, resume=True).exit_code == 0
+    assert run.metrics()["train/reward"].steps.tolist() == [1, 2, 3]
+    assert [row["event"] for row in run.events()] == ["started", "finished", "repair", "resumed", "finished"]
+    assert len(launches_of(tmp_path / "small", "treatment/seed-0")) == 2
+    assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 1
+
+
+def test_resume_adds_no_run_that_starts_from_other_weights_than_its_arm(tmp_path: Path) -> None:
+    launch(tmp_path, "warm_start={steps: 2}")
+    experiment_dir = tmp_path / "small"
+    for run in ("treatment/seed-0", "treatment/seed-1"):  # as a version made it that hashed otherwise
+        path = experiment_dir / run / "config.json"
+        config = store.read_json(path)
+        store.write_json(path, {**config, "initial_weights": "../../../warm-starts/before/checkpoints/final"})
+    assert launch(tmp_path, "warm_start={steps: 2}", resume=True).exit_code == 0
+    shutil.rmtree(experiment_dir / "treatment" / "seed-1")
+    with pytest.raises(LaunchError, match=r"seed-1 would start from the warm start .* from before"):
+        launch(tmp_path, "warm_start={steps: 2}", resume=True)
+    assert not (experiment_dir / "treatment" / "seed-1").exists()
 
 
 @pytest.mark.parametrize(
@@ -433,34 +646,102 @@ def test_what_is_there_already_is_refused_without_resume(tmp_path: Path) -> None
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.parametrize(
+    "names", [[".experiment.json.7.partial"], [".reference.json.7.partial", "reference.json"]]
+)
+def test_a_launcher_killed_before_its_experiment_was_written_leaves_the_name_free(
+    tmp_path: Path, names: list[str]
+) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / store.LOCK).write_text('{"pid": 1')
+    for name in names:
+        (tmp_path / "small" / name).write_text("{")
+    assert launch(tmp_path).exit_code == 0
+
+
+def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    monkeypatch.setattr(lock, "SETTLE_S", 0.02)
+    behave(step_s=0.05)
+
+    def take_over() -> None:
+        if steps(tmp_path, "baseline/seed-0") > 2:
+            other = {"pid": 7, "host": "elsewhere", "boot_id": "another", "token": "theirs"}
+            (tmp_path / "small" / store.LOCK).write_text(json.dumps(other))
+
+    with pytest.raises(
+        store.TakenOverError, match="process 7 on host elsewhere has taken this over; this one"
+    ):
+        launch(tmp_path, "steps=400", tick=take_over, jobs=1)
+    assert not at_work(tmp_path)
+    assert state_of(tmp_path / "small", "baseline/seed-0").status == "interrupted"
+    assert store.launcher_of(tmp_path / "small") == "process 7 on host elsewhere"
+    monkeypatch.setattr(lock, "LEASE_S", 600)
+    observer = Silent()
+    behave()
+    assert launch(tmp_path, "steps=400", resume=True, take_over=True, observer=observer).exit_code == 0
+    assert observer.said[0] == "took over the lock of process 7 on host elsewhere, as asked"
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "warm-starts", ".hidden", "a b"])
 def test_names_that_are_no_folder_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(LaunchError, match="--name: got"):
         launch(tmp_path, name=name)
 
 
-def test_a_corrupt_file_of_a_run_is_one_line(tmp_path: Path) -> None:
+def test_a_corrupt_file_of_a_run_is_that_run_s_failure(tmp_path: Path) -> None:
     launch(tmp_path)
     (tmp_path / "small" / "baseline" / "seed-0" / "config.json").write_text("{")
-    with pytest.raises(AbrunError, match=r"config.json: not readable as JSON") as caught:
-        launch(tmp_path, resume=True)
-    assert len(str(caught.value).splitlines()) == 1
+    outcome = launch(tmp_path, resume=True)
+    assert outcome.exit_code == 1
+    assert list(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
+    message = store.run_state(tmp_path / "small", RunName(arm="baseline", seed=0)).message
+    assert message and "config.json: not readable as JSON" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("launch.json", "{"), ("heartbeat.json", '{"step": "x"}'), ("attempts/0001.json", "[]")],
+)
+def test_notes_that_do_not_read_are_written_anew(tmp_path: Path, name: str, content: str) -> None:
+    launch(tmp_path)
+    run = store.RunDir(tmp_path / "small" / "baseline" / "seed-0")
+    (run.path / "result.json").unlink()
+    (run.path / name).write_text(content)
+    assert launch(tmp_path, resume=True).exit_code == 0
+
+
+def test_a_repair_that_cannot_be_made_fails_one_run(tmp_path: Path) -> None:
+    launch(tmp_path)
+    run = store.RunDir(tmp_path / "small" / "treatment" / "seed-0")
+    (run.path / "metrics.jsonl").write_bytes(b"")
+    (run.path / "events.jsonl").unlink()
+    (run.path / "events.jsonl").mkdir()
+    outcome = launch(tmp_path, resume=True)
+    assert outcome.exit_code == 1 and outcome.statuses[RunName(arm="treatment", seed=0)] == "failed"
+    assert list(outcome.statuses.values()).count("finished") == 3
+
+
+def test_limits_may_change_between_launches(tmp_path: Path) -> None:
+    """What ended a run must not be what it can never get rid of; nor does it make another warm start."""
+    launch(tmp_path, "warm_start={steps: 2}", "limits.run_s=5")
+    run = store.RunDir(tmp_path / "small" / "treatment" / "seed-0")
+    (run.path / "result.json").unlink()
+    assert launch(tmp_path, "warm_start={steps: 2}", "limits.run_s=50", resume=True).exit_code == 0
+    assert run.record().config["limits"]["run_s"] == 50
+    assert len(list((tmp_path / "warm-starts").iterdir())) == 1
 
 
 # --- the real torchrun ---
 
 
 def test_torchrun_passes_signals_on_and_reports_the_worker(
-    tmp_path: Path, behave: Callable[..., None]
+    tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    def torchrun(directory: Path, num_ranks: int) -> list[str]:
-        command = local.torchrun(directory, num_ranks)
-        assert command[-3:] == ["-m", "abrun.train", str(directory)]
-        return [*command[:-3], str(FAKE_TRAINER), str(directory)]
-
+    monkeypatch.setitem(LAUNCHERS, "fake", "tests.launch.fakes:FakesUnderAgent")
     behave(step_s=0.1, baseline_0="sigkill")
-    plan = plan_of("steps=1000", "seeds=[0, 1]", "compare.primary=[]")
     sent: list[int] = []
 
     def tick() -> None:
@@ -469,12 +750,11 @@ def test_torchrun_passes_signals_on_and_reports_the_worker(
             sent.append(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
 
-    outcome = local.launch(plan, tmp_path, jobs=2, command=torchrun, say=lambda line: None, tick=tick)
+    outcome = launch(tmp_path, "steps=1000", "seeds=[0, 1]", "compare.primary=[]", jobs=2, tick=tick)
     assert outcome.stopped_by == signal.SIGTERM
-    failed = meta_of(tmp_path / "small", "baseline/seed-0")
-    assert (failed["attempts"][0]["exit_code"], failed["attempts"][0]["signal"]) == (None, "SIGKILL")
-    stopped = meta_of(tmp_path / "small", "treatment/seed-0")
-    assert stopped["status"] == "interrupted"
+    (failed,) = launches_of(tmp_path / "small", "baseline/seed-0")
+    assert (failed.exit_code, failed.signal) == (None, "SIGKILL")
+    assert state_of(tmp_path / "small", "treatment/seed-0").status == "interrupted"
     assert store.read_lines(tmp_path / "small/treatment/seed-0/events.jsonl")[-1]["event"] == "interrupted"
 
 
@@ -483,9 +763,9 @@ def test_torchrun_passes_signals_on_and_reports_the_worker(
 
 def test_a_foreign_run_gets_its_devices_and_keeps_the_user_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert local.environment(["cpu", "cpu"])["OMP_NUM_THREADS"] == "1"
-    assert local.environment(["cpu", "cpu"], own=False)["OMP_NUM_THREADS"] == "2"
+    assert environment(Path("run"), ["cpu", "cpu"])["OMP_NUM_THREADS"] == "1"
+    assert environment(Path("run"), ["cpu", "cpu"], own=False)["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert local.environment(["cpu", "cpu"], own=False)["OMP_NUM_THREADS"] == "7"
-    on_gpus = local.environment(["2", "3"], own=False)
+    assert environment(Path("run"), ["cpu", "cpu"], own=False)["OMP_NUM_THREADS"] == "7"
+    on_gpus = environment(Path("run"), ["2", "3"], own=False)
     assert on_gpus["CUDA_VISIBLE_DEVICES"] == "2,3" and on_gpus["OMP_NUM_THREADS"] == "7"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from abrun.errors import ComparisonError
+from abrun.layout import RunName
 from abrun.logs import Log
-from abrun.logs.aliases import PRESETS, apply, apply_to_all, parse
+from abrun.logs.aliases import FRAMEWORKS, apply, apply_to_all, parse
 from abrun.logs.naming import DEFAULT_PATTERNS, name_runs, name_seeds
-from abrun.plan import RunName
 from abrun.series import Series
 
 
@@ -127,9 +127,9 @@ def test_presets_rename_and_never_replace() -> None:
     assert left["train/reward"].at(0) == 9 and "train/reward" not in right and "critic/score/mean" in right
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FRAMEWORKS)
 def test_presets_name_no_metric_twice(preset: str) -> None:
-    aliases = PRESETS[preset]
+    aliases = FRAMEWORKS[preset]
     assert len(set(aliases.values())) == len(aliases)
     assert not set(aliases) & set(aliases.values())
 

@@ -68,6 +68,8 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert "torn" in one(path).notes[0]
     path.write_bytes('step,loss,π\n1,0.5,2\n2,0.25,"'.encode() + "π".encode()[:1])
     assert values(one(path), "loss") == {1: 0.5}
+    path.write_text('step,loss,t\n1,0.5,a\n2,0.25,"b, c')  # a quote that is still open
+    assert values(one(path), "loss") == {1: 0.5} and "torn" in one(path).notes[0]
     path.write_text("step,lo")
     assert one(path).metrics == {} and "torn" in one(path).notes[0]
 
@@ -90,6 +92,16 @@ def test_a_header_written_again_by_a_resumed_run(tmp_path: Path) -> None:
         (b"step,loss\n1,\xff\xfe\n", "byte 12 is not UTF-8 text"),
         (b"\x1b[31m,loss\n1,2\n", r"found are '\\x1b\[31m', 'loss'"),
         (b"hello\nworld\n", "no column has the step"),
+        (
+            b"step,loss\n1,1\n9007199254740993,2\n",
+            "row 2: step: got 9.0072e.15; a step is a whole number below",
+        ),
+        (b'step,loss,t\n1,2,"x\n2,3,y\n3,4,z\n', "line 2: not readable as CSV: unexpected end of data"),
+        (b'step,loss\n"1"5,2\n', "line 2: not readable as CSV: ',' expected after"),
+        (
+            b"step," + b",".join(b"m%d" % i for i in range(100_001)) + b"\n",
+            "100002 metrics; allowed: at most 1000",
+        ),
     ],
 )
 def test_csv_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -124,6 +136,18 @@ def test_jsonl_in_every_spelling_of_nan(tmp_path: Path) -> None:
     assert values(log, "c/d/e") == {1: 1.0, 2: 2.5}
 
 
+def test_rows_nested_as_deep_as_json_goes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"step": 1, ' + '"a": {' * 900 + '"b": NaN' + "}" * 901 + "\n")
+    (name,) = one(tmp_path / "a.jsonl").metrics
+    assert name == "a/" * 900 + "b"
+
+
+def test_what_only_python_takes_for_a_number_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,loss\n1,0.5\n2,1_0\n3,\u0661\n")
+    assert values(one(tmp_path / "a.csv"), "loss") == {1: 0.5}
+    assert one(tmp_path / "a.csv").notes == ("2 values of loss are not numbers and were left out",)
+
+
 def test_jsonl_of_verl(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
     assert values(one(tmp_path / "a.jsonl"), "critic/score/mean") == {1: 0.5}
@@ -149,6 +173,8 @@ def test_a_torn_last_line_of_jsonl_is_left_out(tmp_path: Path, torn: str) -> Non
         (b"\x00\xff\x1b garbage", r"line 1: got '\\x00"),
         (b'{"epoch": 1, "loss": 2}\n', "no column has the step; found are 'epoch', 'loss'"),
         (b'{"a": ' + b"[" * 100_000 + b"\n{}\n", "line 1"),
+        ('{"step": 1}'.encode("utf-16-le") + b"\n{}", "line 1"),
+        (b'{"step": 1}\n{"step": ' + b"9" * 4000 + b', "a": 1}\n', "row 2: step: got inf; a step is a whole"),
     ],
 )
 def test_jsonl_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -214,7 +240,44 @@ def test_torn_and_foreign_parquet(tmp_path: Path) -> None:
         one(path)
 
 
+def test_parquet_that_claims_more_than_a_log_holds(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    million = pa.table({"step": pa.array([1] * 10**6), "loss": pa.array([0.5] * 10**6)})
+    with pq.ParquetWriter(path, million.schema, compression="zstd") as writer:
+        for _ in range(10):
+            writer.write_table(million)
+    assert path.stat().st_size < 10**5
+    with pytest.raises(StoreError, match=r"a\.parquet: claims 20000000 numbers; allowed: 16777216"):
+        one(path)
+    pq.write_table(
+        pa.Table.from_arrays([pa.array([1]), pa.array([2.0]), pa.array([3.0])], ["step", "a", "a"]), path
+    )
+    with pytest.raises(StoreError, match="the column 'a' is there twice"):
+        one(path)
+
+
+def test_parquet_whose_pages_have_checksums_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    frame = pd.DataFrame({"step": range(1000), "loss": [step / 3 for step in range(1000)]})
+    frame.to_parquet(path, compression=None, use_dictionary=False, write_page_checksum=True)
+    content = bytearray(path.read_bytes())
+    content[12_000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=r"a\.parquet: not readable as Parquet: .*(CRC|corrupt)"):
+        one(path)
+
+
 # --- all of them ---
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a.wandb", "events.out.tfevents.1.a"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(StoreError, match=f"{name}: cannot be read: not a regular file"):
+        one(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a.wandb", "events.out.tfevents.1.a"])

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 from torch.utils.tensorboard import SummaryWriter
@@ -118,6 +119,37 @@ def test_torn_and_damaged_files_are_read_to_the_last_whole_event(tmp_path: Path)
         assert 90 < len(log.metrics["train/reward"]) < 110
         assert log.metrics["train/reward"].values.tolist() == log.metrics["train/reward"].steps.tolist()
         assert "torn or damaged and were left out" in log.notes[0]
+
+
+def test_long_events_are_checked_too(tmp_path: Path) -> None:
+    writer = EventFileWriter(str(tmp_path))
+    for step in range(3):
+        picture = Summary.Value(tag="picture", image=Summary.Image(encoded_image_string=os.urandom(200_000)))
+        number = Summary.Value(tag="loss", simple_value=step)
+        writer.add_event(Event(step=step, summary=Summary(value=[picture, number])))
+    writer.close()
+    file = next(tmp_path.glob("events*"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    (log,) = read_logs(str(tmp_path))
+    assert log.metrics["loss"].values.tolist() == [0.0] and "torn or damaged" in log.notes[0]
+
+
+@pytest.mark.parametrize("step", [2**53, -(2**63)])
+def test_a_step_that_is_none_is_one_line(tmp_path: Path, step: int) -> None:
+    write(tmp_path, [1.0], first=step)
+    with pytest.raises(StoreError, match=r"train/reward: got -?9.*; a step is a whole number below 2\^53"):
+        read_logs(str(tmp_path))
+
+
+def test_a_tensor_of_an_unknown_kind_is_no_number(tmp_path: Path) -> None:
+    writer = EventFileWriter(str(tmp_path))
+    for kind in range(1, 24):
+        value = Summary.Value(tag="t", tensor=TensorProto(dtype=kind, tensor_content=b"ab"))
+        writer.add_event(Event(step=kind, summary=Summary(value=[value])))
+    writer.close()
+    assert read_log(tmp_path, "tensorboard").notes == ()
 
 
 def test_garbage_is_one_line(tmp_path: Path) -> None:

@@ -3,16 +3,19 @@
 import math
 import os
 import shutil
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from abrun.errors import StoreError
+from abrun.layout import RunName
 from abrun.logs import read_log, read_logs
 from abrun.logs.naming import name_runs
-from abrun.plan import RunName
 from tests.logs import server
+from tests.logs.test_fuzz import messages, wandb_file
 
 KEY = "a" * 40
 
@@ -140,6 +143,41 @@ def test_a_resumed_run_is_one_run(offline: Path, tmp_path: Path) -> None:
     assert log.metrics["train/reward"].steps.tolist() == [1, 2, 3, 4]
     assert "12 points were recorded again at the same step; the last counts" in log.notes
     assert read_log(tmp_path, "wandb").metrics["train/reward"].at(4) == 0.4
+
+
+@pytest.mark.parametrize(
+    ("records", "note"),
+    [
+        ([b"\xff\xff\xff"], "10 bytes, from byte 7 on, are torn or damaged"),  # which no message is
+        ([messages.Record(config={"remove": [{}]}).SerializeToString()], "nothing is recorded"),
+        (
+            [messages.Record(environment={"gpu_type": "x", "gpu_count": 2**32 - 1}).SerializeToString()],
+            "nothing",
+        ),
+        (
+            [
+                messages.Record(
+                    run={"config": {"update": [{"nested_key": ["a"] * 3000, "value_json": "1"}]}}
+                ).SerializeToString()
+            ],
+            "no record of its end",
+        ),
+    ],
+)
+def test_records_that_no_client_writes(tmp_path: Path, records: list[bytes], note: str) -> None:
+    (tmp_path / "run-x.wandb").write_bytes(wandb_file(records))
+    (log,) = read_logs(str(tmp_path))
+    assert log.metrics == {} and not log.config and note in " ".join(log.notes)
+    if log.environment:
+        assert len(log.environment["devices"]) == 1024
+
+
+def test_parts_of_a_record_come_in_order(tmp_path: Path) -> None:
+    """Many empty ones were quadratic, and the end of another record's was taken for this one's."""
+    middle = struct.pack("<IHB", zlib.crc32(b"\x03"), 0, 3)
+    (tmp_path / "run-x.wandb").write_bytes(wandb_file([b""])[:7] + middle * 4000)
+    (log,) = read_logs(str(tmp_path))
+    assert "28000 bytes, from byte 7 on" in log.notes[0]
 
 
 def test_garbage_is_one_line(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """memory-profile end to end on a CPU: what the fused path saves, where the peak is, and the refusals."""
 
 import json
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from abrun.errors import LaunchError
+from abrun.launch.probe import _run as run_probe
 from abrun.memory.profile import MemoryProfile, Peaks, measure_recipe
+from abrun.processes import Popen, processes_of
 from abrun.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -52,7 +56,9 @@ def test_dpo_is_measured_in_pairs(tmp_path: Path) -> None:
 
 def test_a_length_that_ran_out_of_memory_has_no_ratio() -> None:
     fits = Peaks(arm="treatment", length=64, by_phase={"logprobs": 5, "optimizer": 7})
-    out_of_memory = Peaks(arm="baseline", length=64, by_phase={})
+    out_of_memory = Peaks(
+        arm="baseline", length=64, by_phase={"logprobs": 7}, out_of_memory="forward_backward"
+    )
     longer = Peaks(arm="treatment", length=128, by_phase={"optimizer": 9})  # the baseline did not get there
     profile = MemoryProfile(name="x", num_sequences=1, kind="", peaks=[out_of_memory, fits, longer])
     assert out_of_memory.highest is None and profile.ratio(fits) is None and profile.ratio(longer) is None
@@ -82,3 +88,19 @@ def test_gpus_that_are_not_here_are_refused(tmp_path: Path, monkeypatch: pytest.
         recipe = RECIPE.model_copy(update={"cluster": RECIPE.cluster.model_copy(update={"gpus_per_node": 8})})
         measure_recipe(recipe, tmp_path, lengths=[32])
     assert not any(tmp_path.iterdir())
+
+
+def test_ctrl_c_asks_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tidied = tmp_path / "tidied"
+
+    def pressed(process: Popen) -> int:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", pressed)
+    script = f"trap 'touch {tidied}; exit' TERM; sleep 60 & touch {tmp_path / 'ready'}; wait"
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(["sh", "-c", script], tmp_path, [])
+    assert tidied.exists() and not processes_of(tmp_path)

@@ -80,6 +80,23 @@ def test_small_differences_are_no_noise() -> None:
     assert values == pytest.approx([-0.49, 1.47, -0.49, -0.49], abs=0.02)
 
 
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "batch_mean"])
+def test_large_rewards_keep_their_differences(baseline: Any) -> None:
+    """float32 holds 10,000,000 to 10,000,002, and neither their sum nor their mean."""
+    small = advantages([0.0, 1.0, 2.0, 0.0], 4, baseline, True)
+    assert advantages([1e7, 1e7 + 1, 1e7 + 2, 1e7], 4, baseline, True) == small
+    assert statistics.fmean(small) == pytest.approx(0, abs=1e-7) and small[2] > 1
+    # The largest of float32: squares and sums of them are far outside.
+    assert advantages([0.0, 1e38, 2e38, 0.0], 4, baseline, True) == pytest.approx(small, rel=1e-5)
+    assert advantages([3e38, -3e38, 3e38, -3e38], 4, baseline, True) == pytest.approx(
+        [
+            advantage * 4 / 3 if baseline == "leave_one_out" else advantage
+            for advantage in (0.866, -0.866) * 2
+        ],
+        rel=1e-3,
+    )
+
+
 def test_groups_do_not_see_each_other() -> None:
     groups = [[1.0, 2.0], [100.0, 300.0], [7.0, 7.0]]
     together = advantages([reward for group in groups for reward in group], 2, "group_mean", True)

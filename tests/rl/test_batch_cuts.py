@@ -15,7 +15,7 @@ from tests.rl.test_metrics import Tensors, full_parts_of, random_batch, values_o
 from tests.rl.test_policy_losses import LOSSES
 from tests.spawn import run_ranks
 
-REDUCTIONS: list[Any] = ["token_mean", "sequence_mean", "sequence_sum_constant", "document_mean"]
+REDUCTIONS: list[Any] = ["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum"]
 CORRECTIONS: list[Any] = ["truncated", "icepop", "sequence_mask"]
 NUM_SEQUENCES = 8
 

@@ -178,6 +178,7 @@ def test_weights_by_hand() -> None:
         "token_mean": [[1 / 10, 0, 0], [0, 1 / 10, 1 / 10]],
         "sequence_mean": [[1 / 4, 0, 0], [0, 1 / 8, 1 / 8]],
         "sequence_sum_constant": [[1 / 32, 0, 0], [0, 1 / 32, 1 / 32]],
+        "document_sum": [[1 / 4, 0, 0], [0, 1 / 4, 1 / 4]],
     }
     for reduction, expected in cases.items():
         weights = loss_weights(

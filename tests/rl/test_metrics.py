@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from abrun.rl.batch import Batch
+from abrun.rl.batch import PolicyBatch
 from abrun.rl.losses import clipped_policy_loss
 from abrun.rl.metrics import MetricParts, document_metrics, merge, policy_metrics, together
 
@@ -37,6 +37,19 @@ def random_batch(num_sequences: int = 6, length: int = 7) -> Tensors:
     }
 
 
+def policy_batch(tensors: Tensors, importance_weights: Tensor | None = None) -> PolicyBatch:
+    return PolicyBatch(
+        token_ids=torch.zeros_like(tensors["mask"], dtype=torch.int64),
+        token_mask=tensors["mask"],
+        advantages=tensors["advantages"],
+        inference_logprobs=tensors["inference"],
+        old_logprobs=tensors["old"],
+        reference_logprobs=None,
+        importance_weights=importance_weights,
+        loss_weights=tensors["mask"].double(),
+    )
+
+
 def parts_of(
     tensors: Tensors, num_tokens: float | None = None, num_sequences: float | None = None
 ) -> MetricParts:
@@ -45,13 +58,7 @@ def parts_of(
     policy_loss = clipped_policy_loss(
         tensors["trainer"], tensors["old"], tensors["advantages"], mask, clip_low=0.2, clip_high=0.3
     )
-    batch = Batch(
-        token_ids=torch.zeros_like(mask, dtype=torch.int64),
-        token_mask=mask,
-        advantages=tensors["advantages"],
-        inference_logprobs=tensors["inference"],
-        old_logprobs=tensors["old"],
-    )
+    batch = policy_batch(tensors)
     return policy_metrics(
         batch,
         tensors["trainer"],
@@ -266,12 +273,7 @@ def full_parts_of(
     policy_loss = clipped_policy_loss(
         tensors["trainer"], tensors["old"], tensors["advantages"], mask, clip_low=0.2, clip_high=0.3
     )
-    batch = Batch(
-        token_ids=torch.zeros_like(mask, dtype=torch.int64),
-        token_mask=mask,
-        advantages=tensors["advantages"],
-        old_logprobs=tensors["old"],
-    )
+    batch = policy_batch(tensors)
     full = document_metrics(
         batch,
         tensors["trainer"],
@@ -376,14 +378,7 @@ def test_the_importance_ratio_is_reported_after_its_correction() -> None:
         batch["trainer"], batch["old"], batch["advantages"], mask, clip_low=0.2, clip_high=0.3
     )
     parts = policy_metrics(
-        Batch(
-            token_ids=torch.zeros_like(mask, dtype=torch.int64),
-            token_mask=mask,
-            advantages=batch["advantages"],
-            inference_logprobs=batch["inference"],
-            old_logprobs=batch["old"],
-            importance_weights=weights,
-        ),
+        policy_batch(batch, importance_weights=weights),
         batch["trainer"],
         batch["entropy"],
         policy_loss,

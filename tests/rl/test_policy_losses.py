@@ -17,6 +17,7 @@ from abrun.rl.losses import (
     PolicyLoss,
     cispo_loss,
     clipped_policy_loss,
+    gradient_factor,
     gspo_loss,
     loss_weights,
     reinforce_loss,
@@ -108,7 +109,8 @@ def test_gspo_takes_the_mean_over_completion_tokens_alone() -> None:
 
 def test_gspo_needs_whole_sequences() -> None:
     with pytest.raises(AssertionError, match="whole sequences"):
-        gspo_loss(*torch.zeros(3, 5), torch.ones(5, dtype=torch.bool), clip_low=0.1, clip_high=0.1)
+        one = torch.zeros(5)
+        gspo_loss(one, one, one, one == 0, clip_low=0.1, clip_high=0.1)
 
 
 def test_dual_clip_by_hand() -> None:
@@ -306,16 +308,34 @@ def test_dr_grpo_is_the_group_mean_without_std_and_a_constant_sum() -> None:
     assert weighted(found.loss, weights).sum().item() == pytest.approx(by_hand, rel=1e-12)
 
 
-def test_document_mean_is_sequence_mean_where_a_row_is_a_document() -> None:
+def test_document_sum_is_the_sum_over_tokens_over_the_documents() -> None:
+    """A long document counts as much more than a short one as it has more tokens, unlike in sequence_mean."""
     mask = random_batch()["mask"]
-    counts: dict[str, Any] = {"num_tokens": 30, "num_sequences": 6, "max_completion_tokens": 9}
-    one, other = (
-        loss_weights(mask, loss_reduction=name, **counts) for name in ("document_mean", "sequence_mean")
+    losses = torch.arange(mask.numel(), dtype=torch.float64).view(mask.shape)
+    by_hand = sum(loss for loss, counted in zip(losses.flatten(), mask.flatten(), strict=True) if counted) / 6
+    weights = loss_weights(
+        mask, loss_reduction="document_sum", num_tokens=30, num_sequences=6, max_completion_tokens=9
     )
-    assert torch.equal(one, other)
-    for index in range(6):
-        share = 1 / 6 / int(mask[index].sum())
-        assert one[index][mask[index]].tolist() == pytest.approx([share] * int(mask[index].sum()), rel=1e-14)
+    assert weighted(losses, weights).sum().item() == pytest.approx(float(by_hand), rel=1e-12)
+
+
+@pytest.mark.parametrize(("divisor", "value"), [(5.0, 5.0), ("documents", 6.0), ("documents_squared", 36.0)])
+def test_a_gradient_divisor_stands_in_the_place_of_the_reductions_own(divisor: Any, value: Any) -> None:
+    mask = random_batch()["mask"]
+    num_tokens = float(mask.sum())
+    token_sum, mean_sum = mask.double(), mask.double() / mask.sum(1, keepdim=True).clamp(min=1)
+    cases: dict[Any, tuple[Any, float]] = {  # the sum that is divided, and its own divisor
+        "token_mean": (token_sum, num_tokens),
+        "sequence_mean": (mean_sum, 6.0),
+        "document_sum": (token_sum, 6.0),
+        "sequence_sum_constant": (token_sum, 6.0 * 9),
+    }
+    for reduction, (summed, own) in cases.items():
+        counts: Any = {"num_tokens": num_tokens, "num_sequences": 6.0, "max_completion_tokens": 9}
+        weights = loss_weights(mask, loss_reduction=reduction, **counts)
+        factor = gradient_factor(divisor, loss_reduction=reduction, **counts)
+        torch.testing.assert_close(weights, summed / own, rtol=1e-14, atol=0)
+        torch.testing.assert_close(weights * factor, summed / value, rtol=1e-14, atol=0)
 
 
 # --- masks and slices ---

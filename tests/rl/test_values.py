@@ -70,7 +70,7 @@ def on_ranks(function: Callable[[Any, Total], T], pieces: Sequence[Any]) -> list
         def total(*values: float) -> list[float]:
             given[rank] = values
             barrier.wait()
-            sums = [sum(each) for each in zip(*given, strict=True)]
+            sums = [sum(each, start=0.0) for each in zip(*given, strict=True)]
             barrier.wait()
             return sums
 
@@ -204,7 +204,9 @@ def test_a_constant_reward_and_its_value_leave_no_advantage() -> None:
 
 def test_true_values_are_a_baseline_that_knows_the_prefix_and_not_the_token() -> None:
     """All completions of three tokens of two kinds, weighed by how likely the policy draws them."""
-    rewards_of = {bits: float(sum(bits) ** 2 - 3 * bits[1]) for bits in itertools.product((0, 1), repeat=3)}
+    rewards_of: dict[tuple[int, ...], float] = {
+        bits: float(sum(bits) ** 2 - 3 * bits[1]) for bits in itertools.product((0, 1), repeat=3)
+    }
 
     def probability(bits: Sequence[int]) -> float:
         return math.prod(0.3 if bit else 0.7 for bit in bits)

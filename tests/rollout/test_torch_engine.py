@@ -1,16 +1,19 @@
 """The embedded engine against a plain loop without cache, padding or batches, and against the trainer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from abrun.backends.dtensor import DtensorBackend
-from abrun.models import LanguageModel, character_tokenizer, load_model
+from abrun.backends.ranks import make_ranks
+from abrun.models import Text, character_tokenizer, load_network
 from abrun.recipe import Logprobs, Model, Policy, Rollout
-from abrun.rl.batch import Batch, collate
+from abrun.rl.batch import Sampled, collate, on_completions
 from abrun.rollout import Completion
+from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
 from tests.rollout.test_sampling import plain_top_p
 
@@ -19,65 +22,68 @@ MAX_NEW_TOKENS = 9
 DISTRIBUTIONS = [(1.0, 1.0), (0.7, 1.0), (1.6, 1.0), (1.0, 0.8), (0.7, 0.8)]
 
 
-def make_model() -> LanguageModel:
+TEXT = Text(tokenizer=character_tokenizer(), end_ids=frozenset(range(70, 90)), max_positions=None)
+
+
+def make_model() -> Any:
     """Random weights, scaled up against flat distributions; a fifth of the tokens end a completion."""
-    model = load_model(Model(preset="qwen2-tiny"), weights=None, seed=2)
+    network = load_network(Model(preset="qwen2-tiny"), weights=None, seed=2)
     with torch.no_grad():
-        for parameter in model.network.parameters():
+        for parameter in network.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(3)
-    model.network.generation_config.eos_token_id = list(range(70, 90))  # pyright: ignore
-    return model
+    return network
 
 
-def make_gpt2() -> LanguageModel:
+def make_gpt2() -> Any:
     """A model with learned absolute positions, for which a prompt's padding must not shift its positions."""
     torch.manual_seed(2)
     config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=96, initializer_range=0.3)
-    model = LanguageModel(network=GPT2LMHeadModel(config).eval(), tokenizer=character_tokenizer())
-    model.network.generation_config.eos_token_id = list(range(70, 90))  # pyright: ignore
-    return model
+    return GPT2LMHeadModel(config).eval()
 
 
-def make_backend(model: LanguageModel, rollout: Rollout, policy: Policy | None = None) -> DtensorBackend:
-    return DtensorBackend(model, policy or Policy(), rollout, torch.device("cpu"))
+def make_backend(network: Any, rollout: Rollout, policy: Policy | None = None) -> DtensorBackend:
+    ranks = make_ranks(torch.device("cpu"), {})
+    return DtensorBackend(
+        lambda: network, policy or Policy(), ranks, temperature=rollout.temperature, top_p=rollout.top_p
+    )
 
 
 def generate(
-    model: LanguageModel,
+    model: Any,
     rollout: Rollout,
     policy: Policy | None = None,
     prompts: list[str] = PROMPTS,
     temperature: float | None = None,
 ) -> tuple[DtensorBackend, list[Completion]]:
     backend = make_backend(model, rollout, policy)
-    encoded = [model.encode_prompt(prompt) for prompt in prompts]
-    engine = TorchEngine(backend, model, rollout)
-    return backend, engine.generate(encoded, uniforms(len(prompts)), temperature=temperature)
+    encoded = [TEXT.encode_prompt(prompt) for prompt in prompts]
+    engine = TorchEngine(rollout, backend, TEXT)
+    return backend, engine.generate(encoded, draws(len(prompts)), temperature=temperature)
 
 
-def uniforms(count: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(6)
-    return torch.rand(len(PROMPTS), MAX_NEW_TOKENS, dtype=torch.float64, generator=generator)[:count]
+def draws(count: int) -> Draws:
+    return Draws(seed=6, stream="sampling", step=1, rows=range(count))
 
 
-def batch_of(model: LanguageModel, completions: list[Completion]) -> Batch:
-    return collate(
-        [model.encode_prompt(prompt) for prompt in PROMPTS],
+def batch_of(completions: list[Completion]) -> Sampled:
+    sequences = collate(
+        [TEXT.encode_prompt(prompt) for prompt in PROMPTS],
         [completion.token_ids for completion in completions],
-        pad_id=model.pad_id,
-        logprobs=[completion.logprobs for completion in completions],
+        pad_id=TEXT.pad_id,
     )
+    logprobs = on_completions([completion.logprobs for completion in completions], sequences.token_mask)
+    return sequences.at(Sampled, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences)))
 
 
 def plainly(
-    model: LanguageModel, prompt: list[int], uniform: list[float], temperature: float, top_p: float
+    model: Any, prompt: list[int], uniform: list[float], temperature: float, top_p: float
 ) -> tuple[list[int], list[float]]:
     """One completion, a whole forward pass a token."""
     tokens, logprobs = [], []
     for number in uniform:
         with torch.no_grad():
-            logits = model.network(torch.tensor([prompt + tokens])).logits[0, -1].double() / temperature
+            logits = model(torch.tensor([prompt + tokens])).logits[0, -1].double() / temperature
         probabilities = plain_top_p(logits.tolist(), top_p)
         token, reached = 0, probabilities[0]
         while reached <= number:
@@ -85,7 +91,7 @@ def plainly(
             reached += probabilities[token]
         tokens.append(token)
         logprobs.append(float(torch.tensor(probabilities[token]).log()))
-        if token in model.end_ids:
+        if token in TEXT.end_ids:
             break
     return tokens, logprobs
 
@@ -94,12 +100,12 @@ def plainly(
     ("make", "temperature", "top_p"), [(make_model, *one) for one in DISTRIBUTIONS] + [(make_gpt2, 1.0, 1.0)]
 )
 def test_completions_are_those_of_a_plain_loop(
-    make: Callable[[], LanguageModel], temperature: float, top_p: float, group: None
+    make: Callable[[], Any], temperature: float, top_p: float, group: None
 ) -> None:
     model = make()
     expected = [
-        plainly(model, model.encode_prompt(prompt), row, temperature, top_p)
-        for prompt, row in zip(PROMPTS, uniforms(len(PROMPTS)).tolist(), strict=True)
+        plainly(model, TEXT.encode_prompt(prompt), row, temperature, top_p)
+        for prompt, row in zip(PROMPTS, draws(len(PROMPTS)).uniforms(MAX_NEW_TOKENS).tolist(), strict=True)
     ]
     rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
     _, completions = generate(model, rollout)
@@ -112,11 +118,11 @@ def test_completions_are_those_of_a_plain_loop(
 def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> None:
     model = make_model()
     expected = []
-    for prompt in map(model.encode_prompt, PROMPTS):
+    for prompt in map(TEXT.encode_prompt, PROMPTS):
         tokens: list[int] = []
-        while len(tokens) < MAX_NEW_TOKENS and not model.end_ids & {*tokens}:
+        while len(tokens) < MAX_NEW_TOKENS and not TEXT.end_ids & {*tokens}:
             with torch.no_grad():
-                tokens.append(int(model.network(torch.tensor([prompt + tokens])).logits[0, -1].argmax()))
+                tokens.append(int(model(torch.tensor([prompt + tokens])).logits[0, -1].argmax()))
         expected.append(tokens)
     for trained in (1.0, 0.7):
         rollout = Rollout(temperature=trained, top_p=0.8, max_new_tokens=MAX_NEW_TOKENS)
@@ -148,8 +154,7 @@ def test_the_trainer_computes_the_same_logprobs(
     rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
     policy = Policy(logprobs=Logprobs.model_validate({"impl": impl}))
     backend, completions = generate(model, rollout, policy)
-    batch = batch_of(model, completions)
-    assert batch.inference_logprobs is not None
+    batch = batch_of(completions)
     torch.testing.assert_close(backend.logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
 
 
@@ -160,25 +165,23 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
     for head_dtype in (None, "float32"):
         model = make_model()
         with torch.no_grad():  # all logits far from 0, as trained models have them, and so coarsely rounded
-            model.network.get_output_embeddings().weight[:, 0] += 3.0  # pyright: ignore
+            model.get_output_embeddings().weight[:, 0] += 3.0  # pyright: ignore
         logprobs = Logprobs.model_validate({"impl": impl, "head_dtype": head_dtype})
         policy = Policy(dtype="bfloat16", logprobs=logprobs)
         backend, completions = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS), policy)
-        batch = batch_of(model, completions)
-        assert batch.inference_logprobs is not None
+        batch = batch_of(completions)
         error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
     assert excess["float32"] < excess[None] / 3
 
 
 def test_a_completion_ends_with_its_end_token_or_is_truncated(group: None) -> None:
-    model = make_model()
-    _, completions = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS))
+    _, completions = generate(make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS))
     assert {completion.truncated for completion in completions} == {True, False}
     for completion in completions:
         *inner, last = completion.token_ids
-        assert not model.end_ids & set(inner)
-        assert (last in model.end_ids) == (not completion.truncated)
+        assert not TEXT.end_ids & set(inner)
+        assert (last in TEXT.end_ids) == (not completion.truncated)
         assert len(completion.token_ids) == len(completion.logprobs) <= MAX_NEW_TOKENS
         assert not completion.truncated or len(completion.token_ids) == MAX_NEW_TOKENS
 
@@ -188,7 +191,7 @@ def test_ending_on_the_last_token_is_not_truncation(group: None) -> None:
     _, completions = generate(model, Rollout(max_new_tokens=1))
     for completion in completions:
         assert len(completion.token_ids) == 1
-        assert completion.truncated == (completion.token_ids[0] not in model.end_ids)
+        assert completion.truncated == (completion.token_ids[0] not in TEXT.end_ids)
     assert {completion.truncated for completion in completions} == {True, False}
 
 
@@ -208,34 +211,28 @@ def test_it_samples_from_the_weights_of_the_moment(group: None) -> None:
     """Weights are shared: after an optimizer step the engine's log-probs are the stepped policy's."""
     model, rollout = make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS)
     backend = make_backend(model, rollout)
-    engine = TorchEngine(backend, model, rollout)
-    prompts = [model.encode_prompt(prompt) for prompt in PROMPTS]
-    before = engine.generate(prompts, uniforms(len(PROMPTS)))
+    engine = TorchEngine(rollout, backend, TEXT)
+    prompts = [TEXT.encode_prompt(prompt) for prompt in PROMPTS]
+    before = engine.generate(prompts, draws(len(PROMPTS)))
     for parameter in backend.module.parameters():
         parameter.grad = torch.ones_like(parameter)
     backend.optimizer_step(0.05)
-    after = engine.generate(prompts, uniforms(len(PROMPTS)))
+    after = engine.generate(prompts, draws(len(PROMPTS)))
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
-    batch = collate(
-        prompts,
-        [c.token_ids for c in after],
-        pad_id=model.pad_id,
-        logprobs=[c.logprobs for c in after],
-    )
-    assert batch.inference_logprobs is not None
+    batch = batch_of(after)
     torch.testing.assert_close(backend.logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
 
 
 def test_generation_copies_no_weights_once_they_are_gathered(group: None) -> None:
-    """Inside `gathered` every forward pass uses the same storages."""
+    """While decoding every forward pass uses the same storages."""
     model = make_model()
     backend = make_backend(model, Rollout())
-    token_ids = torch.tensor([model.encode_prompt("1+1=")])
-    with torch.no_grad(), backend.gathered() as policy:
+    token_ids = torch.tensor([TEXT.encode_prompt("1+1=")])
+    with torch.no_grad(), backend.decoding() as decoder:
         seen = []
         for _ in range(2):
-            policy(token_ids, attention_mask=torch.ones_like(token_ids))
-            seen.append([parameter.data_ptr() for parameter in policy.parameters()])
-        assert not policy.training
+            decoder(token_ids, torch.ones_like(token_ids), torch.arange(4)[None], None)
+            seen.append([parameter.data_ptr() for parameter in backend.module.parameters()])
+        assert not backend.module.training
     assert seen[0] == seen[1] and all(seen[0])
     assert backend.module.training

@@ -1,4 +1,4 @@
-"""Problem files: read strictly, reshuffled every pass, judged by mathematical value."""
+"""Problem files: read strictly, reshuffled every pass, judged by math-verify or a verifier of one's own."""
 
 import json
 import sys
@@ -98,8 +98,9 @@ def test_any_slicing_gives_the_same_stream(tmp_path: Path) -> None:
         ("\\frac{3}{4}", "$\\frac{3}{4}$", 1.0),
     ],
 )
-def test_verdicts(answer: str, completion: str, reward: float, tmp_path: Path) -> None:
-    task = numbered(tmp_path, 1)
+def test_verdicts_of_math_verify(answer: str, completion: str, reward: float, tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", [{"prompt": "?", "answer": answer}])
+    task = make_task(Jsonl(type="jsonl", path=path, answer="math_verify"))
     assert task.reward(Example(prompt="", completion=answer, answer=answer), completion) == reward
 
 

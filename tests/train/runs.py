@@ -15,9 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun import store
-from abrun.recipe import RunConfig, load_recipe, merge, nested
+from abrun.layout import RunName
+from abrun.metric_names import find
+from abrun.recipe import OwnRunConfig, load_recipe, merge, nested
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 SHORT = ("steps=12", "algorithm.prompts_per_step=4", "checkpoint.every=3", "warm_start=null")
@@ -29,45 +32,41 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "abrun.train.__main__",
-        "abrun.train.group_relative",
-        "abrun.train.actor_critic",
-        "abrun.train.supervised",
+        "abrun.train.grpo",
+        "abrun.train.ppo",
+        "abrun.train.sft",
         "transformers.models.qwen2.modeling_qwen2",
     ]
 )
 
 
-def run_config(*overrides: str, arm: str = "baseline") -> RunConfig:
+def run_config(*overrides: str, arm: str = "baseline") -> OwnRunConfig:
     """One arm of the quickstart recipe, shortened, with `key=value` overrides laid over it."""
     config = load_recipe(QUICKSTART).run_config(arm).model_dump(mode="json")
     for override in (*SHORT, *overrides):
         key, _, value = override.partition("=")
         config = merge(config, nested({key: yaml.safe_load(value)}))
-    return RunConfig.model_validate(config)
+    return OwnRunConfig.model_validate(config)
 
 
 def make_run(
-    directory: Path, config: RunConfig, *, seed: int = 0, initial_weights: Path | None = None
+    directory: Path, config: OwnRunConfig, *, seed: int = 0, initial_weights: Path | None = None
 ) -> Path:
-    """Write `config.json` and the `meta.json` of a first attempt; returns the directory."""
-    content: dict[str, Any] = {"experiment": "x", "arm": "baseline", "seed": seed, "rerun": 0}
-    content["initial_weights"] = os.path.relpath(initial_weights, directory) if initial_weights else None
-    store.write_json(directory / "config.json", content | {"config": config.model_dump(mode="json")})
-    new_attempt(directory)
+    """Write what a launcher tells a job; returns the directory."""
+    weights = os.path.relpath(initial_weights, directory) if initial_weights else None
+    record = store.RunRecord(
+        experiment="x",
+        name=RunName(arm="baseline", seed=seed),
+        initial_weights=weights,
+        config=config.model_dump(mode="json"),
+    )
+    store.RunDir(directory).write_record(record)
     return directory
-
-
-def new_attempt(directory: Path) -> None:
-    """What the launcher does before it starts a run (again)."""
-    path = directory / "meta.json"
-    meta = store.read_json(path) if path.exists() else {"status": "running", "attempts": []}
-    meta["attempts"].append({"started_s": time.time()})
-    store.write_json(path, meta)
 
 
 def metric_values(directory: Path) -> dict[str, list[str]]:
     """Every metric that does not depend on the clock: its values over the steps, exact to the last bit."""
-    metrics = store.read_metrics(directory)
+    metrics = store.RunDir(directory).metrics()
     return {
         key: [f"{step} {value.hex()}" for step, value in zip(one.steps, one.values.tolist(), strict=True)]
         for key, one in metrics.items()
@@ -76,7 +75,7 @@ def metric_values(directory: Path) -> dict[str, list[str]]:
 
 
 def events(directory: Path) -> list[str]:
-    return [row["event"] for row in store.read_lines(directory / "events.jsonl")]
+    return [row["event"] for row in store.RunDir(directory).events()]
 
 
 # --- in this process ---
@@ -88,7 +87,7 @@ def single_rank() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -109,13 +108,15 @@ def train_here(directory: Path) -> dict[int, dict[str, float]]:
     """Train a run to its end in this process, which is in a process group; returns its metrics by step."""
     from abrun.train.loop import train
 
-    train(directory, torch.device("cpu"))
+    run = store.RunDir(directory)
+    train(run, run.record(), run.begin_attempt(), torch.device("cpu"))
     return metrics_by_step(directory)
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
-    for key, series in store.read_metrics(directory).items():
+    for key, series in store.RunDir(directory).metrics().items():
+        assert find(key), f"{key}: recorded, and not in abrun.metric_names"
         for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
             rows.setdefault(step, {})[key] = value
     return dict(sorted(rows.items()))
@@ -140,9 +141,7 @@ class Trainer:
     ) -> None:
         self.directory = directory
         # This process serves the store, on a port that it holds from the start, as tests.spawn does.
-        self._store = (
-            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
-        )
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
         self.processes = []
         for rank in range(ranks):
             rank_env = dict(env or {}) | (_rank_env(rank, ranks, self._store.port) if self._store else {})

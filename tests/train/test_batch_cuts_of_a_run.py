@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from abrun.recipe import RunConfig
+from abrun.recipe import OwnRunConfig
 from tests.conftest import TRITON_ON_CPU
 from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
 
@@ -23,7 +23,7 @@ ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")
 
 
-def config_of(loss_reduction: str, *overrides: str, arm: str = "baseline") -> RunConfig:
+def config_of(loss_reduction: str, *overrides: str, arm: str = "baseline") -> OwnRunConfig:
     """Every term of the loss at work; 32 sequences a step, of different lengths."""
     return run_config(
         "steps=3",

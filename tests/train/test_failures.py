@@ -35,7 +35,7 @@ def expect_failure(directory: Path, part: str, **options: object) -> str:
 
 
 def expect_failed_event(directory: Path, message: str) -> None:
-    last = store.read_lines(directory / "events.jsonl")[-1]
+    last = store.RunDir(directory).events()[-1]
     assert (last["event"], last["message"], last["attempt"]) == ("failed", message, 1)
 
 

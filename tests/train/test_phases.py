@@ -129,6 +129,21 @@ def test_state_that_appears_between_phases_counts_from_the_next_phase() -> None:
     assert phases.collect()[1] == {"memory/optimizer/peak_live_tensor_bytes": 4_000}
 
 
+def test_a_phase_that_ends_in_an_error_keeps_its_peak_and_is_named() -> None:
+    """Of nested phases the innermost: that is where memory ran out."""
+    phases = Phases(CPU)
+    with pytest.raises(torch.OutOfMemoryError), phases("policy_training", memory=False):
+        with phases("forward_backward"):
+            pass
+        with phases("optimizer"):
+            _moments = torch.zeros(1000)
+            raise torch.OutOfMemoryError("no more")
+    seconds, peaks = phases.collect()
+    assert phases.interrupted == "optimizer"
+    assert peaks["memory/optimizer/peak_live_tensor_bytes"] == 4_000
+    assert {"timing/train/optimizer_s", "timing/train/policy_training_s"} <= seconds.keys()
+
+
 @pytest.mark.gpu
 def test_phases_on_cuda_report_the_allocators_own_peaks() -> None:
     device = torch.device("cuda")

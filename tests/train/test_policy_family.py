@@ -10,8 +10,9 @@ import torch
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo
-from abrun.rl.batch import Batch
+from abrun.rl.batch import PolicyBatch, Sampled
 from abrun.rl.losses import loss_weights
+from abrun.train.learner import Learner
 from abrun.train.policy_gradient import PolicyObjective
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup
@@ -32,9 +33,9 @@ TERMS = (
     "task.max_operand=6",
 )
 FAMILY: dict[str, tuple[str, ...]] = {
-    "dapo": ("algorithm.clip_high=0.28", "algorithm.dual_clip=3.0", "algorithm.grad_divisor=2.0"),
+    "dapo": ("algorithm.clip_high=0.28", "algorithm.dual_clip=3.0", "algorithm.grad_divisor=documents"),
     "gspo": ("algorithm.loss=gspo", "algorithm.loss_reduction=sequence_mean"),
-    "cispo": ("algorithm.loss=cispo", "algorithm.clip_low=1.0", "algorithm.loss_reduction=document_mean"),
+    "cispo": ("algorithm.loss=cispo", "algorithm.clip_low=1.0", "algorithm.loss_reduction=document_sum"),
     "rloo": (
         "algorithm.loss=reinforce",
         "algorithm.advantage_baseline=leave_one_out",
@@ -112,7 +113,7 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -
     mask = torch.rand(4, 6, generator=draw) > 0.3
     mask[:, 0] = False
     logprobs, entropy, *known = torch.randn(7, 4, 6, generator=draw).masked_fill(~mask, math.nan)
-    batch = Batch(
+    batch = PolicyBatch(
         token_ids=torch.zeros(4, 6, dtype=torch.int64),
         token_mask=mask,
         advantages=known[0],
@@ -124,8 +125,8 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -
             mask, loss_reduction="token_mean", num_tokens=40, num_sequences=8, max_completion_tokens=9
         ),
     )
-    settings = Grpo(type="grpo", loss=loss, kl_coefficient=0.1, entropy_coefficient=0.2, grad_divisor=4.0)
-    objective = PolicyObjective(settings=settings, num_tokens=40, num_sequences=8)
+    settings = Grpo(type="grpo", loss=loss, kl_coefficient=0.1, entropy_coefficient=0.2)
+    objective = PolicyObjective(settings=settings, num_tokens=40, num_sequences=8, gradient_factor=0.25)
     whole = objective.losses(batch, logprobs, entropy)
     assert whole.isfinite().all() and (whole[mask] != 0).all()
     tokens = batch.predicted_tokens()
@@ -192,18 +193,18 @@ def test_a_policy_that_does_not_move_has_the_metrics_of_one_update(
 def test_minibatches_are_whole_groups(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Batch] = []
-    original = Setup.train_on_each
+    seen: list[PolicyBatch] = []
+    original = Learner.update_on_each
 
-    def spy(self: Setup, updates: Any, step: int) -> dict[str, float]:
+    def spy(self: Learner, updates: Any, step: int) -> dict[str, float]:
         seen.extend(batch for batch, _ in updates)
         return original(self, updates, step)
 
-    monkeypatch.setattr(Setup, "train_on_each", spy)
+    monkeypatch.setattr(Learner, "update_on_each", spy)
     train(tmp_path / "run", warm_weights, "steps=1", "algorithm.minibatches_per_step=2")
     assert [len(batch) for batch in seen] == [16, 16]
     for batch in seen:
-        assert batch.loss_weights is not None and batch.loss_weights.sum().item() == pytest.approx(1)
+        assert batch.loss_weights.sum().item() == pytest.approx(1)
         for start in (0, 8):
             prompts = {
                 tuple(ids[: int(mask.nonzero()[0])].tolist())
@@ -250,11 +251,33 @@ def test_on_policy_every_loss_takes_the_same_first_step(
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-4) and norms[0] > 1e-3
 
 
-def test_a_gradient_divisor_leaves_the_reported_loss(tmp_path: Path, warm_weights: Path, group: None) -> None:
-    plain = train(tmp_path / "plain", warm_weights, "steps=1")[1]
-    divided = train(tmp_path / "divided", warm_weights, "steps=1", "algorithm.grad_divisor=8.0")[1]
+@pytest.mark.parametrize(
+    ("divisor", "reduction", "minibatches", "times"),
+    [
+        ("8.0", "token_mean", 1, lambda row: row["train/global_valid_toks"] / 8),
+        ("documents_squared", "document_sum", 2, lambda row: 1 / 16),  # documents in each of two updates
+    ],
+)
+def test_a_gradient_divisor_replaces_the_losss_own_and_leaves_what_is_reported(
+    divisor: str,
+    reduction: str,
+    minibatches: int,
+    times: Any,
+    tmp_path: Path,
+    warm_weights: Path,
+    group: None,
+) -> None:
+    settings = (
+        "steps=1",
+        "policy.optimizer.learning_rate=1.0e-30",
+        f"algorithm.loss_reduction={reduction}",
+        f"algorithm.minibatches_per_step={minibatches}",
+        "policy.micro_batch_size=7",
+    )
+    plain = train(tmp_path / "plain", warm_weights, *settings)[1]
+    divided = train(tmp_path / "divided", warm_weights, *settings, f"algorithm.grad_divisor={divisor}")[1]
     assert divided["train/loss"] == plain["train/loss"]
-    assert divided["train/grad_norm"] == pytest.approx(plain["train/grad_norm"] / 8, rel=1e-5)
+    assert divided["train/grad_norm"] == pytest.approx(times(plain) * plain["train/grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -265,31 +288,41 @@ def test_kl_in_the_reward_shapes_it_and_leaves_the_loss(
     rows = train(tmp_path / "run", warm_weights, "steps=3", "policy.optimizer.warmup_steps=0", *kl)
     assert rows[1]["train/kl_penalty"] == 0  # the reference is the initial policy
     for step, row in rows.items():
-        shaped = row["train/reward_before_kl"] - 0.3 * row["train/kl_penalty"]
+        shaped = row["train/reward_before_kl"] - 0.3 * row["train/kl_penalty_sum_per_sequence"]
         assert row["train/reward"] == pytest.approx(shaped, abs=1e-6)
         assert row["train/loss"] == pytest.approx(-row["train/advantages/mean"], rel=1e-4, abs=1e-6)
         assert step == 1 or row["train/kl_penalty"] != 0
+        of_tokens = row["train/kl_penalty_sum_per_sequence"] / row["train/mean_gen_tokens_per_sample"]
+        assert row["train/kl_penalty"] == pytest.approx(of_tokens, rel=1e-9)
 
 
 def test_the_kl_to_go_comes_off_each_tokens_reward(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Batch] = []
-    original = Setup.train_on_each
+    seen: list[PolicyBatch] = []
+    original = Learner.update_on_each
 
-    def spy(self: Setup, updates: Any, step: int) -> dict[str, float]:
+    def spy(self: Learner, updates: Any, step: int) -> dict[str, float]:
         seen.extend(batch for batch, _ in updates)
         return original(self, updates, step)
 
-    monkeypatch.setattr(Setup, "train_on_each", spy)
+    monkeypatch.setattr(Learner, "update_on_each", spy)
     settings = ("steps=3", "policy.optimizer.warmup_steps=0", "algorithm.kl_coefficient=0.3")
+    drawn: list[Sampled] = []
+    collect = Rollouts.collect
+
+    def listen(self: Rollouts, step: int) -> Any:
+        batch, metrics = collect(self, step)
+        drawn.append(batch)
+        return batch, metrics
+
+    monkeypatch.setattr(Rollouts, "collect", listen)
     rows = train(tmp_path / "run", warm_weights, *settings, *FAMILY["reinforce++"])
     assert rows[1]["train/kl_penalty"] == 0  # the reference is the initial policy
-    for batch, row in zip(seen, rows.values(), strict=True):
-        assert batch.rewards is not None and batch.old_logprobs is not None
-        assert batch.reference_logprobs is not None and batch.advantages is not None
+    for sampled, batch, row in zip(drawn, seen, rows.values(), strict=True):
+        assert batch.reference_logprobs is not None
         log_ratio = (batch.old_logprobs - batch.reference_logprobs).tolist()
-        rewards, to_go = batch.rewards[:, 0].tolist(), []
+        rewards, to_go = sampled.rewards.tolist(), []
         for index, mask in enumerate(batch.token_mask.tolist()):
             tokens = [t for t, counted in enumerate(mask) if counted]
             following = [sum(log_ratio[index][s] for s in tokens if s >= t) for t in tokens]
@@ -297,7 +330,7 @@ def test_the_kl_to_go_comes_off_each_tokens_reward(
         mean, std = statistics.fmean(to_go), statistics.stdev(to_go)
         expected = [(value - mean) / (std + 1e-6) for value in to_go]
         assert batch.advantages[batch.token_mask].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-        shaped = row["train/reward_before_kl"] - 0.3 * row["train/kl_penalty"]
+        shaped = row["train/reward_before_kl"] - 0.3 * row["train/kl_penalty_sum_per_sequence"]
         assert row["train/reward"] == pytest.approx(shaped, abs=1e-6)
         assert row["train/reward_before_kl"] == pytest.approx(statistics.fmean(rewards), rel=1e-6)
         assert row["train/advantages/mean"] == pytest.approx(0, abs=1e-6)
@@ -351,15 +384,14 @@ def collector(weights: Path, *overrides: str) -> tuple[Setup, Rollouts]:
     return setup, Rollouts(setup, setup.config.algorithm)
 
 
-def prompts_of(batch: Batch) -> list[tuple[int, ...]]:
+def prompts_of(batch: Sampled) -> list[tuple[int, ...]]:
     """The prompt of each group of 8."""
     rows = zip(batch.token_ids[::8], batch.token_mask[::8], strict=True)
     return [tuple(ids[: int(mask.nonzero()[0])].tolist()) for ids, mask in rows]
 
 
-def groups_of(batch: Batch) -> list[list[float]]:
-    assert batch.rewards is not None
-    return batch.rewards[:, 0].view(-1, 8).tolist()
+def groups_of(batch: Sampled) -> list[list[float]]:
+    return batch.rewards.view(-1, 8).tolist()
 
 
 def test_dynamic_sampling_leaves_out_groups_without_signal(warm_weights: Path, group: None) -> None:
@@ -378,7 +410,6 @@ def test_dynamic_sampling_leaves_out_groups_without_signal(warm_weights: Path, g
     kept = [prompt for prompt, has in zip(prompts_of(plain), signal, strict=True) if has]
     assert prompts_of(batch)[: len(kept)] == kept
     rows = torch.tensor(signal).repeat_interleave(8).nonzero()[:, 0]
-    assert plain.inference_logprobs is not None and batch.inference_logprobs is not None
     width = min(plain.token_ids.shape[1], batch.token_ids.shape[1])
     assert torch.equal(batch.inference_logprobs[: len(rows), :width], plain.inference_logprobs[rows, :width])
     assert metrics["train/reward"] != plain_metrics["train/reward"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from abrun import store
 from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo
-from abrun.rl.batch import Batch
+from abrun.rl.batch import PolicyBatch
 from abrun.rl.losses import loss_weights
 from abrun.train import policy_gradient
 from abrun.train.policy_gradient import PolicyObjective
@@ -144,13 +144,14 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(reduction: A
     mask = torch.rand(4, 6, generator=draw) > 0.3
     mask[:, 0] = False
     logprobs, entropy, *known = torch.randn(6, 4, 6, generator=draw).masked_fill(~mask, math.nan)
-    batch = Batch(
+    batch = PolicyBatch(
         token_ids=torch.zeros(4, 6, dtype=torch.int64),
         token_mask=mask,
         advantages=known[0],
         old_logprobs=known[1],
         inference_logprobs=known[2],
         reference_logprobs=known[3],
+        importance_weights=None,
         loss_weights=loss_weights(
             mask, loss_reduction=reduction, num_tokens=40, num_sequences=8, max_completion_tokens=9
         ),
@@ -165,6 +166,9 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(reduction: A
         assert torch.equal(objective.losses(tokens[part], *values), whole[:, 1:].flatten()[part])
     sums = objective.metrics(batch, logprobs, entropy).sums
     assert sums["train/loss"].item() == whole.sum().item()
+    log_ratio = (known[3] - logprobs)[mask].double()
+    token_mean = (log_ratio.exp() - 1 - log_ratio).clamp(max=10).sum().item() / 40
+    assert sums["train/kl_penalty"].item() == pytest.approx(token_mean, rel=1e-5)
 
 
 def test_entropy_coefficient_raises_entropy(tmp_path: Path, warm_weights: Path, group: None) -> None:

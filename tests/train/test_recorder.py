@@ -1,5 +1,6 @@
 """What environment.json says about precision."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from abrun import store
+from abrun.backends.ranks import make_ranks
 from abrun.train.recorder import Recorder
 from tests.train.runs import make_run, run_config
 
@@ -44,5 +46,7 @@ def test_float32_products_are_as_torch_is_set_for_the_device(
 def precision(directory: Path, *overrides: str, device: str = "cpu") -> dict[str, Any]:
     config = run_config(*overrides)
     run = make_run(directory / "run", config)
-    Recorder(run, config, {}).environment(config, torch.device(device), [])
-    return store.read_json(run / "environment.json")["precision"]
+    here = store.RunDir(run)
+    ranks = replace(make_ranks(torch.device("cpu"), {}), device=torch.device(device))
+    Recorder(here.begin_attempt(), config, here.record()).environment(config, ranks, [])
+    return (here.environment() or {})["precision"]

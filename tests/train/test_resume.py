@@ -18,7 +18,6 @@ from tests.train.runs import (
     last_step,
     make_run,
     metric_values,
-    new_attempt,
     run_config,
     run_to_end,
 )
@@ -30,7 +29,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, warm_weights: Path) -> Path:
     directory = make_run(tmp_path_factory.mktemp("whole"), run_config(), initial_weights=warm_weights)
     run_to_end(directory)
     assert last_step(directory) == 12
-    values = store.read_metrics(directory)
+    values = store.RunDir(directory).metrics()
     assert values["train/grad_norm"].values.min() > 0 and len(set(values["train/reward"].values.tolist())) > 5
     return directory
 
@@ -45,7 +44,6 @@ def kill_during_step(directory: Path, step: int, delay_s: float) -> None:
     time.sleep(delay_s)
     trainer.send(signal.SIGKILL)
     assert trainer.wait() == -signal.SIGKILL
-    new_attempt(directory)
 
 
 def test_killed_twice_gives_the_same_metrics(tmp_path: Path, warm_weights: Path, whole: Path) -> None:
@@ -84,7 +82,6 @@ def test_killed_at_ten_random_moments_gives_the_same_metrics(tmp_path: Path, war
         if trainer.running:
             trainer.send(signal.SIGKILL)
         assert trainer.wait() in (0, -signal.SIGKILL), trainer.stderr
-        new_attempt(directory)
     run_to_end(directory)
     assert metric_values(directory) == metric_values(undisturbed), f"killed after {moments} s"
 
@@ -101,9 +98,8 @@ def test_sigterm_leaves_a_checkpoint_and_resumes(tmp_path: Path, warm_weights: P
     assert events(directory)[-2:] == ["checkpoint", "interrupted"]
     assert trainer.stderr.count("\n") == 1 and "--resume" in trainer.stderr
     assert not (directory / "result.json").exists()
-    new_attempt(directory)
     run_to_end(directory)
-    resumed = [row for row in store.read_lines(directory / "events.jsonl") if row["event"] == "resumed"]
+    resumed = [row for row in store.RunDir(directory).events() if row["event"] == "resumed"]
     assert [row["step"] for row in resumed] == [stopped_at]
     assert metric_values(directory) == metric_values(whole)
 
@@ -124,7 +120,7 @@ def test_a_superseded_attempt_stops_and_writes_nothing_more(tmp_path: Path, warm
     directory = make_run(tmp_path / "run", run_config("steps=500"), initial_weights=warm_weights)
     trainer = Trainer(directory)
     trainer.wait_for_step(2)
-    new_attempt(directory)
+    store.RunDir(directory).begin_attempt()
     before = {
         name: (directory / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl", "heartbeat.json")
     }
@@ -154,8 +150,8 @@ def test_two_ranks_under_torchrun_stop_on_sigterm_and_resume(tmp_path: Path, war
     assert agent.wait(timeout=120) != 0
     assert events(directory)[-1] == "interrupted"
     state = max((directory / "checkpoints").iterdir()) / "state.json"
-    assert json.loads(state.read_text()) == {"step": last_step(directory), "num_ranks": 2}
-    new_attempt(directory)
+    said = json.loads(state.read_text())
+    assert (said["step"], said["num_ranks"], len(said["files"])) == (last_step(directory), 2, 2)
     run_to_end(directory, ranks=2)
     # Not the memory of the first step: until its first backward, FSDP holds no reduce-scatter buffer.
     assert without_memory(directory) == without_memory(undisturbed)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from abrun.recipe import RunConfig
-from tests.train.runs import Trainer, events, make_run, metrics_by_step, new_attempt, run_config
+from abrun.recipe import OwnRunConfig
+from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 NOT_COMPARED = ("timing/", "performance/", "memory/", "time_s", "attempt")
 
 
-def gpu_config(*overrides: str, gpus: int = 1, arm: str = "baseline") -> RunConfig:
+def gpu_config(*overrides: str, gpus: int = 1, arm: str = "baseline") -> OwnRunConfig:
     return run_config("steps=3", f"cluster.gpus_per_node={gpus}", *overrides, arm=arm)
 
 
@@ -70,7 +70,6 @@ def test_killed_and_resumed(tmp_path: Path, warm_weights: Path) -> None:
     trainer.wait_for_step(5)
     trainer.send(signal.SIGKILL)
     assert trainer.wait() == -signal.SIGKILL
-    new_attempt(directory)
     trainer = Trainer(directory)
     assert trainer.wait(240) == 0, trainer.stderr
     rows = metrics_by_step(directory)

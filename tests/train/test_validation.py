@@ -3,12 +3,13 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from abrun import store
-from abrun.models import load_model
-from abrun.recipe import Model, RunConfig
+from abrun.models import load_network, load_text
+from abrun.recipe import Model, OwnRunConfig
 from abrun.tasks import hold_out
 from abrun.train.recorder import prompts_sha256
 from tests.train.runs import (
@@ -16,7 +17,6 @@ from tests.train.runs import (
     make_run,
     metric_values,
     metrics_by_step,
-    new_attempt,
     run_config,
     run_to_end,
     train_here,
@@ -26,12 +26,12 @@ LARGE = "task.max_operand=999999999"  # so large that training meets no held-out
 METRICS = {"accuracy", "avg_length", "truncation_rate"}
 
 
-def validated(*overrides: str, arm: str = "baseline") -> RunConfig:
+def validated(*overrides: str, arm: str = "baseline") -> OwnRunConfig:
     return run_config("validation={every: 2, num_prompts: 8}", "steps=5", *overrides, arm=arm)
 
 
 def rewards(directory: Path) -> dict[int, list[float]]:
-    return {step: row.rewards.tolist() for step, row in store.read_validation(directory).items()}
+    return {step: row.rewards.tolist() for step, row in store.RunDir(directory).validations().items()}
 
 
 def test_rows_and_files_say_the_same(tmp_path: Path, warm_weights: Path, group: None) -> None:
@@ -43,7 +43,7 @@ def test_rows_and_files_say_the_same(tmp_path: Path, warm_weights: Path, group: 
         assert has == (METRICS if step in (0, 2, 4, 5) else set())
         assert ("train/reward" in row) == (step > 0)
         assert ("timing/validation/total_s" in row) == bool(has)
-    found = store.read_validation(tmp_path / "run")
+    found = store.RunDir(tmp_path / "run").validations()
     assert list(found) == [0, 2, 4, 5]
     assert config.validation is not None
     prompts = [example.prompt for example in hold_out(config.task, config.validation)[1]]
@@ -61,18 +61,20 @@ def test_the_initial_policys_rewards_are_those_of_transformers_greedy_search(
 ) -> None:
     config = validated("steps=1", "rollout.temperature=1.3", "task.max_operand=6")
     rows = train_here(make_run(tmp_path / "run", config, initial_weights=warm_weights))
-    model = load_model(Model(path=str(warm_weights)), weights=None, seed=0)
+    model = Model(path=str(warm_weights))
+    text = load_text(model, weights=None)
+    network: Any = load_network(model, weights=None, seed=0)
     assert config.validation is not None
     expected, lengths, num_truncated = [], [], 0
     for example in hold_out(config.task, config.validation)[1]:
-        encoded = model.tokenizer(example.prompt, return_tensors="pt")
-        output = model.network.generate(**encoded, max_new_tokens=6, do_sample=False)[0]  # pyright: ignore
+        encoded = text.tokenizer(example.prompt, return_tensors="pt")
+        output = network.generate(**encoded, max_new_tokens=6, do_sample=False)[0]
         completion = output[encoded["input_ids"].shape[1] :].tolist()
-        text = model.tokenizer.decode(completion, skip_special_tokens=True)
-        expected.append(float(text == example.answer))
+        decoded = text.tokenizer.decode(completion, skip_special_tokens=True)
+        expected.append(float(decoded == example.answer))
         lengths.append(len(completion))
-        num_truncated += completion[-1] not in model.end_ids
-    found = store.read_validation(tmp_path / "run")[0]
+        num_truncated += completion[-1] not in text.end_ids
+    found = store.RunDir(tmp_path / "run").validations()[0]
     assert found.rewards.tolist() == expected and found.lengths.tolist() == lengths
     assert 0 < sum(expected) < 8, "the example should have right and wrong answers"
     assert rows[0]["validation/truncation_rate"] == num_truncated / 8
@@ -107,7 +109,7 @@ def test_arms_and_seeds_share_the_prompts_and_arms_the_draws(
         )
         directory = make_run(tmp_path / name, config.model_copy(update={"steps": 1}), seed=seed)
         train_here(directory)
-        first = store.read_validation(directory)[0]
+        first = store.RunDir(directory).validations()[0]
         digests.add(first.prompts_sha256)
         found[name] = first.lengths.tolist()
     assert len(digests) == 1
@@ -121,7 +123,7 @@ def test_sampled_validation_differs_by_seed_and_step(tmp_path: Path, warm_weight
         config = validated(*overrides, "rollout.max_new_tokens=30")
         directory = make_run(tmp_path / str(seed), config, seed=seed, initial_weights=warm_weights)
         train_here(directory)
-        lengths += [tuple(row.lengths.tolist()) for row in store.read_validation(directory).values()]
+        lengths += [tuple(row.lengths.tolist()) for row in store.RunDir(directory).validations().values()]
     assert len(set(lengths)) > 4
 
 
@@ -141,7 +143,7 @@ def test_ranks_change_nothing(temperature: float, tmp_path: Path, warm_weights: 
                 row.prompts_sha256,
                 rows[step]["validation/accuracy"],
             )
-            for step, row in store.read_validation(directory).items()
+            for step, row in store.RunDir(directory).validations().items()
         ]
     assert found[1] == found[2] and len(found[1]) == 2
 
@@ -154,7 +156,6 @@ def test_a_resumed_run_validates_as_one_that_never_stopped(tmp_path: Path, warm_
     trainer.wait_for_step(5)
     trainer.send(signal.SIGKILL)
     trainer.wait()
-    new_attempt(directory)
     run_to_end(directory)
     assert rewards(directory) == rewards(whole) and list(rewards(whole)) == [0, 2, 4, 6, 8, 9]
     assert metric_values(directory) == metric_values(whole)
@@ -172,7 +173,7 @@ def on_rank_one(prompt, completion, answer):
 """
 
 
-def with_verifier(folder: Path, function: str, *overrides: str) -> RunConfig:
+def with_verifier(folder: Path, function: str, *overrides: str) -> OwnRunConfig:
     (folder / "verifiers_of_a_test.py").write_text(VERIFIERS)
     path = folder / "problems.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "1"}) + "\n" for i in range(4)))
@@ -193,8 +194,8 @@ def test_truncated_completions_count_with_the_reward_of_their_text(tmp_path: Pat
 def test_a_verifier_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
     config = with_verifier(tmp_path, "on_rank_one", "cluster.cpu_ranks=2", "algorithm.prompts_per_step=2")
     # The order of the seed decides which rank has the prompt: take one that gives it to the second.
+    from abrun.seeds import derive
     from abrun.tasks.problems import read_problems
-    from abrun.train.seeds import derive
 
     problems = read_problems(config.task, config.task.path, "task.path")  # pyright: ignore
     seed = next(s for s in range(99) if problems.examples(derive(s, "data"), 0, 2)[1].prompt == "p1")
@@ -202,7 +203,7 @@ def test_a_verifier_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -
     trainer = Trainer(directory, ranks=2, path=tmp_path)
     assert trainer.wait() == 2
     assert [process.exitcode for process in trainer.processes] == [2, 2]
-    last = store.read_lines(directory / "events.jsonl")[-1]
+    last = store.RunDir(directory).events()[-1]
     assert last["event"] == "failed"
     assert "'verifiers_of_a_test:on_rank_one' raised ZeroDivisionError" in last["message"]
     assert f"{tmp_path / 'problems.jsonl'}, line 2;" in last["message"]

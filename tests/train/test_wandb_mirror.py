@@ -28,7 +28,7 @@ def train(directory: Path, env: dict[str, str], path: Path | None = None) -> lis
     trainer = Trainer(directory, env=clean | env, path=path)
     assert trainer.wait() == 0, trainer.stderr
     assert last_step(directory) == 2 and (directory / "result.json").exists()
-    rows = store.read_lines(directory / "events.jsonl")
+    rows = store.RunDir(directory).events()
     return [row["message"] for row in rows if row["event"] == "wandb"]
 
 

@@ -1,0 +1,237 @@
+"""The dtensor backend: FSDP2 (`fully_shard`) over the data-parallel ranks, on gloo or nccl.
+
+The log-prob kernel is called inside the root module's forward, so that FSDP's hooks see an ordinary forward
+and the head's weight is whole when the kernel needs it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from abrun.backends import B, Decoder, Objective
+from abrun.backends.dtensor.fsdp import ShardedParameters, shard, shard_layers
+from abrun.backends.dtensor.value_model import DtensorValueModel
+from abrun.backends.head import IGNORED, Head, check_available
+from abrun.backends.packing import Packing, enable_packing, hidden_states, microbatches, packing_of
+from abrun.backends.ranks import Ranks
+from abrun.kernels import TokenLoss
+from abrun.models import (
+    Facts,
+    check_decoding,
+    facts_of,
+    load_network,
+    persistent_buffers,
+    save_network,
+)
+from abrun.recipe import OwnRunConfig, Policy, Ppo
+from abrun.rl.batch import Sequences
+from abrun.rl.metrics import MetricParts, merge
+
+
+class PolicyModule(nn.Module):
+    """A causal language model whose forward ends in log-probs, or in a loss of them, not in logits."""
+
+    def __init__(self, network: nn.Module, facts: Facts, head: Head) -> None:
+        super().__init__()
+        self.network: Any = network
+        self._facts, self._head = facts, head
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [B, S] right-padded, or [1, S] packed
+        token_mask: Tensor,  # [B, S] bool: the tokens to judge
+        token_loss: TokenLoss | None = None,
+        packing: Packing | None = None,
+    ) -> tuple[Any, ...]:
+        """Log-probs and entropy [B, S], float32, 0 outside the mask.
+
+        With `token_loss`, first the sum of that loss [] over the B * (S - 1) tokens that have a log-prob, cut
+        into slices, and it alone has a gradient. A sequence's first token is never judged, so a packed
+        stream, one row, is judged like any other.
+        """
+        hidden = hidden_states(self._facts.base, token_ids, packing)
+        target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
+        *loss, logprobs, entropy = self._head.judge(
+            hidden[:, :-1], self._facts.head.weight, target, token_loss
+        )
+        return *loss, nn.functional.pad(logprobs, (1, 0)), nn.functional.pad(entropy, (1, 0))
+
+    def hidden_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
+        """The last hidden states, for a value head on this backbone: [B, S, H], or [1, T, H] packed."""
+        return hidden_states(self._facts.base, token_ids, packing)
+
+    def decode(
+        self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
+    ) -> tuple[Tensor, Any]:
+        """See abrun.backends.Decoder."""
+        output = self._facts.base(
+            input_ids=token_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = self._head.logits(output.last_hidden_state[:, -1], self._facts.head.weight)
+        return logits, output.past_key_values
+
+
+def make_backend(
+    config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
+) -> "DtensorBackend":
+    """See abrun.backends.make_backend."""
+    temperature, top_p = config.trained_distribution
+
+    def load() -> Any:
+        network = load_network(config.model, weights=weights, seed=seed)
+        if trainable and config.decodes:
+            check_decoding(network, facts_of(network))
+        return network
+
+    return DtensorBackend(
+        load, config.policy, ranks, temperature=temperature, top_p=top_p, trainable=trainable
+    )
+
+
+class DtensorBackend:
+    """See abrun.backends.Backend.
+
+    `load` makes a network with the run's initial weights, on the CPU and alike on every rank: the policy's,
+    and that of a value model with a backbone of its own. Log-probs are of the distribution that a sampler at
+    `temperature` and `top_p` draws from.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        policy: Policy,
+        ranks: Ranks,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        trainable: bool = True,
+    ) -> None:
+        check_available(policy.logprobs, ranks.device)
+        self.settings, self.ranks = policy, ranks
+        self._load = load
+        network = load()
+        if policy.packing:
+            enable_packing(network)
+        facts = facts_of(network)
+        head = Head(
+            policy.logprobs,
+            temperature=temperature,
+            top_p=top_p,
+            scale=facts.logit_scale,
+            softcap=facts.logit_softcap,
+        )
+        self.module = PolicyModule(network, facts, head).to(ranks.device)
+        self._hidden_size = facts.head.in_features
+        if policy.activation_checkpointing:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        shard_layers(facts.layers, ranks.weights, policy.dtype)
+        # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
+        shard(self.module, ranks.weights, policy.dtype, reshard_after_forward=None if trainable else True)
+        for method in ("hidden_states", "decode"):
+            register_fsdp_forward_method(self.module, method)
+        self.module.train()
+        self.module.requires_grad_(trainable)
+        self._parameters = ShardedParameters(
+            dict(self.module.named_parameters()), policy.optimizer if trainable else None
+        )
+
+    def logprobs(self, batch: Sequences) -> Tensor:
+        out = torch.zeros(batch.token_ids.shape, device=self.ranks.device)
+        start = 0
+        with torch.no_grad():
+            for microbatch in microbatches(batch, self.settings, self.ranks.data):
+                logprobs, _ = self._judged(microbatch, self._packing_of(microbatch))
+                out[start : start + len(microbatch), : logprobs.shape[1]] = logprobs
+                start += len(microbatch)
+        return out
+
+    def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
+        parts = []
+        for microbatch in microbatches(batch, self.settings, self.ranks.data):
+            loss, logprobs, entropy = self._forward(microbatch, objective)
+            loss.backward()
+            parts.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
+        return merge(parts)
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        return self._parameters.step(learning_rate)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._parameters.whole():
+            yield name.removeprefix("network."), weight
+        yield from persistent_buffers(self.module.network)
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[Decoder]:
+        """Weights are whole on every rank, and no collective runs inside."""
+        sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+        for part in sharded:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        self.module.eval()
+        try:
+            yield self.module.decode
+        finally:
+            self.module.train()
+            for part in sharded:
+                part.set_reshard_after_forward(part is not self.module, recurse=False)
+                part.reshard()
+
+    def save(self, directory: Path) -> None:
+        weights = {}
+        for name, weight in self.weights():
+            if self.ranks.is_first:
+                weights[name] = weight.cpu()
+        if self.ranks.is_first:
+            save_network(self.module.network, directory, weights.items())
+
+    def make_value_model(self, settings: Ppo, seed: int) -> DtensorValueModel:
+        backbone = self._load() if settings.value_backbone == "own" else self.module.hidden_states
+        return DtensorValueModel(settings, self.settings, self.ranks, backbone, self._hidden_size, seed=seed)
+
+    def local_state(self) -> dict[str, Tensor]:
+        return self._parameters.local_state()
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        self._parameters.load_local_state(state)
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        return self._parameters.resident_tensors()
+
+    def _forward(self, batch: B, objective: Objective[B]) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss [] to go back from, log-probs and entropy [B, S]."""
+
+        def losses(tokens: B, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            # FSDP averages gradients over its ranks, and the global loss is a sum over them: cancel it, once.
+            return objective.losses(tokens, logprobs, entropy) * self.ranks.weights.size()
+
+        packing = self._packing_of(batch)
+        if not self.settings.logprobs.one_pass:
+            logprobs, entropy = self._judged(batch, packing)
+            return losses(batch, logprobs, entropy).sum(), logprobs, entropy
+        tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
+        return self._judged(
+            batch, packing, lambda logprobs, entropy, part: losses(tokens[part], logprobs, entropy)
+        )
+
+    def _judged(
+        self, batch: Sequences, packing: Packing | None, token_loss: TokenLoss | None = None
+    ) -> tuple[Any, ...]:
+        """The policy's forward pass: rows [B, S] in and out, whatever stands between."""
+        if packing is None:
+            return self.module(batch.token_ids, batch.token_mask, token_loss)
+        token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
+        *loss, logprobs, entropy = self.module(token_ids, token_mask, token_loss, packing)
+        return *loss, packing.unpack(logprobs), packing.unpack(entropy)
+
+    def _packing_of(self, batch: Sequences) -> Packing | None:
+        return packing_of(batch.token_mask) if self.settings.packing else None

@@ -1,0 +1,105 @@
+"""Modules whose parameters are spread over all ranks (FSDP2), and their AdamW: of policy and critic alike.
+
+Master weights and optimizer state are float32; `dtype` is what the products compute in.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from abrun.recipe import Optimizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def shard(
+    module: nn.Module, mesh: DeviceMesh, dtype: str, *, reshard_after_forward: bool | None = None
+) -> None:
+    """Spread a module's parameters over the mesh, to be gathered for each of its forward passes."""
+    precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+
+
+def shard_layers(layers: nn.ModuleList, mesh: DeviceMesh, dtype: str) -> None:
+    """The decoder's repeated blocks: gathered and freed one by one."""
+    for layer in layers:
+        shard(layer, mesh, dtype)
+
+
+class ShardedParameters:
+    """The parameters of sharded modules with their optimizer; `optimizer` None: frozen."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer: Optimizer | None) -> None:
+        self._parameters: dict[str, Any] = parameters
+        self._settings = optimizer
+        self._optimizer = _adamw(parameters.values(), optimizer) if optimizer else None
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, step, zero the gradients. Returns the L2 norm of the global gradient before clipping."""
+        assert self._optimizer is not None and self._settings is not None
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See abrun.backends.Trained."""
+        state = {f"weights/{name}": _local(parameter) for name, parameter in self._parameters.items()}
+        if self._optimizer is not None:
+            for name, parameter in self._parameters.items():
+                # A parameter that has never had a gradient, as an expert that no token met, has none.
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    state[f"optimizer/{key}/{name}"] = _local(value)
+        return state
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        """See abrun.backends.Trained."""
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+            for name, parameter in self._parameters.items():
+                if f"optimizer/step/{name}" not in state:
+                    continue
+                self._optimizer.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),  # where the fused AdamW wants it
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        for name, tensor in self.local_state().items():
+            tensor.copy_(state[name])
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, whole, one after the other. Collective."""
+        for name, parameter in self._parameters.items():
+            yield name, parameter.full_tensor().detach()
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        """See abrun.backends.Trained."""
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        tensors = [*self._parameters.values(), *(tensor for state in states for tensor in state.values())]
+        return [_local(tensor) for tensor in tensors]
+
+
+def _adamw(parameters: Any, settings: Optimizer) -> torch.optim.AdamW:
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,142 @@
+"""PPO's value model on the dtensor backend: a scalar head on a backbone, its own or the policy's."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from abrun.backends import B, ValueObjective
+from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, shard, shard_layers
+from abrun.backends.packing import Packing, enable_packing, hidden_states, microbatches, packing_of
+from abrun.backends.ranks import Ranks
+from abrun.models import facts_of
+from abrun.recipe import Policy, Ppo
+from abrun.rl.batch import Sequences
+from abrun.rl.metrics import MetricParts, merge
+from abrun.rl.values import right_shifted
+
+HiddenStates = Callable[[Tensor, Packing | None], Tensor]
+
+
+class Backbone(nn.Module):
+    """A language model without its head."""
+
+    def __init__(self, base_model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = base_model
+
+    def forward(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
+        return hidden_states(self.base_model, token_ids, packing)
+
+
+class ValueHead(nn.Linear):
+    """A number for each hidden state."""
+
+    def forward(self, input: Tensor) -> Tensor:  # [..., H] -> [...]
+        return input @ self.weight[0] + self.bias
+
+
+class DtensorValueModel:
+    """See abrun.backends.ValueModel.
+
+    `backbone`: a network of its own, or what gives the policy's hidden states, on which the head then stands.
+    """
+
+    def __init__(
+        self,
+        settings: Ppo,
+        policy: Policy,
+        ranks: Ranks,
+        backbone: nn.Module | HiddenStates,
+        hidden_size: int,
+        *,
+        seed: int,
+    ) -> None:
+        self._settings, self._policy, self._ranks = settings, policy, ranks
+        self._coefficient = 1.0
+        # In float32 unless the recipe wants to see what bfloat16 masters and moments lose: they truncate.
+        self.head = _head(hidden_size, seed).to(ranks.device, DTYPES[settings.value_head_dtype])
+        # Gathered in its own dtype, whatever the backbone's products compute in.
+        shard(self.head, ranks.weights, settings.value_head_dtype)
+        trained = {f"head.{name}": parameter for name, parameter in self.head.named_parameters()}
+        if isinstance(backbone, nn.Module):
+            self._hidden_states = self._sharded(backbone)
+            trained |= dict(self._hidden_states.named_parameters())
+        else:
+            self._hidden_states = backbone
+            self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
+        self._parameters = ShardedParameters(trained, settings.value_optimizer)
+
+    def values(self, batch: Sequences) -> Tensor:
+        out = torch.zeros(batch.token_ids.shape, device=self._ranks.device)
+        start = 0
+        with torch.no_grad():
+            for microbatch in self._microbatches(batch):
+                values = self._values(microbatch)
+                out[start : start + len(microbatch), : values.shape[1]] = values
+                start += len(microbatch)
+        return out
+
+    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
+        parts = []
+        for microbatch in self._microbatches(batch):
+            values = self._values(microbatch)
+            # FSDP averages gradients over its ranks, and the global loss is a sum over them.
+            loss = objective.losses(microbatch, values).sum() * self._ranks.weights.size()
+            loss.backward()
+            parts.append(objective.metrics(microbatch, values.detach()))
+        return merge(parts)
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        return self._parameters.step(learning_rate)
+
+    def local_state(self) -> dict[str, Tensor]:
+        return self._parameters.local_state()
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        self._parameters.load_local_state(state)
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        return self._parameters.resident_tensors()
+
+    def _microbatches(self, batch: B) -> Iterator[B]:
+        return microbatches(batch, self._policy, self._ranks.data)
+
+    def _values(self, batch: Sequences) -> Tensor:
+        """Values [B, S] float32: rows in and out, shifted as rows, so that no sequence sees another's."""
+        packing = packing_of(batch.token_mask) if self._policy.packing else None
+        token_ids = packing.pack(batch.token_ids) if packing else batch.token_ids
+        values = self.head(self._backbone_states(token_ids, packing)).float()
+        values = packing.unpack(values) if packing else values
+        return right_shifted(values) if self._settings.right_shift else values
+
+    def _backbone_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
+        if self._coefficient == 0:
+            with torch.no_grad():
+                return self._hidden_states(token_ids, packing)
+        hidden = self._hidden_states(token_ids, packing)
+        if hidden.requires_grad and self._coefficient != 1:
+            hidden.register_hook(lambda gradient: gradient * self._coefficient)
+        return hidden
+
+    def _sharded(self, network: Any) -> Backbone:
+        if self._policy.packing:
+            enable_packing(network)
+        if self._policy.activation_checkpointing:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        facts = facts_of(network)
+        module = Backbone(facts.base).to(self._ranks.device)
+        shard_layers(facts.layers, self._ranks.weights, self._policy.dtype)
+        shard(module, self._ranks.weights, self._policy.dtype)
+        return module.train()
+
+
+def _head(hidden_size: int, seed: int) -> ValueHead:
+    """Weights of standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), alike on every rank."""
+    head = ValueHead(hidden_size, 1)
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(head.weight, std=1 / math.sqrt(hidden_size + 1), generator=generator)
+    nn.init.zeros_(head.bias)
+    return head

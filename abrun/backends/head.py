@@ -1,0 +1,83 @@
+"""The end of a policy: from hidden states and the LM head's weight to log-probs, a loss of them, or logits.
+
+Letters: T tokens in any shape, H hidden states, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from abrun.errors import RecipeError
+from abrun.kernels import (
+    DEFAULT_MEMORY_BUDGET_BYTES,
+    TokenLoss,
+    linear_logprobs,
+    linear_policy_loss,
+)
+from abrun.recipe import Logprobs
+from abrun.rl.sampling import filtered_logprobs
+
+IGNORED = -100
+
+
+class Head:
+    """Of one policy: its own scale and soft cap, and what the recipe wants of it.
+
+    Log-probs are those of the distribution that a sampler at `temperature` and `top_p` draws from.
+    """
+
+    def __init__(
+        self,
+        logprobs: Logprobs,
+        *,
+        temperature: float,
+        top_p: float,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        self._temperature, self._top_p, self._scale, self._softcap = temperature, top_p, scale, softcap
+        self._dtype = torch.float32 if logprobs.head_dtype == "float32" else None
+        self._chunk_size = logprobs.chunk_size
+        budget_mib = logprobs.memory_budget_mib
+        self._settings: dict[str, Any] = {
+            "impl": logprobs.impl,
+            "entropy": True,
+            "temperature": temperature,
+            "logit_scale": scale,
+            "logit_softcap": softcap,
+            "ignore_index": IGNORED,
+            "head_dtype": self._dtype,
+            "memory_budget_bytes": budget_mib * 2**20 if budget_mib else DEFAULT_MEMORY_BUDGET_BYTES,
+        }
+
+    def judge(
+        self,
+        hidden: Tensor,  # [..., H]
+        weight: Tensor,  # [V, H]
+        target: Tensor,  # [...] int64, IGNORED where nothing is asked
+        token_loss: TokenLoss | None = None,
+    ) -> tuple[Any, ...]:
+        """Log-probs and entropies [...] float32, 0 where ignored; with `token_loss` first the loss []."""
+        if token_loss is not None:
+            return linear_policy_loss(hidden, weight, target, token_loss, **self._settings)
+        if self._top_p < 1:
+            logits = self.logits(hidden, weight) / self._temperature
+            return filtered_logprobs(logits, target, top_p=self._top_p, ignore_index=IGNORED)
+        return linear_logprobs(hidden, weight, target, chunk_size=self._chunk_size, **self._settings)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [..., H], [V, H] -> [..., V] float32
+        """The network's own, which no temperature has touched."""
+        dtype = self._dtype or weight.dtype
+        logits = nn.functional.linear(hidden.to(dtype), weight.to(dtype)).float() * self._scale
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+
+def check_available(logprobs: Logprobs, device: torch.device) -> None:
+    """Raises RecipeError where the kernel cannot run, now rather than after the first rollouts."""
+    no_tokens = torch.empty(0, dtype=torch.int64, device=device)
+    hidden, weight = torch.empty(0, 1, device=device), torch.empty(1, 1, device=device)
+    try:
+        linear_logprobs(hidden, weight, no_tokens, impl=logprobs.impl)
+    except ValueError as error:
+        raise RecipeError(f"policy.logprobs.{error}") from None

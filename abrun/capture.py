@@ -1,0 +1,61 @@
+"""What this process and those below it print, kept in a file of bounded size: its head and its tail."""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def capped(log: Path, most_bytes: int) -> Iterator[None]:
+    """Where stdout goes into `log`, it and stderr go there through this process, which cuts out the middle.
+
+    Elsewhere, as on a terminal, nothing changes. A disk that is full loses lines, but blocks nobody.
+    """
+    if not _prints_into(log):
+        yield
+        return
+    reading, writing = os.pipe()
+    printed = os.dup(1), os.dup(2)
+    pump = threading.Thread(target=_pump, args=(reading, log, most_bytes), daemon=True)
+    pump.start()
+    _redirect(writing, writing)
+    os.close(writing)
+    try:
+        yield
+    finally:
+        _redirect(*printed)  # the last ends of the pipe here: the pump ends when those below have ended
+        pump.join(timeout=5)
+        for number in printed:
+            os.close(number)
+
+
+def _prints_into(log: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(1), log.stat())
+    except OSError:
+        return False
+
+
+def _redirect(stdout: int, stderr: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+
+
+def _pump(reading: int, log: Path, most_bytes: int) -> None:
+    head, num_cut = 0, 0
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        while content := pipe.read(1 << 16):
+            with contextlib.suppress(OSError), log.open("r+b", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END) + file.write(content)
+                if size > most_bytes:
+                    head = head or os.pread(file.fileno(), most_bytes // 4, 0).rfind(b"\n") + 1
+                    tail = os.pread(file.fileno(), most_bytes // 2, size - most_bytes // 2)
+                    num_cut += size - head - len(tail)
+                    file.seek(head)
+                    file.write(f"[abrun: {num_cut} bytes cut here]\n".encode() + tail)
+                    file.truncate()

@@ -1,0 +1,274 @@
+"""Guards, the one-sided limits a treatment must keep, and savings: ratios, never equivalence claims."""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.equivalence import t_interval
+from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, phase_of
+from abrun.recipe import Guards
+from abrun.series import Array, Series
+
+# "baseline too": the treatment breaks a limit that the baseline breaks as well. It is not the cause, so this
+# is no mismatch; but nothing measured on such a run supports a match either.
+GuardResult = Literal["pass", "fail", "baseline too", "not recorded"]
+Window = tuple[str, tuple[int, int]]  # a metric, first and last step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """One limit and how the treatment stands to it."""
+
+    arm: str
+    guard: str
+    limit: float | None
+    value: float | None
+    result: GuardResult
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What the treatment costs relative to the baseline: geometric mean of paired ratios."""
+
+    arm: str
+    quantity: str
+    num_pairs: int
+    baseline: float  # geometric mean, in the metric's own unit
+    treatment: float
+    ratio: float
+    ci95: tuple[float, float] | None  # Student's t on log ratios; None for one pair
+
+
+def check_guards(
+    arm: str,
+    pairs: Sequence[Pair],
+    limits: Guards,
+    savings: Sequence[Saving],
+    windows: Sequence[Window] = (),
+) -> list[Guard]:
+    """Every guard of verdict.md's rule 5, over all steps: a limit broken early is broken.
+
+    `windows` are those of the claims, where nothing excuses a value that is not a number.
+    """
+    return [
+        _finished(arm, pairs),
+        _finite(arm, pairs, windows),
+        *_token_mult_prob_error(arm, pairs, limits),
+        *_ratio(arm, "step_time_ratio", "step time", limits.step_time_ratio, savings),
+        *_ratio(arm, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings),
+    ]
+
+
+def measure_savings(arm: str, pairs: Sequence[Pair]) -> list[Saving]:
+    """Step time (each run's median step) and peak memory (each run's largest), overall and by phase."""
+    pairs = [pair for pair in pairs if pair.finished]
+    quantities: dict[str, list[tuple[float, float]]] = {}
+    if pairs and all(STEP_TIME in run.metrics for pair in pairs for run in (pair.baseline, pair.treatment)):
+        quantities["step time"] = [(_median_step(p.baseline), _median_step(p.treatment)) for p in pairs]
+    runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
+    counter = shared_peak_counter(runs)
+    if counter:
+        quantities["peak memory"] = [
+            (peak_memory(p.baseline, counter), peak_memory(p.treatment, counter)) for p in pairs
+        ]
+        for metric in shared_memory_metrics(runs, counter):
+            quantities[f"peak memory, {metric.split('/')[1]}"] = [
+                (largest(p.baseline, metric), largest(p.treatment, metric)) for p in pairs
+            ]
+    savings = (_saving(arm, quantity, np.array(values)) for quantity, values in quantities.items())
+    return [saving for saving in savings if saving]
+
+
+def shared_peak_counter(runs: Sequence[RecordedRun]) -> str | None:
+    """Which peak counter every run recorded: allocator peaks are never set against live tensors."""
+    return next((c for c in PEAK_MEMORY if runs and all(_memory_metrics(run, c) for run in runs)), None)
+
+
+def peak_memory(run: RecordedRun, counter: str) -> float:
+    return float(np.max([largest(run, metric) for metric in _memory_metrics(run, counter)]))
+
+
+def _memory_metrics(run: RecordedRun, counter: str) -> list[str]:
+    return [metric for metric in run.metrics if phase_of(metric, counter) is not None]
+
+
+def shared_memory_metrics(runs: Sequence[RecordedRun], counter: str) -> list[str]:
+    return [m for m in _memory_metrics(runs[0], counter) if all(m in run.metrics for run in runs)]
+
+
+def largest(run: RecordedRun, metric: str) -> float:
+    return float(run.series(metric).values.max())  # NaN stays NaN
+
+
+def _median_step(run: RecordedRun) -> float:
+    return float(np.median(run.series(STEP_TIME).values))
+
+
+def _saving(arm: str, quantity: str, values: Array) -> Saving | None:  # values: [P, 2]
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        return None
+    logs = np.log(values)
+    ratios = logs[:, 1] - logs[:, 0]
+    low_high = np.exp(t_interval(ratios, 0.95)) if len(ratios) > 1 else None
+    return Saving(
+        arm=arm,
+        quantity=quantity,
+        num_pairs=len(ratios),
+        baseline=float(np.exp(logs[:, 0].mean())),
+        treatment=float(np.exp(logs[:, 1].mean())),
+        ratio=float(np.exp(ratios.mean())),
+        ci95=None if low_high is None else (float(low_high[0]), float(low_high[1])),
+    )
+
+
+def _finished(arm: str, pairs: Sequence[Pair]) -> Guard:
+    """A treatment that failed where its baseline finished is data, not a gap in the data."""
+    tried = [pair for pair in pairs if pair.baseline.finished]
+    failed = [pair.treatment for pair in tried if pair.treatment.status == "failed"]
+    text = f"every {arm} run finished where its baseline did"
+    result: GuardResult = "fail" if failed else "pass"
+    if not tried:
+        result, text = "not recorded", "no baseline run finished"
+    elif not any(pair.treatment.finished or pair.treatment.status == "failed" for pair in tried):
+        result, text = "not recorded", f"no {arm} run has ended"
+    elif not failed and any(pair.treatment.status == "unknown" for pair in tried):
+        result, text = "not recorded", "the runs do not say whether they finished"
+    if failed:
+        first = failed[0]
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        text = (
+            f"{first} failed at step {_last_step(first)} where its baseline finished "
+            f"({first.failure}){more}; if the machine was at fault, launch with --resume"
+        )
+    return Guard(
+        arm=arm,
+        guard="finished",
+        limit=0,
+        value=None if result == "not recorded" else len(failed),
+        result=result,
+        text=text,
+    )
+
+
+def _last_step(run: RecordedRun) -> int:
+    return int(run.steps[-1]) if len(run.steps) else 0
+
+
+def _finite(arm: str, pairs: Sequence[Pair], windows: Sequence[Window]) -> Guard:
+    """No NaN or Inf in a metric of which the same seed's baseline has none, and none in a claim's window."""
+    tried = [pair for pair in pairs if pair.baseline.finished]
+    found = [finding for pair in tried for finding in _new_non_finite(pair, windows)]
+    seen = any(pair.treatment.metrics for pair in tried)
+    result: GuardResult = "fail" if found else "pass" if seen else "not recorded"
+    text = "no NaN or Inf that the baseline does not have" if seen else f"no {arm} run has recorded anything"
+    if not tried:
+        text = "no baseline run finished"
+    if found:
+        text = found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+    value = len(found) if seen else None
+    return Guard(arm=arm, guard="finite", limit=0, value=value, result=result, text=text)
+
+
+def _new_non_finite(pair: Pair, windows: Sequence[Window]) -> Iterator[str]:
+    run = pair.treatment
+    for metric in run.metrics:
+        step = run.first_non_finite(metric)
+        if step is None:
+            continue
+        repeats = [one.series(metric).values for one in (pair.baseline, *pair.reruns)]
+        if all(np.isfinite(values).all() for values in repeats):
+            value = run.series(metric).at(step)
+            yield f"{metric} is {value} in {run} from step {step}, and finite in its baseline"
+            continue
+        since = _stays_non_finite(run.series(metric), repeats)
+        if since is not None:
+            value = run.series(metric).at(since)
+            yield f"{metric} is {value} in {run} from step {since} to the end, and not in its baseline"
+            continue
+        claimed = (run.first_non_finite(metric, *bounds) for of, bounds in windows if of == metric)
+        inside = next((step for step in claimed if step is not None), None)
+        if inside is not None:
+            value = run.series(metric).at(inside)
+            yield f"{metric} is {value} in {run} at step {inside}, inside the window of its claim"
+
+
+def _stays_non_finite(series: Series, repeats: Sequence[Array]) -> int | None:
+    """The step from which a metric stays NaN or infinite, where that is no chance.
+
+    Its baseline and their reruns end finite, and none has half as many such values altogether: of a metric
+    that is NaN now and then in any arm, some run's last steps are as well.
+    """
+    finite = np.flatnonzero(np.isfinite(series.values))
+    start = int(finite[-1]) + 1 if len(finite) else 0
+    at_end = len(series) - start
+    broken = [~np.isfinite(values) for values in repeats]
+    if at_end > 2 * max(int(of.sum()) for of in broken) and not any(of[-1:].any() for of in broken):
+        return int(series.steps[start])
+    return None
+
+
+def _token_mult_prob_error(arm: str, pairs: Sequence[Pair], limits: Guards) -> Iterator[Guard]:
+    """Trainer and engine agree on log-probs: the worst run's median, and the share of steps above it."""
+    limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
+    pairs = [pair for pair in pairs if pair.baseline.finished]
+    treatment = _finite_errors([pair.treatment for pair in pairs])
+    baseline = _finite_errors([pair.baseline for pair in pairs])
+    medians = [max((float(np.median(run)) for run in runs), default=None) for runs in (treatment, baseline)]
+    yield _error_guard(arm, "median", "the worst run's median", limit, medians, operator.ge)
+    shares = [
+        float(np.mean(np.concatenate(runs) > limit)) if runs else None for runs in (treatment, baseline)
+    ]
+    yield _error_guard(arm, "share", f"the share of steps above {limit:g}", share, shares, operator.gt)
+
+
+def _finite_errors(runs: Sequence[RecordedRun]) -> list[Array]:
+    """One array a run that recorded any; NaN has a guard of its own."""
+    values = [run.series(TOKEN_MULT_PROB_ERROR).values for run in runs]
+    finite = [one[np.isfinite(one)] for one in values]
+    return [one for one in finite if len(one)]
+
+
+def _error_guard(
+    arm: str,
+    kind: str,
+    what: str,
+    limit: float,
+    values: Sequence[float | None],  # the treatment's and the baseline's
+    breaks: Callable[[float, float], bool],
+) -> Guard:
+    value, of_baseline = values
+    result: GuardResult = "not recorded"
+    text = f"{TOKEN_MULT_PROB_ERROR} is not recorded"
+    if value is not None:
+        result = "fail" if breaks(value, limit) else "pass"
+        text = f"{TOKEN_MULT_PROB_ERROR}: {what} is {value:.4g} (limit {limit:g})"
+        if result == "fail" and of_baseline is not None and breaks(of_baseline, limit):
+            result, text = "baseline too", f"{text}, and {of_baseline:.4g} in the baseline"
+    name = f"token_mult_prob_error_{kind}"
+    return Guard(arm=arm, guard=name, limit=limit, value=value, result=result, text=text)
+
+
+def _ratio(
+    arm: str, guard: str, quantity: str, limit: float | None, savings: Sequence[Saving]
+) -> Iterator[Guard]:
+    if limit is None:
+        return
+    saving = next((saving for saving in savings if saving.quantity == quantity), None)
+    if saving is None:
+        yield Guard(
+            arm=arm,
+            guard=guard,
+            limit=limit,
+            value=None,
+            result="not recorded",
+            text=f"{quantity}: no finished pair recorded it",
+        )
+        return
+    result: GuardResult = "fail" if saving.ratio > limit else "pass"
+    text = f"{quantity}: treatment / baseline is {saving.ratio:.3g} (limit {limit:g})"
+    yield Guard(arm=arm, guard=guard, limit=limit, value=saving.ratio, result=result, text=text)

@@ -1,0 +1,54 @@
+"""A metric's values on the scale they are compared on, and the summary of a window."""
+
+import numpy as np
+
+from abrun.errors import ComparisonError
+from abrun.metric_names import Transform, default_reduction
+from abrun.series import Array
+
+EXCESS_OFFSET = 1e-6  # keeps log(x - 1) finite where trainer and engine agree exactly
+
+
+def transformed(values: Array, transform: Transform, metric: str) -> Array:
+    """`values` on the scale they are compared on. Raises ComparisonError outside the transform's domain."""
+    if transform == "identity":
+        return values
+    problem = outside_domain(values, transform)
+    if problem:
+        raise ComparisonError(f"{metric}: {problem}: declare `transform: identity` for this metric")
+    return np.log(_positive(values, transform))
+
+
+def outside_domain(values: Array, transform: Transform) -> str | None:
+    """Which value a transform cannot take; None: it takes them all. (NaN is a matter of its own.)"""
+    outside = values[_positive(values, transform) <= 0] if transform != "identity" else values[:0]
+    if not outside.size:
+        return None
+    allowed = "at least 1" if transform == "log_excess" else "above 0"
+    return f"transform {transform!r} got the value {outside.flat[0]:.6g}; it takes values {allowed}"
+
+
+def comparable(values: Array, transform: Transform) -> Array:
+    """`values` for drawing: a gap (NaN) outside the transform's domain, and where nothing finite is."""
+    values = np.where(np.isfinite(values), values, np.nan)
+    if transform == "identity":
+        return values
+    positive = _positive(values, transform)
+    return np.log(np.where(positive > 0, positive, np.nan))
+
+
+def _positive(values: Array, transform: Transform) -> Array:
+    """What the logarithm is taken of."""
+    return values - 1 + EXCESS_OFFSET if transform == "log_excess" else values
+
+
+def reduced(values: Array, metric: str) -> Array:
+    """One number a row: the summary of a window's steps (last axis)."""
+    return np.median(values, axis=-1) if default_reduction(metric) == "median" else np.mean(values, axis=-1)
+
+
+def difference_unit(transform: Transform) -> str:
+    """How a difference of transformed values is read."""
+    return {"identity": "", "log": " (log ratio)", "log_excess": " (log ratio of the excess over 1)"}[
+        transform
+    ]

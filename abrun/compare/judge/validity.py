@@ -1,0 +1,332 @@
+"""INVALID comes first: what must hold before two arms are comparable at all (verdict.md, rule 3)."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from abrun.compare.judge.guards import shared_peak_counter
+from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, union
+from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, is_clock
+from abrun.recipe import Primary, dotted
+from abrun.series import Steps, window_bounds
+
+# What of environment.json must not differ between paired runs. Hosts may.
+ENVIRONMENT = {
+    "versions": "package versions differ",
+    "python": "the Python version differs",
+    "devices": "devices differ",
+    "prompts_sha256": "the prompt hash differs",
+}
+OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
+
+
+def invalid_reasons(
+    experiment: Experiment, arm: str, num_pairs: int, primaries: Sequence[Primary]
+) -> list[str]:
+    """One sentence for each thing that makes this arm and the baseline incomparable; empty: comparable.
+
+    Of the pairs, the first `num_pairs` must have ended. A treatment that failed where its baseline finished
+    is not among the reasons: that is a result (see guards).
+    """
+    pairs = experiment.pairs(arm)
+    reruns = [run for pair in pairs for run in pair.reruns]
+    needed = pairs[:num_pairs]
+    baselines = [run for pair in needed for run in (pair.baseline, *pair.reruns)]
+    finished = [
+        run for pair in needed for run in (pair.baseline, pair.treatment, *pair.reruns) if run.finished
+    ]
+    return [
+        *_unpaired(experiment, arm),
+        *_unfinished(baselines, [pair.treatment for pair in needed]),
+        *_mistaken([*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]),
+        *_copies([*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]),
+        *_config_differences(experiment, arm, pairs, reruns),
+        *_environment_differences(experiment, arm, pairs),
+        *_other_steps([run for run in finished if not run.thinned]),
+        *_other_windows(experiment, finished, primaries),
+        *_missing_metrics(experiment, finished, primaries),
+        *_baseline_not_a_number(experiment, needed, primaries),
+    ]
+
+
+def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
+    """What the arm differs in, dotted key -> [baseline's value, the arm's]: as declared, or else as found."""
+    if experiment.treatment_diff is not None:
+        return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
+    pairs = experiment.pairs(arm)
+    found = {
+        key: [values[0][0], values[0][1]]
+        for key, values in _config_values(pairs).items()
+        if _kind(values) == "treatment"
+    }
+    if experiment.regression:
+        for pair in pairs[:1]:
+            left, right = (dotted(_machine(run)) for run in (pair.baseline, pair.treatment))
+            found |= {
+                key: [left.get(key), right.get(key)]
+                for key in (*left, *(key for key in right if key not in left))
+                if left.get(key) != right.get(key)
+            }
+    return found
+
+
+def other_machine(experiment: Experiment, arm: str) -> bool:
+    """Whether a reference was measured with other versions or devices, so that not even step one repeats."""
+    return experiment.regression and any(
+        _machine(pair.baseline) != _machine(pair.treatment) for pair in experiment.pairs(arm)
+    )
+
+
+def _machine(run: RecordedRun) -> dict[str, Any]:
+    return {key: (run.environment or {}).get(key) for key in ENVIRONMENT if key != "prompts_sha256"}
+
+
+def coverage(pairs: Sequence[Pair]) -> dict[str, int]:
+    """How many steps the finished pairs share, of those that any of them has."""
+    finished = [run for pair in pairs if pair.finished for run in (pair.baseline, pair.treatment)]
+    everything = union(run.steps for run in finished)
+    shared = everything
+    for run in finished:
+        shared = np.intersect1d(shared, run.steps, assume_unique=True)
+    return {"shared_steps": len(shared), "all_steps": len(everything)}
+
+
+def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
+    baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
+    if not baseline.keys() & treatment.keys():
+        yield f"no seed is in both {experiment.baseline} ({_seeds(baseline)}) and {arm} ({_seeds(treatment)})"
+        return
+    for seed in sorted(baseline.keys() ^ treatment.keys()):
+        lacking = arm if seed in baseline else experiment.baseline
+        if experiment.regression and lacking == arm:
+            continue  # a later run may have fewer seeds than the reference
+        yield f"unpaired seed {seed}: {lacking} has no run of it; every seed needs both arms"
+
+
+def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[str]:
+    for run in [*baselines, *treatments]:
+        if run.status == "failed" and run in baselines:
+            yield (
+                f"{run} failed ({run.failure}): without its baseline a seed says nothing about "
+                "the treatment; mend the cause and launch with --resume"
+            )
+        elif run.status == "unreadable":
+            yield f"{run} cannot be read ({run.failure}): mend or remove what is damaged there"
+        elif not run.finished and run.status != "failed":
+            state = "its directory is missing" if run.status == "missing" else run.status
+            yield f"{run} is not finished ({state}): launch with --resume"
+
+
+def _mistaken(runs: Sequence[RecordedRun]) -> Iterator[str]:
+    for run in runs:
+        planned = {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun}
+        if run.status != "missing" and run.identity is not None and run.identity != planned:
+            states = ", ".join(f"{key} {value}" for key, value in run.identity.items())
+            yield f"{run}: its config.json is that of another run ({states}): run directories were exchanged"
+
+
+def _copies(runs: Sequence[RecordedRun]) -> Iterator[str]:
+    """Runs may repeat each other's numbers, but not their seconds. (A reference is a copy by intention.)"""
+    first_of: dict[bytes, RecordedRun] = {}
+    for run in runs:
+        timed = [series for metric, series in run.metrics.items() if is_clock(metric) and len(series)]
+        if run.thinned or not any(np.ptp(series.values) > 0 for series in timed):
+            continue
+        content = hashlib.sha256()
+        for metric in sorted(run.metrics):
+            series = run.metrics[metric]
+            content.update(metric.encode() + series.steps.tobytes() + series.values.tobytes())
+        original = first_of.setdefault(content.digest(), run)
+        if original is not run:
+            yield f"{run} is a copy of {original}: every number is the same, seconds included"
+
+
+def _config_differences(
+    experiment: Experiment, arm: str, pairs: Sequence[Pair], reruns: Sequence[RecordedRun]
+) -> Iterator[str]:
+    """Each run's resolved configuration against one baseline's: the declared treatment, and nothing else."""
+    if not pairs:
+        return
+    if experiment.treatment_diff is None:
+        yield from _undeclared_differences(pairs)
+        return
+    reference = next((pair.baseline for pair in pairs if pair.baseline.config), pairs[0].baseline)
+    declared = {key: values[1] for key, values in differences(experiment, arm).items()}
+    if any(key.split(".")[0] in ("model", "task", "warm_start") for key in declared):
+        declared["initial_weights"] = ...  # follows from such a treatment: any value
+    for run in [*(pair.baseline for pair in pairs), *reruns]:
+        yield from _differences(run, reference, {})
+    for pair in pairs:
+        yield from _differences(pair.treatment, reference, declared)
+
+
+def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[str]:
+    if run.status in ("missing", "unreadable") or reference.config is None:
+        return  # already said: not finished
+    if run.config is None:
+        yield f"{run}: config.json is missing: whether the treatment is all that differs is unknown"
+        return
+    for key in sorted({*run.config, *reference.config}):
+        got, expected = run.config.get(key), declared.get(key, reference.config.get(key))
+        if got != expected and expected is not ...:
+            if key in declared:
+                yield f"{run}: config {key} is {got!r}, not {expected!r} as the treatment declares"
+            else:
+                yield (
+                    f"{run}: config {key} is {got!r}, but {expected!r} in {reference}: "
+                    "outside the declared treatment"
+                )
+
+
+def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Where nothing was declared: keys that neither follow the arm, nor the seed, nor name the run."""
+    for key, values in _config_values(pairs).items():
+        if _kind(values) == "mixed":
+            shown = ", ".join(
+                f"{pair.baseline} {a!r} / {pair.treatment} {b!r}"
+                for pair, (a, b) in zip(pairs, values, strict=True)
+            )
+            yield f"config {key} differs within an arm, and not by seed: {shown[:300]}"
+
+
+def _config_values(pairs: Sequence[Pair]) -> dict[str, list[tuple[Any, Any]]]:
+    """Dotted key -> its value in both runs of every pair; nothing where a run's configuration is unknown."""
+    known = [(pair.baseline.config, pair.treatment.config) for pair in pairs]
+    keys = sorted({key for both in known for config in both for key in config or {}})
+    if any(config is None for both in known for config in both):
+        return {}
+    return {key: [((a or {}).get(key), (b or {}).get(key)) for a, b in known] for key in keys}
+
+
+def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatment", "run", "mixed"]:
+    """What a configuration key follows, from its values in both runs of every pair."""
+    if all(a == b for a, b in values):
+        return "same" if all(one == values[0] for one in values) else "seed"
+    if all(one == values[0] for one in values):
+        return "treatment"
+    flat = [repr(value) for both in values for value in both]
+    return "run" if len(set(flat)) == len(flat) else "mixed"
+
+
+def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[Pair]) -> Iterator[str]:
+    """Rule 3. Against a reference, other versions and devices are what is tested; with another trainer as the
+    treatment, other packages belong to it.
+    """
+    keys = dict(ENVIRONMENT)
+    if experiment.regression:
+        keys = {"prompts_sha256": ENVIRONMENT["prompts_sha256"]}
+    elif any(key in OTHER_TRAINER for key in differences(experiment, arm)):
+        keys = {"devices": ENVIRONMENT["devices"]}
+    for pair in pairs:
+        for run in (pair.treatment, *pair.reruns):
+            for one in (pair.baseline, run):
+                if (
+                    one.status == "finished"
+                    and one.environment is None
+                    and experiment.treatment_diff is not None
+                ):
+                    yield f"{one}: environment.json is missing: versions, devices and prompts are unknown"
+            if pair.baseline.environment is None or run.environment is None:
+                continue
+            for key, what in keys.items():
+                if experiment.treatment_diff is None and None in (
+                    pair.baseline.environment.get(key),
+                    run.environment.get(key),
+                ):
+                    continue  # a framework that does not say: among what was not tested
+                yield from _environment_difference(pair.baseline, run, key, what)
+
+
+def _environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, what: str) -> Iterator[str]:
+    assert baseline.environment is not None and run.environment is not None
+    left, right = baseline.environment.get(key), run.environment.get(key)
+    if left == right:
+        return
+    if isinstance(left, dict) and isinstance(right, dict):
+        names = sorted(name for name in {*left, *right} if left.get(name) != right.get(name))
+        shown = ", ".join(f"{name} {left.get(name)} against {right.get(name)}" for name in names[:3])
+        shown += f" and {len(names) - 3} more" if len(names) > 3 else ""
+    else:
+        shown = f"{_brief(left)} against {_brief(right)}"
+    yield f"{what} between {baseline} and {run}: {shown}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list):
+        names = sorted({str(item) for item in value})
+        return f"{len(value)} x {', '.join(names)}"
+    return str(value)[:16]
+
+
+def _other_steps(finished: Sequence[RecordedRun]) -> Iterator[str]:
+    everything = union(run.steps for run in finished)
+    for run in finished:
+        if len(run.steps) < len(everything):
+            lacking = np.setdiff1d(everything, run.steps)
+            yield (
+                f"step grids differ: {run} holds {len(run.steps)} of {len(everything)} steps "
+                f"({len(run.steps) / len(everything):.0%}; step {lacking[0]} is the first it lacks); "
+                "compared on shared steps only"
+            )
+
+
+def _other_windows(
+    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+) -> Iterator[str]:
+    """A reference holds every step of its claims' windows, and so must the later runs."""
+    grid = experiment.all_steps()
+    for primary in primaries if experiment.regression and len(grid) else ():
+        first, last = window_bounds(primary.window, grid, primary.metric)
+        held: dict[bool, Steps] = {}
+        for thinned in (True, False):
+            steps = union(run.series(primary.metric).steps for run in finished if run.thinned == thinned)
+            held[thinned] = steps[(first <= steps) & (steps <= last)]
+        if not np.array_equal(held[True], held[False]):
+            yield (
+                f"step grids differ: of steps {first}-{last} of {primary.metric} the reference holds "
+                f"{len(held[True])}, the later runs {len(held[False])}: train as long, and log as often"
+            )
+
+
+def _missing_metrics(
+    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+) -> Iterator[str]:
+    guards = experiment.compare.guards
+    needed = {primary.metric: "primary" for primary in primaries}
+    if guards.step_time_ratio is not None:
+        needed.setdefault(STEP_TIME, "guard")
+    if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):
+        needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not measuring
+    for metric, role in needed.items():
+        everything = union(run.series(metric).steps for run in finished)
+        for run in finished:
+            grid = run.series(metric).steps
+            if not len(grid):
+                yield f"missing metric: {run} did not record {metric} ({role})"
+            elif not (run.thinned or np.array_equal(grid, everything)):
+                lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
+                if len(lacking):
+                    yield f"missing metric: {run} did not record {metric} ({role}) at step {lacking[0]}"
+    if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
+        yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
+
+
+def _baseline_not_a_number(
+    experiment: Experiment, pairs: Sequence[Pair], primaries: Sequence[Primary]
+) -> Iterator[str]:
+    grid = experiment.all_steps()
+    if not len(grid):
+        return
+    for primary in primaries:
+        first, last = window_bounds(primary.window, grid, primary.metric)
+        for pair in pairs:
+            step = pair.baseline.first_non_finite(primary.metric, first, last)
+            if step is not None:
+                value = pair.baseline.series(primary.metric).at(step)
+                yield f"{pair.baseline}: {primary.metric} is {value} at step {step} in the baseline itself"
+
+
+def _seeds(runs: Mapping[int, RecordedRun]) -> str:
+    return f"seeds {', '.join(map(str, sorted(runs)))}" if runs else "no runs"

@@ -1,0 +1,334 @@
+"""From evidence to a verdict and the sentences that carry it (verdict.md, rules 6 and 9)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from abrun.compare.judge.claims import PrimaryResult, judge_primary, resolved_margin, with_holm
+from abrun.compare.judge.divergence import Divergence, divergence
+from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings
+from abrun.compare.judge.step_one import StepOne, shares_prompts, step_one
+from abrun.compare.judge.summaries import difference_unit
+from abrun.compare.judge.validity import coverage, differences, invalid_reasons, other_machine
+from abrun.compare.read.experiment import Experiment, Pair
+from abrun.equivalence import ALPHA
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.recipe import Primary
+
+Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
+EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
+_WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
+_SHOWN_FAULTS = 6  # of a kind of fault that every run may have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A verdict taken when that many pairs had ended, at its share of alpha."""
+
+    num_pairs: int
+    alpha: float
+    verdict: Verdict | None = None  # None: not taken yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmVerdict:
+    """One treatment against the baseline."""
+
+    arm: str
+    verdict: Verdict
+    reasons: list[str]
+    not_tested: list[str]
+    num_pairs: int  # finished pairs, of
+    num_planned_pairs: int
+    treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
+    coverage: dict[str, int]
+    step_one: list[StepOne]
+    divergence: list[Divergence]
+    primaries: list[PrimaryResult]
+    guards: list[Guard]
+    savings: list[Saving]
+    looks: list[Look]  # empty where none were declared: one verdict over all pairs
+
+
+def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdict]:
+    """Gather the evidence for every treatment and decide. Raises ComparisonError for a claim it cannot read.
+
+    With looks declared, the first that decides stands: each has alpha / number of looks, so that all of them
+    together err no more often than one verdict would (Bonferroni).
+    """
+    margins = [resolved_margin(primary, experiment.reference) for primary in primaries]
+    arms = experiment.treatments
+    planned = looks_of(experiment)
+    taken = [look for look in planned if all(_ended(experiment, arm, look) for arm in arms)] or planned[:1]
+    judged: dict[str, ArmVerdict] = {}
+    looks: dict[str, list[Look]] = {arm: [] for arm in arms}
+    for look in taken:
+        results = with_holm(
+            [
+                judge_primary(
+                    arm,
+                    experiment.pairs(arm)[: look.num_pairs],
+                    primary,
+                    margin,
+                    experiment.all_steps(),
+                    look.alpha,
+                )
+                for arm in arms
+                for primary, margin in zip(primaries, margins, strict=True)
+            ]
+        )
+        for arm in arms:
+            if not looks[arm] or looks[arm][-1].verdict == "INCONCLUSIVE":
+                of_arm = [result for result in results if result.arm == arm]
+                judged[arm] = judge_arm(experiment, arm, primaries, of_arm, look)
+                looks[arm].append(replace(look, verdict=judged[arm].verdict))
+    if not experiment.compare.looks:
+        return list(judged.values())
+    return [replace(one, looks=[*looks[arm], *planned[len(looks[arm]) :]]) for arm, one in judged.items()]
+
+
+def looks_of(experiment: Experiment) -> list[Look]:
+    """The declared looks; where there are none, one at all pairs."""
+    counts = experiment.compare.looks or [
+        max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
+    ]
+    return [Look(num_pairs=count, alpha=ALPHA / len(counts)) for count in counts]
+
+
+def _ended(experiment: Experiment, arm: str, look: Look) -> bool:
+    pairs = experiment.pairs(arm)[: look.num_pairs]
+    runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
+    return len(pairs) >= look.num_pairs and all(run.finished or run.status == "failed" for run in runs)
+
+
+def judge_arm(
+    experiment: Experiment,
+    arm: str,
+    primaries: Sequence[Primary],
+    results: Sequence[PrimaryResult],
+    look: Look,
+) -> ArmVerdict:
+    """One treatment's verdict at one look, from the results of its claims and everything beside them."""
+    pairs = experiment.pairs(arm)  # what broke after the look is no less broken
+    compare = experiment.compare
+    invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
+    savings = measure_savings(arm, pairs)
+    windows = [(result.metric, result.steps) for result in results if result.steps]
+    guards = check_guards(arm, pairs, compare.guards, savings, windows)
+    first_steps = step_one(arm, pairs, compare)
+    unread = step_one_unread(experiment, arm, first_steps)
+    first_steps = [] if unread else first_steps
+    diverged = divergence(arm, pairs, primaries)
+    verdict, reasons = decide(invalid, first_steps, guards, results, reads_step_one=unread is None)
+    if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
+        results = [replace(result, result="not tested") for result in results]
+    return ArmVerdict(
+        arm=arm,
+        verdict=verdict,
+        reasons=reasons,
+        not_tested=not_tested(experiment, pairs, primaries, diverged, unread),
+        num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
+        num_planned_pairs=len(pairs),
+        treatment_diff=differences(experiment, arm),
+        coverage=coverage(pairs),
+        step_one=first_steps,
+        divergence=diverged,
+        primaries=list(results),
+        guards=guards,
+        savings=savings,
+        looks=[],
+    )
+
+
+def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[StepOne]) -> str | None:
+    """Why step one says nothing about the treatment; None: it does."""
+    if not experiment.compare.step_one:
+        return "switched off (compare.step_one: false)"
+    if other_machine(experiment, arm):
+        return "the reference was made with other package versions or devices"
+    differing = [one for one in first_steps if not one.passes]
+    if not differing or shares_prompts(experiment.pairs(arm)):
+        return None
+    worst_one = max(differing, key=lambda one: one.deviation)
+    return (
+        f"{worst_one.metric} is {worst_one.baseline:.6g} in {experiment.baseline} and "
+        f"{worst_one.treatment:.6g} in {arm} at step {worst_one.step} (seed {worst_one.seed}), and nothing "
+        "says that the arms saw the same prompts (environment.json: prompts_sha256), so that this tells "
+        "nothing of the treatment; --no-step-one leaves it out"
+    )
+
+
+def not_tested(
+    experiment: Experiment,
+    pairs: Sequence[Pair],
+    primaries: Sequence[Primary],
+    diverged: Sequence[Divergence],
+    step_one_unread: str | None,
+) -> list[str]:
+    """What a reader might believe was looked at, and was not: one sentence each."""
+    both = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
+    runs = [run for run in both if run.status not in ("missing", "unreadable")]  # that is said
+    steps = experiment.all_steps()
+    others = len(experiment.metrics()) - len({primary.metric for primary in primaries})
+    unknown = {
+        "whether the runs finished": any(run.status == "unknown" for run in runs),
+        "resolved configurations": any(run.config is None for run in runs),
+        "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
+        "whether both arms saw the same prompts": any(
+            not (run.environment or {}).get("prompts_sha256") for run in runs
+        ),
+    }
+    no_error = all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs)
+    silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
+    sentences = [f"{', '.join(silent)}: the runs do not say"] if silent else []
+    if step_one_unread:
+        sentences.append(f"step one: {step_one_unread}")
+    if no_error:
+        sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
+    if any(one.noise_floor == "unknown" for one in diverged):
+        sentences.append("divergence against the noise floor: no A/A reruns (controls.aa_reruns)")
+    if primaries and others > 0:
+        sentences.append(f"{_count(others, 'other metric')}: recorded, without a claim")
+    if len(steps):
+        sentences.append(f"anything but this recipe, these seeds and steps {steps[0]}-{steps[-1]}")
+    return sentences
+
+
+def decide(
+    invalid: Sequence[str],
+    first_steps: Sequence[StepOne],
+    guards: Sequence[Guard],
+    primaries: Sequence[PrimaryResult],
+    *,
+    reads_step_one: bool = True,
+) -> tuple[Verdict, list[str]]:
+    """The verdict of one arm and why: invalid before mismatch before inconclusive before match."""
+    if invalid:
+        return "INVALID", _shortened(invalid)
+    crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
+    if reads_step_one and not first_steps and not crashed:
+        return "INVALID", [
+            "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms "
+            "at step 0 or 1, so step one cannot be read; map names with --alias, or say --no-step-one"
+        ]
+    wrong = [
+        *(_step_one_sentence(one) for one in first_steps if not one.passes),
+        *(f"guard {guard.guard} fails: {guard.text}" for guard in guards if guard.result == "fail"),
+        *(primary_sentence(one) for one in primaries if one.result == "different"),
+    ]
+    if wrong:
+        return "MISMATCH", wrong
+    open_questions = [
+        *(
+            f"guard {guard.guard}: {guard.text}: not the treatment's doing, and no ground for a match"
+            for guard in guards
+            if guard.result == "baseline too"
+        ),
+        *(primary_sentence(one) for one in primaries if one.result != "equivalent"),
+    ]
+    if not primaries:
+        open_questions.append(
+            "no primary metric is declared: step one and the guards pass, which does not show that the arms "
+            "converge alike; declare compare.primary with a margin"
+        )
+    if open_questions:
+        return "INCONCLUSIVE", open_questions
+    return "MATCH", [primary_sentence(one) for one in primaries]
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    return min(verdicts, key=_WORST_FIRST.index)
+
+
+def primary_sentence(result: PrimaryResult) -> str:
+    """One claim's outcome, in words that promise no more than was tested."""
+    unit = difference_unit(result.transform)
+    margin = f"{result.margin_text}{unit if result.margin_sigmas is None else ''}"
+    if result.problem and result.result != "different":
+        return f"{result.metric}: not tested over {result.window}: {result.problem}"
+    if result.mean_difference is None or result.interval is None or result.steps is None:
+        return (
+            f"{result.metric}: {_count(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
+            "at least two: only step one, the guards and the divergence were looked at"
+        )
+    where = f"{_count(result.num_pairs, 'pair')}, this recipe, steps {result.steps[0]}-{result.steps[1]}"
+    level = f"{100 * (1 - 2 * result.alpha):.3g} %"
+    interval = f"{level} interval [{result.interval[0]:.3g}, {result.interval[1]:.3g}]"
+    bound = f"certified bound {certified(result)}"
+    if result.result == "equivalent":
+        return (
+            f"{result.metric}: equivalent within {margin} at {100 * (1 - result.alpha):.3g} % confidence "
+            f"over {where} ({bound})"
+        )
+    if result.result == "different":
+        return (
+            f"{result.metric}: differs by {result.mean_difference:+.3g}{unit}, beyond {margin}, over {where} "
+            f"({interval}, Holm p = {result.p_difference_holm:.2g})"
+        )
+    correlation = "undefined" if result.pair_correlation is None else f"{result.pair_correlation:.2f}"
+    found = f"mean difference {result.mean_difference:+.3g}{unit}, {interval}, {bound} against {margin}"
+    spread = f"s_d {result.sd_difference:.3g}, pair correlation {correlation}"
+    if result.excludes_zero:
+        p = 1.0 if result.p_difference_holm is None else result.p_difference_holm
+        detected = "was detected" if p < result.alpha else "is likely"
+        return (
+            f"{result.metric}: a difference {detected} over {where} (Holm p = {p:.2g}), and whether it stays "
+            f"within the margin is open: {found}; {spread}, {_pairs_for_the_observed(result)}"
+        )
+    return (
+        f"{result.metric}: not decided over {where}: {found}; {spread}, "
+        f"power now {_percent(result.power_now)}, pairs needed for 80 % power {_pairs_needed(result)}"
+    )
+
+
+def _pairs_for_the_observed(result: PrimaryResult) -> str:
+    """What more pairs would bring if the true difference is the observed one."""
+    if result.margin_sigmas is not None:
+        return f"pairs needed for 80 % power {_pairs_needed(result)}"
+    assert result.margin is not None and result.mean_difference is not None
+    if abs(result.mean_difference) >= result.margin:
+        return "no number of pairs shows equivalence if the true difference is the observed one"
+    needed = _or_many(result.pairs_needed_observed)
+    return f"pairs needed for 80 % power {needed}, if the true difference is the observed one"
+
+
+def certified(result: PrimaryResult) -> str:
+    """The smallest margin that would have passed, in the margin's own unit."""
+    if result.margin_sigmas is not None and result.certified_sigmas is not None:
+        return f"{result.certified_sigmas:.3g} sigma"
+    return "-" if result.certified_bound is None else f"{result.certified_bound:.3g}"
+
+
+def _step_one_sentence(one: StepOne) -> str:
+    return (
+        f"step one: {one.metric} is {one.baseline:.6g} in the baseline and {one.treatment:.6g} in the "
+        f"treatment at step {one.step} (seed {one.seed}): relative deviation {one.deviation:.2g}, tolerance "
+        f"{one.tolerance:.2g} ({one.tolerance_from})"
+    )
+
+
+def _pairs_needed(result: PrimaryResult) -> str:
+    if result.pairs_needed_range is None:
+        return "unknown"
+    low, high = (_or_many(count) for count in result.pairs_needed_range)
+    return f"{_or_many(result.pairs_needed)} ({low} to {high}), if the arms are truly equal"
+
+
+def _or_many(count: int | None) -> str:
+    return "more than 1000" if count is None else str(count)
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{100 * share:.0f} %"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _shortened(sentences: Sequence[str]) -> list[str]:
+    """The first few; one mistake often shows in every run and every key."""
+    unique = list(Counter(sentences))
+    more = len(unique) - _SHOWN_FAULTS
+    return unique if more <= 0 else [*unique[:_SHOWN_FAULTS], f"and {more} more of this kind"]

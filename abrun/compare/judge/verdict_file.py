@@ -1,0 +1,127 @@
+"""What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.divergence import Divergence
+from abrun.compare.judge.guards import Guard, Saving
+from abrun.compare.judge.step_one import StepOne
+from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
+from abrun.compare.read.experiment import Experiment
+
+SCHEMA_VERSION = 2
+_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "savings")
+_ENVIRONMENT = ("python", "versions", "devices", "hosts", "precision")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmSection:
+    """What belongs to one treatment as a whole."""
+
+    verdict: Verdict
+    reasons: list[str]
+    not_tested: list[str]
+    num_pairs: int
+    num_planned_pairs: int
+    treatment_diff: dict[str, list[Any]]
+    coverage: dict[str, int]
+    looks: list[Look]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentOfRuns:
+    """Versions and devices, and the runs that had them."""
+
+    runs: list[str]
+    environment: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictFile:
+    """The verdict over all treatments, the worst of theirs, and all evidence; every entry names its arm."""
+
+    schema_version: int
+    experiment: str
+    baseline: str
+    verdict: Verdict
+    exit_code: int  # 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
+    reasons: list[str]
+    post_hoc: bool
+    num_pairs: int
+    primaries: list[PrimaryResult]
+    guards: list[Guard]
+    step_one: list[StepOne]
+    divergence: list[Divergence]
+    savings: list[Saving]
+    arms: dict[str, ArmSection]
+    not_tested: list[str]
+    notes: list[str]  # what reading the runs had to decide
+    environments: list[EnvironmentOfRuns]
+    reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
+
+
+def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: str | None) -> VerdictFile:
+    """`post_hoc` says why the comparison was not declared before the runs; None where it was."""
+    verdict = worst([arm.verdict for arm in arms])
+    reasons = [
+        f"{arm.arm}: {reason}" if len(arms) > 1 else reason
+        for arm in arms
+        if arm.verdict == verdict
+        for reason in arm.reasons
+    ]
+    return VerdictFile(
+        schema_version=SCHEMA_VERSION,
+        experiment=experiment.name,
+        baseline=experiment.baseline,
+        verdict=verdict,
+        exit_code=EXIT_CODES[verdict],
+        reasons=[*reasons, *([f"post hoc: {post_hoc}"] if post_hoc else [])],
+        post_hoc=post_hoc is not None,
+        num_pairs=min(arm.num_pairs for arm in arms),
+        **{key: [entry for arm in arms for entry in getattr(arm, key)] for key in _EVIDENCE},
+        arms={
+            arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})
+            for arm in arms
+        },
+        not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
+        notes=[f"{run}: {note}" for run in experiment.runs.values() for note in run.notes],
+        environments=_environments(experiment),
+        reference=experiment.reference.name if experiment.reference else None,
+    )
+
+
+def as_json(content: VerdictFile) -> dict[str, Any]:
+    return asdict(content)
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of `verdict.json`, as `verdict.schema.json` beside this module holds it."""
+    from pydantic import TypeAdapter
+
+    schema = _with_numbers_of_the_store(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
+    schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
+
+
+def _with_numbers_of_the_store(schema: Any) -> Any:
+    """JSON has no NaN and Inf: the store writes them as text."""
+    if isinstance(schema, list):
+        return [_with_numbers_of_the_store(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "number":
+        return {"$ref": "#/$defs/Number"}
+    return {key: _with_numbers_of_the_store(value) for key, value in schema.items()}
+
+
+def _environments(experiment: Experiment) -> list[EnvironmentOfRuns]:
+    distinct: dict[str, EnvironmentOfRuns] = {}
+    for run in experiment.runs.values():
+        environment = run.environment or {}
+        known = {key: environment[key] for key in _ENVIRONMENT if environment.get(key)}
+        if known:
+            one = distinct.setdefault(repr(known), EnvironmentOfRuns(runs=[], environment=known))
+            one.runs.append(str(run))
+    return list(distinct.values())

@@ -1,0 +1,1 @@
+"""Runs of any source, as one experiment: what is compared."""

@@ -1,0 +1,173 @@
+"""What is compared, whichever source it came from: runs as arrays, paired by seed."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from abrun.errors import ComparisonError
+from abrun.layout import RunName
+from abrun.recipe import Compare, Primary
+from abrun.series import NO_SERIES, Array, Series, Steps
+from abrun.store import Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedRun:
+    """One run as its source holds it."""
+
+    name: RunName
+    place: str  # where it was read, for people
+    # unknown: the source does not say whether it finished
+    status: Status | Literal["missing", "unreadable", "unknown"]
+    failure: str = ""  # how it ended, where it failed; why it cannot be read
+    identity: Mapping[str, Any] | None = (
+        None  # arm, seed, rerun as its own files state them; None: they do not
+    )
+    config: Mapping[str, Any] | None = None  # resolved, dotted; None: the source does not say
+    environment: Mapping[str, Any] | None = None  # versions, devices, prompts; None: the source does not say
+    metrics: Mapping[str, Series]
+    thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
+    notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
+
+    @property
+    def finished(self) -> bool:
+        return self.status in ("finished", "unknown")
+
+    @property
+    def steps(self) -> Steps:
+        """Every step at which anything was recorded."""
+        return union(one.steps for one in self.metrics.values())
+
+    def series(self, metric: str) -> Series:
+        """Empty where the metric was never recorded."""
+        return self.metrics.get(metric, NO_SERIES)
+
+    def first_non_finite(self, metric: str, first: int = 0, last: int | None = None) -> int | None:
+        """The first step, from `first` to `last`, at which a recorded metric is NaN or infinite."""
+        series = self.series(metric)
+        inside = (series.steps >= first) & ~np.isfinite(series.values)
+        if last is not None:
+            inside &= series.steps <= last
+        return int(series.steps[inside][0]) if inside.any() else None
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """The two runs of one seed, and that seed's same-seed repetitions of the baseline."""
+
+    seed: int
+    baseline: RecordedRun
+    treatment: RecordedRun
+    reruns: tuple[RecordedRun, ...]
+
+    @property
+    def finished(self) -> bool:
+        return self.baseline.finished and self.treatment.finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reference:
+    """A frozen ensemble: runs of one arm, and the comparison whose windows it holds in full."""
+
+    name: str
+    compare: Compare
+    runs: tuple[RecordedRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Experiment:
+    """Arms to compare, and what was declared about them before they ran, if anything was."""
+
+    name: str
+    arms: tuple[str, ...]  # the baseline first
+    compare: Compare
+    runs: Mapping[RunName, RecordedRun]
+    # Of an experiment that abrun launched; None: nothing was declared before the runs.
+    treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = (
+        None  # arm -> key -> [baseline's, arm's]
+    )
+    launched_compare_sha256: str | None = None
+    launched_pairs: int = 0
+    reference: Reference | None = None
+    regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
+
+    @property
+    def baseline(self) -> str:
+        return self.arms[0]
+
+    @property
+    def treatments(self) -> tuple[str, ...]:
+        return self.arms[1:]
+
+    def arm(self, arm: str) -> dict[int, RecordedRun]:
+        """The runs of an arm by seed, without A/A reruns."""
+        return {name.seed: run for name, run in self.runs.items() if name.arm == arm and not name.rerun}
+
+    def pairs(self, arm: str) -> list[Pair]:
+        """The seeds that both arms planned, in launch order."""
+        baselines, treatments = self.arm(self.baseline), self.arm(arm)
+        reruns = [run for run in self.runs.values() if run.name.rerun]
+        return [
+            Pair(
+                seed=seed,
+                baseline=baseline,
+                treatment=treatments[seed],
+                reruns=tuple(run for run in reruns if run.name.seed == seed),
+            )
+            for seed, baseline in baselines.items()
+            if seed in treatments
+        ]
+
+    def all_steps(self) -> Steps:
+        """Every step that any finished run reached, or any of the reference: what windows are read on."""
+        of = [run for run in self.runs.values() if run.finished and run.thinned == self.regression]
+        return union(run.steps for run in of)
+
+    def metrics(self) -> list[str]:
+        """Every metric that some run recorded, sorted."""
+        return sorted({metric for run in self.runs.values() for metric in run.metrics})
+
+
+def union(grids: Iterable[Steps]) -> Steps:
+    distinct = {id(grid): grid for grid in grids if len(grid)}  # the metrics of a run often share their steps
+    first, *others = distinct.values() or [np.empty(0, np.int64)]
+    differing = [grid for grid in others if not np.array_equal(grid, first)]
+    return np.unique(np.concatenate([first, *differing])) if differing else first
+
+
+def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
+    """The shared steps [S] of a metric and its values [R, S]: inner join, never interpolated."""
+    series = [run.series(metric) for run in runs]
+    if not series:
+        return NO_SERIES.steps, np.empty((0, 0))
+    shared = series[0].steps
+    for one in series[1:]:
+        if not np.array_equal(one.steps, shared):
+            shared = np.intersect1d(shared, one.steps, assume_unique=True)
+    rows = [
+        one.values if len(one) == len(shared) else one.values[np.searchsorted(one.steps, shared)]
+        for one in series
+    ]
+    return shared, np.array(rows).reshape(len(runs), len(shared))
+
+
+def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array]:
+    """Shared steps [S], baseline [P, S] and treatment [P, S] of a metric."""
+    steps, values = stack([pair.baseline for pair in pairs] + [pair.treatment for pair in pairs], metric)
+    return steps, values[: len(pairs)], values[len(pairs) :]
+
+
+def refuse_unknown_metrics(experiment: Experiment, primaries: Sequence[Primary]) -> None:
+    """Raises ComparisonError for a metric that no run recorded: given by hand, that is a typing error."""
+    known = experiment.metrics()
+    for primary in primaries:
+        if known and primary.metric not in known:
+            close = difflib.get_close_matches(primary.metric, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"recorded are: {', '.join(known)}"
+            raise ComparisonError(f"--primary: got metric {primary.metric!r}, which no run recorded; {hint}")

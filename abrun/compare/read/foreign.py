@@ -1,0 +1,212 @@
+"""Runs that other trainers made, as an experiment to compare."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from abrun.compare.read.experiment import Experiment, RecordedRun
+from abrun.errors import ComparisonError
+from abrun.layout import RunName
+from abrun.logs import Log, read_logs
+from abrun.logs.aliases import apply_to_all, parse
+from abrun.logs.log import listed, printable
+from abrun.logs.naming import name_runs, name_seeds, names_both, stem
+from abrun.recipe import BASELINE, Compare
+
+NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
+
+
+def load_foreign(
+    sources: Sequence[str],
+    *,
+    compare: Compare,
+    name: str | None = None,
+    pattern: str | None = None,
+    group: str | None = None,
+    baseline: str | None = None,
+    aliases: Sequence[str] = (),
+    step_column: str | None = None,
+    alone: bool = False,
+) -> Experiment:
+    """The runs of some sources, paired by seed.
+
+    Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
+    say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
+    else the first source's. `alone` lets one arm pass: a reference is its counterpart. Raises
+    ComparisonError or StoreError, one line, where that cannot be told.
+    """
+    renamed = parse(aliases)
+    named_sources = [_named_source(source) for source in sources]
+    logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
+    _refuse_twice(sources, logs_of)
+    names = _names(named_sources, logs_of, pattern)
+    logs = [log for logs in logs_of for log in logs]
+    metrics = apply_to_all([log.metrics for log in logs], renamed)
+    by_name = {run: replace(log, metrics=one) for run, log, one in zip(names, logs, metrics, strict=True)}
+    arms = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
+    _refuse_other_reruns(by_name, arms[0])
+    ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
+    return Experiment(
+        name=name or _experiment_name(named_sources, arms),
+        arms=arms,
+        compare=compare,
+        runs={run: _run(run, by_name[run]) for run in ordered},
+    )
+
+
+def _run(name: RunName, log: Log) -> RecordedRun:
+    identity = log.identity if log.identity == name else None  # else it was given another name by hand
+    return RecordedRun(
+        name=name,
+        place=log.place,
+        status=log.status,
+        failure=log.failure,
+        identity={"arm": identity.arm, "seed": identity.seed, "rerun": identity.rerun} if identity else None,
+        config=log.config,
+        environment=log.environment,
+        metrics=log.metrics,
+        notes=log.notes,
+    )
+
+
+# --- names ---
+
+
+def _named_source(source: str) -> tuple[str | None, str]:
+    named = re.fullmatch(NAMED_SOURCE, source, re.DOTALL)
+    if named and not Path(source).exists():
+        return printable(named[1]), named[2]
+    return None, source
+
+
+def _names(
+    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], pattern: str | None
+) -> list[RunName]:
+    """The run that each log is, in the order of the sources and their logs."""
+    logs = [log for logs in logs_of for log in logs]
+    if pattern is not None and names_both(pattern) and any(arm for arm, _ in sources):
+        raise ComparisonError(
+            f"--pattern: got {pattern!r} and sources with a name; allowed: one of them to say the arm; "
+            "leave out {arm} or the names"
+        )
+    by_runs = all(log.identity for log in logs) or (pattern is not None and names_both(pattern))
+    if len(sources) == 1 and sources[0][0] is None:
+        by_runs = True
+    if by_runs and not any(arm for arm, _ in sources):
+        return name_runs(logs, pattern)
+    unnamed_files = pattern is None and all(
+        arm is None and len(of) == 1 for (arm, _), of in zip(sources, logs_of, strict=True)
+    )
+    if unnamed_files:  # as `runs/*.csv` is: a run each
+        try:
+            return name_runs(_named_from_common_folder(sources, logs))
+        except ComparisonError:
+            pass  # an arm each
+    arms = [arm or _arm_of(source) for arm, source in sources]
+    twice = next(
+        (arm for arm in arms if arms.count(arm) > 1 and arms.count(arm) != _given(sources, arm)), None
+    )
+    if twice is not None:
+        both = [source for arm, (_, source) in zip(arms, sources, strict=True) if arm == twice]
+        raise ComparisonError(
+            f"sources: got {listed(both)}, which would all be the arm {twice!r}; "
+            f"name them, such as baseline={printable(both[0])}"
+        )
+    together: dict[str, list[Log]] = {}
+    for arm, of in zip(arms, logs_of, strict=True):
+        together.setdefault(arm, []).extend(of)
+    found = {
+        id(log): run
+        for arm, of in together.items()
+        for log, run in zip(of, name_seeds(of, arm, pattern), strict=True)
+    }
+    return [found[id(log)] for log in logs]
+
+
+def _named_from_common_folder(sources: Sequence[tuple[str | None, str]], logs: Sequence[Log]) -> list[Log]:
+    paths = [Path(source).resolve() for _, source in sources]
+    if not all(path.exists() for path in paths):
+        return list(logs)
+    common = Path(os.path.commonpath([path.parent for path in paths]))
+    return [
+        log if log.run_id else replace(log, name=printable(path.relative_to(common).as_posix()))
+        for path, log in zip(paths, logs, strict=True)
+    ]
+
+
+def _given(sources: Sequence[tuple[str | None, str]], arm: str) -> int:
+    return sum(given == arm for given, _ in sources)
+
+
+def _arm_of(source: str) -> str:
+    """The arm that a source without a name is: its folder or file, or the last part of a wandb path."""
+    path = (
+        source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
+    )
+    return printable(
+        stem(Path(path).resolve().name if Path(path).exists() else path.rstrip("/").split("/")[-1])
+    )
+
+
+def _arms(runs: Mapping[RunName, Log], baseline: str | None, several: bool, fewest: int) -> tuple[str, ...]:
+    """The arms, the baseline first."""
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    if len(arms) < fewest:
+        raise ComparisonError(
+            f"arms: got only {listed(arms)}, of {len(runs)} runs; a comparison needs two: add a source, "
+            "or say how arms are named, such as --pattern '{arm}-s{seed}'"
+        )
+    if baseline is not None:
+        if baseline not in arms:
+            raise ComparisonError(f"--baseline: got '{printable(baseline)}'; allowed: {listed(arms)}")
+        first = baseline
+    elif BASELINE in arms:
+        first = BASELINE
+    elif several or len(arms) == 1:
+        first = arms[0]
+    else:
+        raise ComparisonError(
+            f"--baseline: not given, and no arm is named 'baseline'; allowed: {listed(arms)}; say which"
+        )
+    return (first, *(arm for arm in arms if arm != first))
+
+
+def _refuse_twice(sources: Sequence[str], logs_of: Sequence[Sequence[Log]]) -> None:
+    """A run that two sources hold would be compared with itself."""
+    held: dict[tuple[object, str | None], tuple[int, str]] = {}
+    for number, (source, logs) in enumerate(zip(sources, logs_of, strict=True)):
+        for log in logs:
+            first, place = held.setdefault((_file_of(log.place), log.run_id), (number, log.place))
+            if (first, place) != (number, log.place):
+                both = f"got {listed([sources[first], source])}, which both hold {printable(log.place)}"
+                if first == number:
+                    both = f"{printable(place)} and {printable(log.place)} are one file"
+                raise ComparisonError(
+                    f"sources: {both}; a run compared with itself always agrees: give each arm its own runs"
+                )
+
+
+def _file_of(place: str) -> object:
+    """What stays the same under every name and link of a file."""
+    try:
+        status = os.stat(place)
+    except (OSError, ValueError):
+        return place
+    return status.st_dev, status.st_ino
+
+
+def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:
+    other = next((run for run in runs if run.rerun and run.arm != baseline), None)
+    if other is not None:
+        raise ComparisonError(
+            f"{other}: a same-seed rerun (-aa) of another arm than the baseline {baseline!r}; "
+            "only the baseline's show the noise floor: leave it out"
+        )
+
+
+def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:
+    """A name that can be a folder's."""
+    text = _arm_of(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "comparison"

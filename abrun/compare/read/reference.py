@@ -1,0 +1,202 @@
+"""Frozen reference ensembles: the runs of one arm as a small JSON file, to commit and to compare with later.
+
+A reference holds what a verdict reads: the claims with their margins, the windows of the claimed metrics in
+full, and some steps of the others, among them the first and the largest. It holds no hosts, no absolute
+paths, no environment variables.
+"""
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from abrun.compare.read.experiment import Experiment, RecordedRun, Reference, union
+from abrun.errors import ComparisonError, StoreError
+from abrun.metric_names import STEP_ONE, STEP_TIME, is_peak_memory
+from abrun.plan import RunName, compare_hash
+from abrun.recipe import Compare
+from abrun.recipe.refusals import shortened
+from abrun.series import Series, Steps, window_bounds
+from abrun.store import decode, encode, read_json, write_file
+
+ARM = "reference"
+_SCHEMA_VERSION = 1
+_KEPT_STEPS = 64  # of a metric without a claim, spread over the run
+_ENVIRONMENT = ("python", "versions", "devices", "prompts_sha256")
+_PRIVATE = ("wandb.", "trainer.env.", "initial_weights")
+
+
+def freeze(experiment: Experiment, arm: str, path: Path) -> None:
+    """Write the runs of an arm, with the claims of its experiment, as a reference file.
+
+    Raises ComparisonError where the arm is not there, has fewer than two finished runs or unfinished ones.
+    """
+    if arm not in experiment.arms:
+        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.arms)}")
+    runs = [run for name, run in experiment.runs.items() if name.arm == arm]
+    if len(experiment.arm(arm)) < 2:
+        raise ComparisonError(
+            f"{experiment.name}: arm {arm} has {len(experiment.arm(arm))} seed; a reference needs the spread "
+            "over at least two: launch more seeds"
+        )
+    for run in runs:
+        if not run.finished:
+            raise ComparisonError(f"{run} is not finished ({run.status}); a reference needs whole runs")
+    compare = experiment.compare.model_copy(update={"looks": [], "reference": None})
+    grid = union(run.steps for run in runs)
+    content = {
+        "schema_version": _SCHEMA_VERSION,
+        "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
+        "compare": compare.model_dump(mode="json", exclude_defaults=True),
+        "config": _common([_public(run.config or {}) for run in runs]),
+        "environment": _common([_environment(run) for run in runs]),
+    }
+    frozen = [
+        {
+            "seed": run.name.seed,
+            "rerun": run.name.rerun,
+            "config": _others(_public(run.config or {}), content["config"]),
+            "environment": _others(_environment(run), content["environment"]),
+            "metrics": _frozen_metrics(run, compare, grid),
+        }
+        for run in runs
+    ]
+    lines = [json.dumps(encode(one), allow_nan=False) for one in frozen]
+    head = json.dumps(encode(content), indent=1, allow_nan=False).removesuffix("\n}")
+    text = head + ',\n "runs": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+    try:
+        write_file(path, text.encode(), mode=0o666)
+    except StoreError as error:
+        reason = getattr(error.__cause__, "strerror", None) or str(error)
+        raise ComparisonError(f"--output: {path} cannot be written: {reason}; choose another file") from None
+
+
+def load_reference(path: Path) -> Reference:
+    """Raises ComparisonError where the file is none, or another version's."""
+    if not path.is_file():
+        raise ComparisonError(f"reference: got {str(path)!r}, no such file; abrun freeze makes one")
+    content = read_json(path)
+    if "recipe" in content:
+        raise ComparisonError(
+            f"{path}: got an experiment's own file; a reference is frozen from its runs: "
+            f"abrun freeze {shlex.quote(str(path.parent))} --output reference.json"
+        )
+    if content.get("schema_version") != _SCHEMA_VERSION or "runs" not in content:
+        raise ComparisonError(
+            f"{path}: got schema_version {shortened(content.get('schema_version'))}; a reference of version "
+            f"{_SCHEMA_VERSION} is expected: make it with abrun freeze"
+        )
+    try:
+        compare = Compare.model_validate(content["compare"])
+        runs = tuple(_thawed(row, content, path) for row in content["runs"])
+        return Reference(name=str(content["name"]), compare=compare, runs=runs)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ComparisonError(f"{path}: not a reference: {_line(error)}; make it with abrun freeze") from None
+
+
+def against_reference(experiment: Experiment, reference: Reference, arm: str) -> Experiment:
+    """One arm of an experiment as the treatment of a reference, with the reference's claims.
+
+    Configuration keys that the reference does not hold (paths, for instance) are not compared.
+    """
+    if arm not in experiment.arms:
+        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.arms)}")
+    known = {key for run in reference.runs for key in run.config or {}}
+    runs = {run.name: run for run in reference.runs}
+    for name, run in experiment.runs.items():
+        if name.arm == arm and not name.rerun:
+            config = {key: (run.config or {}).get(key) for key in known} if run.config else None
+            runs[name] = replace(run, config=config)
+    return Experiment(
+        name=f"{experiment.name} against {reference.name}",
+        arms=(ARM, arm),
+        compare=reference.compare,
+        launched_compare_sha256=compare_hash(reference.compare),  # declared when the reference was frozen
+        launched_pairs=len(reference.runs),
+        runs=runs,
+        reference=reference,
+        regression=True,
+    )
+
+
+def _frozen_metrics(run: RecordedRun, compare: Compare, grid: Steps) -> dict[str, Any]:
+    kept = [*(primary.metric for primary in compare.primary), *STEP_ONE, STEP_TIME]
+    kept += filter(is_peak_memory, run.metrics)
+    metrics = {}
+    for metric in dict.fromkeys(kept):
+        if metric in run.metrics:
+            series = _kept(run.series(metric), _full(metric, compare, grid))
+            metrics[metric] = {"steps": series.steps.tolist(), "values": series.values.tolist()}
+    return metrics
+
+
+def _full(metric: str, compare: Compare, grid: Steps) -> Sequence[tuple[int, int]]:
+    """The windows in which every step of a metric is kept."""
+    return [window_bounds(one.window, grid, metric) for one in compare.primary if one.metric == metric]
+
+
+def _kept(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
+    """Every step of the windows; elsewhere some, with the first, the largest and the first non-finite one."""
+    size = len(series)
+    keep = np.zeros(size, bool)
+    keep[np.linspace(0, size - 1, min(size, _KEPT_STEPS)).round().astype(int)] = True
+    keep[np.argmax(np.nan_to_num(series.values, nan=-np.inf))] = True
+    keep[np.flatnonzero(~np.isfinite(series.values))[:1]] = True
+    for first, last in windows:
+        keep |= (first <= series.steps) & (series.steps <= last)
+    return Series(series.steps[keep], series.values[keep])
+
+
+def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> RecordedRun:
+    seed, rerun = row["seed"], row["rerun"]
+    if type(seed) is not int or type(rerun) is not int:
+        raise ValueError(f"got seed {shortened(seed)}, rerun {shortened(rerun)}; both are whole numbers")
+    metrics = {metric: _series(metric, one) for metric, one in row["metrics"].items()}
+    return RecordedRun(
+        name=RunName(arm=ARM, seed=seed, rerun=rerun),
+        place=str(path),
+        status="finished",
+        config={**content["config"], **row["config"]},
+        environment={**content["environment"], **row["environment"]},
+        metrics=metrics,
+        thinned=True,
+    )
+
+
+def _series(metric: str, one: Mapping[str, Any]) -> Series:
+    steps = np.array(one["steps"], np.int64)
+    values = np.array([decode(value) for value in one["values"]], np.float64)
+    if steps.ndim != 1 or steps.shape != values.shape or not len(steps) or (np.diff(steps) <= 0).any():
+        raise ValueError(f"{shortened(metric)}: steps that go up, and a value for each, are expected")
+    return Series(steps, values)
+
+
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what belongs to one machine or one person."""
+    return {
+        key: value
+        for key, value in config.items()
+        if not key.startswith(_PRIVATE) and not (isinstance(value, str) and os.path.isabs(value))
+    }
+
+
+def _environment(run: RecordedRun) -> dict[str, Any]:
+    return {key: (run.environment or {}).get(key) for key in _ENVIRONMENT}
+
+
+def _others(values: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in common}
+
+
+def _common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first, *others = configs
+    return {key: value for key, value in first.items() if all(one.get(key) == value for one in others)}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

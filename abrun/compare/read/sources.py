@@ -1,0 +1,79 @@
+"""Where runs to compare come from: an experiment of the store, or whatever any framework logged."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from abrun.compare.read.experiment import Experiment, refuse_unknown_metrics
+from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.stored import load_experiment
+from abrun.errors import ComparisonError
+from abrun.recipe import Compare, Primary
+from abrun.store import find_experiment, is_experiment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How to find arms, seeds and metrics in runs that abrun did not launch; see abrun.logs."""
+
+    runs_dir: Path = Path("runs")
+    baseline: str | None = None
+    pattern: str | None = None
+    group: str | None = None
+    aliases: tuple[str, ...] = ()
+    step_column: str | None = None
+    alone: bool = False  # one arm is enough: its counterpart is a reference
+
+    def refuse_for_stored(self, directory: Path) -> None:
+        """An experiment of the store says all this itself: an option would be without effect."""
+        given = {
+            "--baseline": self.baseline,
+            "--pattern": self.pattern,
+            "--group": self.group,
+            "--alias": self.aliases[0] if self.aliases else None,
+            "--step-column": self.step_column,
+        }
+        for option, value in given.items():
+            if value is not None:
+                raise ComparisonError(
+                    f"{option}: got {value!r} for {directory}, an experiment, whose arms, seeds and metrics "
+                    "are recorded; drop it, or name the folders of the arms"
+                )
+
+
+def stored_in(sources: Sequence[str], runs_dir: Path) -> Path | None:
+    """The directory of an experiment of the store, where that is what the sources name."""
+    if len(sources) != 1 or ":" in sources[0] or "=" in sources[0]:
+        return None
+    directory = find_experiment(sources[0], runs_dir)
+    return directory if is_experiment(directory) or not Path(sources[0]).exists() else None
+
+
+def open_sources(
+    sources: Sequence[str], reading: Reading, primaries: Sequence[Primary] | None = None
+) -> Experiment:
+    """The runs that sources name; `primaries` replace the declared claims.
+
+    Raises StoreError or ComparisonError for what cannot be read or does not say which run is which.
+    """
+    directory = stored_in(sources, reading.runs_dir)
+    if directory is not None:
+        reading.refuse_for_stored(directory)
+        experiment = load_experiment(directory)
+    else:
+        experiment = load_foreign(
+            sources,
+            compare=Compare(),
+            name=None,
+            pattern=reading.pattern,
+            group=reading.group,
+            baseline=reading.baseline,
+            aliases=reading.aliases,
+            step_column=reading.step_column,
+            alone=reading.alone,
+        )
+    if primaries is None:
+        return experiment
+    refuse_unknown_metrics(experiment, primaries)
+    compare = experiment.compare.model_copy(update={"primary": list(primaries)})
+    return replace(experiment, compare=compare)

@@ -1,0 +1,103 @@
+"""An experiment of the run store, ready to compare."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from abrun.compare.read.experiment import Experiment, RecordedRun
+from abrun.compare.read.reference import load_reference
+from abrun.errors import RecipeError, StoreError
+from abrun.layout import RunName
+from abrun.recipe import BASELINE, dotted, stored_recipe, stored_run
+from abrun.redaction import printable, shown, shown_tree
+from abrun.series import Series
+from abrun.store import (
+    EXPERIMENT,
+    REFERENCE,
+    RunDir,
+    RunRecord,
+    RunState,
+    metrics_of,
+    open_experiment,
+    planned_runs,
+    readable,
+    run_dir,
+)
+
+
+def load_experiment(experiment_dir: Path) -> Experiment:
+    """Raises StoreError where a file is missing, corrupt or not abrun's."""
+    path = experiment_dir / EXPERIMENT
+    content = open_experiment(experiment_dir)
+    missing = [
+        key
+        for key in ("experiment", "recipe", "runs", "treatment_diff", "compare_sha256")
+        if key not in content
+    ]
+    if missing:
+        raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again under another --name")
+    try:
+        recipe = stored_recipe(content["recipe"])
+    except RecipeError as error:
+        raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
+    names = planned_runs(experiment_dir)
+    runs = [RunDir(run_dir(experiment_dir, name)) for name in names]
+    return Experiment(
+        name=printable(str(content["experiment"])),
+        arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
+        compare=recipe.compare,
+        treatment_diff=shown_tree(content["treatment_diff"]),
+        launched_compare_sha256=content["compare_sha256"],
+        launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
+        reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
+        runs={
+            name: _load_run(run, name, metrics)
+            for name, run, metrics in zip(names, runs, metrics_of(runs), strict=True)
+        },
+    )
+
+
+def _load_run(run: RunDir, name: RunName, metrics: Mapping[str, Series] | StoreError) -> RecordedRun:
+    """A run whose files cannot be read is unreadable: the verdict says which and why."""
+    try:
+        if isinstance(metrics, StoreError):
+            raise metrics
+        with readable(run.path):
+            return _read_run(run, name, metrics)
+    except StoreError as error:
+        failure = shown(str(error))
+        return RecordedRun(name=name, place=str(run.path), status="unreadable", failure=failure, metrics={})
+
+
+def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> RecordedRun:
+    state = run.state(name)
+    record = run.record() if run.exists else None
+    return RecordedRun(
+        name=name,
+        place=str(run.path),
+        status=state.status if run.path.is_dir() else "missing",
+        failure=shown(_failure(state)) if state.status == "failed" else "",
+        identity=asdict(record.name) if record else None,
+        config=shown_tree(_config(record)) if record else None,
+        environment=shown_tree(run.environment()),
+        metrics={shown(metric): series for metric, series in metrics.items()},
+    )
+
+
+def _config(record: RunRecord) -> dict[str, Any]:
+    """Dotted keys; one that abrun has gained since is there with its default, which keeps what was before."""
+    config = dotted({**record.config, "initial_weights": record.initial_weights})
+    try:
+        return dotted(stored_run(record.config).model_dump(mode="json")) | config
+    except RecipeError:  # another version's: compared as it is
+        return config
+
+
+def _failure(state: RunState) -> str:
+    """How the last attempt ended, in a few words: `exit code 1: CUDA out of memory`."""
+    ending, message = state.ending or "no exit code", state.message
+    if not message:
+        return ending
+    said_already = state.ending is None or ending.removeprefix("signal ") in message
+    return message if said_already else f"{ending}: {message}"

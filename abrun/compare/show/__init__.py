@@ -1,0 +1,1 @@
+"""A verdict for people: figures, the page, markdown, the terminal."""

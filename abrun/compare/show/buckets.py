@@ -1,0 +1,43 @@
+"""Down-sampling that shows every spike: a bucket of steps is drawn by its smallest and its largest value."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from abrun.series import Array, Steps
+
+NUM_BUCKETS = 250
+
+
+def bucket_indices(num_steps: int, num_buckets: int = NUM_BUCKETS) -> NDArray[np.int64] | None:
+    """Which steps a bucket holds, [B, W], a shorter bucket repeating its last; None for few enough steps."""
+    if num_steps <= 2 * num_buckets:
+        return None
+    edges = np.linspace(0, num_steps, num_buckets + 1).astype(np.int64)
+    width = int(np.diff(edges).max())
+    return np.minimum(edges[:-1, None] + np.arange(width), edges[1:, None] - 1)
+
+
+def smallest_and_largest(values: Array, buckets: NDArray[np.int64]) -> Array:
+    """[R, S] -> [R, 2 B]: two values a bucket, in the order in which they occurred; NaN where it has none."""
+    held = values[:, buckets]
+    missing = np.isnan(held)
+    smallest = np.where(missing, np.inf, held).argmin(axis=-1)
+    largest = np.where(missing, -np.inf, held).argmax(axis=-1)
+    order = np.stack([np.minimum(smallest, largest), np.maximum(smallest, largest)], axis=-1)
+    return np.take_along_axis(held, order, axis=-1).reshape(len(values), -1)
+
+
+def bucket_steps(steps: Steps, buckets: NDArray[np.int64]) -> Steps:
+    """[S] -> [2 B]: where a bucket's two values are drawn; the ends stay, for marks that stand at them."""
+    width = buckets.shape[1]
+    positions = buckets[:, [width // 4, 3 * width // 4]].reshape(-1)
+    positions[[0, -1]] = 0, len(steps) - 1
+    return steps[positions]
+
+
+def drawn(steps: Steps, values: Array) -> tuple[Steps, Array]:
+    """Steps [D] and rows [R, D] to draw of [S] and [R, S]: themselves, or buckets where there are many."""
+    buckets = bucket_indices(len(steps))
+    if buckets is None:
+        return steps, values
+    return bucket_steps(steps, buckets), smallest_and_largest(values, buckets)

@@ -1,0 +1,116 @@
+"""The report as one HTML file that loads nothing: data, styles and scripts inside, uPlot 1.6.32 among them.
+
+The data stands in blocks that no browser executes, every name reaches the page as text, and the policy in the
+head allows the styles and scripts of this package by their hash and nothing else.
+"""
+
+import base64
+import hashlib
+import html
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import resources
+from string import Template
+from typing import Any
+
+import numpy as np
+import orjson
+
+from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.page import charts
+from abrun.compare.show.panels import memory_peaks
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+
+STYLES = ("uPlot.min.css", "page.css")
+SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # in one scope
+MOST_VALUES = 600_000  # of all charts: some 6 MB
+LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
+_ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
+
+
+def render_page(experiment: Experiment, content: Mapping[str, Any]) -> str:
+    """The page of a comparison; `content` is what verdict.json holds. The same input gives the same bytes."""
+    styles, scripts = [_file(name) for name in STYLES], [_file(name) for name in SCRIPTS]
+    policy = (
+        f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return Template(_file("template.html")).substitute(
+        policy=html.escape(policy, quote=False),
+        license=_file("uPlot.LICENSE"),
+        title=html.escape(_text(f"{content['verdict']}: {experiment.name}")),
+        styles="\n".join(f"<style>{style}</style>" for style in styles),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+        data="\n".join(_data_blocks(experiment, content)),
+    )
+
+
+def _data_blocks(experiment: Experiment, content: Mapping[str, Any]) -> list[str]:
+    """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
+    claims = content.get("primaries", [])
+    recorded = experiment.metrics()
+    claimed = [metric for metric in dict.fromkeys(one["metric"] for one in claims) if metric in recorded]
+    others = [metric for metric in recorded if metric not in claimed]
+    peaks = memory_peaks(experiment)
+    report = {
+        "content": content,
+        "arms": experiment.arms,
+        "runs": [
+            {
+                "name": str(run),
+                "status": run.status,
+                "failure": run.failure,
+                "num_steps": len(run.steps),
+                "last_step": int(run.steps[-1]) if len(run.steps) else None,
+            }
+            for run in experiment.runs.values()
+        ],
+        "metrics": [*claimed, *others],
+        "num_claimed": len(claimed),
+        "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in recorded else None,
+        "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,
+        "memory": peaks and asdict(peaks),
+    }
+    blocks = [_block("report", report)]
+    most_values = min(charts.MOST_VALUES, MOST_VALUES // max(1, len(recorded)))
+    for index, metric in enumerate([*claimed, *others]):
+        of_metric = [one for one in claims if one["metric"] == metric]
+        blocks.append(_block(f"chart-{index}", charts.chart(experiment, metric, of_metric, most_values)))
+    return blocks
+
+
+def _block(name: str, data: Any) -> str:
+    text = orjson.dumps(_plain(data), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    for character, escape in _ESCAPED.items():
+        text = text.replace(character, escape)
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def _plain(value: Any) -> Any:
+    """What JSON and JavaScript can hold: whole characters, exact integers, no NaN, keys that are strings."""
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {_text(str(key)): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+
+
+def _text(value: str) -> str:
+    """Half of a surrogate pair, which JSON can smuggle into a name, cannot be written in UTF-8."""
+    return value.encode("utf-8", "replace").decode()
+
+
+def _file(name: str) -> str:
+    return resources.files("abrun.compare.show.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hashes(parts: list[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -1,0 +1,180 @@
+// What is drawn on a chart's canvas beside its lines, and how far its axes reach.
+"use strict";
+
+// A value between two gaps is no line: it is shown as a point.
+function isolated(row, stroke) {
+  const alone = [];
+  let before = null;
+  const known = (value) => typeof value === "number";
+  const next = (at, step) => {
+    let to = at + step;
+    while (to >= 0 && to < row.length && row[to] === undefined) to += step;
+    return row[to];
+  };
+  row.forEach((value, at) => {
+    if (known(value)) {
+      if (!known(before) && !known(next(at, 1))) alone.push(at);
+    }
+    if (value !== undefined) before = value;
+  });
+  return { show: alone.length > 0, size: 4, width: 0, fill: stroke, filter: () => alone };
+}
+
+function tickTexts(ticks) {
+  const shown = ticks.filter((tick) => tick !== null);
+  const most = Math.max(...shown.map(Math.abs), 0);
+  const gap =
+    shown.length > 1 ? Math.min(...shown.slice(1).map((tick, at) => Math.abs(tick - shown[at]))) : most;
+  const even = most < 1e5 && gap >= 1e-4;
+  const decimals = Math.max(
+    0,
+    Math.ceil(-Math.log10(gap) - 1e-9) + (String(gap.toPrecision(2)).includes("25") ? 1 : 0),
+  );
+  return ticks.map((tick) =>
+    tick === null
+      ? ""
+      : even && most / gap < 1e3
+        ? tick.toFixed(Math.min(decimals, 6)).replace("-", MINUS)
+        : number(tick, 3),
+  );
+}
+
+function rangeOf(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values)
+    if (typeof value === "number") {
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  return low > high ? [0, 0] : [low, high];
+}
+
+function smallestPositive(rows) {
+  let smallest = Infinity;
+  for (const row of rows) for (const value of row) if (value > 0 && value < smallest) smallest = value;
+  return smallest === Infinity ? null : smallest;
+}
+
+const padded = ([low, high], share) => {
+  const room = share * (high - low) || Math.abs(high) * 0.1 || 1;
+  return [low - room, high + room];
+};
+
+// What a panel must show: claims, margins, the windows' pairs, and the mean but for its wildest steps.
+function focusOf(panel, mean) {
+  const sorted = mean.filter((value) => typeof value === "number").sort((a, b) => a - b);
+  const shown = [0, sorted[Math.floor(0.02 * sorted.length)], sorted[Math.floor(0.98 * (sorted.length - 1))]];
+  for (const one of panel.windows) shown.push(...one.pairs);
+  for (const one of panel.claims)
+    shown.push(
+      ...(typeof one.margin === "number" ? [-one.margin, one.margin] : []),
+      ...(one.interval || one.ci90 || []),
+    );
+  return padded(rangeOf(shown), 0.12);
+}
+
+const inside = (plot, step) => plot.scales.x.min <= step && step <= plot.scales.x.max;
+
+function clipped(plot, room, draw) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left - room, bbox.top, bbox.width + 2 * room, bbox.height);
+  ctx.clip();
+  draw(ctx, uPlot.pxRatio, bbox);
+  ctx.restore();
+}
+
+// A window of steps: over the margin, or where there is none over the whole height.
+function zone(plot, first, last, margin, fill) {
+  clipped(plot, 0, (ctx, ratio, bbox) => {
+    const [left, right] = [first, last].map((step) => plot.valToPos(step, "x", true));
+    const top = margin === null ? bbox.top : plot.valToPos(margin, "y", true);
+    const bottom = margin === null ? bbox.top + bbox.height : plot.valToPos(-margin, "y", true);
+    ctx.fillStyle = fill;
+    ctx.fillRect(left, top, Math.max(right - left, 2 * ratio), bottom - top);
+  });
+}
+
+function line(plot, value, color, dash, ends = null) {
+  clipped(plot, 0, (ctx, ratio, bbox) => {
+    const y = plot.valToPos(value, "y", true);
+    const [left, right] = ends
+      ? ends.map((step) => plot.valToPos(step, "x", true))
+      : [bbox.left, bbox.left + bbox.width];
+    ctx.strokeStyle = color;
+    ctx.lineWidth = ratio;
+    ctx.setLineDash(dash.map((one) => one * ratio));
+    ctx.beginPath();
+    ctx.moveTo(left, y);
+    ctx.lineTo(right, y);
+    ctx.stroke();
+  });
+}
+
+function overlay(plot, panel, color) {
+  line(plot, 0, variable("--axis"), []);
+  for (const one of panel.claims) {
+    if (!one.steps || typeof one.margin !== "number") continue;
+    for (const edge of [-one.margin, one.margin])
+      line(plot, edge, variable("--margin-edge"), [4, 3], one.steps);
+  }
+  clipped(plot, 7 * uPlot.pxRatio, (ctx, ratio) => {
+    for (const one of panel.windows) {
+      const step = (one.steps[0] + one.steps[1]) / 2;
+      if (!inside(plot, step)) continue;
+      const x = plot.valToPos(step, "x", true);
+      if (one.interval) errorBar(plot, ctx, ratio, x, one.interval, color, 1.6, 4);
+      for (const value of one.pairs) dot(ctx, x - 8 * ratio, plot.valToPos(value, "y", true), ratio, color);
+    }
+    for (const one of panel.claims) {
+      const ends = one.interval || one.ci90;
+      if (!ends || !one.steps) continue;
+      const last = Math.min(one.steps[1], plot.data[0][plot.data[0].length - 1]); // a metric may end before
+      if (!inside(plot, last)) continue;
+      const x = plot.valToPos(last, "x", true);
+      const y = plot.valToPos(one.mean_difference, "y", true);
+      errorBar(plot, ctx, ratio, x, ends, variable("--ink"), 2.2, 5);
+      ctx.fillStyle = variable("--ink");
+      ctx.beginPath();
+      ctx.moveTo(x, y - 5 * ratio);
+      ctx.lineTo(x + 5 * ratio, y);
+      ctx.lineTo(x, y + 5 * ratio);
+      ctx.lineTo(x - 5 * ratio, y);
+      ctx.fill();
+    }
+  });
+}
+
+// Marks stand out from the lines behind them by an edge in the colour of the page.
+function errorBar(plot, ctx, ratio, x, [low, high], color, width, cap) {
+  const [bottom, top] = [plot.valToPos(low, "y", true), plot.valToPos(high, "y", true)];
+  ctx.setLineDash([]);
+  for (const [style, extra] of [
+    [variable("--page"), 2.5],
+    [color, 0],
+  ]) {
+    ctx.strokeStyle = style;
+    ctx.lineWidth = (width + extra) * ratio;
+    ctx.beginPath();
+    ctx.moveTo(x, bottom);
+    ctx.lineTo(x, top);
+    for (const y of [bottom, top]) {
+      ctx.moveTo(x - cap * ratio, y);
+      ctx.lineTo(x + cap * ratio, y);
+    }
+    ctx.stroke();
+  }
+}
+
+function dot(ctx, x, y, ratio, color) {
+  for (const [style, radius] of [
+    [variable("--page"), 3.6],
+    [color, 2.6],
+  ]) {
+    ctx.fillStyle = style;
+    ctx.beginPath();
+    ctx.arc(x, y, radius * ratio, 0, 2 * Math.PI);
+    ctx.fill();
+  }
+}

@@ -1,0 +1,759 @@
+// The sections of the page, the verdict first, and the bar above them.
+"use strict";
+
+const VERDICTS = {
+  MATCH: ["\u2713", "Every claim and every guard pass."],
+  MISMATCH: ["\u2715", "A claim, step one or a guard shows a difference."],
+  INCONCLUSIVE: ["?", "Neither equivalence nor a difference is shown."],
+  INVALID: ["!", "These runs cannot be compared."],
+};
+const RESULTS = {
+  equivalent: ["good", "\u2713"],
+  pass: ["good", "\u2713"],
+  agrees: ["good", "\u2713"],
+  different: ["bad", "\u2715"],
+  fail: ["bad", "\u2715"],
+  deviates: ["bad", "\u2715"],
+  undecided: ["open", "?"],
+  "baseline too": ["open", "!"],
+};
+
+const chip = (result) => {
+  const [kind, glyph] = RESULTS[result] || ["plain", "\u2013"];
+  return el("span", { class: `chip ${kind}` }, el("span", { "aria-hidden": "true" }, glyph), ` ${result}`);
+};
+const sections = [];
+function section(id, title, ...children) {
+  const made = el(
+    "section",
+    { id, "aria-labelledby": `${id}-title` },
+    el("h2", { id: `${id}-title` }, title),
+    ...children,
+  );
+  sections.push([id, title]);
+  return made;
+}
+
+// --- the verdict ---
+
+function banner() {
+  const [glyph, outcome] = VERDICTS[content.verdict] || ["?", ""];
+  const unread = content.verdict === "MATCH" && !(content.step_one || []).length;
+  const meaning = unread ? `${outcome} Step one was not looked at.` : outcome;
+  const planned = Object.values(content.arms || {}).map((arm) => arm.num_planned_pairs);
+  const facts = [
+    [
+      "pairs",
+      planned.length ? `${content.num_pairs} of ${Math.max(...planned)} finished` : content.num_pairs,
+    ],
+    ["arms", [baselineName(), ...treatments].join(" \u00b7 ")],
+    ["exit code", content.exit_code],
+  ];
+  if (content.reference) facts.push(["reference", content.reference]);
+  const looks = Object.entries(content.arms || {}).flatMap(([arm, one]) =>
+    (one.looks || []).map((look) => [arm, look]),
+  );
+  for (const [arm, look] of looks) {
+    const taken = look.verdict || "not taken yet";
+    facts.push([
+      `${several ? `${arm}, ` : ""}look at ${look.num_pairs} pairs`,
+      `${taken} (one-sided level ${number(look.alpha)})`,
+    ]);
+  }
+  return el(
+    "section",
+    { class: `banner ${content.verdict}`, "aria-label": "Verdict" },
+    el("p", { class: "experiment" }, content.experiment),
+    el(
+      "h1",
+      {},
+      el("span", { class: "glyph-verdict", "aria-hidden": "true" }, glyph),
+      content.verdict,
+      content.post_hoc ? el("span", { class: "badge" }, "post hoc") : null,
+    ),
+    el("p", { class: "meaning" }, meaning),
+    el(
+      "ul",
+      { class: "reasons" },
+      (content.reasons || []).map((reason) => el("li", {}, reason)),
+    ),
+    several
+      ? el(
+          "ul",
+          { class: "arms-verdicts" },
+          Object.entries(content.arms || {}).map(([arm, one]) =>
+            el("li", {}, swatch(arms.indexOf(arm)), `${arm}: `, el("b", {}, one.verdict)),
+          ),
+        )
+      : null,
+    el(
+      "dl",
+      { class: "facts" },
+      facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))),
+    ),
+  );
+}
+
+const baselineName = () => content.baseline || arms[0];
+
+// --- primaries ---
+
+function primaries() {
+  const claims = content.primaries || [];
+  if (!claims.length)
+    return section(
+      "claims",
+      "Claims",
+      el("p", {}, "No primary metric was declared, so nothing was tested for equivalence."),
+    );
+  const armHead = several ? [["arm"]] : [];
+  const heads = [
+    ...armHead,
+    ["metric"],
+    ["result"],
+    ["paired differences"],
+    ["mean difference"],
+    ["margin"],
+    ["certified bound"],
+    ["steps", "nowrap"],
+    ["pairs", "right"],
+  ];
+  return section(
+    "claims",
+    "Claims",
+    el(
+      "p",
+      { class: "intro" },
+      "Each claim says that the arms agree on a metric within a margin. The certified bound is the smallest margin that would have passed.",
+    ),
+    table(
+      "Claims",
+      heads,
+      claims.map((one) => [
+        ...(several ? [one.arm] : []),
+        [el("b", { class: "name" }, one.metric), muted(detailOfClaim(one))],
+        [chip(one.result), muted(outlook(one))],
+        dotPlot(one),
+        [
+          signed(one.mean_difference, 3),
+          muted(
+            one.interval || one.ci90
+              ? `${confidence(one.interval ? one.alpha : 0.05)} ${interval(one.interval || one.ci90)}`
+              : "no interval",
+          ),
+        ],
+        marginText(one),
+        [
+          el("b", {}, number(one.certified_bound, 3)),
+          one.certified_sigmas !== null && one.certified_sigmas !== undefined
+            ? muted(`${number(one.certified_sigmas, 3)} sigma`)
+            : null,
+        ],
+        [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
+        String(one.num_pairs),
+      ]),
+    ),
+    el(
+      "p",
+      { class: "caption" },
+      key("margin", "margin"),
+      key("dot", "one pair"),
+      key("claim", "mean and its interval"),
+    ),
+  );
+}
+
+function detailOfClaim(one) {
+  return [scaleText(one.transform), one.reduction ? `window ${one.reduction}` : "", one.test || ""]
+    .filter(Boolean)
+    .join(", ");
+}
+
+const marginText = (one) =>
+  one.margin_text || (typeof one.margin === "number" ? `\u00b1${number(one.margin)}` : "\u2013");
+
+function outlook(one) {
+  if (one.problem) return one.problem;
+  if (one.result !== "undecided") return "";
+  const many = (size) => (size === null || size === undefined ? "more than 1000" : String(size));
+  const range = one.pairs_needed_range ? ` (${one.pairs_needed_range.map(many).join(" to ")})` : "";
+  const excludesZero = one.interval && (one.interval[0] > 0 || one.interval[1] < 0);
+  if (excludesZero && typeof one.margin_sigmas !== "number")
+    return Math.abs(one.mean_difference) >= one.margin
+      ? "interval without zero; no number of pairs shows equivalence at the observed difference"
+      : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} pairs at the observed difference`;
+  return `power now ${percent(one.power_now)}; 80\u00a0% takes ${many(one.pairs_needed)}${range} pairs`;
+}
+
+// How sure, at a glance: the margin zone, each pair's difference, and the interval that must lie inside.
+function dotPlot(one) {
+  const ends = [one.interval || one.ci90].find((pair) => pair?.every(Number.isFinite));
+  const differences = (one.differences || []).filter((value) => typeof value === "number");
+  const shown = [one.margin, ...(ends || []), ...differences].filter((value) => typeof value === "number");
+  if (!ends && !differences.length) return muted("\u2013");
+  const reach = 1.12 * Math.max(...shown.map(Math.abs)) || 1;
+  const [width, height] = [190, 44];
+  const x = (value) => (width * (0.5 + value / reach / 2)).toFixed(1);
+  const parts = [];
+  if (typeof one.margin === "number")
+    parts.push(
+      svg("rect", {
+        class: "zone",
+        x: x(-one.margin),
+        width: (x(one.margin) - x(-one.margin)).toFixed(1),
+        y: 0,
+        height,
+      }),
+    );
+  parts.push(svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: height }));
+  differences.forEach((value, index) =>
+    parts.push(
+      svg("circle", {
+        class: `arm-${arms.indexOf(one.arm) % 6}`,
+        cx: x(value),
+        cy: 9 + 3.2 * (index % 4),
+        r: 2.6,
+      }),
+    ),
+  );
+  if (ends) {
+    const [low, high, y] = [x(ends[0]), x(ends[1]), 33];
+    const mean = Number(x(one.mean_difference));
+    parts.push(
+      svg("path", { class: "reach", d: `M${low} ${y}H${high}M${low} ${y - 4}v8M${high} ${y - 4}v8` }),
+    );
+    parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
+  }
+  const label = `Paired differences of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${interval(ends)}, margin ${marginText(one)}`;
+  return svg(
+    "svg",
+    { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },
+    ...parts,
+  );
+}
+
+// --- tables of evidence ---
+
+const withArm = (heads) => (several ? [["arm"], ...heads] : heads);
+const armCell = (one) => (several ? [one.arm] : []);
+
+function guards() {
+  const list = content.guards || [];
+  return section(
+    "guards",
+    "Guards",
+    el("p", { class: "intro" }, "One-sided limits that a treatment must keep, at every step."),
+    list.length
+      ? table(
+          "Guards",
+          withArm([["guard"], ["result"], ["value", "right"], ["limit", "right"], ["what was found"]]),
+          list.map((one) => [
+            ...armCell(one),
+            el("span", { class: "name" }, one.guard.replaceAll("_", " ")),
+            chip(one.result),
+            number(one.value),
+            number(one.limit),
+            one.text,
+          ]),
+        )
+      : el("p", {}, "No guard was read."),
+    report.mismatch
+      ? figureOf(report.mismatch, { limit: report.mismatch_limit })
+      : el(
+          "p",
+          { class: "muted" },
+          "Trainer against rollout engine: train/token_mult_prob_error is not recorded.",
+        ),
+  );
+}
+
+function stepOne() {
+  const list = content.step_one || [];
+  const meter = (one) => {
+    const share =
+      typeof one.deviation === "number" && one.tolerance ? one.deviation / one.tolerance : Infinity;
+    const bar = el(
+      "span",
+      { class: `meter ${one.passes ? "" : "over"}`, "aria-hidden": "true" },
+      el("i", {}),
+    );
+    bar.firstChild.style.width = `${Math.min(100, 100 * share)}%`;
+    return [
+      bar,
+      muted(
+        share === Infinity
+          ? "not finite"
+          : `${share < 0.01 && share > 0 ? "below 1" : number(100 * share, 2)}\u00a0%`,
+      ),
+    ];
+  };
+  return section(
+    "step-one",
+    "Step one (T1)",
+    el(
+      "p",
+      { class: "intro" },
+      "Before any treated update can have had an effect, both arms must agree up to rounding. Shown is the pair that deviates most.",
+    ),
+    list.length
+      ? table(
+          "Step one",
+          withArm([
+            ["metric"],
+            ["result"],
+            ["baseline", "right"],
+            ["treatment", "right"],
+            ["relative deviation", "right"],
+            ["tolerance"],
+            ["of tolerance"],
+            ["A/A deviation", "right"],
+            ["seed", "right"],
+          ]),
+          list.map((one) => [
+            ...armCell(one),
+            el("span", { class: "name" }, one.metric),
+            chip(one.passes ? "agrees" : "deviates"),
+            number(one.baseline, 6),
+            number(one.treatment, 6),
+            number(one.deviation, 2),
+            [number(one.tolerance, 2), muted(one.tolerance_from)],
+            meter(one),
+            number(one.aa_deviation, 2),
+            String(one.seed),
+          ]),
+        )
+      : el("p", {}, "Step one was not read."),
+  );
+}
+
+function divergence() {
+  const list = content.divergence || [];
+  const outside = (one) => {
+    if (one.noise_floor === "unknown") return muted("noise floor unknown");
+    if (one.first_step_outside === null) return "never";
+    return `step ${one.first_step_outside}`;
+  };
+  const ratio = (one) =>
+    ({ zero: "the baseline repeats bit for bit", unknown: "unknown" })[one.noise_floor] ||
+    `${number(one.ratio, 2)}\u00d7`;
+  const unknown = list.length && list.every((one) => one.noise_floor === "unknown");
+  return section(
+    "divergence",
+    "Divergence (T2)",
+    el(
+      "p",
+      { class: "intro" },
+      "How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor). This is a diagnosis; no verdict hangs on it.",
+    ),
+    unknown ? el("p", {}, "Noise floor unknown: there are no A/A reruns (controls.aa_reruns).") : null,
+    list.length
+      ? table(
+          "Divergence",
+          withArm([
+            ["metric"],
+            ["mean |difference|", "right"],
+            ["A/A mean |difference|", "right"],
+            ["ratio", "right"],
+            ["first outside the A/A envelope"],
+          ]),
+          list.map((one) => [
+            ...armCell(one),
+            el("span", { class: "name" }, one.metric),
+            number(one.mean_difference, 3),
+            number(one.aa_mean_difference, 3),
+            ratio(one),
+            outside(one),
+          ]),
+        )
+      : el("p", {}, "No finished pair."),
+  );
+}
+
+function savings() {
+  const list = content.savings || [];
+  const bytes = (value) =>
+    value >= 2 ** 28 ? `${number(value / 2 ** 30, 3)} GiB` : `${number(value / 2 ** 20, 3)} MiB`;
+  const shown = (one, value) =>
+    one.quantity.startsWith("peak memory") ? bytes(value) : `${number(value, 3)} s`;
+  return section(
+    "cost",
+    "Time and memory",
+    el(
+      "p",
+      { class: "intro" },
+      "What the treatment costs relative to the baseline: geometric mean of paired ratios. A ratio is no claim of equivalence.",
+    ),
+    list.length
+      ? table(
+          "Time and memory",
+          withArm([
+            ["quantity"],
+            ["baseline", "right"],
+            ["treatment", "right"],
+            ["ratio", "right"],
+            ["95\u00a0% interval", "right"],
+            ["pairs", "right"],
+          ]),
+          list.map((one) => [
+            ...armCell(one),
+            one.quantity,
+            shown(one, one.baseline),
+            shown(one, one.treatment),
+            el("b", {}, number(one.ratio, 3)),
+            interval(one.ci95),
+            String(one.num_pairs),
+          ]),
+        )
+      : el("p", {}, "Neither step time nor peak memory was recorded by every finished pair."),
+    report.memory ? memoryBars(report.memory) : null,
+  );
+}
+
+function memoryBars(memory) {
+  const most = Math.max(...memory.means.flat().filter((value) => typeof value === "number"), 1e-12);
+  const bar = (arm, phase) => {
+    const value = memory.means[arm] && memory.means[arm][phase];
+    const fill = el("i", { class: `fill arm-${arm % 6}` });
+    fill.style.width = `${(75 * (value || 0)) / most}%`;
+    return el(
+      "div",
+      { class: "bar-row", "data-arm": String(arm) },
+      fill,
+      el("span", {}, `${number(value, 3)} ${memory.unit}`, el("span", { class: "muted" }, ` ${arms[arm]}`)),
+    );
+  };
+  return el(
+    "figure",
+    { class: "memory" },
+    el("h3", {}, `Peak memory by phase`, muted(` ${memory.counter}, mean over the seeds of an arm`)),
+    memory.phases.map((phase, index) =>
+      el(
+        "div",
+        { class: "phase" },
+        el("div", { class: "phase-name" }, phase),
+        el(
+          "div",
+          { class: "phase-bars" },
+          arms.map((_, arm) => bar(arm, index)),
+        ),
+      ),
+    ),
+  );
+}
+
+function bullets(id, title, list, none) {
+  return section(
+    id,
+    title,
+    list && list.length
+      ? el(
+          "ul",
+          {},
+          list.map((one) => el("li", {}, one)),
+        )
+      : el("p", {}, none),
+  );
+}
+
+function configuration() {
+  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  const made = Object.entries(content.arms || {}).flatMap(([arm, one]) => {
+    const rows = Object.entries(one.treatment_diff || {});
+    return [
+      several ? el("h3", {}, arm) : null,
+      rows.length
+        ? table(
+            `Configuration of ${arm}`,
+            [["key"], [baselineName()], [arm]],
+            rows.map(([name, [old, now]]) => [
+              el("code", {}, name),
+              el("code", { class: "old" }, text(old)),
+              el("code", {}, text(now)),
+            ]),
+          )
+        : el("p", {}, "No difference between the resolved configurations is declared or known."),
+    ];
+  });
+  return section("configuration", "Resolved configuration: what differs", ...made);
+}
+
+function flat(value, prefix = "") {
+  if (value === null || typeof value !== "object" || Array.isArray(value))
+    return [
+      [
+        prefix,
+        Array.isArray(value)
+          ? value.map((one) => (typeof one === "object" ? JSON.stringify(one) : String(one))).join(", ")
+          : String(value),
+      ],
+    ];
+  return Object.entries(value).flatMap(([name, one]) => flat(one, prefix ? `${prefix}.${name}` : name));
+}
+
+function versions() {
+  const environments = (content.environments || []).map((one) => ({
+    runs: one.runs,
+    values: new Map(flat(one.environment)),
+  }));
+  const names = [...new Set(environments.flatMap((one) => [...one.values.keys()]))];
+  const differs = (name) => new Set(environments.map((one) => one.values.get(name))).size > 1;
+  const head = (one) =>
+    environments.length === 1
+      ? "all runs that state it"
+      : one.runs.length > 4
+        ? `${one.runs.slice(0, 3).join(", ")} and ${one.runs.length - 3} more`
+        : one.runs.join(", ");
+  return section(
+    "versions",
+    "Versions and runs",
+    environments.length
+      ? table(
+          "Versions",
+          [["what"], ...environments.map((one) => [head(one)])],
+          names.map((name) => [
+            [el("code", {}, name), differs(name) ? el("span", { class: "chip open" }, "differs") : null],
+            ...environments.map((one) => one.values.get(name) ?? "\u2013"),
+          ]),
+        )
+      : el("p", {}, "No run states its versions and devices."),
+    el(
+      "details",
+      { class: "runs" },
+      el("summary", {}, `${count(report.runs.length, "run")}`),
+      table(
+        "Runs",
+        [["run"], ["status"], ["steps recorded", "right"], ["last step", "right"], ["how it failed"]],
+        report.runs.map((run) => [
+          el("span", { class: "name" }, run.name),
+          run.status,
+          grouped(run.num_steps),
+          run.last_step === null ? "\u2013" : grouped(run.last_step),
+          run.failure || "",
+        ]),
+      ),
+    ),
+    (content.notes || []).length
+      ? [
+          el("h3", {}, "Notes from reading the runs"),
+          el(
+            "ul",
+            {},
+            content.notes.map((note) => el("li", {}, note)),
+          ),
+        ]
+      : [],
+  );
+}
+
+const GUIDE = [
+  [
+    "Verdict",
+    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, or a claim differs significantly (Holm-corrected) and by more than its margin. INCONCLUSIVE: neither equivalence nor a difference beyond the margin is shown; each claim says what is. INVALID: the runs are no fair pair.",
+  ],
+  [
+    "Certified bound",
+    "The smallest margin that would have passed; for the paired test that is the end of the interval that lies farther from zero. Whoever finds the margin too wide, or too narrow, can compare their own with it.",
+  ],
+  [
+    "Shaded band",
+    "Mean \u00b1 1 standard deviation over the seeds of an arm, step by step. It is a picture of the spread, not a test: overlapping bands do not show that arms agree.",
+  ],
+  [
+    "Paired difference",
+    "Treatment minus baseline of one seed, at the same step. \u201cLog ratio\u201d means the difference of logarithms: 0.05 is about 5\u00a0%.",
+  ],
+  [
+    "Diamond and bar",
+    "The claim: mean difference of the window\u2019s summaries and the interval that must lie inside the margin (90\u00a0% for one look, wider for several). Where the margin is in sigmas of these runs, an exact test decides, and zone and interval are for orientation.",
+  ],
+  [
+    "Thin bars",
+    "Eight windows over the whole run, Bonferroni-t: together they cover all the true window means with 95\u00a0%.",
+  ],
+  ["Gaps", "A line is interrupted where a NaN or an infinity was recorded; each is counted below its chart."],
+  [
+    "Buckets",
+    "Long runs are drawn as buckets of consecutive steps, each with its smallest and its largest value. Every test was computed from all steps.",
+  ],
+  [
+    "Controls",
+    "Drag across a chart to zoom, double-click to see everything again. The arms in the bar at the top are shown or hidden everywhere.",
+  ],
+];
+
+const guide = () =>
+  section(
+    "guide",
+    "How to read this page",
+    el(
+      "dl",
+      { class: "guide" },
+      GUIDE.map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))),
+    ),
+  );
+
+// --- sections that hold charts ---
+
+function curves() {
+  const claimed = report.metrics.slice(0, report.num_claimed);
+  return claimed.length
+    ? section(
+        "curves",
+        "Curves of the claims",
+        claimed.map((metric) => figureOf(metric)),
+      )
+    : null;
+}
+
+function others() {
+  const rest = report.metrics
+    .map((metric, index) => [metric, index])
+    .slice(report.num_claimed)
+    .filter(([metric]) => metric !== report.mismatch);
+  if (!rest.length) return null;
+  const items = rest.map(([metric, index]) => {
+    const item = el("details", { class: "metric" }, el("summary", {}, metric));
+    item.metric = metric.toLowerCase();
+    item.addEventListener("toggle", () => {
+      if (item.open && !item.querySelector(".figure"))
+        item.append(new Figure(index, { titled: false }).element);
+    });
+    return item;
+  });
+  const status = el("span", { class: "muted", role: "status" }, count(items.length, "metric"));
+  const filter = el("input", {
+    type: "search",
+    placeholder: "Filter, e.g. entropy",
+    "aria-label": "Filter metrics by name",
+    on: {
+      input: () => {
+        const wanted = filter.value.trim().toLowerCase();
+        for (const item of items) item.hidden = !item.metric.includes(wanted);
+        const shown = items.filter((item) => !item.hidden).length;
+        status.textContent = wanted
+          ? `${shown} of ${count(items.length, "metric")}`
+          : count(items.length, "metric");
+      },
+    },
+  });
+  const open = (wanted) => () => {
+    for (const item of items) if (!item.hidden) item.open = wanted;
+  };
+  return section(
+    "metrics",
+    "All other metrics",
+    el("p", { class: "intro" }, "Recorded, and not tested: no claim was made about them."),
+    el(
+      "div",
+      { class: "tools" },
+      filter,
+      status,
+      el("span", { class: "actions" }, button("Open all", open(true)), button("Close all", open(false))),
+    ),
+    ...items,
+  );
+}
+
+// --- the bar at the top, theme, print ---
+
+const armToggles = new Map();
+
+function toggleEverywhere(arm) {
+  if (hidden.has(arm)) hidden.delete(arm);
+  else hidden.add(arm);
+  armToggles.get(arm).setAttribute("aria-pressed", String(!hidden.has(arm)));
+  for (const figure of figures) {
+    figure.hidden.delete(arm);
+    figure.apply();
+  }
+}
+
+const isDark = () =>
+  (document.documentElement.dataset.theme ||
+    (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+
+function setTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
+  themeButton.setAttribute("aria-pressed", String(isDark()));
+  for (const figure of figures) if (figure.plots.length) figure.redraw();
+}
+
+const themeButton = button("Dark", () => setTheme(isDark() ? "light" : "dark"), {
+  class: "theme",
+  "aria-pressed": String(isDark()),
+});
+
+function bar() {
+  arms.forEach((name, arm) =>
+    armToggles.set(
+      arm,
+      button([swatch(arm), name], () => toggleEverywhere(arm), { class: "arm", "aria-pressed": "true" }),
+    ),
+  );
+  return el(
+    "header",
+    { class: "bar" },
+    el(
+      "div",
+      { class: "inner" },
+      el(
+        "a",
+        { class: "title", href: "#top" },
+        el("b", { class: `word ${content.verdict}` }, content.verdict),
+        el("span", {}, content.experiment),
+      ),
+      el("div", { class: "toggles", role: "group", "aria-label": "Arms shown in all charts" }, [
+        ...armToggles.values(),
+      ]),
+      themeButton,
+    ),
+  );
+}
+
+// Paper shows what the page would on being scrolled through, in light colours.
+let themeBefore;
+addEventListener("beforeprint", () => {
+  if (printing) return;
+  printing = true;
+  themeBefore = document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = "light";
+  for (const figure of figures) {
+    if (figure.data) figure.erase();
+    figure.draw();
+  }
+});
+addEventListener("afterprint", () => {
+  printing = false;
+  for (const figure of figures) figure.erase();
+  setTheme(themeBefore);
+  for (const figure of figures) figure.draw();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+  setTheme(document.documentElement.dataset.theme),
+);
+
+const body = [
+  primaries(),
+  curves(),
+  guards(),
+  stepOne(),
+  divergence(),
+  savings(),
+  others(),
+  bullets(
+    "not-tested",
+    "What was not tested",
+    content.not_tested,
+    "The report lists nothing here; still, only the claims above were tested, on this recipe and these steps.",
+  ),
+  configuration(),
+  versions(),
+  guide(),
+].filter(Boolean);
+const contents = el(
+  "nav",
+  { class: "contents", "aria-label": "Contents" },
+  sections.map(([id, title]) => el("a", { href: `#${id}` }, title)),
+);
+document.body.append(bar(), el("main", { id: "top" }, banner(), contents, ...body));

@@ -1,0 +1,135 @@
+"""`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from abrun.compare.judge.claims import judge_primary, resolved_margin
+from abrun.compare.read.experiment import Experiment
+from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
+from abrun.power import ClaimPower, Spread, assumed_spread, claim_power
+from abrun.recipe import Compare, Primary
+
+COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
+
+
+def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
+    """From the pairs of an earlier experiment; of several treatments, the one that varies most."""
+    results = [
+        judge_primary(arm, experiment.pairs(arm), claim, resolved_margin(claim, None), experiment.all_steps())
+        for arm in experiment.treatments
+    ]
+    known = [result for result in results if result.sd_difference is not None]
+    if not known:
+        return None
+    widest = max(known, key=lambda result: result.sd_difference or 0.0)
+    assert widest.sd_difference is not None
+    return Spread(
+        sigma=widest.baseline_sd,
+        correlation=widest.pair_correlation or 0.0,
+        sd_difference=widest.sd_difference,
+        num_pairs=widest.num_pairs,
+        source=f"measured in {experiment.name} over {widest.num_pairs} pairs",
+    )
+
+
+def plan_report(
+    name: str,
+    compare: Compare,
+    num_pairs: int,
+    *,
+    earlier: Experiment | None = None,
+    sigma: float | None = None,
+    correlation: float | None = None,
+) -> RenderableType:
+    """For each claim: its spread and where that is from, the power by pairs, and the pairs for 80 %.
+
+    `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead.
+    """
+    if not compare.primary:
+        return Text(
+            f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
+        )
+    alpha = ALPHA / max(1, len(compare.looks))
+    lines: list[RenderableType] = [Text(f"{name}: {num_pairs} pairs planned", style="bold"), Text("")]
+    powers = []
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    counts = sorted({*COUNTS, num_pairs, *compare.looks})
+    for heading in ("claim", "margin", *(f"n={count}" for count in counts), "80 % at"):
+        table.add_column(heading, justify="left" if heading in ("claim", "margin") else "right")
+    for claim in compare.primary:
+        spread = _spread(claim, compare, earlier, sigma, correlation)
+        expected = claim_power(claim, compare, spread, alpha)
+        lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
+        if expected:
+            powers.append(expected.power(num_pairs))
+            cells = (f"{expected.power(count):.0%}" for count in counts)
+            margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
+            table.add_row(claim.metric, margin, *cells, _needed(expected))
+    if powers:
+        lines += [Text("\nP(match) if the arms are truly equal, by number of pairs", style="bold"), table]
+    if len(powers) > 1:
+        least = max(0.0, 1 - sum(1 - one for one in powers))
+        lines.append(
+            Text(f"All {len(powers)} claims must pass: at least {least:.0%} with {num_pairs} pairs.")
+        )
+    if compare.looks:
+        looks = ", ".join(map(str, compare.looks))
+        lines.append(Text(f"Looks at {looks} pairs: each tests at level {alpha:.3g} instead of {ALPHA:g}."))
+    if len(powers) < len(compare.primary):
+        lines += [Text(""), *_without_sigma()]
+    return Group(*lines)
+
+
+def _spread(
+    claim: Primary,
+    compare: Compare,
+    earlier: Experiment | None,
+    sigma: float | None,
+    correlation: float | None,
+) -> Spread | None:
+    if earlier is not None:
+        return measured_spread(earlier, claim)
+    given = {"sigma": sigma, "correlation": correlation}
+    claim = claim.model_copy(update={key: value for key, value in given.items() if value is not None})
+    return assumed_spread(claim, compare.reference is not None)
+
+
+def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
+    if claim.sigmas is not None and not compare.reference:
+        return (
+            "margin in sigmas of the runs themselves: exact test, power for independent arms (a lower bound)"
+        )
+    if spread is None:
+        return (
+            "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.primary.sigma"
+        )
+    sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
+    difference = f"sd of a difference {spread.sd_difference:.3g}"
+    return f"{sigma}pair correlation {spread.correlation:.2f}, {difference} ({spread.source})"
+
+
+def _needed(expected: ClaimPower) -> str:
+    def text(count: int | None) -> str:
+        return "more than 1000" if count is None else str(count)
+
+    if expected.pairs_needed_range is None:
+        return f"{text(expected.pairs_needed)} pairs"
+    low, high = expected.pairs_needed_range
+    return f"{text(expected.pairs_needed)} pairs ({text(low)} to {text(high)})"
+
+
+def _without_sigma() -> Iterator[RenderableType]:
+    """For want of a sigma: margins in sigmas against correlations."""
+    yield Text("P(match) by margin and pair correlation, in sigmas over seeds", style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for heading in ("margin", "correlation", *(f"n={count}" for count in COUNTS), "80 % at"):
+        table.add_column(heading, justify="right")
+    for margin in (1.0, 1.5, 2.0):
+        for correlation in (0.0, 0.5, 0.8):
+            cells = (f"{power(margin, 1.0, correlation, count):.0%}" for count in COUNTS)
+            needed = pairs_needed(margin, sd_of_difference(1.0, correlation))
+            table.add_row(f"{margin:g} sigma", f"{correlation:g}", *cells, f"{needed} pairs")
+    yield table

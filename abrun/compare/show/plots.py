@@ -1,0 +1,233 @@
+"""Panels as figures: functions draw on an `ax`; `metric_figure` and `overview` compose them."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.buckets import bucket_indices, drawn
+from abrun.compare.show.panels import Claim, Content, Curve, Difference, Panel, Peaks, memory_peaks, panel
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+
+# Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "legend.framealpha": 0.8,
+    "legend.edgecolor": "none",
+    "legend.fontsize": 8,
+    "text.parse_math": False,  # a metric may be called $x$
+    "svg.hashsalt": "abrun",  # ids of an SVG are random otherwise
+    "svg.fonttype": "none",
+}
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """What every figure is drawn and saved in."""
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a name's letters that the font does not have
+        yield
+
+
+def metric_figure(experiment: Experiment, metric: str, claims: Sequence[Content]) -> Figure | None:
+    """One metric: bands of all arms, and below them the paired differences that claims are about.
+
+    `claims` are those on this metric, of every arm. None where no pair has finished.
+    """
+    shown = panel(experiment, metric, claims)
+    if not shown.curves or not shown.differences:
+        return None
+    below = shown.differences
+    figure = Figure(figsize=(8, 3.4 + 2.4 * len(below)), layout="constrained")
+    axes = figure.subplots(1 + len(below), 1, sharex=True, squeeze=False)[:, 0]
+    bands(axes[0], shown)
+    axes[0].set_title(f"{metric}, {experiment.name}")
+    for ax, difference in zip(axes[1:], below, strict=True):
+        note = "; bars are cut off at the edge" if paired_difference(ax, difference, metric) else ""
+        count = difference.num_pairs
+        pairs = f"{count} pair{'s' * (count != 1)}"
+        ax.set_title(f"{difference.arm} - {experiment.baseline}, {pairs}{note}")
+    axes[-1].set_xlabel("optimizer step")
+    axes[-1].margins(x=0.02)
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend_below(figure)
+    return figure
+
+
+def _legend_below(figure: Figure) -> None:
+    """What lines, bands and bars are, once for all panels; inside, it would hide some of them."""
+    handles = {}
+    for ax in figure.axes:
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
+
+
+def bands(ax: Axes, shown: Panel) -> None:
+    """Thin lines for seeds, a bold arm mean, shaded ±1 sd over seeds; the windows of claims are grey."""
+    for order, curve in enumerate(shown.curves):
+        color = COLORS[curve.index % len(COLORS)]
+        for seed in curve.seeds if len(curve.seeds) > 1 else ():
+            style = "-" if seed.finished else ":"
+            steps, (values,) = drawn(seed.steps, seed.values[None])
+            ax.plot(steps, values, color=color, linewidth=0.5, linestyle=style, alpha=0.35)
+        if len(curve.steps):
+            _mean_and_band(ax, curve, color, order)
+    for first, last in shown.windows:
+        ax.axvspan(first - 0.5, last + 0.5, color="black", alpha=0.05, linewidth=0)
+    ax.set_ylabel(f"{shown.metric.split('/', 1)[-1]}{f' [{shown.unit}]' if shown.unit else ''}")
+    if shown.windows:
+        ax.fill_between([], [], [], color="black", alpha=0.05, linewidth=0, label="grey: window of a claim")
+    if bucket_indices(len(shown.steps)) is not None:
+        ax.plot([], [], alpha=0, label="many steps: smallest and largest of a bucket")
+    if any(len(curve.seeds) > 1 for curve in shown.curves):
+        ax.plot([], [], color="grey", linewidth=0.5, label=_thin(shown))
+    if any(curve.sd is not None for curve in shown.curves):
+        ax.fill_between([], [], [], color="grey", alpha=0.25, linewidth=0, label="band: ±1 sd over seeds")
+
+
+def _thin(shown: Panel) -> str:
+    drawn, there = max((len(curve.seeds), curve.num_seeds) for curve in shown.curves)
+    return "thin: one seed" if drawn == there else f"thin: one seed ({drawn} of {there} are drawn)"
+
+
+def _mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
+    style = "-" if order == 0 else (0, (5, 1.5))  # dashed on top: two equal curves are both seen
+    label = f"{curve.arm}: mean of {curve.count} seed{'s' * (curve.count > 1)}"
+    sd = np.zeros_like(curve.mean) if curve.sd is None else curve.sd
+    steps, (mean, low, high) = drawn(curve.steps, np.stack([curve.mean, curve.mean - sd, curve.mean + sd]))
+    ax.plot(steps, mean, color=color, linewidth=2, linestyle=style, label=label, zorder=3 + order)
+    if curve.sd is not None:
+        ax.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)
+
+
+def paired_difference(ax: Axes, difference: Difference, metric: str) -> bool:
+    """Windows of paired differences, and what was claimed of them; True where bars leave the panel.
+
+    The windows' Bonferroni-t bars cover all true window means at once with 95 %. A claim is the margin zone
+    over its own window, and at its end the interval that is compared with the margin.
+    """
+    color, windows = COLORS[difference.index % len(COLORS)], difference.windows
+    label = f"mean, Bonferroni-t: 95 % over all {len(windows)} windows"
+    span = float(windows[-1].steps[1] - windows[0].steps[0]) if windows else 0.0
+    ax.axhline(0, color="black", linewidth=0.8)
+    shown, bars = [0.0], []
+    for window in windows:
+        center = sum(window.steps) / 2
+        shown += window.pairs.tolist()
+        dots = np.full(len(window.pairs), center - 0.008 * span)  # beside the bar, not under it
+        ax.plot(dots, window.pairs, ".", markersize=5, color=color, alpha=0.7, mew=0, label="one pair")
+        if window.interval:
+            bars += window.interval
+            _bar(ax, center, *window.interval, color, 1.3, "_", label)
+    for claim in difference.claims:
+        shown += _claim(ax, claim)
+    # With two or three pairs a bar can be fifty times the margin: the panel shows pairs and claims, cut bars.
+    low, high = min(shown), max(shown)
+    room = 0.25 * (high - low) or 1.0
+    ax.set_ylim(low - room, high + room)
+    scale = difference.scale
+    ax.set_ylabel(scale.replace(" of", "\nof") if scale else f"{metric.split('/', 1)[-1]}\ndifference")
+    return any(not low - room <= end <= high + room for end in bars)
+
+
+def _claim(ax: Axes, claim: Claim) -> list[float]:
+    """Draws a claim's margin zone and interval; returns what the panel must show of it."""
+    first, last, margin = claim.steps[0] - 0.5, claim.steps[1] + 0.5, claim.margin
+    zone = Rectangle(
+        (first, -margin),
+        last - first,
+        2 * margin,
+        color=MARGIN_COLOR,
+        alpha=0.35,
+        label=f"margin {claim.margin_text}",
+    )
+    ax.add_patch(zone)
+    if claim.interval is None:
+        return [-margin, margin]
+    label = f"claim's window: mean, {100 * claim.level:.3g} % t interval (TOST)"
+    _bar(ax, last, *claim.interval, "black", 2.2, "D", label)
+    return [-margin, margin, *claim.interval]
+
+
+def _bar(
+    ax: Axes, x: float, low: float, high: float, color: str, width: float, marker: str, label: str
+) -> None:
+    ax.errorbar(
+        [x],
+        [(low + high) / 2],
+        yerr=[(high - low) / 2],
+        color=color,
+        linewidth=width,
+        capsize=3,
+        capthick=width,
+        marker=marker,
+        markersize=5,
+        label=label,
+        zorder=4,
+    )
+
+
+def overview(experiment: Experiment, error_limit: float) -> Figure | None:
+    """Trainer against engine log-probs, and peak memory: looked at whichever metrics were declared."""
+    errors = panel(experiment, TOKEN_MULT_PROB_ERROR, ())
+    peaks = memory_peaks(experiment)
+    num_panels = bool(errors.curves) + (peaks is not None)
+    if not num_panels:
+        return None
+    figure = Figure(figsize=(5 * num_panels, 3.5), layout="constrained")
+    axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
+    if errors.curves:
+        ax = axes.pop(0)
+        bands(ax, errors)
+        error_line(ax, error_limit)
+    if peaks is not None:
+        memory_bars(axes.pop(0), peaks, experiment.arms)
+    _legend_below(figure)
+    return figure
+
+
+def error_line(ax: Axes, limit: float) -> None:
+    ax.axhline(limit, color="black", linewidth=1, linestyle=":")
+    ax.annotate(
+        f"guard: {limit:g}",
+        (1, limit),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        fontsize=8,
+    )
+    ax.set_title("trainer against rollout engine")
+    ax.set_xlabel("optimizer step")
+
+
+def memory_bars(ax: Axes, peaks: Peaks, arms: Sequence[str]) -> None:
+    """Peaks by phase and overall; an arm without a run keeps its place."""
+    width = 0.8 / len(arms)
+    for index, (arm, means) in enumerate(zip(arms, peaks.means, strict=True)):
+        if means is not None:
+            x = np.arange(len(means)) + (index - (len(arms) - 1) / 2) * width
+            bars = ax.bar(x, means, width * 0.92, color=COLORS[index % len(COLORS)], label=arm)
+            ax.bar_label(bars, fmt="%.3g", fontsize=7, padding=1)
+    ax.set_xticks(np.arange(len(peaks.phases)), [phase.replace(" ", "\n") for phase in peaks.phases])
+    ax.grid(axis="x", visible=False)
+    ax.set_ylabel(f"{peaks.counter} [{peaks.unit}]")
+    ax.set_title("peak memory by phase, mean over seeds")
+    ax.margins(y=0.15)

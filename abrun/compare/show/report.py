@@ -1,0 +1,381 @@
+"""A comparison for people and machines: verdict.json, report.md, figures, and the terminal's summary.
+
+Everything is a function of the content of the runs: the same runs give the same bytes, without dates.
+"""
+
+import hashlib
+import io
+import multiprocessing
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from abrun.compare.judge.verdict_file import VerdictFile, as_json
+from abrun.compare.read.experiment import Experiment
+from abrun.errors import ComparisonError, StoreError
+from abrun.redaction import shown
+from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import RenderableType
+
+PAGE = "report.html"
+WORTH_A_PROCESS = 1_000_000  # points to draw
+PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
+STAMP = ".report.json"  # what the page and the figures were drawn of
+FORMATS = ("json", "html", "markdown", "png", "svg")
+COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
+MOST_LINES = 25  # of the markdown, without images
+Content = Mapping[str, Any]
+
+
+def write_report(
+    experiment: Experiment, verdict: VerdictFile, output: Path, formats: Collection[str]
+) -> list[Path]:
+    """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written.
+
+    The page and the figures take a second; where the last report there was of the same runs and claims, by
+    the same code, they are left as they are.
+    """
+    content = as_json(verdict)
+    files: list[Path] = []
+    images = [form for form in ("png", "svg") if form in formats]
+    drawn = {"formats": sorted({"html", *images} & set(formats)), "of": _fingerprint(experiment, content)}
+    stamp = output / STAMP
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        figures = _figures_of(stamp, drawn)
+        if figures is None:
+            stamp.unlink(missing_ok=True)  # until everything is written
+            figures = _draw(experiment, content, output, images, page="html" in formats)
+            made = [*figures, *([output / PAGE] if "html" in formats else [])]
+            prints = {path.name: fingerprint(path) for path in made}
+            write_json(stamp, {**drawn, "figures": [path.name for path in figures], "files": prints})
+        if "json" in formats:
+            files.append(output / "verdict.json")
+            write_json(files[-1], content, mode=PUBLIC)
+        if "html" in formats:
+            files.append(output / PAGE)
+        if "markdown" in formats:
+            files.append(output / "report.md")
+            shown = [path.name for path in figures if path.suffix == f".{images[0]}"]
+            write_file(files[-1], markdown(content, shown).encode(), mode=PUBLIC)
+    except (OSError, StoreError) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        reason = getattr(cause, "strerror", None) or str(cause)
+        raise ComparisonError(
+            f"--output: {output} cannot be written: {reason}; choose another folder"
+        ) from None
+    return [*files, *figures]
+
+
+def _draw(
+    experiment: Experiment, content: Content, output: Path, images: Sequence[str], *, page: bool
+) -> list[Path]:
+    """Write the page, if asked for, and the figures; returns the figures."""
+    num_points = sum(len(one) for run in experiment.runs.values() for one in run.metrics.values())
+    claims_drawn = _beside(
+        lambda: list(_draw_claims(experiment, content, output, images)) if images else [],
+        worth_it=num_points > WORTH_A_PROCESS,
+    )
+    if page:
+        from abrun.compare.show.page import render_page
+
+        write_file(output / PAGE, render_page(experiment, content).encode(), mode=PUBLIC)
+    overview = list(_draw_overview(experiment, output, images)) if images else []
+    return [*claims_drawn(), *overview]
+
+
+def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], list[Path]]:
+    """Starts `work`, in a copy of this process where that is worth it; returns how to wait for it."""
+    if not (worth_it and can_fork()):
+        done = work()
+        return lambda: done
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def send() -> None:
+        try:
+            sender.send(work())
+        except (OSError, StoreError) as error:
+            sender.send(error)
+
+    process = fork.Process(target=send)
+    process.start()
+    sender.close()
+
+    def wait() -> list[Path]:
+        try:
+            result = receiver.recv()
+        except EOFError:
+            raise ComparisonError("figures: the process drawing them died; leave png and svg out") from None
+        process.join()
+        if isinstance(result, OSError | StoreError):
+            raise result
+        return result
+
+    return wait
+
+
+def _fingerprint(experiment: Experiment, content: Content) -> str:
+    """Of all that the page and the figures show, and of the code that draws them."""
+    digest = hashlib.sha256(repr(content).encode())
+    for run in experiment.runs.values():
+        digest.update(f"{run} {run.status} {run.failure}".encode())
+        steps = None
+        for metric, series in run.metrics.items():
+            digest.update(metric.encode())
+            if series.steps is not steps:  # metrics of a run often share theirs
+                steps = series.steps
+                digest.update(steps.tobytes())
+            digest.update(series.values.tobytes())
+    for path in sorted(Path(__file__).parents[1].rglob("*")):
+        if path.suffix in (".py", ".js", ".css", ".html"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _figures_of(stamp: Path, drawn: Content) -> list[Path] | None:
+    """The figures of the last report, where it is of the same content and its files are as they were."""
+    try:
+        last = read_json(stamp)
+    except StoreError:
+        return None
+    prints, figures = last.pop("files", None), last.pop("figures", None)
+    if last != drawn or not (isinstance(prints, dict) and isinstance(figures, list)):
+        return None
+    whole = all(damage(stamp.parent / name, recorded) is None for name, recorded in prints.items())
+    return [stamp.parent / name for name in figures] if whole and set(figures) <= set(prints) else None
+
+
+def _draw_claims(
+    experiment: Experiment, content: Content, output: Path, images: Sequence[str]
+) -> Iterator[Path]:
+    from abrun.compare.show import plots
+
+    for stem, metric in slugs(claim["metric"] for claim in content["primaries"]).items():
+        of_metric = [claim for claim in content["primaries"] if claim["metric"] == metric]
+        with plots.style():
+            yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
+
+
+def _draw_overview(experiment: Experiment, output: Path, images: Sequence[str]) -> Iterator[Path]:
+    from abrun.compare.show import plots
+
+    limit = experiment.compare.guards.token_mult_prob_error_median
+    with plots.style():
+        yield from _save(plots.overview(experiment, limit), output / "overview", images)
+
+
+def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> Iterator[Path]:
+    if figure is None:
+        return
+    layout = figure.get_layout_engine()
+    if layout:
+        layout.execute(figure)
+        figure.set_layout_engine("none")  # laid out once for all formats
+    for form in images:
+        path = stem.with_name(f"{stem.name}.{form}")
+        # No date and no version of matplotlib in the file: same runs, same bytes.
+        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        drawing = io.BytesIO()
+        figure.savefig(drawing, format=form, dpi=150, metadata=metadata)
+        write_file(path, drawing.getvalue(), mode=PUBLIC)
+        yield path
+
+
+def slugs(metrics: Iterable[str]) -> dict[str, str]:
+    """A file name for each metric: `train/reward` is `train-reward`; colliding names are numbered."""
+    named: dict[str, str] = {}
+    for metric in dict.fromkeys(metrics):
+        plain = slug(metric) or "metric"
+        unique, number = plain, 2
+        while unique in named or unique == "overview":
+            unique, number = f"{plain}-{number}", number + 1
+        named[unique] = metric
+    return named
+
+
+def slug(name: str) -> str:
+    """What of a name can be a file's."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:100]
+
+
+# --- markdown, for a pull request ---
+
+
+def markdown(content: Content, images: Sequence[str]) -> str:
+    """A page of at most MOST_LINES lines, then the figures."""
+    lines = [
+        f"# {_escaped(_headline(content))}",
+        "",
+        *(f"- {_escaped(reason)}" for reason in content["reasons"]),
+    ]
+    primaries = content["primaries"]
+    if primaries:
+        several = len(content["arms"]) > 1
+        head = ["arm"] * several + _primary_columns(content)
+        lines += ["", _row(head), _row(["---"] * len(head))]
+        lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
+    facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
+    lines += ["", *facts]
+    if len(lines) > MOST_LINES:
+        more = len(lines) - MOST_LINES + 2
+        lines = [*lines[: MOST_LINES - 2], "", f"and {more} more lines in report.html and verdict.json"]
+    lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(_escaped(cell) for cell in cells) + " |"
+
+
+def _escaped(text: str) -> str:
+    """Without what markdown or the HTML in it would read as more than text."""
+    escaped = re.sub(r"([\\`*<>|&]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", shown(text))
+    return re.sub(r"(?<=\S)@(?=\S)", r"\\@", escaped)
+
+
+def _headline(content: Content) -> str:
+    return f"{content['verdict']}{' (post hoc)' if content['post_hoc'] else ''}: {content['experiment']}"
+
+
+def _primary_columns(content: Content) -> list[str]:
+    level = 100 * (1 - 2 * max(one["alpha"] for one in content["primaries"]))
+    return ["metric", "steps", "pairs", f"difference [{level:.3g} %]", "margin", "certified bound", "result"]
+
+
+def _primary_cells(one: Content) -> list[str]:
+    steps = f"{one['steps'][0]}-{one['steps'][1]}" if one["steps"] else one["window"]
+    interval = one["interval"]
+    difference = f"{one['mean_difference']:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "-"
+    bound = "-" if one["certified_bound"] is None else f"{one['certified_bound']:.3g}"
+    if one["margin_sigmas"] is not None and one["certified_sigmas"] is not None:
+        bound = f"{one['certified_sigmas']:.3g} sigma"
+    scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
+    metric = f"{one['metric']}{scale}"
+    return [metric, steps, str(one["num_pairs"]), difference, one["margin_text"], bound, one["result"]]
+
+
+def _facts(content: Content) -> Iterator[tuple[str, str]]:
+    """The evidence beside the primaries, a line each and arm."""
+    for arm, section in content["arms"].items():
+        mark = f"{arm}, " if len(content["arms"]) > 1 else ""
+        if mark:
+            yield arm, section["verdict"]
+        if section["treatment_diff"]:
+            yield f"{mark}treatment", _differences(section["treatment_diff"])
+        shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
+        pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
+        yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
+        yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
+        yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])
+        yield f"{mark}divergence", _divergence([one for one in content["divergence"] if one["arm"] == arm])
+        savings = [one for one in content["savings"] if one["arm"] == arm and "," not in one["quantity"]]
+        if savings:
+            yield f"{mark}treatment / baseline", "; ".join(_saving(one) for one in savings)
+        looks = [look for look in section["looks"] if look["verdict"]]
+        if section["looks"]:
+            taken = ", ".join(f"{look['num_pairs']} pairs: {look['verdict']}" for look in looks) or "none yet"
+            planned = ", ".join(str(look["num_pairs"]) for look in section["looks"])
+            yield f"{mark}looks", f"declared at {planned} pairs; taken: {taken}"
+    if content["not_tested"]:
+        yield "not tested", "; ".join(content["not_tested"])
+    if content["notes"]:
+        more = f"; and {len(content['notes']) - 3} more" if len(content["notes"]) > 3 else ""
+        yield "notes", "; ".join(content["notes"][:3]) + more
+
+
+def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
+    shown = [f"{key}: {old} -> {new}" for key, (old, new) in treatment_diff.items()]
+    return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def _step_one(checks: Sequence[Content]) -> str:
+    if not checks:
+        return "not read"
+    failed = [one["metric"] for one in checks if not one["passes"]]
+    # The metric closest to its tolerance speaks for the rest.
+    closest = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
+    largest = (
+        f"{closest['metric']} deviates most: {closest['deviation']:.2g} of {closest['tolerance']:.2g} "
+        f"({closest['tolerance_from']})"
+    )
+    state = (
+        f"fails for {', '.join(failed)}"
+        if failed
+        else f"{len(checks)} metric{'s' * (len(checks) > 1)} agree{'s' * (len(checks) == 1)}"
+    )
+    return f"{state}; {largest}"
+
+
+def _guards(guards: Sequence[Content]) -> str:
+    broken = [
+        f"{one['guard']}: {one['result']}" for one in guards if one["result"] in ("fail", "baseline too")
+    ]
+    passed = [one["guard"] for one in guards if one["result"] == "pass"]
+    return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken)
+
+
+def _divergence(divergences: Sequence[Content]) -> str:
+    if not divergences:
+        return "no finished pair"
+    first = divergences[0]
+    if first["noise_floor"] == "unknown":
+        return "noise floor unknown (no A/A reruns)"
+    return "; ".join(_against_noise(one) for one in divergences[:3] if one["noise_floor"] != "unknown")
+
+
+def _against_noise(one: Content) -> str:
+    outside = one["first_step_outside"]
+    since = f"first outside its envelope at step {outside}" if outside else "inside its envelope"
+    if one["noise_floor"] == "zero":
+        treatment = f"the arms part at step {outside}" if outside else "and so does the treatment"
+        return f"{one['metric']}: the baseline repeats bit for bit, {treatment}"
+    return f"{one['metric']}: {one['ratio']:.2g}x the A/A noise floor, {since}"
+
+
+def _saving(one: Content) -> str:
+    ci95 = one["ci95"]
+    interval = f" [95 %: {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
+    return f"{one['quantity']} {one['ratio']:.3g}{interval}"
+
+
+# --- terminal ---
+
+
+def terminal_summary(verdict: VerdictFile, files: Sequence[Path]) -> "RenderableType":
+    """The verdict first, then why, the claims as a table, the rest as lines, the files last."""
+    content = as_json(verdict)
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    color = COLORS[content["verdict"]]
+    why = Text("\n".join(map(shown, content["reasons"])))
+    parts: list[RenderableType] = [
+        Panel(
+            why,
+            title=Text(shown(_headline(content)), style=f"bold {color}"),
+            title_align="left",
+            border_style=color,
+        )
+    ]
+    several = len(content["arms"]) > 1
+    if content["primaries"]:
+        columns = ["arm"] * several + _primary_columns(content)
+        table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+        for one in content["primaries"]:
+            table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + _primary_cells(one)))
+        parts += [table, Text("")]
+    facts = Table.grid(padding=(0, 2))
+    for label, text in _facts(content):
+        facts.add_row(Text(shown(label), style="bold"), Text(shown(text)))
+    parts.append(facts)
+    if files:
+        parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
+        parts.append(Text("        " + ", ".join(path.name for path in files)))
+    return Group(*parts)

@@ -1,0 +1,49 @@
+"""How a run is started anywhere: its command line, its environment variables, and what its end means."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from abrun.processes import RUN_DIR
+from abrun.recipe import CommandRunConfig, RunConfig
+
+
+def command_of(directory: Path, config: RunConfig, num_ranks: int) -> list[str]:
+    """The command of one run: of our own trainer the agent of its ranks, of a foreign one its follower."""
+    return (
+        external(directory) if isinstance(config, CommandRunConfig) else ranks(directory, config, num_ranks)
+    )
+
+
+def ranks(directory: Path, config: RunConfig, num_ranks: int, module: str = "abrun.train") -> list[str]:
+    """A module as ranks on one node, with the limits of a run. A failed rank ends them all."""
+    limits = config.limits
+    bounds = ["--stalled-s", str(config.stalled_s), "--log-mib", str(limits.log_mib)]
+    bounds += ["--run-s", str(limits.run_s)] if limits.run_s else []
+    agent = [sys.executable, "-m", "abrun.train.agent", "--ranks", str(num_ranks)]
+    return [*agent, *bounds, module, str(directory)]
+
+
+def external(directory: Path) -> list[str]:
+    """The command of one run of a foreign trainer."""
+    return [sys.executable, "-m", "abrun.external", str(directory)]
+
+
+def environment(directory: Path, devices: Sequence[str], *, own: bool = True) -> dict[str, str]:
+    """The environment variables of a run on these GPUs, or on CPU cores where there are none among them.
+
+    `directory` marks the run's processes, so that all of them can be found.
+    `own`: a run of our own trainer, which has a process a core. A foreign one gets as many threads as cores,
+    unless the user's environment says otherwise.
+    """
+    marks = {RUN_DIR: os.path.realpath(directory), "SPT_NOENV": "1"}  # setproctitle would overwrite them
+    inherited = {**os.environ, "PYTHONUNBUFFERED": "1", **marks}
+    if own and sys.platform == "linux":  # the ranks of one machine need not listen on its network
+        inherited = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | inherited
+    gpus = [device for device in devices if device != "cpu"]
+    if not gpus:
+        threads = "1" if own else inherited.get("OMP_NUM_THREADS", str(len(devices)))
+        return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
+    # nvidia-smi numbers the GPUs by bus, CUDA by speed unless told otherwise
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | inherited | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}

@@ -1,0 +1,54 @@
+"""Where runs are started: the small questions that a launcher asks this machine, or a cluster.
+
+Whatever a run does, it says through its directory; an engine finds it a place, starts it, and stops it.
+"""
+
+from typing import Protocol
+
+from abrun.errors import LaunchError
+from abrun.implementations import LAUNCHERS, load
+from abrun.plan import Plan
+from abrun.recipe import RunConfig
+from abrun.store import RunDir
+
+Place = tuple[str, ...]  # the devices of one run, a name a rank
+
+
+class Started(Protocol):
+    """A run that an engine has started."""
+
+    @property
+    def pid(self) -> int | None:
+        """The first process of the run, where that is one of this host."""
+        ...
+
+    def poll(self) -> int | None:
+        """The exit status once it has ended, negative for the signal that killed it; None before."""
+        ...
+
+    def stop(self, *, kill: bool) -> None:
+        """Ask it to save and end, or else leave no process of it."""
+        ...
+
+
+class Engine(Protocol):
+    """One class a launcher, made with the most runs at once that `--jobs` allows, or None."""
+
+    def refusals(self, plan: Plan) -> list[str]:
+        """Why the plan cannot run here, a line a reason; none where it can."""
+        ...
+
+    def place(self, config: RunConfig) -> Place | None:
+        """Where a run could start now; None where it has to wait for others to end."""
+        ...
+
+    def start(self, run: RunDir, config: RunConfig, place: Place) -> Started:
+        """Start a run, which prints into its log; it holds its place until `poll` has seen its end."""
+        ...
+
+
+def make_engine(launcher: str, num_jobs: int | None) -> Engine:
+    """The engine that `--launcher` names. Raises LaunchError for a name that none has."""
+    if launcher not in LAUNCHERS:
+        raise LaunchError(f"--launcher: got {launcher!r}; allowed: {', '.join(LAUNCHERS)}")
+    return load(LAUNCHERS[launcher])(num_jobs)

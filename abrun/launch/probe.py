@@ -1,0 +1,80 @@
+"""Measurements beside a launch: a module as the ranks of a run on this machine, and the rows it writes.
+
+<directory>/job.json     what to measure: the resolved configuration, and what the measurement adds to it
+<directory>/rows.jsonl   what was measured, appended by rank 0
+<directory>/output.log   what the ranks printed
+"""
+
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from abrun import store
+from abrun.errors import LaunchError
+from abrun.launch.command import environment, ranks
+from abrun.launch.requirements import this_machine
+from abrun.processes import end_all, end_group, processes_of, start
+from abrun.recipe import OwnRunConfig
+
+GRACE_S = 5.0
+JOB, ROWS, LOG = "job.json", "rows.jsonl", "output.log"
+
+
+def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Run `python -m MODULE DIRECTORY` as the ranks that `config` asks for; returns its rows.
+
+    Raises LaunchError, one line, where this machine lacks the devices, or with what the module says on a line
+    that begins with `error: `, or else with where its output is.
+    """
+    machine, cluster = this_machine(), config.cluster
+    if cluster.nodes > 1 or cluster.gpus_per_node > len(machine.gpus):
+        raise LaunchError(
+            f"cluster: got {cluster.nodes} node(s) x {cluster.gpus_per_node} GPU(s), and this machine has "
+            f"{machine}; it is measured here: use --set cluster.gpus_per_node=..."
+        )
+    rows, log = directory / ROWS, directory / LOG
+    with store.explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        rows.unlink(missing_ok=True)
+    store.write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
+    command = ranks(directory, config, cluster.ranks, module)
+    if _run(command, directory, machine.gpus[: cluster.gpus_per_node]):
+        said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
+        first = next(said, f"{directory.name}: could not be measured; see {log}")
+        raise LaunchError(first.removeprefix("error: "))
+    return store.read_lines(rows)
+
+
+def _run(argv: list[str], directory: Path, gpus: Sequence[str]) -> int:
+    """The exit status; however this ends, no process is left."""
+    log = directory / LOG
+    with store.explained(log), log.open("wb") as output:
+        process = start(
+            argv,
+            environment(directory, gpus),
+            dies_by=signal.SIGTERM,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove
+            raise
+        finally:
+            end_all(lambda: processes_of(directory))
+            process.kill()
+            process.wait()
+
+
+def read_job(directory: Path) -> dict[str, Any]:
+    """What a module that is started as a probe is to measure."""
+    return store.read_json(directory / JOB)
+
+
+def row_writer(directory: Path) -> store.LineWriter:
+    """Where rank 0 appends what it has measured."""
+    return store.LineWriter(directory / ROWS)

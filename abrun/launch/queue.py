@@ -1,0 +1,170 @@
+"""The runs of a launch on their way from pending to done: in which order, and which are ready to start."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from abrun.errors import LaunchError
+from abrun.launch.engine import Started
+from abrun.launch.experiment import warm_start_dir, write_run
+from abrun.plan import Plan, RunName
+from abrun.processes import Process, end_all, processes_of
+from abrun.recipe import OwnRunConfig, RunConfig
+from abrun.store import WARM_STARTS, Lease, Locked, RunDir, Status, readable, run_dir
+
+LEAVE_S = 40.0  # a run that has lost its launcher takes up to 30 s to save a checkpoint
+WARM_START = RunName(arm="warm-start", seed=0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One run directory on its way from pending to done."""
+
+    label: str
+    run: RunDir
+    config: RunConfig
+    needs: "Job | None" = None  # the warm start to wait for
+    shared: bool = False  # a warm start: other experiments may want it, too
+    said_waiting: bool = False
+    leave_until_s: float | None = None  # when processes of an earlier launcher are killed
+    started: Started | None = None
+    log_start: int = 0
+    oom_kills: int | None = None  # as counted when it was started
+    first_step: int = 0  # that it had reached when it was started
+    num_retries: int = 0
+    stopping: bool = False
+    status: Status = "pending"
+    lock: Lease = field(init=False)  # a warm start's: the runs of an experiment are owned with it
+
+    def __post_init__(self) -> None:
+        self.lock = Lease(self.run.path)
+
+    @property
+    def done(self) -> bool:
+        return self.status in ("finished", "failed", "interrupted")
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether another start may help: not where this one came no further than the one before."""
+        further = self.run.heartbeat().step > self.first_step
+        return further and self.num_retries < self.config.limits.retries and not self.stopping
+
+    def begin_again(self) -> None:
+        """Wait for a place again; the run goes on from its newest checkpoint."""
+        self.started, self.status, self.num_retries = None, "pending", self.num_retries + 1
+
+    def claim(self, say: Callable[[str], object]) -> bool:
+        """Own the run directory, where nobody else works, nor makes this warm start for others.
+
+        Raises StoreError for a run whose record cannot be read: it has failed, the others go on.
+        """
+        if not self.shared:
+            with readable(self.run.path):
+                self.run.record()
+            if self._left_behind(say):
+                return False
+            if self.run.finished:
+                self.run.reopen(incomplete(self) or "")
+            return True
+        try:
+            note = self.lock.acquire()
+        except Locked as error:
+            if not self.said_waiting:
+                say(f"{self.label}: another launcher makes it now; waiting for that ({error})")
+            self.said_waiting = True
+            return False
+        try:
+            made = self._is_made(say)
+            if made or self._left_behind(say):
+                self.lock.close()
+                self.status = "finished" if made else self.status
+                return False
+        except BaseException:
+            self.lock.close()
+            raise
+        if note:
+            say(f"{self.label}: {note}")
+        write_run(self.run.path, WARM_STARTS, WARM_START, self.config)
+        return True
+
+    def _left_behind(self, say: Callable[[str], object]) -> bool:
+        """Whether processes of a launcher that is gone still work there: they have a while to end."""
+        found = processes_of(self.run.path)
+        if not found:
+            return False
+        now = time.monotonic()
+        if self.leave_until_s is None:
+            self.leave_until_s = now + LEAVE_S
+            say(
+                f"{self.label}: processes of a launcher that is gone work there ({_ids(found)}); "
+                "waiting for them"
+            )
+        left = end_all(lambda: processes_of(self.run.path)) if now > self.leave_until_s else None
+        if left:  # another user's, or in the hands of a driver
+            raise LaunchError(f"processes of an earlier launch cannot be killed ({_ids(left)}); end them")
+        return True
+
+    def _is_made(self, say: Callable[[str], object]) -> bool:
+        """Whether the warm start is there, whole; what is not, is trained again."""
+        if not self.run.finished:
+            return False
+        wrong = incomplete(self) or self.run.final_weights_damage()
+        if wrong:
+            say(f"{self.label}: trained again: {wrong}")
+            self.run.reopen(wrong)
+        return wrong is None
+
+
+def _ids(processes: set[Process]) -> str:
+    return ", ".join(str(process.pid) for process in sorted(processes))
+
+
+def incomplete(job: Job) -> str | None:
+    """What of its metrics a finished run of our own trainer has lost; a foreign one may log what it likes."""
+    return job.run.missing_steps(job.config.steps) if isinstance(job.config, OwnRunConfig) else None
+
+
+class Queue:
+    """The jobs of a plan in launch order, each warm start before the first run that needs it."""
+
+    def __init__(self, plan: Plan, experiment_dir: Path) -> None:
+        self.jobs: list[Job] = []
+        warm_starts: dict[str, Job] = {}
+        for planned in plan.runs:
+            run = RunDir(run_dir(experiment_dir, planned.name))
+            job = Job(label=str(planned.name), run=run, config=planned.config)
+            key = planned.warm_start
+            if run.finished and not incomplete(job):
+                job.status = "finished"
+            elif key:
+                if key not in warm_starts:
+                    warm_starts[key] = Job(
+                        label=f"warm start {key}",
+                        run=RunDir(warm_start_dir(experiment_dir, key)),
+                        config=plan.warm_starts[key],
+                        shared=True,
+                    )
+                    self.jobs.append(warm_starts[key])
+                job.needs = warm_starts[key]
+            self.jobs.append(job)
+
+    @property
+    def done(self) -> bool:
+        return all(job.done for job in self.jobs)
+
+    @property
+    def running(self) -> list[Job]:
+        return [job for job in self.jobs if job.started and not job.done]
+
+    def ready(self) -> Iterator[Job]:
+        """What waits for a place alone, in order: a later run that would fit must not starve an earlier."""
+        for job in self.jobs:
+            if not (job.started or job.done) and (job.needs is None or job.needs.status == "finished"):
+                yield job
+
+    def hopeless(self) -> Iterator[tuple[Job, Job]]:
+        """What cannot start any more, and the warm start that it needs."""
+        for job in self.jobs:
+            if not job.done and job.needs and job.needs.done and job.needs.status != "finished":
+                yield job, job.needs

@@ -1,0 +1,195 @@
+"""What a plan needs, what this machine has, and why the one cannot run on the other; found without torch."""
+
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from abrun.errors import LaunchError, RecipeError
+from abrun.plan import Plan, PlannedRun
+from abrun.recipe import (
+    Arithmetic,
+    CommandRunConfig,
+    OwnRunConfig,
+    RunConfig,
+    WordProblems,
+    invocation,
+    not_built,
+    unset_variables,
+)
+
+if TYPE_CHECKING:
+    from abrun.tasks.problems import FileConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The devices that runs may occupy: GPUs as CUDA_VISIBLE_DEVICES names them, and CPU cores."""
+
+    gpus: tuple[str, ...]
+    cores: int
+
+    def __str__(self) -> str:
+        return f"{_count(len(self.gpus), 'GPU')} and {_count(self.cores, 'usable CPU core')}"
+
+
+def this_machine() -> Machine:
+    return Machine(gpus=find_gpus(), cores=usable_cores())
+
+
+def find_gpus() -> tuple[str, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES allows, or all that nvidia-smi lists."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        # CUDA itself reads the list up to its first invalid entry; -1 and an empty one are invalid.
+        stop = next((index for index, name in enumerate(names) if name in ("", "-1")), len(names))
+        return tuple(names[:stop])
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    num_gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
+    return tuple(str(index) for index in range(num_gpus))
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores this process may use: its affinity, within its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cgroup.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def refusals(plan: Plan, machine: Machine, num_jobs: int | None) -> list[str]:
+    """Why this machine cannot run the plan, a line a reason; first what no machine could run."""
+    configs = {run.name.arm: run.config for run in plan.runs}
+    arms_of: dict[str, list[str]] = {}
+    for reasons in (_unbuilt, _missing, partial(_too_large, machine=machine, num_jobs=num_jobs)):
+        for arm, config in configs.items():
+            for reason in reasons(config):
+                arms_of.setdefault(reason, []).append(arm)
+    lines = [f"{_arms(arms)}: {reason}" for reason, arms in arms_of.items()]
+    reference = plan.recipe.compare.reference
+    if reference and not Path(reference).expanduser().is_file():
+        lines.append(f"compare.reference: got {reference!r}, no such file here; abrun freeze makes one")
+    return lines
+
+
+def refuse_unset_variables(runs: Iterable[PlannedRun]) -> None:
+    """Raises LaunchError where a run's `env` refers to a variable that the launcher does not have."""
+    for run in runs:
+        lines = unset_variables(run.config, os.environ) if isinstance(run.config, CommandRunConfig) else []
+        if lines:
+            raise LaunchError(f"arms.{run.name.arm}: {lines[0]}")
+
+
+def _arms(arms: list[str]) -> str:
+    return f"arm {arms[0]}" if len(arms) == 1 else f"arms {', '.join(arms)}"
+
+
+def _unbuilt(config: RunConfig) -> Iterable[str]:
+    return not_built(config) if isinstance(config, OwnRunConfig) else ()
+
+
+def _missing(config: RunConfig) -> Iterator[str]:
+    """What a run needs besides devices and is not on this machine."""
+    if isinstance(config, CommandRunConfig):
+        yield from _missing_command(config)
+    elif isinstance(config, OwnRunConfig):
+        yield from _missing_files(config)
+        yield from _missing_kernel(config)
+
+
+def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.nodes > 1:
+        yield f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
+    if cluster.gpus_per_node > len(machine.gpus):
+        yield (
+            f"cluster.gpus_per_node: got {cluster.gpus_per_node} ranks; this machine has "
+            f"{_count(len(machine.gpus), 'visible GPU')}: use at most that many (0 trains on CPU cores)"
+        )
+    elif num_jobs and cluster.gpus_per_node * num_jobs > len(machine.gpus):
+        yield (
+            f"--jobs: got {num_jobs} runs at once of {_count(cluster.gpus_per_node, 'GPU')} each; this "
+            f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // cluster.gpus_per_node}"
+        )
+    if not cluster.gpus_per_node and cluster.cpu_ranks > machine.cores:
+        yield (
+            f"cluster.cpu_ranks: got {cluster.cpu_ranks} ranks; this machine has "
+            f"{_count(machine.cores, 'usable CPU core')}: use at most that many"
+        )
+
+
+def _missing_command(config: CommandRunConfig) -> Iterator[str]:
+    """A command that cannot be found; neither an arm nor a seed changes where it is looked for."""
+    filled = invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
+    path = filled.env.get("PATH", os.environ.get("PATH"))
+    if shutil.which(filled.argv[0], path=path) is None:
+        yield (
+            f"trainer.argv.0: got {filled.argv[0]!r}, no such command on PATH; "
+            "install it, or give the path of an executable file"
+        )
+
+
+def _missing_files(config: OwnRunConfig) -> Iterator[str]:
+    """Files of the recipe that are not on this machine; a model without a leading / . or ~ is a hub's."""
+    task, weights = config.task, config.model.path
+    if not isinstance(task, Arithmetic | WordProblems):
+        held_out = config.validation.path if config.validation else None
+        for field, path in (("task.path", task.path), ("validation.path", held_out)):
+            yield from _unreadable_problems(task, path, field) if path else ()
+        yield from _missing_verifier(getattr(task, "verifier", None))
+    if weights and weights[0] in "/.~" and not Path(weights).expanduser().is_dir():
+        yield f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
+
+
+def _unreadable_problems(task: "FileConfig", path: str, field: str) -> Iterator[str]:
+    from abrun.tasks.problems import look_at_problems
+
+    try:
+        look_at_problems(task, path, field)
+    except RecipeError as error:
+        yield str(error)
+
+
+def _missing_verifier(verifier: str | None) -> Iterator[str]:
+    """A user's module that is not where the trainer looks for it; importing it is the trainer's."""
+    package = (verifier or "").partition(":")[0].partition(".")[0]
+    if not verifier or package in sys.builtin_module_names:
+        return
+    if importlib.machinery.PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
+        yield (
+            f"task.verifier: got {verifier!r}, no module {package} here; name an installed module, or one in "
+            "the directory where abrun is started"
+        )
+
+
+def _missing_kernel(config: OwnRunConfig) -> Iterator[str]:
+    """Why the Triton kernels cannot run here, said before a trainer asks the kernels themselves."""
+    if config.policy.logprobs.impl != "triton":
+        return
+    got = "policy.logprobs.impl: got 'triton'"
+    if importlib.util.find_spec("triton") is None:
+        yield f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
+    elif not config.cluster.gpus_per_node and os.environ.get("TRITON_INTERPRET") != "1":
+        yield (
+            f"{got} with cluster.gpus_per_node: 0; on CPU cores it runs only in Triton's slow interpreter, "
+            "with TRITON_INTERPRET=1 in the environment: use impl: chunked, or GPUs"
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,264 @@
+"""A launch: every unfinished run of a plan started as places come free, watched, and stopped when asked.
+
+Everything a run says, it says through its directory; this module keeps `launch.json` there, with how it saw
+each run end. One thread, one loop.
+"""
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from abrun.errors import AbrunError, LaunchError
+from abrun.launch.engine import Engine, Place, make_engine
+from abrun.launch.experiment import experiment_dir_of, owned_experiment
+from abrun.launch.git import record_checkout
+from abrun.launch.queue import WARM_START, Job, Queue
+from abrun.plan import Plan, RunName
+from abrun.processes import StopRequests, ending_of, killed_by, oom_kills, stopping_signals
+from abrun.recipe import secrets_of
+from abrun.redaction import redacted
+from abrun.store import STOPPED, Lease, Status, run_state
+
+POLL_S = 0.2
+GRACE_S = 35.0  # torchrun gives its workers 30 s between SIGTERM and SIGKILL
+
+
+class Observer(Protocol):
+    """Who is told what a launch does: abrun.watch.View, for one."""
+
+    def follow(self, experiment_dir: Path) -> object:
+        """The experiment's directory is whole; its runs are about to start."""
+        ...
+
+    def say(self, line: str) -> object:
+        """A note for people."""
+        ...
+
+    def tick(self) -> object:
+        """A few times a second, from `follow` to the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a launch ended."""
+
+    statuses: dict[RunName, Status]
+    stopped_by: int | None  # the signal that ended it early
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every run finished, 1 when one did not, 128 + signal when stopped."""
+        if self.stopped_by:
+            return 128 + self.stopped_by
+        return 0 if all(status == "finished" for status in self.statuses.values()) else 1
+
+
+def launch(
+    plan: Plan,
+    runs_dir: Path,
+    *,
+    observer: Observer,
+    launcher: str = "local",
+    name: str | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    take_over: bool = False,
+    grace_s: float = GRACE_S,
+) -> Outcome:
+    """Run every unfinished run of a plan, and the warm starts that they need; returns when all have ended.
+
+    `launcher` is a name in abrun.implementations.LAUNCHERS. Raises LaunchError or StoreError, before anything
+    has started, where the plan cannot run there.
+    """
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    engine = make_engine(launcher, jobs)
+    _check_runnable(plan, engine)
+    owned = owned_experiment(plan, experiment_dir, resume=resume, take_over=take_over, say=observer.say)
+    with owned as lease:
+        observer.follow(experiment_dir)
+        git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
+        queue = Queue(plan, experiment_dir)
+        stopped_by = _Supervisor(queue, engine, observer, lease, grace_s, git).run()
+    states = [run_state(experiment_dir, run.name) for run in plan.runs]
+    statuses: dict[RunName, Status] = {state.name: state.status for state in states}
+    failed = {job.run.path for job in queue.jobs if job.status == "failed"}
+    for state in states:
+        if state.status == "finished" and state.directory in failed:  # and could not be repaired
+            statuses[state.name] = "failed"
+    return Outcome(statuses=statuses, stopped_by=stopped_by)
+
+
+def _check_runnable(plan: Plan, engine: Engine) -> None:
+    """Raises LaunchError, one line, where the plan cannot run on the engine."""
+    lines = engine.refusals(plan)
+    if lines:
+        more = f" (and {len(lines) - 1} more: --dry-run shows them)" if len(lines) > 1 else ""
+        raise LaunchError(f"{plan.recipe.name}: {lines[0]}{more}")
+
+
+class _Quiet:
+    """An observer that nobody hears any more is not heard: no error of its output ends a run."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def say(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: of a closed file
+            self._observer.say(line)
+
+    def tick(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._observer.tick()
+
+
+class _Supervisor:
+    """Starts jobs in order as places come free, records how they end, and stops them all when asked."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        engine: Engine,
+        observer: Observer,
+        lease: Lease,
+        grace_s: float,
+        git: dict[str, Any] | None,
+    ) -> None:
+        self._queue = queue
+        self._engine = engine
+        self._observer = _Quiet(observer)
+        self._lease = lease
+        self._grace_s = grace_s
+        self._requests = StopRequests()
+        self._git = git
+
+    def run(self) -> int | None:
+        """Returns the signal that stopped it, or None when every job has ended by itself."""
+        with stopping_signals() as self._requests:
+            try:
+                while self._requests.first is None and not self._queue.done:
+                    self._reap()
+                    self._start_ready()
+                    self._refresh_locks()
+                    self._observer.tick()
+                    time.sleep(POLL_S)
+                if self._requests.first is not None:
+                    self._stop_all()
+            except BaseException:
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    self._stop_all()
+                self._kill(self._queue.running)
+                raise
+            finally:
+                for job in self._queue.jobs:
+                    job.lock.close()
+        self._observer.tick()
+        return self._requests.first
+
+    def _refresh_locks(self) -> None:
+        """Raises TakenOverError where another launcher was told to go on with what this one does."""
+        for lock in (self._lease, *(job.lock for job in self._queue.running)):
+            lock.refresh()
+
+    def _start_ready(self) -> None:
+        for job, cause in self._queue.hopeless():
+            message = cause.run.state(WARM_START).message
+            self._give_up(job, f"not started: its {cause.label} {cause.status}: {message}")
+        for job in self._queue.ready():
+            place = self._engine.place(job.config)
+            if place is None:
+                return
+            try:
+                if job.claim(self._observer.say):
+                    self._start(job, place)
+            except AbrunError as error:  # such as a directory that is gone: the others go on
+                self._give_up(job, str(error))
+
+    def _start(self, job: Job, place: Place) -> None:
+        job.run.begin_launch(place, self._git)
+        job.log_start = job.run.log_size()
+        job.oom_kills = oom_kills()
+        job.first_step = job.run.heartbeat().step
+        job.started = self._engine.start(job.run, job.config, place)
+        job.status = "running"
+        job.run.update_launch(pid=job.started.pid)
+
+    def _give_up(self, job: Job, why: str) -> None:
+        """A job that has no process, or whose process cannot be recorded."""
+        self._kill([job])
+        job.status = "failed"
+        job.lock.close()
+        self._observer.say(f"{job.label}: {why}")
+        with contextlib.suppress(AbrunError):
+            if job.run.exists:
+                job.run.begin_launch((), self._git)
+                job.run.end_launch("failed", why)
+
+    def _reap(self) -> None:
+        for job in self._queue.running:
+            status = job.started.poll() if job.started else None
+            if status is None:
+                continue
+            try:
+                self._record_end(job, status)
+            except AbrunError as error:
+                self._give_up(job, str(error))
+
+    def _record_end(self, job: Job, status: int) -> None:
+        if not job.run.exists:
+            raise LaunchError(f"{job.run.path} is gone")
+        job.status, message = _ending(job, status)
+        seen: dict[str, Any] = {"exit_code": None if status < 0 else status, "signal": killed_by(status)}
+        job.run.end_launch(job.status, message, **seen)
+        job.lock.close()
+        out_of_time = (message or "").startswith("limits.run_s")  # it would take as long again
+        if job.status == "failed" and job.may_retry and not out_of_time:
+            self._observer.say(f"{job.label}: {message}: starting it again")
+            job.begin_again()
+
+    def _stop_all(self) -> None:
+        """Ask every run to stop, with time for a checkpoint; then leave nothing of it."""
+        running = self._queue.running
+        for job in running:
+            job.stopping = True
+            if job.started:
+                job.started.stop(kill=False)
+        if running:
+            self._observer.say(
+                f"stopping {len(running)} run{'s' if len(running) > 1 else ''}: up to {self._grace_s:.0f} s "
+                "to save checkpoints; Ctrl-C again, after two seconds, kills them"
+            )
+        deadline = time.monotonic() + self._grace_s
+        while time.monotonic() < deadline and not self._requests.insisted and self._queue.running:
+            self._reap()
+            self._observer.tick()
+            time.sleep(POLL_S)
+        self._kill(self._queue.running)
+        self._reap()
+
+    def _kill(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.stopping = True
+            if job.started:
+                job.started.stop(kill=True)
+
+
+def _ending(job: Job, status: int) -> tuple[Status, str | None]:
+    """Status and a line on why. Done means that the run says so, whatever the exit status says."""
+    if job.run.finished:
+        return "finished", None
+    attempt, launched = job.run.attempt(), job.run.launches()[-1]
+    itself = attempt.status if attempt.number > launched.attempts else None
+    if job.stopping or itself == "interrupted":
+        return "interrupted", STOPPED
+    if itself == "failed":
+        return "failed", attempt.message
+    if status:
+        words = ending_of(status, job.run.printed(job.log_start), job.oom_kills)
+        words = redacted(words, secrets_of(job.config, os.environ))
+    else:
+        words = "ended without a result"
+    return "failed", f"{words}; see {job.run.log}"

@@ -1,0 +1,45 @@
+"""Which run a directory is of, and what lies in it, by name: abrun.store alone reads and writes it."""
+
+from dataclasses import dataclass
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # of experiments and arms, which are folders
+
+CONFIG = "config.json"
+ATTEMPTS = "attempts"
+LAUNCH = "launch.json"
+ENVIRONMENT = "environment.json"
+HEARTBEAT = "heartbeat.json"
+RESULT = "result.json"
+METRICS = "metrics.jsonl"
+METRICS_CACHE = "metrics.npz"
+EVENTS = "events.jsonl"
+VALIDATION = "validation.jsonl"
+LOG = "stdout.log"
+CHECKPOINTS = "checkpoints"
+
+RUN_FILES = (
+    CONFIG,
+    ATTEMPTS,
+    LAUNCH,
+    ENVIRONMENT,
+    HEARTBEAT,
+    RESULT,
+    METRICS,
+    METRICS_CACHE,
+    EVENTS,
+    VALIDATION,
+    LOG,
+    CHECKPOINTS,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class RunName:
+    """Which run of an experiment: `rerun` 0 is the run itself, j > 0 its j-th same-seed repetition (A/A)."""
+
+    arm: str
+    seed: int
+    rerun: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.arm}/seed-{self.seed}" + (f"-aa{self.rerun}" if self.rerun else "")

@@ -1,0 +1,217 @@
+"""What must hold of a network before it is trained and sampled from, found out on a few tokens."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from abrun.errors import RecipeError
+from abrun.models.families import Facts, refused
+
+NUM_TOKENS, NUM_COMMON = 8, 5  # of two rows; how many of them the rows have in common
+PROMPT_LENGTHS, NUM_STEPS = (5, 3), 3  # of the two rows, to decode from
+TOLERANCE = 1e-4  # of the largest logit: far above float32's rounding, far below dropout or another scale
+NOISE = re.compile(r"drop|jitter")
+# The logits are compared as if the largest were this: where a soft cap bends, at random weights too.
+LARGEST_LOGIT = 30.0
+REPEATS = 4  # of a forward pass that draws random numbers
+
+
+def check_network(network: nn.Module, facts: Facts) -> None:
+    """Turn off what is random in training, and compare what the trainer will compute with the network itself.
+
+    The trainer's logits, in training mode from the facts, must be those of the network's own forward pass as
+    it was published, in evaluation mode; and those of a token must not depend on later tokens.
+    Leaves weights, buffers, modes and the random-number generator as they were. Raises RecipeError.
+    """
+    tokens = _tokens(network, facts)
+    with _undisturbed(network), torch.no_grad():
+        expected, gain = _own_logits(network, facts, tokens)
+        if not expected.isfinite().all():
+            raise refused(network, "whose logits are not finite")
+        silence(network)
+        network.train()
+        state = torch.get_rng_state()
+        found = _our_logits(network, facts, tokens, gain)
+        drew = not torch.equal(state, torch.get_rng_state())
+        again = [_our_logits(network, facts, tokens, gain) for _ in range(REPEATS if drew else 0)]
+        if not _agree(found, expected, *again):
+            network.eval()
+            evaluated = _our_logits(network, facts, tokens, gain)
+            if _agree(evaluated, expected):
+                raise refused(
+                    network,
+                    "whose log-probs in training mode are not those of evaluation mode: it has dropout or a "
+                    "sampling router that cannot be turned off",
+                )
+            raise refused(
+                network,
+                f"whose own logits are not those of its last hidden states, its head, logit_scale "
+                f"{facts.logit_scale:g} and logit_softcap {facts.logit_softcap}",
+            )
+    first, second = found[:, :NUM_COMMON]
+    if not _agree(first, second):
+        raise refused(network, "where a token's logits depend on the tokens after it")
+
+
+def check_decoding(network: nn.Module, facts: Facts) -> None:
+    """Compare decoding as the torch engine does it, from a cache after left-padded prompts, with one pass.
+
+    Leaves everything as it was. Raises RecipeError.
+    """
+    tokens, reason = _tokens(network, facts), "its hidden states differ from those of one pass"
+    with _undisturbed(network), torch.no_grad():
+        network.eval()
+        whole = _called(network, facts.base, tokens).last_hidden_state
+        expected = [row[n - 1 : n - 1 + NUM_STEPS] for row, n in zip(whole, PROMPT_LENGTHS, strict=True)]
+        try:
+            if _agree(_decoded(facts.base, tokens), torch.stack(expected)):
+                return
+        except Exception as error:  # as in _called
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+    raise RecipeError(
+        f"rollout.engine: got 'torch' with {type(network).__name__}, which it cannot decode from a cache: "
+        f"{reason}; use another engine, or a causal language model of another family"
+    )
+
+
+def _decoded(base: nn.Module, tokens: Tensor) -> Tensor:  # [2, NUM_STEPS, H]
+    """The last hidden state of prompts, padded left, and of the tokens after them."""
+    width = max(PROMPT_LENGTHS)
+    mask = torch.tensor([[0] * (width - length) + [1] * length for length in PROMPT_LENGTHS])
+    inputs = torch.stack(
+        [row[:width].roll(width - length) for row, length in zip(tokens, PROMPT_LENGTHS, strict=True)]
+    )
+    cache, hidden = None, []
+    for step in range(NUM_STEPS):
+        output = base(
+            input_ids=inputs,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, -inputs.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = output.past_key_values
+        hidden.append(output.last_hidden_state[:, -1])
+        inputs = torch.stack([row[n + step] for row, n in zip(tokens, PROMPT_LENGTHS, strict=True)])[:, None]
+        mask = nn.functional.pad(mask, (0, 1), value=1)
+    return torch.stack(hidden, dim=1)
+
+
+def silence(network: Any) -> None:
+    """Turn off dropout, layer drop and router jitter, in modules and in the configurations they read.
+
+    They would make the trainer's log-probs another distribution than the sampler's. What the configurations
+    said is kept in `network.silenced`, for an export.
+    """
+    configs = {}
+    for module in network.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in _noises(module):
+            setattr(module, name, type(vars(module)[name])(0))
+        configs |= {id(config): config for config in _nested(getattr(module, "config", None))}
+    network.silenced = [
+        (config, name, vars(config)[name]) for config in configs.values() for name in _noises(config)
+    ]
+    for config, name, value in network.silenced:
+        setattr(config, name, type(value)(0))
+
+
+def _noises(owner: Any) -> list[str]:
+    return [
+        name
+        for name, value in vars(owner).items()
+        if NOISE.search(name) and isinstance(value, int | float) and value and not isinstance(value, bool)
+    ]
+
+
+def _nested(config: Any) -> Iterator[Any]:
+    """A configuration and those inside it."""
+    if hasattr(config, "to_dict"):
+        yield config
+        for value in vars(config).values():
+            yield from _nested(value)
+
+
+def _tokens(network: Any, facts: Facts) -> Tensor:  # [2, NUM_TOKENS] int64
+    """Two rows that begin alike, of tokens that stand for themselves (not for an image)."""
+    special: set[int] = set()
+    for config in _nested(network.config):
+        for name, value in vars(config).items():
+            if "token" in name:
+                special.update(value if isinstance(value, list | tuple) else [value])
+    size = min(
+        facts.head.weight.shape[0], getattr(network.config.get_text_config(decoder=True), "vocab_size", 2**62)
+    )
+    plain = torch.tensor([token for token in range(size) if token not in special])
+    draw = torch.Generator().manual_seed(0)
+    tokens = plain[torch.randint(len(plain), (2, NUM_TOKENS), generator=draw)]
+    tokens[1, :NUM_COMMON] = tokens[0, :NUM_COMMON]
+    return tokens
+
+
+def _own_logits(network: nn.Module, facts: Facts, tokens: Tensor) -> tuple[Tensor, float]:
+    """The network's own logits in evaluation mode, and how much its head's output was amplified for them."""
+    gains: list[float] = []
+
+    def amplify(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        gains.append(gains[0] if gains else LARGEST_LOGIT / (float(output.abs().max()) or 1.0))
+        return output * gains[0]
+
+    network.eval()
+    hook = facts.head.register_forward_hook(amplify)
+    try:
+        logits = _called(network, network, tokens).logits
+    finally:
+        hook.remove()
+    if not gains:
+        raise refused(network, "whose forward pass does not call its head")
+    return logits.float(), gains[0]
+
+
+def _our_logits(network: nn.Module, facts: Facts, tokens: Tensor, gain: float) -> Tensor:  # [2, S, V]
+    """What the log-prob kernels make of the last hidden states, in float32."""
+    output = _called(network, facts.base, tokens)
+    hidden = getattr(output, "last_hidden_state", None)
+    if hidden is None:
+        raise refused(network, "whose body has no last_hidden_state")
+    logits = nn.functional.linear(hidden, facts.head.weight).float() * gain * facts.logit_scale
+    if facts.logit_softcap is not None:
+        logits = facts.logit_softcap * torch.tanh(logits / facts.logit_softcap)
+    return logits
+
+
+def _called(network: nn.Module, module: nn.Module, tokens: Tensor) -> Any:
+    try:
+        return module(input_ids=tokens, use_cache=False)
+    except Exception as error:  # some 200 foreign forward passes: what they raise on plain text is theirs
+        reason = f"{type(error).__name__}: {error}"
+        raise refused(network, f"which does not take plain text: {' '.join(reason.split())[:160]}") from error
+
+
+def _agree(found: Tensor, *others: Tensor) -> bool:
+    """Whether logits are the same up to rounding; a column more or less is another vocabulary."""
+    return all(
+        found.shape == other.shape
+        and float((found - other).abs().max()) <= TOLERANCE * float(other.abs().max())
+        for other in others
+    )
+
+
+@contextlib.contextmanager
+def _undisturbed(network: nn.Module) -> Iterator[None]:
+    """Puts back what forward passes change: modes, buffers and the random-number generator."""
+    modes = {module: module.training for module in network.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -1,0 +1,114 @@
+"""What the trainer has to know of a model family, read from its configuration and its modules.
+
+A published model is more than weights: its logits may be scaled or soft-capped, its decoder may be one of
+several towers. Nothing here is tried out; `checks` compares it with what the network itself computes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from abrun.errors import RecipeError
+
+# Fields of a (text) configuration that the head's logits are multiplied with, or divided by.
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+# Where Granite divides by it.
+MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Training draws experts at random, by the gaps between scores that their evaluation depends on too.
+SAMPLING_ROUTERS = ("phimoe",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The parts of a causal language model; its logits are softcap(logit_scale * hidden @ head.weight.T)."""
+
+    base: nn.Module  # yields `last_hidden_state`
+    layers: nn.ModuleList  # of the decoder that the head stands on
+    head: nn.Linear  # without a bias
+    logit_scale: float
+    logit_softcap: float | None  # softcap(z) = logit_softcap * tanh(z / logit_softcap)
+
+
+def facts_of(network: Any) -> Facts:
+    """The facts of a transformers network. Raises RecipeError where the trainer cannot handle its family."""
+    if network.config.is_encoder_decoder:
+        raise refused(network, "an encoder-decoder model")
+    config = network.config.get_text_config(decoder=True)
+    if config.model_type in SAMPLING_ROUTERS:
+        raise refused(network, "whose router samples experts in training")
+    base = _base(network)
+    return Facts(
+        base=base,
+        layers=_layers(network, base, config),
+        head=_head(network),
+        logit_scale=_logit_scale(config),
+        logit_softcap=next((cap for name in SOFTCAPS if (cap := getattr(config, name, None))), None),
+    )
+
+
+def refused(network: nn.Module, why: str) -> RecipeError:
+    """The error that says in one line why a network of this family cannot be trained."""
+    kind = type(network).__name__.removeprefix("FSDP")
+    return RecipeError(f"model: got {kind}, {why}; use a causal language model of another family")
+
+
+def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint that are not parameters, such as a router's correction bias."""
+    stored = network.state_dict().keys()
+    return ((name, buffer) for name, buffer in network.named_buffers() if name in stored)
+
+
+def _base(network: Any) -> Any:
+    # Llama 4 and Mllama name a prefix that only their multimodal wrappers have.
+    base = network.base_model if network.base_model is not network else getattr(network, "model", None)
+    if base is None:
+        raise refused(network, "whose head and body are one module")
+    return base
+
+
+def _head(network: Any) -> nn.Linear:
+    head = network.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise refused(network, f"whose LM head is {type(head).__name__} and not one matrix")
+    if head.bias is not None:
+        raise refused(network, "an LM head with a bias, which the log-prob kernels do not take")
+    return head
+
+
+def _layers(network: nn.Module, base: Any, config: Any) -> nn.ModuleList:
+    """The decoder's repeated blocks: not a vision tower's, and not lists of smaller parts beside them."""
+    count = getattr(config, "num_hidden_layers", None)
+    layers = max(
+        _outermost_lists(base.get_decoder()),
+        key=lambda found: (len(found) == count, sum(p.numel() for p in found.parameters())),
+        default=None,
+    )
+    if layers is None:
+        raise refused(network, "which has no list of layers to shard")
+    each = [parameter for layer in layers for parameter in layer.parameters()]
+    if len(each) != len(set(each)):
+        raise refused(network, "whose layers share weights, so that they cannot be sharded one by one")
+    return layers
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
+
+
+def _logit_scale(config: Any) -> float:
+    scale = 1.0
+    for name in (*MULTIPLIERS, *DIVISORS):
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        divides = name in DIVISORS and config.model_type not in MULTIPLIES_BY_LOGITS_SCALING
+        scale = scale / value if divides else scale * value
+    return scale

@@ -1,0 +1,102 @@
+"""Text to tokens and back, as a model was trained to read: known without building its network."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from abrun.errors import RecipeError
+from abrun.models.presets import CharacterTokenizer, character_tokenizer, preset_config
+from abrun.models.sources import loading, source_of
+from abrun.recipe import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """The tokenizer of a model, its chat template, and the tokens that end and fill up."""
+
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]  # tokens that end a completion
+    max_positions: int | None  # of a sequence's tokens; None: no limit is known
+
+    @property
+    def pad_id(self) -> int:
+        """Fills up batches; never attended to and never a target."""
+        pad: Any = self.tokenizer.pad_token_id
+        return pad if pad is not None else min(self.end_ids, default=0)
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Token ids of a prompt, as a user's turn where the tokenizer has a chat template; at least one.
+
+        Raises RecipeError where there is none: nothing would stand before the completion's first token.
+        """
+        if self.tokenizer.chat_template:
+            turn = [{"role": "user", "content": prompt}]
+            encoded: Any = self.tokenizer.apply_chat_template(
+                turn, add_generation_prompt=True, return_dict=True
+            )
+        else:
+            encoded = self.tokenizer(prompt)
+        if not encoded["input_ids"]:
+            raise RecipeError(f"task: got the prompt {prompt!r}, which has no tokens; remove or correct it")
+        return list(encoded["input_ids"])
+
+    def encode_completion(self, completion: str) -> list[int]:
+        """Token ids of a completion, with the token that ends it."""
+        token_ids = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])  # pyright: ignore
+        end = self.tokenizer.eos_token_id
+        return [*token_ids, end] if isinstance(end, int) else token_ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of a completion, without special tokens."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer as a Hugging Face checkpoint has it."""
+        self.tokenizer.save_pretrained(directory)
+
+
+def load_text(model: Model, *, weights: Path | None) -> Text:
+    """The text side of a recipe's model; `weights`, a checkpoint folder, stands for the recipe's own.
+
+    Raises RecipeError where there is no such checkpoint.
+    """
+    source = source_of(model, weights)
+    if source is None:
+        assert model.preset is not None
+        config = preset_config(model.preset)
+        return _text(character_tokenizer(), config, GenerationConfig.from_model_config(config))
+    with loading(source):
+        config = AutoConfig.from_pretrained(source)
+        return _text(_load_tokenizer(source), config, _load_generation_config(source, config))
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig) -> Text:
+    ids: Any = generation.eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
+    ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return Text(
+        tokenizer=tokenizer,
+        end_ids=frozenset(i for i in ids if i is not None),
+        max_positions=positions if isinstance(positions, int) else None,
+    )
+
+
+def _load_generation_config(source: str, config: Any) -> GenerationConfig:
+    """What a checkpoint says of generation; where it says nothing, what transformers takes in its place."""
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def _load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    # AutoTokenizer would put Qwen2's own splitting of words around the vocabulary of a saved preset.
+    saved = get_tokenizer_config(source).get("tokenizer_class")
+    kind = CharacterTokenizer if saved == CharacterTokenizer.__name__ else AutoTokenizer
+    tokenizer = kind.from_pretrained(source)
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # what transformers makes of missing files
+        raise ValueError("its tokenizer knows no tokens")
+    return tokenizer

@@ -1,0 +1,63 @@
+"""Networks: built or loaded before training, and written as a checkpoint after it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from abrun.models.checks import check_network
+from abrun.models.families import facts_of, persistent_buffers
+from abrun.models.presets import preset_config
+from abrun.models.sources import loading, source_of
+from abrun.recipe import Model
+
+
+def load_network(model: Model, *, weights: Path | None, seed: int) -> nn.Module:
+    """The network of a recipe's model, a transformers `...ForCausalLM`: float32, on the CPU, without dropout.
+
+    `weights`, a checkpoint folder, replaces the recipe's own initial weights. A preset without `weights` is
+    initialised randomly from `seed`, alike on every rank. Raises RecipeError where there is no such
+    checkpoint, and for a network that would not be trained as it is published (see `checks`).
+    """
+    transformers_logging.disable_progress_bar()  # stdout.log is read by people
+    source = source_of(model, weights)
+    if source is None:
+        assert model.preset is not None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network: nn.Module = Qwen2ForCausalLM(preset_config(model.preset))
+    else:
+        network = _from_checkpoint(source)
+    check_network(network, facts_of(network))
+    return network
+
+
+def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write `weights` (whole, by name), buffers and configuration as a Hugging Face checkpoint (safetensors).
+
+    The configuration says of dropout what it said before training.
+    """
+    writable: Any = network
+    silenced = getattr(network, "silenced", ())
+    for config, name, value in silenced:
+        setattr(config, name, value)
+    try:
+        writable.save_pretrained(directory, state_dict=dict(weights) | dict(persistent_buffers(network)))
+    finally:
+        for config, name, value in silenced:
+            setattr(config, name, type(value)(0))
+
+
+def _from_checkpoint(source: str) -> nn.Module:
+    with loading(source):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        network, found = loaded
+        if found["missing_keys"]:  # transformers fills them with random numbers, and warns
+            raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys']))}")
+    return network

@@ -1,0 +1,320 @@
+"""Processes of this host: started in their own groups, found, stopped and killed, and what their end means.
+
+Whose they are is read from /proc, or else from ps. One place for launchers, foreign runs and our trainer.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+RUN_DIR = "ABRUN_RUN_DIR"  # the environment variable that every process of a run has
+INSISTS_AFTER_S = 2.0
+PAUSE_S = 10.0  # more than a busy machine lets a process wait
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+Popen = subprocess.Popen[bytes]
+# The last line of a traceback, but not of torchrun's own
+PYTHON_ERROR = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception|Interrupt)\b.*"
+
+# --- starting and stopping ---
+
+
+def start(argv: Sequence[str], env: Mapping[str, str], *, dies_by: int, **options: Any) -> Popen:
+    """A process that gets the signal `dies_by` when this one dies, however soon (on Linux).
+
+    `options` are those of `subprocess.Popen`. Raises OSError where it cannot be started.
+    """
+    prepare = _ending_with_parent(dies_by, os.getpid())
+    return Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, preexec_fn=prepare, **options)
+
+
+def end_group(process: Popen, grace_s: float, insisted: Callable[[], bool] = lambda: False) -> None:
+    """SIGTERM to a process group, time for a checkpoint, then SIGKILL: at once where somebody insists."""
+    _signal_group(process, signal.SIGTERM)
+    wait(process, grace_s, insisted)
+    _signal_group(process, signal.SIGKILL)
+    process.wait()
+
+
+def wait(process: Popen, timeout_s: float, stopped: Callable[[], Any]) -> int | None:
+    """The exit status, or None where time is up or `stopped` has become true."""
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline and not stopped():
+        time.sleep(0.05)
+    return process.poll()
+
+
+def die_with_parent(number: int, parent: int) -> None:
+    """From now on the death of the parent is this signal to this process, at once if that has happened."""
+    arrange = _ending_with_parent(number, parent)
+    if arrange:
+        arrange()
+
+
+def adopt_orphans() -> None:
+    """What a process below this one leaves behind becomes this one's child (on Linux): `below` finds it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_adopted(own: Collection[int]) -> None:
+    """Forget the children that have ended, up to one of this process's own: each keeps an id until then.
+
+    For who adopts orphans. Only where all of its own children are known: their ends are others' to ask for.
+    """
+    with contextlib.suppress(ChildProcessError):  # there is no child at all
+        while True:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or ended.si_pid in own:
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
+def end_like(status: int) -> int:
+    """End as a process below has ended: returns its exit code, or dies by the same signal."""
+    if status < 0:
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return shell_code(status)
+
+
+def _signal_group(process: Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _ending_with_parent(number: int, parent: int) -> Callable[[], None] | None:
+    """What makes the calling process get a signal when its parent dies, on Linux."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)  # loaded here: a forked child must not
+
+    def arrange() -> None:
+        # A parent's handler would swallow it until exec, an ignored or blocked one stays so for good
+        if number in STOPPING_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        libc.prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it died before
+            os._exit(shell_code(-number))
+
+    return arrange
+
+
+# --- being asked to stop ---
+
+
+class StopRequests:
+    """The signals to stop that have come: the first asks; one of its kind two seconds later insists.
+
+    Sooner is no second thought: a closing terminal sends SIGHUP twice, systemd SIGTERM and SIGHUP.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.insisted = False
+        self._heard_s: dict[int, float] = {}
+
+    def hear(self, number: int, frame: object = None) -> None:
+        """A signal handler."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = number
+        if now - self._heard_s.setdefault(number, now) >= INSISTS_AFTER_S:
+            self.insisted = True
+
+
+@contextlib.contextmanager
+def stopping_signals() -> Iterator[StopRequests]:
+    """Signals to stop are noted instead of obeyed. One that is ignored already, as under nohup, stays so."""
+    requests = StopRequests()
+    if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
+        yield requests
+        return
+    old = {
+        number: signal.signal(number, requests.hear)
+        for number in STOPPING_SIGNALS
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield requests
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+class Awake:
+    """Since when this process has been running without a pause: in a frozen container nobody gives a sign."""
+
+    def __init__(self) -> None:
+        self._since_s = self._seen_s = time.monotonic()
+
+    def since_s(self) -> float:
+        """To be asked every second or so."""
+        now = time.monotonic()
+        if now - self._seen_s > PAUSE_S:
+            self._since_s = now
+        self._seen_s = now
+        return self._since_s
+
+
+# --- what an exit status means ---
+
+
+def killed_by(status: int) -> str | None:
+    """The name of the signal that ended a process, by its exit status as `subprocess` gives it."""
+    if status >= 0:
+        return None
+    try:
+        return signal.Signals(-status).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {-status}"
+
+
+def shell_code(status: int) -> int:
+    """The exit code with which a shell would report an exit status."""
+    return status if status >= 0 else 128 - status
+
+
+def ending_of(status: int, printed: str, oom_kills_before: int | None) -> str:
+    """A process's end in words, with the error that is the last in what it printed.
+
+    Where the kernel has killed more for want of memory than `oom_kills` said when it started, it says so.
+    """
+    name = killed_by(status)
+    if name:
+        starved = name == "SIGKILL" and oom_kills() != oom_kills_before
+        return f"killed by {name}{', when the kernel ran out of memory' if starved else ''}"
+    errors = re.findall(PYTHON_ERROR, printed, re.MULTILINE)
+    return f"exit code {status}{f' ({errors[-1]})' if errors else ''}"
+
+
+def oom_kills() -> int | None:
+    """How many processes the kernel has killed for want of memory: in this control group, or on this host.
+
+    None where nobody counts. See memory.events in the kernel's cgroup-v2.rst, and vmstat's oom_kill.
+    """
+    try:
+        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].splitlines()
+    except OSError:
+        return None
+    own = Path(f"/sys/fs/cgroup{group[0] if group else '/'}/memory.events")
+    counters = (own, Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
+    counts = []
+    for counter in (*counters, Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            counts += re.findall(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
+    return sum(map(int, counts)) if counts else None
+
+
+# --- finding ---
+
+
+class Process(NamedTuple):
+    """A process and when it started: ids are reused, the two together are not."""
+
+    pid: int
+    started: str
+
+
+def below(pid: int) -> set[Process]:
+    """Every living process below another, in whatever session or process group."""
+    parents = _parents()
+    return _family({pid}, parents) - {process for process in parents if process.pid == pid}
+
+
+def children(pid: int) -> set[int]:
+    """The processes that another one has started, and those that it has adopted."""
+    return {process.pid for process, parent in _parents().items() if parent == pid}
+
+
+def processes_of(run_dir: Path) -> set[Process]:
+    """Every living process that was started for a run, and all below: RUN_DIR in its environment says so.
+
+    As the ProcessTreeKiller of Jenkins finds them: no daemon escapes by a session of its own. Not among them
+    are this process and those it descends from.
+    """
+    parents = _parents()
+    ids = {process.pid: parent for process, parent in parents.items()}
+    here, above = os.getpid(), set[int]()
+    while here in ids and here not in above:
+        above.add(here)
+        here = ids[here]
+    return {
+        process
+        for process in _family(_ids_with(f"{RUN_DIR}={os.path.realpath(run_dir)}"), parents)
+        if process.pid not in above
+    }
+
+
+def end_all(find: Callable[[], set[Process]], timeout_s: float = 5.0) -> set[Process]:
+    """SIGKILL to all that `find` finds, until it finds no more; returns what is left after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while (found := find()) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return found
+
+
+def _family(ids: set[int], parents: Mapping[Process, int]) -> set[Process]:
+    """These and everything below them."""
+    family = set(ids)
+    while True:
+        children = {process.pid for process, parent in parents.items() if parent in family} - family
+        if not children:
+            return {process for process in parents if process.pid in family}
+        family |= children
+
+
+def _ids_with(variable: str) -> set[int]:
+    """The processes that have `NAME=value` in their environment, as far as this user may look."""
+    wanted = os.fsencode(variable)
+    if not Path("/proc/self").exists():
+        listed = subprocess.run(
+            ["ps", "-AEww", "-o", "pid=,command="], capture_output=True, check=False
+        ).stdout
+        return {int(line.split(maxsplit=1)[0]) for line in listed.splitlines() if wanted in line.split()}
+    found = set[int]()
+    for entry in _proc_entries():
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(int(entry.name))
+    return found
+
+
+def _parents() -> dict[Process, int]:
+    """Every living process of this host with its parent's id."""
+    if not Path("/proc/self").exists():
+        listed = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid=,lstart="], capture_output=True, text=True, check=False
+        ).stdout
+        rows = (line.split(maxsplit=2) for line in listed.splitlines())
+        return {Process(int(pid), started): int(parent) for pid, parent, started in rows}
+    parents = {}
+    for entry in _proc_entries():
+        with contextlib.suppress(OSError):
+            # The name, in parentheses, may hold anything: count the fields from behind it.
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            state, parent, started = fields[0], int(fields[1]), fields[19]
+            if state != "Z":
+                parents[Process(int(entry.name), started)] = parent
+    return parents
+
+
+def _proc_entries() -> list[Path]:
+    """/proc/PID of every process; none where /proc is that of another namespace: its ids mean others here."""
+    if os.readlink("/proc/self") != str(os.getpid()):
+        return []
+    return [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]

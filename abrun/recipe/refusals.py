@@ -1,0 +1,131 @@
+"""From a tree to a validated model; every refusal is one line: field, value received, what is allowed."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from abrun.errors import RecipeError
+from abrun.recipe.section import Section
+from abrun.redaction import shortened
+
+M = TypeVar("M", bound=BaseModel)
+
+# What pydantic's kinds of errors allow, in our words; its numbers are filled in.
+ALLOWED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping of keys to values",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "int_type": "a whole number",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "{le} or less",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_attributes_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "string_type": "text",
+}
+PLAIN = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?|true|false"  # what YAML reads as a number or a truth value
+
+
+def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
+    """A model of what a tree holds. Raises RecipeError, one line that begins with `source`."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        more = f" (and {len(others)} more)" if others else ""
+        raise RecipeError(f"{source}: {_explain(first, model)}{more}") from None
+
+
+def _explain(error: Any, model: type[BaseModel]) -> str:
+    """One pydantic error as field, value received, what is allowed, what to do."""
+    names, owners, sections = _place(error["loc"], model)
+    field, kind, context = ".".join(names), error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{field}: {unknown(names[-1], owners[0])}"
+    if kind == "missing":
+        return f"{field}: missing; add it to the recipe"
+    if kind == "union_tag_not_found":
+        return f"{field}.type: missing; allowed: {_tags(sections)}"
+    if kind == "union_tag_invalid":
+        return f"{field}.type: got {shortened(context['tag'])}; allowed: {context['expected_tags']}"
+    if kind == "value_error":  # written in a validator of ours, of a field or of a section
+        message = str(context["error"])
+        return f"{field}: {message}" if message.startswith("got") else message
+    got = f"{field}: got {shortened(error['input'])}" if field else f"got {shortened(error['input'])}"
+    if kind in ("too_short", "too_long"):
+        least = kind == "too_short"
+        limit = context["min_length" if least else "max_length"]
+        return f"{got}; allowed: a list of {limit} or {'more: add one' if least else 'less: leave some out'}"
+    limits = {name: _plain(limit) for name, limit in context.items()}
+    allowed = ALLOWED.get(kind, "another kind of value").format(**limits)
+    return f"{got}; allowed: {allowed}{_advice(kind, error['input'], of_sections=bool(sections))}"
+
+
+def _advice(kind: str, got: Any, *, of_sections: bool) -> str:
+    """What to write instead, where the value itself says it."""
+    if kind == "int_type" and isinstance(got, float) and got.is_integer() and abs(got) < 2**31:
+        return f"; write {_plain(got)}"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(got, str) and re.fullmatch(PLAIN, got):
+        return "; write it without quotes"
+    if kind == "string_type" and isinstance(got, bool | int | float):
+        return "; put it in quotes"
+    if kind == "list_type" and isinstance(got, str | bool | int | float) and not of_sections:
+        return f"; write [{shortened(got)}]"
+    return ""
+
+
+def _plain(limit: Any) -> Any:
+    """A number as people write it: 1 for 1.0."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+
+
+def _place(
+    location: Iterable[str | int], model: type[BaseModel]
+) -> tuple[list[str], list[type[BaseModel]], list[type[BaseModel]]]:
+    """The keys that lead to an error, the sections that hold its field, and those its value may be."""
+    sections: list[type[BaseModel]] = [model]
+    owners = sections
+    names: list[str] = []
+    for part in location:
+        chosen = [section for section in sections if _tag(section) == part]
+        if len(sections) > 1 and chosen:  # pydantic's name of the union's member: not part of the user's path
+            sections = chosen
+            continue
+        plain = 0 < len(str(part)) <= 100 and str(part).isprintable()
+        names.append(str(part) if plain else shortened(part))
+        if isinstance(part, str):
+            owners = sections
+            fields = [section.model_fields[part] for section in owners if part in section.model_fields]
+            sections = _sections(fields[0].annotation) if fields else []
+    return names, owners, sections
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The Section classes inside an annotation such as `A | B | None` or `list[A]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in getattr(annotation, "__args__", ()) for section in _sections(part)]
+
+
+def _tag(section: type[BaseModel]) -> str | None:
+    kind = section.model_fields.get("type")
+    return get_args(kind.annotation)[0] if kind else None
+
+
+def _tags(sections: Iterable[type[BaseModel]]) -> str:
+    return ", ".join(repr(_tag(section)) for section in sections)
+
+
+def unknown(key: str, section: type[BaseModel]) -> str:
+    """What to say of a key that a section does not have."""
+    allowed = sorted(section.model_fields)
+    close = difflib.get_close_matches(key, allowed, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"
+    return f"unknown key; {hint}"

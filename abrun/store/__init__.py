@@ -1,0 +1,121 @@
+"""The run store: the only package that knows the layout of `runs/`.
+
+    runs/<experiment>/experiment.json         resolved recipe, planned runs, hash of the compare block
+    runs/<experiment>/reference.json          a copy of the frozen ensemble that the recipe names, if any
+    runs/<experiment>/launcher.lock           who launches it now
+    runs/<experiment>/git-<hash>.diff         uncommitted changes of the code it was launched from
+    runs/<experiment>/<arm>/seed-<k>[-aa<j>]/
+        config.json       {experiment, arm, seed, rerun,             written by the launcher, once
+                           initial_weights, config: resolved}
+        launch.json       commit; process, devices, exit code of  written by the launcher
+                           every start, and how it saw it end
+        attempts/0001.json  one start of the job: its process,       written by that job alone
+                           status, and how it says that it ended
+        environment.json  versions, devices, precision, prompt hash  written by the job, at every start
+        heartbeat.json    step, time, pid                            written by the job, every step
+        result.json       the run is finished                        written by the job, last
+        metrics.jsonl     one line a step                            appended by the job
+        events.jsonl      started, resumed, checkpoint, failed, ...  appended by the job
+        validation.jsonl  one line a validation, prompt by prompt    appended by the job
+        metrics.npz       a cache of metrics.jsonl                   written by whoever compares
+        stdout.log, checkpoints/
+    runs/warm-starts/<hash>/                  a run directory too: steps shared by all arms and seeds
+
+One writer per file. Everything is a temporary file and a rename, or one append a line, so that a reader on
+any host of a shared file system, at any moment, sees whole files and at most one torn last line. Lines are on
+the disk before the checkpoint or result.json that builds on them, files before the names they get.
+"""
+
+from abrun.store.experiment import (
+    EXPERIMENT,
+    REFERENCE,
+    WARM_STARTS,
+    can_fork,
+    experiments_in,
+    find_experiment,
+    is_experiment,
+    metrics_of,
+    open_experiment,
+    planned_runs,
+    run_dir,
+    run_state,
+    warm_start_states,
+    write_diff,
+    write_experiment,
+)
+from abrun.store.files import (
+    damage,
+    decode,
+    encode,
+    explained,
+    fingerprint,
+    leftovers,
+    make_folder,
+    read_json,
+    readable,
+    sync_file,
+    sync_folder,
+    write_file,
+    write_json,
+)
+from abrun.store.lines import NOT_METRICS, LineReader, LineWriter, read_lines
+from abrun.store.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of
+from abrun.store.records import Attempt, Launch, RunRecord, RunState, Status
+from abrun.store.rundir import (
+    SCHEMA_VERSION,
+    STOPPED,
+    FencedError,
+    RunDir,
+    RunWriter,
+)
+
+__all__ = [
+    "EXPERIMENT",
+    "LOCK",
+    "NOT_METRICS",
+    "REFERENCE",
+    "SCHEMA_VERSION",
+    "STOPPED",
+    "WARM_STARTS",
+    "Attempt",
+    "FencedError",
+    "Launch",
+    "Lease",
+    "LineReader",
+    "LineWriter",
+    "Locked",
+    "RunDir",
+    "RunRecord",
+    "RunState",
+    "RunWriter",
+    "Status",
+    "TakenOverError",
+    "can_fork",
+    "damage",
+    "decode",
+    "encode",
+    "experiments_in",
+    "explained",
+    "find_experiment",
+    "fingerprint",
+    "is_experiment",
+    "launcher_lock",
+    "launcher_of",
+    "leftovers",
+    "make_folder",
+    "metrics_of",
+    "open_experiment",
+    "planned_runs",
+    "read_json",
+    "read_lines",
+    "readable",
+    "run_dir",
+    "run_state",
+    "sync_file",
+    "sync_folder",
+    "warm_start_states",
+    "write_diff",
+    "write_experiment",
+    "write_file",
+    "write_json",
+]

@@ -1,0 +1,184 @@
+"""Files that are written whole or not at all, and what an operating system says about them in one line.
+
+Whole means that it outlives a loss of power: content first, then the name, then the folder that holds it. No
+link is followed to what is written: one that lies where a file of ours has to be is refused.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import StoreError
+from abrun.regular_files import open_regular, read_regular
+
+PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
+FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
+PARTIAL = ".partial"
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, durable: bool = True) -> None:
+    """Write a JSON file whole or not at all. Raises StoreError where disk or permissions do not allow it.
+
+    One that is not `durable` is whole for every reader, but may be lost, or empty, after a loss of power.
+    """
+    text = json.dumps(encode(content), indent=1, allow_nan=False) + "\n"
+    write_file(path, text.encode(), mode=mode, durable=durable)
+
+
+def write_file(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
+    """Write any file whole or not at all; see write_json."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    with explained(path):
+        make_folder(path.parent)
+        refuse_link(path)
+        partial.unlink(missing_ok=True)  # of a killed process that had this one's id
+        try:
+            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+            try:
+                write_all(file, content)
+                if durable:
+                    os.fsync(file)
+            finally:
+                os.close(file)
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        if durable:
+            sync_folder(path.parent)
+
+
+def write_all(file: int, content: bytes) -> None:
+    """`os.write`, which may take less than it is given, until all is written."""
+    left = memoryview(content)
+    while left:
+        written = os.write(file, left)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left = left[written:]
+
+
+def make_folder(path: Path) -> None:
+    """A folder and those above it, where they are not there, to outlive a loss of power."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(mode=FOLDER, exist_ok=True)
+        sync_folder(each.parent)
+    path.mkdir(exist_ok=True)  # says what is there, where it is no folder
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's content to the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk, where the file system has a way to."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
+
+
+def refuse_link(path: Path) -> None:
+    """Raises StoreError where a link lies where a file of ours has to be: it could lead anywhere."""
+    if path.is_symlink():
+        raise StoreError(f"{path}: a symbolic link is where a file has to be: remove the link")
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file; OSError where it does not read."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def damage(path: Path, recorded: Any) -> str | None:
+    """What is wrong with a file of which `fingerprint` was once recorded; None where nothing is."""
+    if not isinstance(recorded, Mapping):
+        return "no checksum is recorded of it"
+    try:
+        if path.stat().st_size != recorded.get("bytes"):
+            return f"has {path.stat().st_size} bytes, {recorded.get('bytes')} were written"
+        same = fingerprint(path) == dict(recorded)
+        return None if same else "does not have the checksum of what was written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+
+
+def read_json(path: Path, most_bytes: int | None = None) -> dict[str, Any]:
+    """A JSON file of the store. Raises StoreError where it is missing, too large or not a JSON object."""
+    try:
+        content = json.loads(read_regular(path, most_bytes).decode("utf-8"))
+    except FileNotFoundError:
+        raise StoreError(f"{path}: no such file; is this a run directory of abrun?") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise StoreError(f"{path}: got {type(content).__name__}; a JSON object is expected")
+    return content
+
+
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
+    if path.exists() and not path.is_file():
+        raise StoreError(f"{path}: not a file: move it away")
+    return read_json(path) if path.is_file() else {}
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns an operating-system error about reading `path` into one StoreError line."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns an operating-system error about `path` into one StoreError line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "a file is where a folder has to be" if in_the_way else error.strerror or str(error)
+        raise StoreError(
+            f"{path}: cannot be written: {reason}; free the space or choose another --runs-dir"
+        ) from error
+
+
+def leftovers(names: Iterable[str]) -> list[str]:
+    """Of the names in a folder those of files whose writer was killed."""
+    return [name for name in names if name.startswith(".") and name.endswith(PARTIAL)]
+
+
+def encode(value: Any) -> Any:
+    """JSON has no NaN and Inf: they are kept as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

@@ -1,0 +1,164 @@
+"""What the small files of a run directory say, each as a dataclass. Keys of another version are let be."""
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from abrun.errors import StoreError
+from abrun.layout import RunName
+from abrun.redaction import shortened
+from abrun.store.files import read_json_or_empty
+from abrun.store.owner import Owner
+
+SCHEMA_VERSION = 1
+Status = Literal["pending", "running", "stalled", "finished", "failed", "interrupted"]
+T = TypeVar("T")
+LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """Which run a directory holds and what it is started with: `config.json`."""
+
+    experiment: str
+    name: RunName
+    initial_weights: str | None  # a folder, relative to the run directory
+    config: dict[str, Any]  # resolved; abrun.recipe.stored_run reads it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt(Owner):
+    """One start of the job, in the job's own words: a file in `attempts/`, which that job alone writes.
+
+    One that died without a word is running in it.
+    """
+
+    number: int = 0  # from 1; 0 is the attempt of a run that was never begun
+    status: Status = "running"
+    message: str | None = None
+    started_s: float | None = None
+    ended_s: float | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch(Owner):
+    """One start by a launcher, in the launcher's words: of `launch.json`."""
+
+    started_s: float = 0.0
+    ended_s: float | None = None
+    devices: tuple[str, ...] = ()
+    exit_code: int | None = None
+    signal: str | None = None
+    status: Status = "running"
+    message: str | None = None
+    attempts: int = 0  # the newest when this was written: of a later one it knows nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """What launchers say of a run: `launch.json`."""
+
+    git: dict[str, Any] | None = None
+    launches: tuple[Launch, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The last sign of life: `heartbeat.json`."""
+
+    time_s: float = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What a run is doing, read from its directory."""
+
+    name: RunName
+    directory: Path
+    status: Status
+    step: int
+    num_steps: int
+    started_s: float | None  # when it was last started
+    message: str | None  # why it failed or was interrupted, where that is known
+    ending: str | None  # `exit code 1` or `signal SIGKILL`, where the last attempt's end was seen
+
+
+def attempt_file(folder: Path, number: int) -> Path:
+    return folder / f"{number:04d}.json"
+
+
+def attempt_numbers(folder: Path) -> list[int]:
+    try:
+        names = os.listdir(folder)  # not a look at single names, of which a file server's client may not know
+    except OSError:
+        return []
+    return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))
+
+
+def read_attempt(path: Path, number: int) -> Attempt:
+    """An attempt whose process was killed while it began has left an empty file."""
+    begun = path.is_file() and path.stat().st_size > 0
+    return replace(read_as(Attempt, path) if begun else Attempt(), number=number)
+
+
+def ending_of(told: Launch | Attempt) -> str | None:
+    if isinstance(told, Launch) and told.signal:
+        return f"signal {told.signal}"
+    return None if told.exit_code is None else f"exit code {told.exit_code}"
+
+
+def read_as(kind: type[T], path: Path) -> T:
+    """A dataclass from what a file, if there is one, says of its fields; others are another version's."""
+    try:
+        return _adapter(kind).validate_python(read_json_or_empty(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise StoreError(
+            f"{path}: {field}: got {shortened(first['input'])}; {first['msg']}: "
+            "restore the file, or remove it"
+        ) from None
+
+
+@functools.cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
+
+
+def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
+    """Raises StoreError for a file that says that it is of another form than this version's."""
+    version = content.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise StoreError(
+            f"{path}: schema_version: got {shortened(version)}; this abrun reads {SCHEMA_VERSION}: "
+            "use the one that wrote it"
+        )
+
+
+def record_in(content: Mapping[str, Any], path: Path) -> RunRecord | None:
+    refuse_other_schema(content, path)
+    if not {"arm", "seed", "rerun", "config"} <= content.keys():
+        return None
+    arm, seed, rerun = content["arm"], content["seed"], content["rerun"]
+    weights = content.get("initial_weights")
+    known = isinstance(arm, str) and type(seed) is int and type(rerun) is int
+    if not (known and isinstance(content["config"], dict) and isinstance(weights, str | None)):
+        raise StoreError(
+            f"{path}: got arm {shortened(arm)}, seed {shortened(seed)}, rerun {shortened(rerun)}, "
+            f"initial_weights {shortened(weights)}; text, two whole numbers and text or null are expected: "
+            "launch the run again"
+        )
+    return RunRecord(
+        experiment=str(content.get("experiment")),
+        name=RunName(arm=arm, seed=seed, rerun=rerun),
+        initial_weights=weights,
+        config=content["config"],
+    )

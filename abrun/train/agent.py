@@ -1,0 +1,256 @@
+"""`python -m abrun.train.agent MODULE DIRECTORY`: the ranks of a run on this node, watched to their end.
+
+torchrun in a process of ours, which ends as the first failed rank did, says so in the run directory, and
+leaves nothing behind. A rank that gives no sign of life is named and ends the run.
+"""
+
+import argparse
+import contextlib
+import datetime
+import fcntl
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from abrun import progress
+from abrun.capture import capped
+from abrun.errors import AbrunError, LaunchError
+from abrun.processes import (
+    RUN_DIR,
+    Awake,
+    StopRequests,
+    adopt_orphans,
+    below,
+    children,
+    end_all,
+    end_like,
+    ending_of,
+    killed_by,
+    oom_kills,
+    processes_of,
+    reap_adopted,
+    shell_code,
+    stopping_signals,
+)
+from abrun.store import RunDir
+
+GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
+LOOPBACK = "loopback"
+SCRATCH = "abrun-ranks-"
+NEW_S = 60.0
+POLL_S = 0.1
+MOST_SHOWN = 4
+FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m abrun.train.agent", description=__doc__)
+    parser.add_argument("module", help="what each rank runs, with DIRECTORY as its argument")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--run-s", type=float, default=math.inf)
+    parser.add_argument("--stalled-s", type=float, default=math.inf)
+    parser.add_argument("--log-mib", type=float, default=64.0)
+    asked = parser.parse_args()
+    os.environ[RUN_DIR] = os.path.realpath(asked.directory)
+    os.environ[progress.AGENT] = str(os.getpid())
+    adopt_orphans()
+    run = RunDir(asked.directory)
+    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20)):
+        known = run.last_attempt
+        try:
+            with _scratch(asked.ranks) as scratch:
+                status, message = _watched(asked, requests, scratch)
+        except LaunchError as error:
+            status, message = FAILED, str(error)
+        _conclude(run, known, status, message, requests.first)
+    return end_like(status)
+
+
+def _watched(asked: argparse.Namespace, requests: StopRequests, scratch: Path) -> tuple[int, str | None]:
+    """The exit status of the ranks, and a line on what was wrong."""
+    os.environ[progress.FOLDER] = str(scratch)
+    watch = _Watch(requests, asked, scratch)
+    watch.start()
+    try:
+        status, message = _run_ranks(asked.module, asked.directory, asked.ranks, str(scratch))
+    finally:
+        watch.done.set()
+        watch.join()
+        end_all(lambda: below(os.getpid()) | processes_of(asked.directory))
+    return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, message)
+
+
+@contextlib.contextmanager
+def _scratch(num_ranks: int) -> Iterator[Path]:
+    """A folder for what agent and ranks tell each other; those that killed agents have left are removed.
+
+    It is locked as long as it is in use, which systemd-tmpfiles respects, too.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH)))
+            file = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, file)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            progress.prepare(folder, num_ranks)
+        except OSError as error:
+            raise LaunchError(f"temporary files: {error}; free some space there, or set TMPDIR") from None
+        for other in folder.parent.glob(f"{SCRATCH}*"):
+            with contextlib.suppress(OSError):
+                _remove_unused(other)
+        yield folder
+
+
+def _remove_unused(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        if time.time() - folder.stat().st_mtime > NEW_S:  # else it may not be locked yet
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(file)
+
+
+def _run_ranks(module: str, directory: Path, num_ranks: int, scratch: str) -> tuple[int, str | None]:
+    """The exit status of the first rank that failed, as `subprocess` gives it, and a line on it; or 0."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id="abrun",
+        rdzv_backend=LOOPBACK,
+        max_restarts=0,
+        monitor_interval=POLL_S,
+        logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        signals_to_handle="SIGURG",  # none of those that _Watch passes on
+    )
+    rendezvous_handler_registry.register(LOOPBACK, Loopback)
+    oom_kills_before = oom_kills()
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", module, str(directory))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return failure.exitcode, f"rank {rank} of {num_ranks}: {_words(failure, oom_kills_before)}"
+    except ValueError as error:  # a rank was killed as it wrote its error file
+        return FAILED, f"a rank failed, and its error file is damaged: {error}"
+    return 0, None
+
+
+def _words(failure: ProcessFailure, oom_kills_before: int | None) -> str:
+    said = failure.error_file_data.get("message")
+    if isinstance(said, dict) and not killed_by(failure.exitcode):  # else there was no file
+        return " ".join(str(said.get("message")).split())
+    return ending_of(failure.exitcode, "", oom_kills_before)
+
+
+def _conclude(run: RunDir, known: int, status: int, message: str | None, asked: int | None) -> None:
+    """How the ranks ended, in the words of an attempt that has begun and died without any.
+
+    One that took too long notes itself that it was interrupted.
+    """
+    if message and asked is None:
+        print(f"error: {message}", file=sys.stderr)
+    try:
+        writer = run.abandoned_attempt(known, interrupted=status == TIMED_OUT)
+        if writer and asked:
+            writer.interrupt(exit_code=shell_code(status), signal=asked)
+        elif writer and message:
+            writer.fail(message, exit_code=shell_code(status))
+    except AbrunError as error:
+        print(f"error: {error}", file=sys.stderr)
+
+
+class Loopback(StaticTCPRendezvous):
+    """The rendezvous of one node: its store listens on the loopback interface alone."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        super().__init__("127.0.0.1", port, 0, 1, parameters.run_id, 60)
+        timeout = datetime.timedelta(seconds=60)
+        self._store = TCPStore(
+            "127.0.0.1", port, 1, True, timeout, multi_tenant=True, master_listen_fd=listening.detach()
+        )
+
+    def get_backend(self) -> str:
+        return LOOPBACK
+
+
+class _Watch(threading.Thread):
+    """Passes requests to stop on to the ranks, and ends ranks that hang or take too long."""
+
+    def __init__(self, requests: StopRequests, asked: argparse.Namespace, scratch: Path) -> None:
+        super().__init__(daemon=True)
+        self.done = threading.Event()
+        self.ended_because: str | None = None
+        self._requests = requests
+        self._limits = asked
+        self._scratch = scratch
+        self._began_s = time.monotonic()
+        self._awake = Awake()
+        self._told = set[int]()
+        self._kill_at_s = math.inf
+
+    def run(self) -> None:
+        while not self.done.wait(POLL_S):
+            now = time.monotonic()
+            if not self.ended_because and now - self._began_s > self._limits.run_s:
+                self.ended_because = f"limits.run_s: not finished after {self._limits.run_s:g} s"
+            if self.ended_because or self._requests.first is not None:
+                self._ask_to_stop(now)
+            hanging = self._hanging(now)
+            self.ended_because = hanging or self.ended_because
+            if hanging or now > self._kill_at_s or self._requests.insisted:
+                end_all(lambda: below(os.getpid()))
+
+    def _ask_to_stop(self, now: float) -> None:
+        """SIGTERM once to every rank, whenever it appears: time for a checkpoint."""
+        self._kill_at_s = min(self._kill_at_s, now + GRACE_S)
+        for pid in children(os.getpid()) - self._told:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            self._told.add(pid)
+
+    def _hanging(self, now: float) -> str | None:
+        """Where the ranks are that have all been silent for too long, those first that wait for no other."""
+        signs = progress.signs(self._scratch, self._limits.ranks)
+        if len(signs) == self._limits.ranks:
+            reap_adopted({sign.pid for sign in signs.values()})
+        last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
+        silent_s = now - max(last_s, self._awake.since_s())
+        if silent_s <= self._limits.stalled_s:
+            return None
+        places = progress.places(self._scratch, signs)
+        order = sorted(signs, key=lambda rank: (is_waiting(places[rank]), signs[rank].time_s))
+        words = [f"rank {rank} in {places[rank]} during {signs[rank].doing}" for rank in order[:MOST_SHOWN]]
+        if len(signs) < self._limits.ranks:
+            words.append(f"{self._limits.ranks - len(signs)} rank(s) that never came to their first line")
+        if len(order) > MOST_SHOWN:
+            words.append(f"and {len(order) - MOST_SHOWN} more")
+        return f"limits.stalled_s: no sign of life for {silent_s:.0f} s: {'; '.join(words)}"
+
+
+def is_waiting(place: str) -> bool:
+    """Whether a rank is in torch's own code, as one that waits for the others is."""
+    return "torch/" in place
+
+
+if __name__ == "__main__":
+    sys.exit(main())

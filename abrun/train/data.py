@@ -1,0 +1,90 @@
+"""What a run trains on: the examples of a step, as texts and as token ids, and what their verifier says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from abrun.backends.ranks import Ranks
+from abrun.errors import RecipeError
+from abrun.models import Text
+from abrun.recipe import OwnRunConfig
+from abrun.rl.batch import Sequences, collate
+from abrun.rollout import Completion
+from abrun.seeds import derive
+from abrun.tasks import Example, Task, hold_out, make_task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """A run's task, and the text that its model reads and writes."""
+
+    task: Task
+    text: Text
+    ranks: Ranks
+    seed: int
+    batch_size: int  # examples of a global batch
+    held_out: list[Example]  # of the task's stream, for validation; none without one
+
+    def examples(self, step: int, fetch: int = 0) -> list[Example]:
+        """The examples of a step's global batch, in order.
+
+        A step that fetches several times takes the later ones from streams of their own: its first are those
+        of a run that fetches once, whatever the steps before it needed.
+        """
+        names = ("data", fetch) if fetch else ("data",)
+        return self.task.examples(derive(self.seed, *names), (step - 1) * self.batch_size, self.batch_size)
+
+    def share_of(self, step: int) -> list[Example]:
+        """This rank's examples of a step."""
+        return self.examples(step)[self.ranks.share(self.batch_size)]
+
+    def encoded(self, texts: Sequence[tuple[str, str]]) -> Sequences:
+        """This rank's prompts and completions as a batch. Collective.
+
+        Raises RecipeError, on every rank, where one is too long for the model.
+        """
+        prompts = [self.text.encode_prompt(prompt) for prompt, _ in texts]
+        completions = [self.text.encode_completion(completion) for _, completion in texts]
+        batch = collate(prompts, completions, pad_id=self.text.pad_id).to(self.ranks.device)
+        check_length(self.text, max(self.ranks.gather([batch.token_ids.shape[1]])), "task: got an example")
+        return batch
+
+    def rewards(self, examples: list[Example], completions: list[Completion]) -> list[float]:
+        """The verifier's rewards on this rank; truncated completions are judged like any other. Collective.
+
+        Where a verifier fails on one rank, every rank raises its RecipeError: rank 0, which writes down why a
+        run failed, would otherwise wait for the others.
+        """
+        rewards, failure = [], ""
+        try:
+            for example, completion in zip(examples, completions, strict=True):
+                rewards.append(self.task.reward(example, self.text.decode(completion.token_ids)))
+        except RecipeError as error:
+            failure = str(error)
+        if self.ranks.total(bool(failure))[0]:
+            raise RecipeError(next(filter(None, self.ranks.of_all(failure))))
+        return rewards
+
+
+def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data:
+    """Load a run's task. Raises RecipeError where its files do not fit the recipe."""
+    if config.validation:
+        task, held_out = hold_out(config.task, config.validation)
+    else:
+        task, held_out = make_task(config.task), []
+    return Data(
+        task=task,
+        text=text,
+        ranks=ranks,
+        seed=seed,
+        batch_size=config.algorithm.batch_size,
+        held_out=held_out,
+    )
+
+
+def check_length(text: Text, longest: int, got: str) -> None:
+    """Raises RecipeError where sequences of `longest` tokens, which `got` asks for, exceed the positions."""
+    if text.max_positions is not None and longest > text.max_positions:
+        raise RecipeError(
+            f"{got}, which makes sequences of {longest} tokens; this model takes {text.max_positions}: "
+            "make them shorter"
+        )

@@ -1,0 +1,111 @@
+"""One step of direct preference optimisation, on the task's pairs of completions."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from abrun.recipe import Dpo
+from abrun.rl.batch import Pairs, Sequences
+from abrun.rl.dpo import PreferenceLoss, dpo_loss, over_tokens, preference_metrics
+from abrun.rl.losses import masked_mean, weighted
+from abrun.rl.metrics import MetricParts, together
+from abrun.tasks import Example
+from abrun.train.setup import Setup, make_reference
+from abrun.train.validation import Evaluation
+
+
+class DpoAlgorithm:
+    """The algorithm of a recipe with `algorithm: {type: dpo}`; the reference is the run's initial policy."""
+
+    def __init__(self, setup: Setup, settings: Dpo) -> None:
+        self._setup, self._settings = setup, settings
+        self._reference = make_reference(setup)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Run one step on all ranks and return its metrics, the same on every rank."""
+        return self.update(self._pairs(self._setup.data.share_of(step)), step)
+
+    def update(self, batch: Sequences, step: int) -> dict[str, float]:
+        """Reference log-probs and gradients of this rank's `batch`, whose rows alternate, and one update."""
+        with self._setup.phases("reference_logprobs"):
+            pairs = self._with_reference(batch)
+        objective = self._objective(pairs)
+        return self._setup.learner.update(pairs, objective, step) | {
+            "train/num_valid_samples": objective.num_pairs,
+            "train/global_valid_toks": objective.num_tokens,
+        }
+
+    def evaluate(self, examples: list[Example], step: int) -> Evaluation:
+        """The loss on these pairs, and the share of them that the policy orders right. Collective.
+
+        A pair's reward is its margin: 0 before the first update, which is not right.
+        """
+        ranks = self._setup.ranks
+        pairs = self._with_reference(self._pairs(examples[ranks.share(len(examples))]))
+        logprobs, objective = self._setup.policy.logprobs(pairs), self._objective(pairs)
+        no_entropy = torch.zeros_like(logprobs)  # the loss has no such term
+        (loss,) = ranks.total(float(objective.losses(pairs, logprobs, no_entropy).sum()))
+        margins = ranks.gather(objective.preference_loss(pairs, logprobs).margins.tolist())
+        lengths = ranks.gather(pairs.token_mask[::2].sum(dim=1).tolist())
+        accuracy = sum(margin > 0 for margin in margins) / len(margins)
+        metrics = {"validation/loss": loss, "validation/accuracy": accuracy}
+        return Evaluation(rewards=margins, lengths=lengths, metrics=metrics)
+
+    def _pairs(self, examples: list[Example]) -> Sequences:
+        texts = [(one.prompt, text) for one in examples for text in (one.completion, one.rejected)]
+        return replace(self._setup.data.encoded(texts), rows_together=2)
+
+    def _with_reference(self, batch: Sequences) -> Pairs:
+        return batch.at(Pairs, reference_logprobs=self._reference.logprobs(batch))
+
+    def _objective(self, batch: Pairs) -> "PreferenceObjective":
+        """Of the global batch that this rank's `batch` is a part of. Collective."""
+        counts = len(batch) / 2, float(batch.token_mask.sum()), float(batch.token_mask[::2].sum())
+        num_pairs, num_tokens, num_chosen_tokens = self._setup.ranks.total(*counts)
+        return PreferenceObjective(
+            settings=self._settings,
+            num_pairs=num_pairs,
+            num_tokens=num_tokens,
+            num_chosen_tokens=num_chosen_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceObjective:
+    """DPO, with minus the mean log-prob of the chosen tokens where the recipe has it.
+
+    See abrun.backends.Objective. The counts are of the global batch.
+    """
+
+    settings: Dpo
+    num_pairs: float
+    num_tokens: float  # of both completions
+    num_chosen_tokens: float
+
+    def losses(self, batch: Pairs, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        preference = self.preference_loss(batch, logprobs)
+        shares = over_tokens(preference.loss / self.num_pairs, batch.token_mask)
+        if not self.settings.sft_coefficient:
+            return shares
+        chosen = batch.token_mask.clone()
+        chosen[1::2] = False
+        weights = chosen.double() * self.settings.sft_coefficient / self.num_chosen_tokens
+        return shares + weighted(-logprobs, weights)
+
+    def metrics(self, batch: Pairs, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+        sums = {
+            "train/loss": self.losses(batch, logprobs, entropy).sum(),
+            "train/entropy": masked_mean(entropy.double(), batch.token_mask, self.num_tokens),
+        }
+        of_pairs = preference_metrics(self.preference_loss(batch, logprobs), num_pairs=self.num_pairs)
+        return together(MetricParts(sums=sums, maxima={}, minima={}), of_pairs)
+
+    def preference_loss(self, batch: Pairs, logprobs: Tensor) -> PreferenceLoss:
+        return dpo_loss(
+            logprobs,
+            batch.reference_logprobs,
+            batch.token_mask,
+            beta=self.settings.beta,
+            logprob_reduction=self.settings.logprob_reduction,
+        )

@@ -1,0 +1,65 @@
+"""One step of supervised fine-tuning: imitate the task's reference completions."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from abrun.rl.batch import Sequences
+from abrun.rl.losses import masked_mean, weighted
+from abrun.rl.metrics import MetricParts
+from abrun.tasks import Example
+from abrun.train.setup import Setup
+from abrun.train.validation import Evaluation
+
+
+class SftAlgorithm:
+    """The algorithm of a recipe with `algorithm: {type: sft}`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def step(self, step: int) -> dict[str, float]:
+        """Run one step on all ranks and return its metrics, the same on every rank."""
+        return self.update(self._batch(self._setup.data.share_of(step)), step)
+
+    def update(self, batch: Sequences, step: int) -> dict[str, float]:
+        """Gradients of this rank's `batch` and one optimizer step."""
+        num_tokens, num_sequences = self._setup.ranks.total(float(batch.token_mask.sum()), len(batch))
+        return self._setup.learner.update(batch, SupervisedObjective(num_tokens=num_tokens), step) | {
+            "train/num_valid_samples": num_sequences,
+            "train/global_valid_toks": num_tokens,
+        }
+
+    def evaluate(self, examples: list[Example], step: int) -> Evaluation:
+        """The loss on these examples; a prompt's reward is minus its own. Collective."""
+        ranks = self._setup.ranks
+        batch = self._batch(examples[ranks.share(len(examples))])
+        logprobs = self._setup.policy.logprobs(batch).double()  # 0 outside of the mask
+        lengths = ranks.gather(batch.token_mask.sum(dim=1).tolist())
+        sums = ranks.gather(logprobs.sum(dim=1).tolist())
+        return Evaluation(
+            rewards=[total / max(length, 1) for total, length in zip(sums, lengths, strict=True)],
+            lengths=lengths,
+            metrics={"validation/loss": -math.fsum(sums) / sum(lengths)},
+        )
+
+    def _batch(self, examples: list[Example]) -> Sequences:
+        return self._setup.data.encoded([(example.prompt, example.completion) for example in examples])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedObjective:
+    """Minus the log-prob, its mean over the completion tokens; see abrun.backends.Objective."""
+
+    num_tokens: float  # of the global batch
+
+    def losses(self, batch: Sequences, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return weighted(-logprobs, batch.token_mask.double() / self.num_tokens)
+
+    def metrics(self, batch: Sequences, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+        sums = {
+            "train/loss": self.losses(batch, logprobs, entropy).sum(),
+            "train/entropy": masked_mean(entropy.double(), batch.token_mask, self.num_tokens),
+        }
+        return MetricParts(sums=sums, maxima={}, minima={})

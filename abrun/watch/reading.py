@@ -1,0 +1,203 @@
+"""What the runs of an experiment are doing, read from the store: of a growing file only what is new."""
+
+import functools
+import heapq
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from abrun import store
+from abrun.errors import StoreError
+from abrun.layout import RunName
+from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
+from abrun.store import RunState
+
+READ_WHOLE = 1 << 16  # bytes of metrics
+NUM_SKIMMED = 32  # rows of a longer file: a sparkline has at most 40 characters
+
+
+@dataclass(slots=True, kw_only=True)
+class WatchedRun:
+    """What the table shows of one run."""
+
+    state: RunState
+    curves: dict[str, list[float]] = field(default_factory=dict)  # of CURVES, in step order
+    latest: dict[str, Any] = field(default_factory=dict)
+    step_time_s: float | None = None  # median of the last ten
+    start_up_s: float | None = (
+        None  # of the last attempt: from its process to its first step, once there is one
+    )
+    peak_bytes: float | None = None  # over all steps and phases
+    skimmed: bool = False  # curves and peak_bytes are of some steps of a long run
+
+    @property
+    def is_warm_start(self) -> bool:
+        return self.state.name.arm == "warm-start"
+
+    @property
+    def label(self) -> str:
+        return "warm start" if self.is_warm_start else str(self.state.name)
+
+    @property
+    def step(self) -> int:
+        if self.state.status == "finished":
+            return self.state.num_steps
+        return max(self.state.step, self.latest.get("step", 0))
+
+    @property
+    def eta_s(self) -> float | None:
+        if self.state.status != "running" or self.step_time_s is None:
+            return None
+        return self.step_time_s * (self.state.num_steps - self.step)
+
+
+@functools.lru_cache(maxsize=64)  # the same keys in every row
+def _peak_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(filter(is_peak_memory, keys))
+
+
+class _Follower:
+    """Keeps one run up to date, reading what its metrics file has got since the last time.
+
+    Of a file that is long when it is first looked at, some rows speak for the others.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._run = store.RunDir(directory)
+        self._lines = self._run.rows()
+        self._begun = False
+        self._stride = 1  # steps that a point of a curve stands for
+        self._curves: dict[str, dict[int, float]] = {key: {} for key in CURVES}
+        self._latest: dict[str, Any] = {}
+        self._step_times: deque[float] = deque(maxlen=10)
+        self._first: dict[str, Any] = {}  # row of the latest attempt
+        self._peak_bytes: float | None = None
+
+    def read(self, state: RunState) -> WatchedRun:
+        for row in self._rows():
+            self._add(row)
+        return WatchedRun(
+            state=state,
+            skimmed=self._stride > 1,
+            curves={key: [values[step] for step in sorted(values)] for key, values in self._curves.items()},
+            latest=self._latest,
+            step_time_s=statistics.median(self._step_times) if self._step_times else None,
+            start_up_s=_start_up_s(state, self._first),
+            peak_bytes=self._peak_bytes,
+        )
+
+    def _rows(self) -> list[dict[str, Any]]:
+        if self._begun or self._run.num_metric_bytes <= READ_WHOLE:
+            self._begun = True
+            return self._lines.read()
+        self._begun = True
+        rows = self._lines.skim(NUM_SKIMMED)
+        steps = [row["step"] for row in rows if type(row.get("step")) is int]
+        self._stride = max([1, *(step // NUM_SKIMMED for step in steps)])
+        return rows
+
+    def _add(self, row: dict[str, Any]) -> None:
+        step = row.get("step")
+        if type(step) is not int:  # no row of a run's: whoever compares says so
+            return
+        for key, values in self._curves.items():
+            if isinstance(row.get(key), int | float):
+                values[step // self._stride] = row[key]
+        if isinstance(row.get(STEP_TIME), int | float):
+            self._step_times.append(row[STEP_TIME])
+        if row.get("attempt") != self._latest.get("attempt") or not self._first:
+            # Which row an attempt began with is not known of those that were skimmed, but for the first
+            self._first = {} if self._latest and self._stride > 1 else row
+        for key in _peak_keys(tuple(row)):
+            value = row[key]
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._peak_bytes = max(value, self._peak_bytes or 0.0)
+        self._latest = row
+
+
+def _start_up_s(state: RunState, first: Mapping[str, Any]) -> float | None:
+    """Seconds from the last attempt's start to the first step that it made; None before that."""
+    ended, took = first.get("time_s"), first.get(STEP_TIME)
+    if state.started_s is None or not isinstance(ended, int | float) or not isinstance(took, int | float):
+        return None
+    seconds = ended - took - state.started_s
+    return seconds if seconds >= 0 else None  # below: an earlier attempt's row
+
+
+class ExperimentReader:
+    """The runs of an experiment as they are now, warm starts first."""
+
+    def __init__(self, experiment_dir: Path) -> None:
+        self.experiment_dir = experiment_dir
+        self._followers: dict[Path, _Follower] = {}
+        self._finished: dict[RunName, WatchedRun] = {}
+
+    def read(self) -> list[WatchedRun]:
+        """Raises StoreError for a corrupt file of the experiment itself; a run's own fault is its message."""
+        names = store.planned_runs(self.experiment_dir)
+        runs = [self._read(state) for state in store.warm_start_states(self.experiment_dir, names)]
+        for name in names:
+            if name not in self._finished:
+                run = self._read(store.run_state(self.experiment_dir, name))
+                if run.state.status == "finished":
+                    self._finished[name] = run
+                runs.append(run)
+            else:
+                runs.append(self._finished[name])
+        return runs
+
+    def _read(self, state: RunState) -> WatchedRun:
+        follower = self._followers.setdefault(state.directory, _Follower(state.directory))
+        try:
+            return follower.read(state)
+        except StoreError as error:
+            return WatchedRun(state=replace(state, message=str(error)))
+
+
+def time_left_s(runs: Sequence[WatchedRun]) -> float | None:
+    """Seconds until the runs at work and those to come have ended; None while no step has said how long.
+
+    Runs to come begin in their order, each as soon as one at work ends, and start up as long as others did.
+    """
+    start_ups = [run.start_up_s for run in runs if run.start_up_s is not None]
+    start_up_s = statistics.median(start_ups) if start_ups else 0.0
+    ends = [_seconds_left(run, runs, start_up_s) for run in runs if run.state.status == "running"]
+    to_come = [run for run in runs if run.state.status == "pending" and not run.is_warm_start]
+    known = [end for end in ends if end is not None]
+    if not ends or len(known) < len(ends):
+        return None
+    heapq.heapify(known)
+    for run in to_come:
+        seconds = _seconds_left(run, runs, start_up_s)
+        if seconds is None:
+            return None
+        heapq.heapreplace(known, known[0] + seconds)
+    return max(known)
+
+
+def _seconds_left(run: WatchedRun, runs: Sequence[WatchedRun], start_up_s: float) -> float | None:
+    """What is left of a run's start-up, and its steps; None where nothing says how long a step takes."""
+    step_time_s = _step_time_s(run, runs)
+    if step_time_s is None:
+        return None
+    starting_s = 0.0
+    if run.start_up_s is None:
+        began_s = run.state.started_s if run.state.status == "running" else None
+        starting_s = max(0.0, start_up_s - (time.time() - began_s if began_s else 0.0))
+    return starting_s + step_time_s * (run.state.num_steps - run.step)
+
+
+def _step_time_s(run: WatchedRun, runs: Sequence[WatchedRun]) -> float | None:
+    """A run's own time a step, else its arm's, else that of all of its kind."""
+    kind = [other for other in runs if other.is_warm_start == run.is_warm_start]
+    arm = [other for other in kind if other.state.name.arm == run.state.name.arm]
+    for those in ([run], arm, kind):
+        times = [other.step_time_s for other in those if other.step_time_s is not None]
+        if times:
+            return statistics.median(times)
+    return None

@@ -1,0 +1,173 @@
+"""Runs that would have agreed whatever the treatment does are no match; and what an open claim says."""
+
+import numpy as np
+import pytest
+
+from abrun.compare.judge.claims import PrimaryResult, with_holm, with_statistics
+from abrun.compare.judge.verdict import primary_sentence
+from abrun.recipe import Primary
+from tests.compare.simulate import edit_rows
+
+SMALL = {"seeds": [0, 1], "controls": {"aa_reruns": 0}}
+CLAIM = {"primary": [{"metric": "train/reward", "margin": 0.02}]}
+
+
+def set_everywhere(experiment_dir, **values):
+    named = {key.replace("__", "/"): value for key, value in values.items()}
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, lambda row: row.update(named))
+
+
+def outcome(comparison):
+    (primary,) = comparison.arms[0].primaries
+    return comparison.verdict, comparison.exit_code, primary.result, "\n".join(comparison.content.reasons)
+
+
+def test_rewards_and_gradients_of_zero_are_no_match(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    set_everywhere(experiment_dir, train__reward=0.0, train__grad_norm=0.0, train__loss=0.0)
+    verdict, code, result, reason = outcome(judged(experiment_dir))
+    assert (verdict, code, result) == ("INCONCLUSIVE", 4, "not tested")
+    assert "train/grad_norm is 0 at every step of every baseline run: nothing was learned" in reason
+
+
+def test_gradients_of_zero_are_no_match_whatever_the_reward_does(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    set_everywhere(experiment_dir, train__grad_norm=0.0)
+    assert outcome(judged(experiment_dir))[:3] == ("INCONCLUSIVE", 4, "not tested")
+
+
+def test_a_claimed_metric_that_never_moved_is_no_match(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    set_everywhere(experiment_dir, train__reward=1.0)
+    verdict, _, _, reason = outcome(judged(experiment_dir))
+    assert verdict == "INCONCLUSIVE"
+    assert "train/reward: not tested over last 20%: it is 1 at every step of every run of both arms" in reason
+
+
+def test_a_learning_rate_of_zero_is_no_match(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    set_everywhere(experiment_dir, train__lr=0.0)
+    verdict, _, result, reason = outcome(judged(experiment_dir))
+    assert (verdict, result) == ("INCONCLUSIVE", "not tested")
+    assert "train/lr is 0 at every step of every baseline run: nothing was learned" in reason
+
+
+def test_gradients_that_are_no_numbers_are_no_match(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    set_everywhere(experiment_dir, train__grad_norm="NaN", train__loss="NaN")
+    verdict, _, result, reason = outcome(judged(experiment_dir))
+    assert (verdict, result) == ("INCONCLUSIVE", "not tested")
+    assert "train/grad_norm is 0 or not a number at every step of every baseline run" in reason
+
+
+def test_a_treatment_without_gradients_is_no_match(simulated, judged):
+    experiment_dir = simulated(**SMALL, compare={**CLAIM, "step_one": False})
+    for directory in (experiment_dir / "treatment").iterdir():
+        edit_rows(directory, lambda row: row.update({"train/grad_norm": 0.0}))
+    verdict, _, result, reason = outcome(judged(experiment_dir))
+    assert (verdict, result) == ("INCONCLUSIVE", "not tested")
+    assert "train/grad_norm is 0 at every step of every treatment run" in reason
+
+
+@pytest.mark.parametrize("arm", ["baseline", "treatment"])
+def test_one_run_as_two_seeds_is_no_match(simulated, judged, arm):
+    experiment_dir = simulated(
+        seeds=[0, 1, 2], controls={"aa_reruns": 0}, compare={**CLAIM, "step_one": False}
+    )
+    rows = (experiment_dir / arm / "seed-1/metrics.jsonl").read_text()
+    copied = experiment_dir / arm / "seed-2"
+    (copied / "metrics.jsonl").write_text(rows)
+    edit_rows(copied, lambda row: row.update({"timing/train/total_step_time_s": 1.0 + row["step"] / 100}))
+    verdict, _, result, reason = outcome(judged(experiment_dir))
+    assert (verdict, result) == ("INCONCLUSIVE", "not tested")
+    assert f"{arm}/seed-2 holds the numbers of {arm}/seed-1 at every step" in reason
+
+
+def test_memory_that_never_moves_can_be_equivalent(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    set_everywhere(experiment_dir, memory__logprobs__peak_allocated_bytes=2**30)
+    claim = Primary(metric="memory/logprobs/peak_allocated_bytes", margin=0.05)
+    assert outcome(judged(experiment_dir, primaries=[claim]))[:3] == ("MATCH", 0, "equivalent")
+
+
+def test_a_metric_that_rose_to_its_ceiling_in_both_arms_is_a_match(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, lambda row: row.update({"train/reward": min(row["step"] / 20, 1.0)}))
+    assert outcome(judged(experiment_dir))[:3] == ("MATCH", 0, "equivalent")
+
+
+def test_a_metric_that_follows_from_the_recipe_certifies_nothing(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, lambda row: row.update({"train/lr": row["step"] * 1e-7}))
+    comparison = judged(experiment_dir, primaries=[Primary(metric="train/lr", margin=1e-3)])
+    verdict, _, _, reason = outcome(comparison)
+    assert verdict == "INCONCLUSIVE" and "follows from recipe and seed" in reason
+
+
+def test_a_dead_run_with_a_claim_on_its_gradients_gets_a_verdict(simulated, judged):
+    experiment_dir = simulated(**SMALL)
+    set_everywhere(experiment_dir, train__grad_norm=0.0)
+    claim = Primary(metric="train/grad_norm", margin=0.1)
+    comparison = judged(experiment_dir, primaries=[claim], formats=("json", "markdown", "html", "png"))
+    verdict, _, result, reason = outcome(comparison)
+    assert (verdict, result) == ("INCONCLUSIVE", "not tested")
+    assert "nothing was learned" in reason
+
+
+# --- what an undecided claim says ---
+
+
+def undecided(differences, margin=0.02):
+    claim = PrimaryResult(
+        arm="treatment",
+        metric="train/reward",
+        window="all",
+        steps=(1, 40),
+        num_steps=40,
+        transform="identity",
+        reduction="mean",
+        test="paired TOST",
+        margin=margin,
+        margin_sigmas=None,
+        margin_text=f"±{margin:g}",
+        alpha=0.05,
+        num_pairs=len(differences),
+        seeds=tuple(range(len(differences))),
+    )
+    baseline = [0.5 + 0.1 * seed for seed in range(len(differences))]
+    treatment = [one + difference for one, difference in zip(baseline, differences, strict=True)]
+    (result,) = with_holm([with_statistics(claim, np.array(baseline), np.array(treatment))])
+    assert result.result == "undecided"
+    return result
+
+
+def test_an_interval_without_zero_says_that_a_difference_was_detected():
+    result = undecided([0.012, 0.020, 0.018, 0.014])
+    said = primary_sentence(result)
+    assert "a difference was detected over 4 pairs" in said
+    assert "whether it stays within the margin is open" in said
+    assert "if the arms are truly equal" not in said
+    # At the observed difference of 0.016 the room is 0.004, a fifth of the margin.
+    assert result.pairs_needed_observed is not None and result.pairs_needed is not None
+    assert result.pairs_needed_observed > result.pairs_needed
+    assert f"80 % power {result.pairs_needed_observed}, if the true difference is the observed one" in said
+
+
+def test_at_the_margin_no_number_of_pairs_helps():
+    result = undecided([0.005, 0.045, 0.02, 0.03])
+    assert result.excludes_zero and result.pairs_needed_observed is None
+    said = primary_sentence(result)
+    assert "a difference is likely" in said
+    assert "no number of pairs shows equivalence if the true difference is the observed one" in said
+
+
+@pytest.mark.parametrize("differences", [[-0.03, 0.04, 0.01], [0.03, -0.02, -0.03]])
+def test_an_interval_with_zero_says_what_equal_arms_would_need(differences):
+    said = primary_sentence(undecided(differences))
+    assert "not decided over 3 pairs" in said and "if the arms are truly equal" in said

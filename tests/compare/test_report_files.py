@@ -1,0 +1,132 @@
+"""A report appears whole or not at all, heals where it was damaged, and leaves a read-only store as it is."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from abrun.compare import compare_sources
+from abrun.compare.read.sources import Reading
+from abrun.compare.show import report
+from abrun.errors import ComparisonError
+from tests.compare.simulate import write_experiment
+
+FORMATS = {
+    "report.html": ("html",),
+    "report.md": ("html", "png", "markdown"),
+    "train-reward.png": ("png",),
+    ".report.json": ("html",),
+}
+# What a read-only mount does, whoever asks: an audit hook sees all that opens or changes a file.
+READ_ONLY = """
+import errno, os, sys
+store = sys.argv.pop(1)
+def refuse(event, arguments):
+    writes = {"os." + name for name in "mkdir rename remove rmdir chmod truncate link symlink".split()}
+    if event == "open":
+        path, mode, flags = arguments
+        changes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+    elif event in writes:
+        path, changes = arguments[0], True
+    else:
+        return
+    if changes and isinstance(path, (str, bytes, os.PathLike)) and os.fsdecode(path).startswith(store):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+sys.addaudithook(refuse)
+from abrun.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def experiment_dir(tmp_path: Path) -> Path:
+    return write_experiment(tmp_path / "runs" / "demo", steps=12)
+
+
+def compare(experiment_dir: Path, *formats: str) -> dict[str, bytes]:
+    wanted = formats or ("html", "png", "markdown")
+    compared = compare_sources([str(experiment_dir)], Reading(), formats=wanted)
+    return {path.name: path.read_bytes() for path in compared.files}
+
+
+def test_a_damaged_report_heals(experiment_dir: Path) -> None:
+    whole = compare(experiment_dir)
+    for name, formats in FORMATS.items():
+        path = experiment_dir / "report" / name
+        content = path.read_bytes()
+        for damaged in (content[: len(content) // 2], b"x" + content[1:], None):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            assert compare(experiment_dir, *formats).items() <= whole.items(), (name, damaged is None)
+            assert name == ".report.json" or path.read_bytes() == content
+
+
+def test_an_unchanged_report_is_left_as_it_is(experiment_dir: Path) -> None:
+    compare(experiment_dir)
+    before = (experiment_dir / "report" / "report.html").stat()
+    compare(experiment_dir)
+    after = (experiment_dir / "report" / "report.html").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
+def test_a_full_disk_leaves_the_report_before(experiment_dir: Path, monkeypatch, failing: str) -> None:
+    before = compare(experiment_dir)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("png", "html", "markdown") if failing == "write" else ("html", "markdown"):
+        (experiment_dir / "report" / report.STAMP).unlink(missing_ok=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, failing, fail)
+            with pytest.raises(ComparisonError, match=r"--output: .*report cannot be written: No space left"):
+                compare(experiment_dir, name)
+        for path, content in before.items():
+            assert (experiment_dir / "report" / path).read_bytes() == content
+    assert not [path for path in (experiment_dir / "report").iterdir() if path.name.endswith(".partial")]
+
+
+def test_no_link_is_followed(experiment_dir: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("not ours")
+    (experiment_dir / "report").mkdir()
+    (experiment_dir / "report" / "report.html").symlink_to(elsewhere)
+    with pytest.raises(ComparisonError, match="symbolic link"):
+        compare(experiment_dir, "html")
+    assert elsewhere.read_text() == "not ours"
+
+
+def test_a_read_only_store_is_compared_elsewhere(experiment_dir: Path, tmp_path: Path) -> None:
+    def entries() -> dict[str, tuple[int, int]]:
+        found = sorted((tmp_path / "runs").rglob("*"))
+        return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+
+    before = entries()
+
+    def abrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-c", READ_ONLY, str(tmp_path / "runs"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = abrun(
+        "compare", str(experiment_dir), "--output", str(tmp_path / "report"), "--format", "json,html"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        "verdict.json",
+        "report.html",
+        ".report.json",
+    }
+    report = tmp_path / "report"
+    done = abrun("compare", str(experiment_dir), "--output", str(report), "--format", "json,html")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in report.iterdir()} == {"verdict.json", "report.html", ".report.json"}
+    done = abrun("compare", str(experiment_dir), "--format", "json")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "report cannot be written: Read-only file system; choose another folder" in done.stderr
+    assert abrun("status", str(experiment_dir)).returncode == 0
+    assert entries() == before

@@ -1,0 +1,149 @@
+"""SIGKILL at any moment, to any process of a launch: nothing lives on, and a resume ends as if none had come.
+
+ABRUN_FUZZ_ROUNDS and ABRUN_FUZZ_SEED choose how many moments, and which.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from abrun.implementations import LAUNCHERS
+from abrun.launch import Outcome, supervisor
+from abrun.plan import Plan, make_plan
+from abrun.processes import below, processes_of
+from abrun.recipe import load_recipe
+from abrun.store import RunDir
+from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc and parent-death signals"),
+]
+ROUNDS = int(os.environ.get("ABRUN_FUZZ_ROUNDS", "50"))
+SEED = int(os.environ.get("ABRUN_FUZZ_SEED", "0"))
+HERE = Path(__file__).parent
+OWN = (HERE / "small.yaml", ("seeds=[0, 1]", "steps=30", "cluster.cpu_ranks=2"))
+FOREIGN = (
+    HERE.parent / "external" / "foreign.yaml",
+    (
+        "seeds=[0, 1]",
+        "steps=8",
+        "trainer.parameters.step_s=0.2",
+        "trainer.parameters.behaviour=resumes",
+        f"trainer.parameters.script={HERE.parent / 'external' / 'foreign_trainer.py'}",
+    ),
+)
+# What a process is known by, beside the run directory in its environment: of its command line, or rank
+VICTIMS = {
+    "launcher": (OWN, None),
+    "agent": (OWN, "abrun.train.agent"),
+    "rank 0": (OWN, "RANK=0"),
+    "rank 1": (OWN, "RANK=1"),
+    "launcher of a command": (FOREIGN, None),
+    "external": (FOREIGN, "abrun.external"),
+    "command": (FOREIGN, "foreign_trainer.py"),
+}
+
+
+def plan_of(recipe: tuple[Path, tuple[str, ...]]) -> Plan:
+    return make_plan(load_recipe(recipe[0], list(recipe[1])))
+
+
+def launch(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path, *, resume: bool = False) -> Outcome:
+    return supervisor.launch(
+        plan_of(recipe), runs_dir, observer=Silent(), launcher=FAKE_UNDER_AGENT[0], jobs=2, resume=resume
+    )
+
+
+def metrics(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path) -> dict[str, np.ndarray]:
+    plan = plan_of(recipe)
+    found = {}
+    for run in plan.runs:
+        for name, series in RunDir(runs_dir / plan.recipe.name / str(run.name)).metrics().items():
+            found[f"{run.name} {name}"] = np.stack([series.steps, series.values])
+    return found
+
+
+def pids(runs_dir: Path, known_by: str) -> list[int]:
+    """The processes of any run that are what `known_by` says."""
+    found = []
+    for config in runs_dir.rglob("config.json"):
+        for process in processes_of(config.parent):
+            words = []
+            for file in ("cmdline", "environ"):
+                try:
+                    words += Path(f"/proc/{process.pid}/{file}").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+            own = known_by.startswith("RANK=") and b"tests.launch.fake_trainer" not in words
+            if not own and any(word.decode(errors="replace").endswith(known_by) for word in words):
+                found.append(process.pid)
+    return sorted(found)
+
+
+def kill_one(runs_dir: Path, launcher: int, known_by: str | None, delay_s: float) -> None:
+    """SIGKILL to one of the processes, so long after the first of its kind has appeared."""
+    if known_by is None:
+        time.sleep(delay_s)
+        os.kill(launcher, signal.SIGKILL)
+        return
+    deadline = time.monotonic() + 60
+    while not pids(runs_dir, known_by) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(delay_s)
+    for pid in pids(runs_dir, known_by)[-1:]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has just ended by itself
+            return
+
+
+def wait_for(pid: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        assert time.monotonic() < deadline, "the launcher does not end"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fakes() -> None:
+    LAUNCHERS[FAKE_UNDER_AGENT[0]] = FAKE_UNDER_AGENT[1]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_nothing_lives_on_and_a_resume_ends_where_none_was_killed(victim: str, tmp_path: Path) -> None:
+    recipe, known_by = VICTIMS[victim]
+    os.environ["FAKE_TRAINER"] = '{"step_s": 0.03}'
+    undisturbed = tmp_path / "undisturbed"
+    assert launch(recipe, undisturbed).exit_code == 0
+    expected = metrics(recipe, undisturbed)
+    moments = random.Random(SEED)
+    for index in range(-(-ROUNDS // len(VICTIMS))):
+        delay_s = moments.uniform(0, 0.2 if index % 2 == 0 else 6.0)
+        runs_dir = tmp_path / str(index)
+        runs_dir.mkdir()
+        launcher = os.fork()
+        if launcher == 0:
+            os._exit(launch(recipe, runs_dir).exit_code)
+        kill_one(runs_dir, launcher, known_by, delay_s)
+        wait_for(launcher, timeout_s=120)
+        deadline = time.monotonic() + 45
+        while any(processes_of(config.parent) for config in runs_dir.rglob("config.json")):
+            assert time.monotonic() < deadline, f"{victim} killed after {delay_s} s: something lives on"
+            time.sleep(0.05)
+        assert not below(os.getpid())
+        name = plan_of(recipe).recipe.name
+        resume = (runs_dir / name / "experiment.json").is_file()
+        assert launch(recipe, runs_dir, resume=resume).exit_code == 0, f"{victim}, {delay_s} s"
+        found = metrics(recipe, runs_dir)
+        assert found.keys() == expected.keys()
+        for key, values in found.items():
+            if "time" not in key:
+                assert np.array_equal(values, expected[key]), f"{victim}, {delay_s} s: {key}"

@@ -1,0 +1,68 @@
+"""An experiment's directory on a disk that fails, or loses power, while a launcher prepares it."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from abrun import store
+from abrun.errors import StoreError
+from abrun.launch.experiment import owned_experiment
+from abrun.plan import Plan, make_plan
+from abrun.recipe import load_recipe
+from tests.store.faulty import Disk, Faults, PowerLoss
+
+SMALL = Path(__file__).parent / "small.yaml"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(load_recipe(SMALL, ["warm_start={steps: 2}"]))
+
+
+def prepare(plan: Plan, experiment_dir: Path) -> None:
+    """As a user would: launch, or resume where there is something to be resumed."""
+    with owned_experiment(plan, experiment_dir, resume=store.is_experiment(experiment_dir)):
+        pass
+
+
+def check(plan: Plan, experiment_dir: Path) -> None:
+    prepare(plan, experiment_dir)
+    assert store.planned_runs(experiment_dir) == [run.name for run in plan.runs]
+    for run in plan.runs:
+        assert store.RunDir(store.run_dir(experiment_dir, run.name)).record().name == run.name
+    assert not store.launcher_of(experiment_dir)
+
+
+def num_calls(plan: Plan, root: Path) -> int:
+    root.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(root, patch, last=10**9)
+        prepare(plan, root / "x")
+        disk.close()
+    return disk.count
+
+
+def test_any_call_that_fails_leaves_what_can_be_launched_again(tmp_path: Path, plan: Plan) -> None:
+    for first in range(1, num_calls(plan, tmp_path / "counted") + 1):
+        for error in (errno.ENOSPC, errno.EIO):
+            runs_dir = tmp_path / f"{first}-{error}"
+            with pytest.MonkeyPatch.context() as patch:
+                Faults(runs_dir, patch, first=first, every=3, error=error)
+                with pytest.raises(StoreError) as raised:
+                    prepare(plan, runs_dir / "x")
+            assert "\n" not in str(raised.value)
+            check(plan, runs_dir / "x")
+
+
+def test_a_loss_of_power_at_any_call_leaves_what_can_be_launched_again(tmp_path: Path, plan: Plan) -> None:
+    for last in range(1, num_calls(plan, tmp_path / "counted") + 1):
+        (tmp_path / f"disk-{last}").mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(tmp_path / f"disk-{last}", patch, last=last)
+            with pytest.raises(PowerLoss):
+                prepare(plan, tmp_path / f"disk-{last}" / "x")
+            patch.undo()
+            disk.left(tmp_path / f"left-{last}")
+            disk.close()
+        check(plan, tmp_path / f"left-{last}" / "x")

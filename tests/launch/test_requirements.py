@@ -1,0 +1,181 @@
+"""What a machine can run at once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from abrun.launch import requirements
+from abrun.launch.local import Slots
+from abrun.launch.requirements import Machine, find_gpus, refusals, usable_cores
+from abrun.plan import Plan, make_plan
+from abrun.recipe import Cluster, load_recipe
+
+SMALL = Path(__file__).parent / "small.yaml"
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [("0,1", ("0", "1")), ("", ()), ("-1", ()), ("3, GPU-ab,-1,2", ("3", "GPU-ab")), ("2", ("2",))],
+)
+def test_cuda_visible_devices_is_respected(
+    monkeypatch: pytest.MonkeyPatch, visible: str, gpus: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert find_gpus() == gpus
+
+
+def test_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpus() == ()
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-2)'\n"
+    )
+    smi.chmod(0o755)
+    assert find_gpus() == ("0", "1")
+
+
+def test_cores_stay_within_the_container_s_quota(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    unlimited = usable_cores(quota)
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == unlimited >= 1
+    quota.write_text("50000 100000\n")
+    assert usable_cores(quota) == 1
+
+
+def taken(slots: Slots, cluster: Cluster) -> tuple[str, ...] | None:
+    place = slots.find(cluster)
+    if place:
+        slots.take(place)
+    return place
+
+
+def test_slots_come_from_devices() -> None:
+    slots = Slots(Machine(gpus=("0", "1", "2"), cores=3))
+    two_gpus, two_cores = Cluster(gpus_per_node=2), Cluster(cpu_ranks=2)
+    assert taken(slots, two_gpus) == ("0", "1")
+    assert taken(slots, two_gpus) is None
+    assert taken(slots, two_cores) == ("cpu", "cpu")
+    assert taken(slots, two_cores) is None and taken(slots, Cluster()) == ("cpu",)
+    slots.give_back(("0", "1"))
+    assert slots.find(two_gpus) == slots.find(two_gpus) == ("2", "0"), "asking takes nothing"
+
+
+def test_jobs_cap_the_runs_and_may_share_cores() -> None:
+    slots = Slots(Machine(gpus=(), cores=1), 2)
+    assert taken(slots, Cluster()) and taken(slots, Cluster()) and taken(slots, Cluster()) is None
+    slots.give_back(("cpu",))
+    assert taken(slots, Cluster())
+
+
+def refused(plan: Plan, machine: Machine, num_jobs: int | None = None) -> str | None:
+    """The first line with which a launch is refused."""
+    return next(iter(refusals(plan, machine, num_jobs)), None)
+
+
+def triton_refused(*overrides: str) -> str | None:
+    plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.logprobs.impl=triton", *overrides]))
+    return refused(plan, Machine(gpus=("0",), cores=1))
+
+
+def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    line = triton_refused()
+    words = [
+        "arm treatment: policy.logprobs.impl: got 'triton'",
+        "cluster.gpus_per_node: 0",
+        "chunked",
+    ]
+    assert line and all(word in line for word in words), line
+    assert triton_refused("cluster.gpus_per_node=1") is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton_refused() is None
+
+
+def test_triton_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None)
+    line = triton_refused("cluster.gpus_per_node=1")
+    assert line and "pip install 'abrun[triton]'" in line and "impl: chunked" in line
+
+
+FOREIGN = Path(__file__).parent.parent / "external" / "foreign.yaml"
+
+
+def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(gpus=(), cores=1)
+    assert refused(make_plan(load_recipe(FOREIGN)), machine) is None
+    missing = make_plan(load_recipe(FOREIGN, [f"trainer.python={tmp_path}/python"]))
+    line = refused(missing, machine)
+    words = ["arms baseline, treatment: trainer.argv.0", f"{tmp_path}/python", "install it"]
+    assert line and all(word in line for word in words), line
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    assert refused(missing, machine), "it is no executable"
+    (tmp_path / "python").chmod(0o755)
+    assert refused(missing, machine) is None
+    on_path = make_plan(load_recipe(FOREIGN, ["trainer.python=python", f"trainer.env.PATH={tmp_path}"]))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert refused(on_path, machine) is None, "the command's own PATH counts"
+
+
+def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path: Path) -> None:
+    line = '{"question": "How many?", "answer": "#### 6"}\n'
+    (tmp_path / "here.jsonl").write_text(line)
+    (tmp_path / "long.jsonl").write_text(line * 30_000 + "which nobody looks at\n")
+    (tmp_path / "bad.jsonl").write_text(line + '{"question": "How many?", "answer": "6"}\n')
+    (tmp_path / "half.jsonl").write_text(line.replace("How", "\\ud800"))
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for task, validation, part in (
+        ("gone", "here", "task.path: got "),
+        ("here", "gone", "validation.path: got "),
+        ("pipe", "here", "not a regular file; give a JSON-lines file"),
+        ("here", "bad", "bad.jsonl, line 2: answer without a line '#### <number>'"),
+        ("half", "here", "half.jsonl, line 1: 'utf-8' codec can't encode character '\\ud800'"),
+        ("deep", "here", "deep.jsonl, line 1: nested too deeply"),
+        ("long", "here", None),
+    ):
+        files = [
+            f"task={{type: gsm8k, path: {tmp_path / task}.jsonl}}",
+            f"validation={{every: 1, path: {tmp_path / validation}.jsonl}}",
+        ]
+        line = refused(make_plan(load_recipe(SMALL, files)), Machine(gpus=(), cores=1))
+        assert (part is None) == (line is None) and (part or "") in str(line)
+
+
+def test_the_module_of_a_verifier_has_to_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    (tmp_path / "my_rewards.py").write_text("raise SystemExit('imported')\n")
+    for module, part in (("my_rewards", None), ("math", None), ("json.tool", None), ("nowhere.x", "nowhere")):
+        task = f"task={{type: jsonl, path: x.jsonl, verifier: '{module}:judge'}}"
+        line = refused(make_plan(load_recipe(SMALL, [task])), Machine(gpus=(), cores=1))
+        expected = part and f"task.verifier: got '{module}:judge', no module {part}"
+        assert line is None if not expected else expected in (line or "")
+
+
+def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None:
+    plan = make_plan(
+        load_recipe(
+            SMALL,
+            [
+                "cluster={nodes: 2, gpus_per_node: 4}",
+                "rollout={engine: vllm, tensor_parallel: 4}",
+                "arms.treatment.policy.backend={type: megatron, tensor_parallel: 2}",
+                "arms.other.policy.backend={type: dtensor, tensor_parallel: 2, context_parallel: 2}",
+            ],
+        )
+    )
+    lines = refusals(plan, Machine(gpus=("0", "1"), cores=1), None)
+    assert [line.split(": got ")[0] for line in lines] == [
+        "arms baseline, treatment, other: rollout.engine",
+        "arm treatment: policy.backend.type",
+        "arm other: policy.backend.tensor_parallel",
+        "arm other: policy.backend.context_parallel",
+        "arms baseline, treatment, other: cluster.nodes",
+        "arms baseline, treatment, other: cluster.gpus_per_node",
+    ]
+    assert all("not built yet; this version takes" in line for line in lines[:4])

@@ -1,0 +1,100 @@
+"""A second launcher is one class and one line in LAUNCHERS: nothing else of abrun knows of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from abrun.errors import LaunchError
+from abrun.implementations import LAUNCHERS
+from abrun.launch import launch
+from abrun.launch.engine import Place
+from abrun.plan import Plan, make_plan
+from abrun.recipe import RunConfig, load_recipe
+from abrun.store import RunDir
+from tests.launch.fakes import FAKE_TRAINER, Silent
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+class ToyRun:
+    """A process by itself, without torchrun."""
+
+    pid = None  # as of a job on another host
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def stop(self, *, kill: bool) -> None:
+        if kill:
+            self.process.kill()
+        else:
+            self.process.terminate()
+
+
+class ToyEngine:
+    """One run after the other."""
+
+    trainer = ("-m", "abrun.train")
+
+    def __init__(self, num_jobs: int | None) -> None:
+        self.started: list[ToyRun] = []
+
+    def refusals(self, plan: Plan) -> list[str]:
+        return [] if len(plan.recipe.seeds) == 1 else [f"seeds: got {plan.recipe.seeds}; a toy takes one"]
+
+    def place(self, config: RunConfig) -> Place | None:
+        return None if any(run.poll() is None for run in self.started) else ("toy",)
+
+    def start(self, run: RunDir, config: RunConfig, place: Place) -> ToyRun:
+        with run.log.open("ab") as log:
+            command = [sys.executable, *self.trainer, str(run.path)]
+            env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        self.started.append(ToyRun(process))
+        return self.started[-1]
+
+
+class ToyEngineOfFakes(ToyEngine):
+    trainer = (str(FAKE_TRAINER),)
+
+
+def launch_toy(recipe: Path, runs_dir: Path, *overrides: str) -> dict[str, str]:
+    plan = make_plan(load_recipe(recipe, ["seeds=[0]", "compare.primary=[]", *overrides]))
+    outcome = launch(plan, runs_dir, launcher="toy", observer=Silent())
+    assert outcome.exit_code == 0
+    directory = runs_dir / plan.recipe.name
+    starts = {str(name): RunDir(directory / str(name)).launches() for name in outcome.statuses}
+    assert all([start.devices for start in of_run] == [("toy",)] for of_run in starts.values())
+    return {str(name): status for name, status in outcome.statuses.items()}
+
+
+@pytest.mark.slow
+def test_it_launches_the_quickstart_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngine")
+    overrides = ("steps=2", "warm_start=null", "controls.aa_reruns=0")
+    statuses = launch_toy(RECIPES / "quickstart.yaml", tmp_path, *overrides)
+    assert statuses == {"baseline/seed-0": "finished", "treatment/seed-0": "finished"}
+    for run in statuses:
+        assert len(RunDir(tmp_path / "quickstart" / run).metrics()["train/reward"]) == 2
+
+
+def test_it_launches_fakes_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngineOfFakes")
+    statuses = launch_toy(Path(__file__).parent / "small.yaml", tmp_path, "warm_start={steps: 2}")
+    assert statuses == {"baseline/seed-0": "finished", "treatment/seed-0": "finished"}
+
+
+def test_what_it_cannot_run_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngine")
+    plan = make_plan(load_recipe(Path(__file__).parent / "small.yaml"))
+    with pytest.raises(LaunchError, match=r"small: seeds: got .* a toy takes one"):
+        launch(plan, tmp_path, launcher="toy", observer=Silent())
+    with pytest.raises(LaunchError, match=r"--launcher: got 'slurm'; allowed: local, toy$"):
+        launch(plan, tmp_path, launcher="slurm", observer=Silent())
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""Prompts and completions as tokens: what a tokenizer, its template and the checkpoint's end tokens say."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from abrun.errors import RecipeError
+from abrun.models import Text, character_tokenizer, load_text
+from abrun.recipe import Model
+
+PRINTABLE = "".join(chr(code) for code in range(32, 127))
+
+
+def preset() -> Text:
+    return load_text(Model(preset="qwen2-tiny"), weights=None)
+
+
+def from_path(path: Path) -> Text:
+    return load_text(Model(path=str(path)), weights=None)
+
+
+def end_ids_of(text: Text) -> list[int]:
+    tokenizer: Any = text.tokenizer
+    return tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+
+
+def test_no_network_is_built(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.Module.__init__", None)
+    folder = shutil.copytree(checkpoint, tmp_path / "text")
+    (folder / "model.safetensors").unlink()
+    assert from_path(folder).max_positions == 128
+    assert load_text(Model(preset="qwen2.5-1.5b"), weights=None).max_positions == 32_768
+
+
+def test_every_printable_character_is_a_token_and_comes_back() -> None:
+    text, characters = preset(), PRINTABLE + "\n"
+    token_ids = text.encode_prompt(characters)
+    assert len(token_ids) == len(set(token_ids)) == len(characters)
+    assert text.decode(token_ids) == characters
+    for one in ("  two  spaces ", "don't , really !", "##x ##y", "a\n\nb"):
+        assert text.decode(text.encode_prompt(one)) == one
+
+
+def test_a_character_the_preset_does_not_know_is_one_token() -> None:
+    text = preset()
+    assert len(text.encode_prompt("aé☃b")) == 4
+    assert text.decode(text.encode_prompt("aé☃b")) == "ab"
+
+
+def test_a_completion_ends_with_the_end_token() -> None:
+    text = preset()
+    *tokens, end = text.encode_completion("12")
+    assert end == text.tokenizer.eos_token_id and text.end_ids == {end}
+    assert tokens == text.encode_prompt("12")
+    assert text.decode([*tokens, end]) == "12"
+    assert text.pad_id not in {end, *tokens}
+
+
+def test_the_chat_template_is_applied_with_the_generation_prompt(checkpoint: Path) -> None:
+    text = from_path(checkpoint)
+    expected = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
+    token_ids = text.encode_prompt("What is 1+1?")
+    assert text.tokenizer.decode(token_ids) == expected
+    assert token_ids.count(text.tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2  # pyright: ignore
+    assert all(isinstance(token_id, int) for token_id in token_ids)
+    assert text.decode(text.encode_completion("It is 2 — really")) == "It is 2 — really"
+
+
+def test_every_end_token_of_the_generation_config_ends(checkpoint: Path) -> None:
+    text = from_path(checkpoint)
+    end_of_turn, end_of_text = end_ids_of(text)
+    assert text.end_ids == {end_of_turn, end_of_text}
+    assert text.pad_id == end_of_text
+    assert text.encode_completion("x")[-1] == end_of_turn
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json", "nowhere"])
+def test_end_tokens_are_those_of_the_network_that_transformers_builds(
+    where: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "ends")
+    if where != "generation_config.json":
+        (folder / "generation_config.json").unlink()
+        config = json.loads((folder / "config.json").read_text())
+        ends = end_ids_of(from_path(folder))[1] if where == "config.json" else None
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
+    text = from_path(folder)
+    network: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ends = network.generation_config.eos_token_id
+    built = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    tokenizer: Any = text.tokenizer
+    assert text.end_ids == built | {tokenizer.eos_token_id}
+    assert len(text.end_ids) == (1 if where == "nowhere" else 2)
+
+
+def test_without_a_pad_token_padding_is_an_end_token(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "no-pad")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    text = from_path(folder)
+    assert text.tokenizer.pad_token_id is None and text.pad_id in text.end_ids
+
+
+@pytest.mark.parametrize("broken", ["nowhere", "empty", "no tokenizer", "config"])
+def test_a_text_that_does_not_load_is_one_line(broken: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    if broken != "nowhere":
+        folder.mkdir()
+    if broken in ("no tokenizer", "config"):
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    if broken == "no tokenizer":
+        for path in folder.glob("*token*"):
+            path.unlink()
+    elif broken == "config":
+        (folder / "config.json").write_text("{")
+    with pytest.raises(RecipeError) as raised:
+        from_path(folder)
+    message = str(raised.value)
+    assert message.startswith(f"model.path: got {str(folder)!r}") and "\n" not in message
+
+
+def test_the_character_tokenizer_pads_left() -> None:
+    tokenizer = character_tokenizer()
+    encoded = tokenizer(["1", "123"], padding=True)
+    assert encoded["attention_mask"] == [[0, 0, 1], [1, 1, 1]]

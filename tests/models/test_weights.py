@@ -1,0 +1,166 @@
+"""Networks loaded and saved: the weights that a recipe asked for, and all that a checkpoint needs."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from abrun.errors import RecipeError
+from abrun.models import load_network, load_text, persistent_buffers, save_network
+from abrun.recipe import Model
+from tests.models.architectures import tiny_network
+
+
+def preset(seed: int = 0) -> Any:
+    return load_network(Model(preset="qwen2-tiny"), weights=None, seed=seed)
+
+
+def from_path(path: Path) -> Any:
+    return load_network(Model(path=str(path)), weights=None, seed=0)
+
+
+def test_the_preset_is_tiny_and_tied() -> None:
+    network = preset()
+    assert 200_000 < sum(p.numel() for p in network.parameters()) < 500_000
+    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+    assert {p.dtype for p in network.parameters()} == {torch.float32}
+    assert network.config.vocab_size == len(load_text(Model(preset="qwen2-tiny"), weights=None).tokenizer)
+
+
+def test_the_seed_decides_the_presets_weights_and_nothing_else() -> None:
+    torch.manual_seed(5)
+    expected_draw = torch.rand(())
+    torch.manual_seed(5)
+    first = preset(3).state_dict()
+    assert torch.rand(()) == expected_draw, "loading a model must not consume the global generator"
+    torch.rand(100)
+    again, other = preset(3).state_dict(), preset(4).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_a_saved_preset_loads_through_its_path(tmp_path: Path) -> None:
+    network, text, folder = preset(7), load_text(Model(preset="qwen2-tiny"), weights=None), tmp_path / "saved"
+    weights = {name: p.detach() + 0.25 for name, p in network.named_parameters()}
+    save_network(network, folder, weights.items())
+    text.save(folder)
+    assert not [path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pkl")]
+    loaded, loaded_text = from_path(folder), load_text(Model(path=str(folder)), weights=None)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert (loaded_text.end_ids, loaded_text.pad_id, loaded_text.max_positions) == (
+        text.end_ids,
+        text.pad_id,
+        text.max_positions,
+    )
+    characters = "".join(chr(code) for code in range(33, 127))
+    assert loaded_text.encode_prompt(f" {characters} \n ") == text.encode_prompt(f" {characters} \n ")
+    # transformers alone puts Qwen2's splitting around the vocabulary, which loses white space only.
+    plain = AutoTokenizer.from_pretrained(folder)
+    assert plain(characters)["input_ids"] == text.encode_prompt(characters)
+    again = load_network(Model(preset="qwen2-tiny"), weights=folder, seed=0)
+    assert torch.equal(again.state_dict()["model.norm.weight"], weights["model.norm.weight"])
+
+
+def test_a_real_checkpoint_loads_with_its_own_weights(checkpoint: Path) -> None:
+    stored = load_file(checkpoint / "model.safetensors")
+    parameters = dict(from_path(checkpoint).named_parameters())
+    assert parameters.keys() == stored.keys() and "lm_head.weight" in stored
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in parameters.items())
+    assert not torch.equal(parameters["lm_head.weight"], parameters["model.embed_tokens.weight"])
+
+
+def test_a_half_precision_checkpoint_trains_in_float32(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "half")
+    from_path(checkpoint).to(torch.bfloat16).save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {p.dtype for p in from_path(folder).parameters()} == {torch.float32}
+
+
+def test_dropout_is_off_and_an_export_says_what_the_checkpoint_said(checkpoint: Path, tmp_path: Path) -> None:
+    network = from_path(checkpoint)
+    token_ids = torch.arange(9)[None]
+    trained = network.train()(token_ids).logits
+    assert torch.equal(trained, network.eval()(token_ids).logits)
+    save_network(network, tmp_path / "saved", network.named_parameters())
+    assert AutoConfig.from_pretrained(tmp_path / "saved").attention_dropout == 0.1
+    assert torch.equal(network.train()(token_ids).logits, trained)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+def test_a_routers_correction_bias_is_loaded_and_exported(kind: str, tmp_path: Path) -> None:
+    """A persistent buffer, of which a list of parameters knows nothing."""
+    network = tiny_network(kind, first_k_dense_replace=1)
+    buffers = dict(persistent_buffers(network))
+    assert [name.rsplit(".")[-1] for name in buffers] == ["e_score_correction_bias"]
+    for buffer in buffers.values():
+        buffer.copy_(torch.arange(4))
+    network.save_pretrained(tmp_path / "published")
+    trained = from_path(tmp_path / "published")
+    save_network(trained, tmp_path / "saved", trained.named_parameters())
+    for loaded in (from_path(tmp_path / "saved"), AutoModelForCausalLM.from_pretrained(tmp_path / "saved")):
+        assert {name: buffer.tolist() for name, buffer in persistent_buffers(loaded)} == {
+            name: [0, 1, 2, 3] for name in buffers
+        }
+        stored = dict(network.named_parameters())
+        assert all(torch.equal(parameter, stored[name]) for name, parameter in loaded.named_parameters())
+
+
+def test_persistent_buffers_are_those_of_a_checkpoint() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("derived", torch.ones(1), persistent=False)
+    module.weight = nn.Parameter(torch.ones(1))
+    assert [name for name, _ in persistent_buffers(module)] == ["kept"]
+
+
+@pytest.mark.parametrize("kind", ["falcon", "persimmon", "fuyu", "llama4_text", "doge", "gpt_oss"])
+def test_a_family_with_ways_of_its_own_loads(kind: str, tmp_path: Path) -> None:
+    tiny_network(kind).save_pretrained(tmp_path)
+    assert type(from_path(tmp_path)) is type(tiny_network(kind))
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "gptj"])
+def test_a_family_that_is_not_handled_is_one_line(kind: str, tmp_path: Path) -> None:
+    tiny_network(kind).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"^model(\.path)?: got ") as raised:
+        from_path(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("broken", ["nowhere", "empty", "no weights", "garbage", "config", "half"])
+def test_a_checkpoint_that_does_not_load_is_one_line(broken: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    if broken != "nowhere":
+        folder.mkdir()
+    if broken not in ("nowhere", "empty"):
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    if broken == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif broken == "garbage":
+        (folder / "model.safetensors").write_bytes(b"garbage" * 50)
+    elif broken == "half":
+        stored = load_file(folder / "model.safetensors")
+        del stored["model.layers.1.mlp.up_proj.weight"]
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    elif broken == "config":
+        (folder / "config.json").write_text("{")
+    with pytest.raises(RecipeError) as raised:
+        from_path(folder)
+    message = str(raised.value)
+    assert message.startswith(f"model.path: got {str(folder)!r}") and "\n" not in message
+
+
+def test_pickled_weights_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    torch.save(from_path(checkpoint).state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(RecipeError):
+        from_path(folder)

@@ -1,0 +1,120 @@
+"""Files of the store: whole JSON, appended lines, torn lines, full disks."""
+
+import math
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from abrun import store
+from abrun.errors import StoreError
+
+
+def test_json_and_lines_keep_nan_and_infinity(tmp_path: Path) -> None:
+    row = {"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.1 + 0.2, "e": "text"}
+    writer = store.LineWriter(tmp_path / "rows.jsonl")
+    writer.write(row)
+    writer.close()
+    assert '"a": "NaN", "b": "Infinity", "c": "-Infinity"' in (tmp_path / "rows.jsonl").read_text()
+    (read,) = store.read_lines(tmp_path / "rows.jsonl")
+    assert math.isnan(read.pop("a")) and read == {key: row[key] for key in "bcde"} | {"step": 1}
+    store.write_json(tmp_path / "x.json", {"nested": {"list": [math.nan, 1]}})
+    assert store.read_json(tmp_path / "x.json") == {"nested": {"list": ["NaN", 1]}}
+
+
+def test_a_torn_last_line_is_not_read_and_reopening_drops_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "tr')
+    assert [row["step"] for row in store.read_lines(path)] == [1, 2]
+    writer = store.LineWriter(path)
+    writer.write({"step": 3})
+    writer.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_two_writers_at_once_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    older, newer, write = store.LineWriter(path), store.LineWriter(path), os.write
+
+    def late(file: int, line: bytes) -> int:  # the newer attempt writes while the older is about to
+        monkeypatch.setattr(os, "write", write)
+        newer.write({"step": 1, "attempt": 2})
+        return write(file, line)
+
+    monkeypatch.setattr(os, "write", late)
+    older.write({"step": 1, "attempt": 1})
+    assert [row["attempt"] for row in store.read_lines(path)] == [2, 1]
+
+
+@pytest.mark.parametrize(("content", "left"), [(b"", b""), (b"torn", b""), (b"a\n" + b"x" * 200_000, b"a\n")])
+def test_reopening_looks_for_the_last_newline_however_far(
+    tmp_path: Path, content: bytes, left: bytes
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    store.LineWriter(path).close()
+    assert path.read_bytes() == left
+
+
+def test_a_reader_follows_a_growing_file_without_reading_twice(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    reader = store.LineReader(path)
+    assert reader.read() == []
+    with path.open("a", buffering=1) as file:
+        file.write('{"step": 1}\n{"ste')
+        assert reader.read() == [{"step": 1}]
+        assert reader.read() == []
+        file.write('p": 2}\n')
+        assert reader.read() == [{"step": 2}]
+        file.write("garbage\n")
+    with pytest.raises(StoreError, match=r"rows.jsonl, line 3: got 'garbage'"):
+        reader.read()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands in for the full disk: the kernel refuses to let a file grow."""
+    store.write_json(tmp_path / "kept.json", {"old": True})
+    writer = store.LineWriter(tmp_path / "rows.jsonl")
+    writer.write({"step": 1})
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+            for write in (
+                lambda: store.write_json(tmp_path / "kept.json", {"new": "x" * 1000}),
+                lambda: writer.write({"step": 2, "text": "x" * 1000}),
+            ):
+                with pytest.raises(StoreError, match=r"cannot be written: .*free the space"):
+                    write()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    writer.close()
+    assert store.read_json(tmp_path / "kept.json") == {"old": True}
+    assert (tmp_path / "rows.jsonl").read_text() == '{"step": 1}\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "rows.jsonl"]
+
+
+def test_files_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"half":')
+    (tmp_path / "b.json").write_text("[]")
+    for name, words in (
+        ("a.json", "not readable as JSON"),
+        ("b.json", "got list"),
+        ("c.json", "no such file"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            store.read_json(tmp_path / name)
+    with pytest.raises(StoreError, match="a file is where a folder has to be"):
+        store.write_json(tmp_path / "a.json" / "below.json", {})
+
+
+def test_text_that_is_none_is_written_so_that_it_reads(tmp_path: Path) -> None:
+    """Half a surrogate is how Python holds a byte of a path that is no UTF-8."""
+    store.LineWriter(tmp_path / "rows.jsonl").write({"message": "caf\udce9", "\ud800": "Grüße"})
+    assert store.read_lines(tmp_path / "rows.jsonl") == [{"message": "caf?", "?": "Grüße"}]

@@ -1,0 +1,207 @@
+"""One launcher at a time, and none for ever."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun import store
+from abrun.errors import StoreError
+from abrun.store import lock
+from abrun.store.owner import this_process
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from abrun import store
+with store.launcher_lock(Path(sys.argv[1])) as lease:
+    print("held", flush=True)
+    time.sleep(60)
+"""
+ELSEWHERE = {"pid": 1, "host": "elsewhere", "boot_id": "another", "token": "theirs"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"BEAT_S": 0.05, "LEASE_S": 0.4, "SETTLE_S": 0.01, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(lock, name, seconds)
+
+
+def leave(directory: Path, owner: dict[str, Any]) -> None:
+    """A lock as its owner left it."""
+    (directory / store.LOCK).write_text(json.dumps(owner))
+
+
+def taken(directory: Path, **options: Any) -> list[str]:
+    """What is said while the lock is got, and given back."""
+    said: list[str] = []
+    with store.launcher_lock(directory, say=said.append, **options):
+        pass
+    return said
+
+
+def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout and holder.stdout.readline() == b"held\n"
+        name = f"process {holder.pid} on host {socket.gethostname()}"
+        for options in ({}, {"take_over": True}):  # which asks no living neighbour to go
+            words = f"{name} launches this; wait for it, stop it with: kill {holder.pid}$"
+            with pytest.raises(store.Locked, match=words):
+                taken(tmp_path, **options)
+        assert store.launcher_of(tmp_path) == name
+    finally:
+        holder.kill()
+        holder.wait()
+    assert store.launcher_of(tmp_path) is None
+    assert taken(tmp_path) == [f"took over the lock of {name}, which is gone"]
+    assert taken(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"pid": os.getppid(), "boot_id": None},  # alive, but no launcher: an id that is used again
+        {"pid": os.getppid(), "process_started": "1"},
+        {"pid": os.getpid(), "pid_namespace": "pid:[1]", "host": "a-container-of-this-machine"},
+    ],
+)
+def test_the_dead_of_this_machine_are_known_at_once(tmp_path: Path, other: dict[str, Any]) -> None:
+    leave(tmp_path, {**this_process(), "process_started": None, **other})
+    (said,) = taken(tmp_path)
+    assert said.startswith(f"took over the lock of process {other['pid']} on host ")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"pid": "x"}', "\0" * 512])
+def test_a_lock_file_of_a_writer_that_crashed_is_nobodys(tmp_path: Path, content: str) -> None:
+    (tmp_path / store.LOCK).write_text(content)
+    assert taken(tmp_path) == []
+
+
+def test_a_lock_of_a_machine_that_is_gone_runs_out(tmp_path: Path) -> None:
+    """A container that came back under another name, say. The clock of the other machine does not count."""
+    for clock in (0, time.time() + 1e6):
+        leave(tmp_path, ELSEWHERE)
+        os.utime(tmp_path / store.LOCK, (clock, clock))
+        start = time.monotonic()
+        waiting, took = taken(tmp_path)
+        assert time.monotonic() - start > lock.LEASE_S
+        assert "process 1 on host elsewhere launches this" in waiting and "waiting up to 0 s" in waiting
+        assert took == "took over the lock of process 1 on host elsewhere, which shows no life"
+
+
+def test_a_launcher_elsewhere_that_shows_life_keeps_its_lock(tmp_path: Path) -> None:
+    leave(tmp_path, ELSEWHERE)
+    said: list[str] = []
+
+    def say(line: str) -> None:  # it touches the file while this one waits
+        said.append(line)
+        os.utime(tmp_path / store.LOCK)
+
+    start = time.monotonic()
+    words = "stop it there, or claim its place with --take-over"
+    with pytest.raises(store.Locked, match=words), store.launcher_lock(tmp_path, say=say):
+        pass
+    assert time.monotonic() - start < lock.LEASE_S and len(said) == 1
+    assert store.launcher_of(tmp_path) == "process 1 on host elsewhere"
+    os.utime(tmp_path / store.LOCK, (0, 0))
+    assert store.launcher_of(tmp_path) is None
+
+
+def test_who_is_taken_over_notices_at_its_next_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = store.Lease(tmp_path)
+    with monkeypatch.context() as patch:  # as if on another machine, where the kernel's lock does not reach
+        patch.setattr(lock, "this_process", lambda: {**this_process(), "host": "a", "boot_id": "a"})
+        older.acquire()
+    with pytest.raises(store.Locked) as refused:
+        store.Lease(tmp_path).acquire()
+    assert not refused.value.alive
+    newer = store.Lease(tmp_path)
+    note = newer.acquire(take_over=True)
+    assert note == f"took over the lock of process {os.getpid()} on host a, as asked"
+    time.sleep(2 * lock.BEAT_S)
+    with pytest.raises(store.TakenOverError, match=f"process {os.getpid()} on host .* has taken this over"):
+        older.refresh()
+    older.close()
+    newer.refresh()
+    assert store.launcher_of(tmp_path), "the older one has not given back what is the newer one's"
+    with pytest.raises(store.Locked):
+        taken(tmp_path)
+    newer.close()
+    assert taken(tmp_path) == []
+
+
+def test_an_owner_touches_its_lock(tmp_path: Path) -> None:
+    with store.launcher_lock(tmp_path) as lease:
+        os.utime(tmp_path / store.LOCK, (0, 0))
+        time.sleep(2 * lock.BEAT_S)
+        lease.refresh()
+        assert (tmp_path / store.LOCK).stat().st_mtime > 1e9
+        (tmp_path / store.LOCK).unlink()  # by hand: nobody has it
+        time.sleep(2 * lock.BEAT_S)
+        lease.refresh()
+
+
+def test_two_at_once_on_a_file_that_is_replaced_do_not_both_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has the file open when another, with a full disk, removes it and a third makes it anew."""
+    third, kernel_lock = store.Lease(tmp_path), lock._kernel_lock
+
+    def late(file: int) -> bool | None:
+        monkeypatch.setattr(lock, "_kernel_lock", kernel_lock)
+        (tmp_path / store.LOCK).unlink()
+        third.acquire()
+        return kernel_lock(file)
+
+    monkeypatch.setattr(lock, "_kernel_lock", late)
+    with pytest.raises(store.Locked):
+        store.Lease(tmp_path).acquire()
+    third.close()
+
+
+def test_the_lock_is_released_when_the_launch_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), store.launcher_lock(tmp_path):
+        raise ZeroDivisionError
+    with store.launcher_lock(tmp_path), pytest.raises(store.Locked), store.launcher_lock(tmp_path):
+        pass
+    assert taken(tmp_path) == []
+
+
+def test_without_locks_of_the_kernel_the_process_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_kernel_lock", lambda file: None)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout and holder.stdout.readline() == b"held\n"
+        with pytest.raises(store.Locked, match=f"kill {holder.pid}"):
+            taken(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+    (said,) = taken(tmp_path)
+    assert said.endswith("which is gone")
+
+
+def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / store.LOCK)
+    assert store.launcher_of(tmp_path) is None
+    with pytest.raises(StoreError, match="not a regular file"):
+        taken(tmp_path)
+
+
+def test_of_two_that_follow_a_machine_that_is_gone_the_slower_only_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(tmp_path, ELSEWHERE)
+    # Another machine's lock of the same file is not seen here, and it writes last
+    monkeypatch.setattr(lock.time, "sleep", lambda _: leave(tmp_path, {**ELSEWHERE, "token": "faster"}))
+    with pytest.raises(store.Locked, match="another launcher was faster"):
+        store.Lease(tmp_path).acquire(take_over=True)

@@ -1,0 +1,366 @@
+"""Run directories: attempts and their fence, and what runs and experiments are said to be doing."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from abrun import store
+from abrun.errors import StoreError
+from abrun.layout import RunName
+from abrun.store import RunDir, rundir
+
+NAME = RunName(arm="baseline", seed=0)
+
+
+def make_run(experiment_dir: Path, name: RunName = NAME, **files: dict) -> Path:
+    store.write_json(
+        experiment_dir / "experiment.json",
+        {"schema_version": 1, "runs": [{"arm": name.arm, "seed": name.seed, "rerun": name.rerun}]},
+    )
+    directory = store.run_dir(experiment_dir, name)
+    store.write_json(directory / "config.json", {"config": {"steps": 60}})
+    for stem, content in files.items():
+        store.write_json(directory / f"{stem}.json", content)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("files", "status"),
+    [
+        ({}, "pending"),
+        ({"attempts/0001": {"status": "failed", "message": "why"}}, "failed"),
+        ({"attempts/0001": {"status": "failed", "message": "why"}, "result": {}}, "finished"),
+        ({"attempts/0001": {"status": "finished", "exit_code": 0}}, "pending"),  # result removed
+        ({"launch": {"launches": [{"status": "finished", "ended_s": 2.0}]}}, "pending"),
+    ],
+)
+def test_run_states(tmp_path: Path, files: dict, status: str) -> None:
+    make_run(tmp_path, **files)
+    state = store.run_state(tmp_path, *store.planned_runs(tmp_path))
+    assert (state.status, state.step, state.num_steps) == (status, 0, 60)
+    assert state.message == ("why" if status == "failed" else None)
+
+
+@pytest.mark.parametrize(
+    ("started_ago", "heartbeat_ago", "status"),
+    [(0.0, None, "running"), (1e6, 0.0, "running"), (1e6, 1e6, "stalled"), (1e6, None, "stalled")],
+)
+def test_an_attempt_under_way_runs_or_stalls(
+    tmp_path: Path, started_ago: float, heartbeat_ago: float | None, status: str
+) -> None:
+    now = time.time()
+    files: dict = {"attempts/0001": {"status": "running", "started_s": now - started_ago}}
+    if heartbeat_ago is not None:
+        files["heartbeat"] = {"time_s": now - heartbeat_ago, "step": 7}
+    make_run(tmp_path, **files)
+    state = store.run_state(tmp_path, *store.planned_runs(tmp_path))
+    assert (state.status, state.step) == (status, 0 if heartbeat_ago is None else 7)
+
+
+def test_attempts_count_from_one_and_say_how_they_ended(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    assert run.attempts() == [] and run.attempt().status == "pending"
+    writer = run.begin_attempt()
+    assert writer.attempt == 1 and run.state(NAME).status == "running"
+    writer.fail("out of\nmemory", exit_code=2, step=3)
+    (attempt,) = run.attempts()
+    assert attempt.pid == os.getpid() and attempt.exit_code == 2 and attempt.ended_s
+    state = run.state(NAME)
+    assert (state.status, state.message, state.ending) == ("failed", "out of memory", "exit code 2")
+    writer = run.begin_attempt()
+    assert writer.attempt == 2 and run.state(NAME).status == "running"
+    writer.interrupt(exit_code=3)
+    assert run.state(NAME).status == "interrupted" and "--resume" in str(run.state(NAME).message)
+    run.begin_attempt().finish(60)
+    assert (run.state(NAME).status, run.state(NAME).message) == ("finished", None)
+    assert [row["event"] for row in run.events()] == ["failed", "interrupted", "finished"]
+
+
+WRITES: dict[str, Callable[[store.RunWriter], None]] = {
+    "metrics": lambda writer: writer.metrics(2, {"x": 1.0}),
+    "validation": lambda writer: writer.validation(2, prompts_sha256="", rewards=[], lengths=[]),
+    "heartbeat": lambda writer: writer.heartbeat(2),
+    "event": lambda writer: writer.event("checkpoint"),
+    "environment": lambda writer: writer.environment({}),
+    "finish": lambda writer: writer.finish(2),
+}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_an_older_attempt_writes_nothing_more(tmp_path: Path, write: str) -> None:
+    run = RunDir(make_run(tmp_path))
+    older = run.begin_attempt()
+    WRITES["metrics"](older)
+    run.begin_attempt()
+    before = contents(run.path)
+    with pytest.raises(store.FencedError, match="attempt 2 owns this run now; attempt 1 stops"):
+        WRITES[write](older)
+    older.fail("too late", exit_code=2)
+    older.interrupt(exit_code=3)
+    assert contents(run.path) == before
+
+
+def test_of_two_attempts_that_begin_at_once_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look before either has begun: each gets a number of its own, and the higher one the run."""
+    run = RunDir(make_run(tmp_path))
+    begun: list[store.RunWriter] = []
+    make_folder = rundir.make_folder
+
+    def late(path: Path) -> None:  # the other one begins where this one has looked and not yet begun
+        monkeypatch.setattr(rundir, "make_folder", make_folder)
+        begun.append(run.begin_attempt())
+        make_folder(path)
+
+    monkeypatch.setattr(rundir, "make_folder", late)
+    newer = run.begin_attempt()
+    (older,) = begun
+    assert (older.attempt, newer.attempt) == (1, 2)
+    newer.metrics(1, {"x": 1.0})
+    with pytest.raises(store.FencedError):
+        older.metrics(1, {"x": 1.0})
+
+
+def test_an_older_attempt_that_ends_as_a_newer_begins_leaves_it_be(tmp_path: Path) -> None:
+    """It had passed its fence: what it writes then is its own file alone."""
+    run = RunDir(make_run(tmp_path))
+    older = run.begin_attempt()
+    older.check_fence = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    newer = run.begin_attempt()
+    older.interrupt(exit_code=3)
+    newer.metrics(1, {"x": 1.0})
+    assert [attempt.status for attempt in run.attempts()] == ["interrupted", "running"]
+    assert run.state(NAME).status == "running"
+
+
+def test_attempts_that_were_removed_by_hand_are_not_counted_again(tmp_path: Path) -> None:
+    """Otherwise the rows of older attempts would win over those of the new one."""
+    run = RunDir(make_run(tmp_path))
+    for value in (1.0, 2.0):
+        run.begin_attempt().metrics(1, {"x": value})
+    shutil.rmtree(run.path / "attempts")
+    writer = run.begin_attempt()
+    writer.metrics(1, {"x": 3.0})
+    assert writer.attempt == 3 and run.metrics()["x"].values.tolist() == [3.0]
+    shutil.rmtree(run.path / "attempts")
+    with pytest.raises(store.FencedError):
+        writer.metrics(2, {"x": 3.0})
+
+
+def test_an_attempt_killed_while_it_began_blocks_nothing(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    (run.path / "attempts").mkdir()
+    (run.path / "attempts" / "0001.json").touch()
+    assert run.attempt().number == 1 and run.attempts()[0].pid is None
+    assert run.begin_attempt().attempt == 2
+
+
+def test_a_run_whose_process_is_gone_without_a_word_is_not_running(tmp_path: Path) -> None:
+    """A full disk kept job and launcher from saying anything."""
+    run = RunDir(make_run(tmp_path))
+    run.begin_launch(["cpu"], None)
+    process = subprocess.Popen(["sleep", "60"])
+    run.update_launch(pid=process.pid)
+    assert run.state(NAME).status == "running"
+    process.kill()
+    process.wait()
+    state = run.state(NAME)
+    assert state.status == "failed" and "its process is gone" in str(state.message)
+    run.end_launch("failed", "killed", exit_code=None, signal="SIGKILL")
+    run.begin_attempt()
+    assert run.state(NAME).status == "running"
+    path = run.path / "attempts" / "0001.json"
+    for elsewhere in ({"host": "elsewhere", "boot_id": "another"}, {"pid_namespace": "pid:[1]"}):
+        store.write_json(path, store.read_json(path) | elsewhere | {"pid": process.pid})
+        assert run.state(NAME).status == "running", "that cannot be told from here"
+    run.begin_attempt()
+    path = run.path / "attempts" / "0002.json"
+    store.write_json(path, store.read_json(path) | {"process_started": "1"})  # the id is another's now
+    assert run.state(NAME).status == "failed"
+
+
+def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_attempt().heartbeat(7)
+    assert run.state(NAME).step == 7
+    (run.path / "heartbeat.json").write_bytes(b"")
+    assert (run.state(NAME).status, run.state(NAME).step) == ("running", 0)
+
+
+def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(tmp_path: Path) -> None:
+    run, target = RunDir(make_run(tmp_path)), tmp_path / "target"
+    target.write_text("precious")
+    writer = run.begin_attempt()
+    for name, write in (
+        ("metrics.jsonl", run.begin_attempt),
+        ("heartbeat.json", lambda: writer.heartbeat(1)),
+        ("result.json", lambda: writer.finish(1)),
+    ):
+        writer.attempt = run.last_attempt
+        content = (run.path / name).read_bytes() if (run.path / name).exists() else None
+        (run.path / name).unlink(missing_ok=True)
+        (run.path / name).symlink_to(target)
+        with pytest.raises(StoreError, match=rf"{name}: a symbolic link is where a file has to be") as caught:
+            write()
+        assert len(str(caught.value).splitlines()) == 1
+        (run.path / name).unlink()
+        if content is not None:
+            (run.path / name).write_bytes(content)
+    assert target.read_text() == "precious"
+
+
+def test_job_and_launcher_are_believed_in_turn(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+
+    def seen() -> tuple[str, str | None, str | None]:
+        state = run.state(NAME)
+        return state.status, state.message, state.ending
+
+    run.begin_launch(["cpu"], None)
+    run.update_launch(pid=1)
+    assert seen() == ("running", None, None), "it is being started"
+    run.end_launch("failed", "exit code 7; see the log", exit_code=7, signal=None)
+    assert seen() == ("failed", "exit code 7; see the log", "exit code 7"), "it never began an attempt"
+    run.begin_launch(["cpu"], None)
+    run.begin_attempt()
+    assert seen() == ("running", None, None)
+    run.end_launch("failed", "killed by SIGKILL", exit_code=None, signal="SIGKILL")
+    assert seen() == ("failed", "killed by SIGKILL", "signal SIGKILL"), "it died without a word"
+    again = run.begin_attempt()  # started again by a cluster: no launcher saw that
+    assert seen() == ("running", None, None)
+    again.fail("no space", exit_code=2)
+    assert seen() == ("failed", "no space", "exit code 2")
+    assert [launch.attempts for launch in run.launches()] == [0, 1]
+
+
+def test_a_launcher_does_not_speak_of_an_attempt_that_fenced_its_job(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_launch(["cpu"], None)
+    run.begin_attempt()
+    newer = run.begin_attempt()  # a cluster's, say: the launcher's job stops, with exit code 2
+    run.end_launch("failed", "exit code 2 (FencedError)", exit_code=2, signal=None)
+    assert run.state(NAME).status == "running"
+    newer.interrupt(exit_code=3)
+    assert run.state(NAME).status == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("stem", "content", "words"),
+    [
+        ("attempts/0001", {"pid": "x"}, "pid: got 'x'"),
+        ("attempts/0001", {"status": "asleep"}, "status: got 'asleep'"),
+        ("launch", {"launches": [None]}, "launches.0: got None"),
+    ],
+)
+def test_values_of_another_kind_are_one_line(tmp_path: Path, stem: str, content: dict, words: str) -> None:
+    make_run(tmp_path, NAME, **{stem: content})
+    state = store.run_state(tmp_path, NAME)
+    assert state.status == "failed" and state.message and len(state.message.splitlines()) == 1
+    assert re.search(rf"{stem}\.json: {words}; .*: restore the file", state.message)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    assert not run.exists and run.find_record() is None
+    name = RunName(arm="b", seed=3, rerun=1)
+    record = store.RunRecord(experiment="e", name=name, initial_weights="../w", config={"steps": 2})
+    run.write_record(record)
+    assert run.exists and run.record() == record == run.find_record()
+    assert run.initial_weights == tmp_path / "run" / "../w"
+    store.write_json(run.path / "config.json", {"model_type": "qwen2"})
+    assert run.find_record() is None
+    with pytest.raises(StoreError, match=r"config\.json: does not say arm, seed, rerun and config"):
+        run.record()
+    for wrong in ({"seed": "3"}, {"config": None}, {"initial_weights": 7}):
+        run.write_record(record)
+        store.write_json(run.path / "config.json", store.read_json(run.path / "config.json") | wrong)
+        with pytest.raises(StoreError, match="text, two whole numbers and text or null are expected"):
+            run.record()
+        assert run.state(name).status == "pending" and run.initial_weights in (None, run.path / "../w")
+
+
+def test_opening_what_is_no_experiment_lists_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no experiment here; launch a recipe first"):
+        store.open_experiment(tmp_path / "mine")
+    make_run(tmp_path / "other")
+    with pytest.raises(StoreError, match="no experiment here; there are: other"):
+        store.open_experiment(tmp_path / "mine")
+    store.write_json(tmp_path / "other" / "experiment.json", {"schema_version": 99})
+    with pytest.raises(StoreError, match="schema_version: got 99"):
+        store.open_experiment(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "validation.jsonl", "stdout.log"])
+def test_what_is_no_file_neither_hangs_nor_fills_the_memory(tmp_path: Path, name: str, kind: str) -> None:
+    run = RunDir(make_run(tmp_path))
+    path = run.path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert run.step_attempts() == {} and run.printed() == "" and run.state(NAME).status == "pending"
+    if name in ("metrics.jsonl", "events.jsonl"):
+        with pytest.raises(StoreError, match=name):
+            run.begin_attempt()
+    else:
+        assert run.begin_attempt().attempt == 1
+
+
+@pytest.mark.parametrize("attempt", [10**18, 999_999_999, 10**400, True, "2"])
+def test_an_absurd_attempt_in_a_row_blocks_no_later_one(tmp_path: Path, attempt: object) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_attempt().metrics(1, {"x": 1.0})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "attempt": attempt, "x": 7.0}) + "\n")
+    assert run.step_attempts() == {1: 1}
+    writer = run.begin_attempt()
+    writer.metrics(2, {"x": 2.0})
+    assert writer.attempt == 2 and run.metrics()["x"].values.tolist() == [1.0, 2.0]
+
+
+def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    store.write_json(run.path / "attempts" / "999999999.json", {})
+    with pytest.raises(StoreError, match="there is an attempt 999999999: remove its file"):
+        run.begin_attempt()
+
+
+@pytest.mark.parametrize(
+    "bad", [b'{"step": 2, "at', b"\xef\xbb\xbf{}", b'{"step": 2, "x": "y"}', b'{"step": 2, "x": [1]}', b"[]"]
+)
+def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Path, bad: bytes) -> None:
+    """Nobody has to edit a file by hand; those who follow it lose no place."""
+    run = RunDir(make_run(tmp_path))
+    writer = run.begin_attempt()
+    for step in (1, 2, 3):
+        writer.metrics(step, {"x": float(step)})
+    path = run.path / "metrics.jsonl"
+    first, _, third, _ = path.read_bytes().split(b"\n")
+    path.write_bytes(first + b"\n")
+    follower = run.rows()
+    assert len(follower.read()) == 1
+    path.write_bytes(b"\n".join([first, bad, third, b""]))
+    assert "lacks 1 of 3 steps, from step 2" in str(run.missing_steps(3))
+    writer = run.begin_attempt()
+    writer.metrics(2, {"x": 20.0})
+    assert [row["step"] for row in follower.read()] == [3, 2]
+    assert run.metrics()["x"].values.tolist() == [1.0, 20.0, 3.0] and run.missing_steps(3) is None
+    assert [row["message"] for row in run.events() if row["event"] == "repair"] == [
+        "lines of metrics.jsonl: 1 that are no rows are blank now, the first is line 2"
+    ]
+    with path.open("ab") as file:
+        file.write(bad + b"\n")
+    assert str(run.missing_steps(3)).startswith("metrics.jsonl, line 5: is no row")

@@ -1,0 +1,182 @@
+"""One bad run, or one bad experiment, is one line: whoever reads or resumes goes on with the others."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from abrun import store
+from abrun.cli import main
+from abrun.compare import compare_sources
+from abrun.compare.read.sources import Reading
+from abrun.errors import StoreError
+from abrun.implementations import LAUNCHERS
+from abrun.launch import supervisor
+from abrun.plan import make_plan
+from abrun.recipe import load_recipe
+from abrun.watch import ExperimentReader
+from tests.compare.simulate import write_experiment
+from tests.launch.fakes import FAKE, Silent
+
+SMALL = Path(__file__).parent / "launch" / "small.yaml"
+FILES = ("config.json", "launch.json", "environment.json", "result.json", "metrics.jsonl")
+
+
+def corrupt(path: Path) -> None:
+    path.write_bytes(b'{"schema_version": 1, \xff\x00')
+
+
+def newer(path: Path) -> None:
+    content = json.loads(path.read_text() or "{}") if path.suffix == ".json" else {}
+    path.write_text(json.dumps({**content, "schema_version": 2}) + "\n")
+
+
+def folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def other_kind(path: Path) -> None:
+    path.write_text('["a list"]\n')
+
+
+def deep(path: Path) -> None:
+    path.write_text("[" * 100_000 + "\n")
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_experiment(tmp_path_factory.mktemp("runs") / "sound", steps=12, seeds=[0, 1, 2])
+
+
+@pytest.fixture
+def experiment_dir(sound: Path, tmp_path: Path) -> Path:
+    shutil.copytree(sound, tmp_path / "runs" / "demo")
+    return tmp_path / "runs" / "demo"
+
+
+@pytest.mark.parametrize("damage", [corrupt, newer, folder, other_kind, deep, pipe])
+@pytest.mark.parametrize("name", FILES)
+def test_the_other_runs_are_shown_and_compared(
+    experiment_dir: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    bad = experiment_dir / "treatment" / "seed-1"
+    (bad / name).touch()
+    damage(bad / name)
+    runs = {run.label: run for run in ExperimentReader(experiment_dir).read()}
+    assert len(runs) == 8
+    assert all(run.state.status == "finished" for label, run in runs.items() if label != "treatment/seed-1")
+    message = runs["treatment/seed-1"].state.message
+    assert message is None or message.count("\n") == 0
+    comparison = compare_sources([str(experiment_dir)], Reading(), formats=["markdown"])
+    if comparison.verdict != "MATCH":  # some of the files a verdict can do without
+        assert comparison.verdict == "INVALID"
+        assert any("treatment/seed-1" in reason for reason in comparison.content.reasons)
+
+
+@pytest.mark.parametrize("damage", [corrupt, newer, other_kind])
+def test_an_unreadable_run_is_said_with_its_reason(
+    experiment_dir: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    damage(experiment_dir / "baseline" / "seed-0" / "config.json")
+    monkeypatch.setenv("COLUMNS", "300")
+    for arguments, code in ((["status", str(experiment_dir)], 0), (["compare", str(experiment_dir)], 5)):
+        monkeypatch.setattr(sys, "argv", ["abrun", *arguments, *(["--format", "terminal"] if code else [])])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert (ended.value.code or 0) == code and said.err == ""
+        assert "baseline/seed-0" in said.out and "config.json: " in said.out
+        if code:
+            assert "baseline/seed-0 cannot be read (" in said.out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("damage", [pipe, endless])
+@pytest.mark.parametrize("name", ["launcher.lock", "experiment.json"])
+def test_files_of_an_experiment_that_never_end(
+    experiment_dir: Path, name: str, damage, monkeypatch, capsys
+) -> None:
+    damage(experiment_dir / name)
+    for command in (["status", "--runs-dir", str(experiment_dir.parent)], ["watch", str(experiment_dir)]):
+        monkeypatch.setattr(sys, "argv", ["abrun", *command])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        refused = command[0] == "watch" and name == "experiment.json"
+        assert (ended.value.code or 0) == (2 if refused else 0)
+        assert ("experiment.json: not a file" in said.out + said.err) == (name == "experiment.json")
+
+
+def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
+    """Every text in it would be searched for secrets."""
+    (experiment_dir / "baseline" / "seed-0" / "environment.json").write_text('{"a": "' + "x" * 10**7 + '"}')
+    comparison = compare_sources([str(experiment_dir)], Reading(), formats=["markdown"])
+    assert any("larger than" in reason for reason in comparison.content.reasons)
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        (None, "runs: got None"),
+        ({"a": 1}, "runs: got"),
+        ([1], "runs: got"),
+        ([{"arm": "baseline", "seed": "0", "rerun": 0}], "runs: got"),
+        ([{"arm": "../../elsewhere", "seed": 0, "rerun": 0}], "runs: got"),
+    ],
+)
+def test_a_list_of_runs_that_is_none_is_one_line(
+    experiment_dir: Path, runs, words: str, capsys, monkeypatch
+) -> None:
+    path = experiment_dir / "experiment.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "runs": runs}))
+    with pytest.raises(StoreError, match=words):
+        store.planned_runs(experiment_dir)
+    write_experiment(experiment_dir.parent / "other", steps=3, seeds=[0, 1])
+    monkeypatch.setattr(sys, "argv", ["abrun", "status", "--runs-dir", str(experiment_dir.parent)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().out
+    assert not ended.value.code and "other" in said and "experiment.json: runs" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("config.json", corrupt),
+        ("config.json", newer),
+        ("config.json", folder),
+        ("stdout.log", pipe),
+        ("stdout.log", endless),
+        ("metrics.jsonl", pipe),
+        ("", shutil.rmtree),
+        ("", lambda path: (shutil.rmtree(path), path.write_text(""))),
+    ],
+)
+def test_resume_refuses_the_bad_run_alone(tmp_path, monkeypatch, name: str, damage) -> None:
+    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
+    plan = make_plan(load_recipe(SMALL))
+    supervisor.launch(plan, tmp_path, observer=Silent(), launcher="fake")
+    for run in ("baseline/seed-0", "treatment/seed-1"):
+        (tmp_path / "small" / run / "result.json").unlink()
+    damage(tmp_path / "small" / "baseline" / "seed-0" / name)
+    outcome = supervisor.launch(plan, tmp_path, observer=Silent(), launcher="fake", resume=True)
+    statuses = {str(name): status for name, status in outcome.statuses.items()}
+    assert statuses["treatment/seed-1"] == "finished"
+    gone = damage is shutil.rmtree  # made again, from the recipe
+    assert statuses["baseline/seed-0"] == ("finished" if gone else "failed")
+    assert outcome.exit_code == (0 if gone else 1)

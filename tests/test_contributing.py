@@ -1,0 +1,105 @@
+"""CONTRIBUTING's picture of the layers and its house rules, held against the code."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from abrun.layout import RUN_FILES
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "abrun").rglob("*.py")}
+CONTRACTS: list[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+    "importlinter"
+]["contracts"]
+
+
+def picture(contract: dict[str, Any], starred: Sequence[str] = ()) -> str:
+    """A contract's layers as boxes on top of each other; `starred` modules have a * behind them."""
+    package = contract["containers"][0]
+    lines = [
+        "   ".join(name + "*" * (f"{package}.{name}" in starred) for name in layer.split(" | "))
+        for layer in contract["layers"]
+    ]
+    width = max(map(len, lines))
+    rows = [f"│ {line:<{width}} │" for line in lines]
+    between = f"\n├─{'─' * width}─┤\n".join(rows)
+    return f"┌─{'─' * width}─┐\n{between}\n└─{'─' * width}─┘"
+
+
+def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    layers, inside, forbidden = CONTRACTS
+    for drawn in (picture(layers, forbidden["source_modules"]), picture(inside)):
+        assert drawn in text, f"draw it like this:\n{drawn}"
+    assert "abrun.memory.profile" in forbidden["source_modules"] and "`memory/profile.py`" in text
+
+
+def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """From `def` to its end, without the docstring."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def test_no_file_has_more_than_500_lines_and_no_function_but_kernels_more_than_60() -> None:
+    long = [name for name, source in SOURCES.items() if source.count("\n") > 500]
+    long += [
+        f"{name}: {function.name}"
+        for name, source in SOURCES.items()
+        for function in functions(source)
+        if num_lines(function) > 60
+        and "triton.jit" not in [ast.unparse(one) for one in function.decorator_list]
+    ]
+    assert long == []
+
+
+def test_no_module_is_called_after_nothing() -> None:
+    names = {"utils", "util", "helpers", "common", "misc"}
+    assert [name for name in SOURCES if names & set(name.removesuffix(".py").split("/"))] == []
+
+
+def test_the_files_of_a_run_are_named_in_one_place() -> None:
+    spelled = {
+        (name, node.value)
+        for name, source in SOURCES.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and node.value in RUN_FILES and "." in str(node.value)
+    }
+    assert {name for name, _ in spelled} == {"abrun/layout.py"}
+
+
+def test_nothing_asks_who_stands_behind_a_seam_and_ranks_alone_count_themselves() -> None:
+    asked = {
+        name
+        for name, source in SOURCES.items()
+        if re.search(r"isinstance\([^()]*\b\w*(Backend|Engine|Launcher)\b", source)
+    }
+    counting = {name for name, source in SOURCES.items() if "get_world_size()" in source}
+    assert asked == set()
+    assert counting == {"abrun/backends/ranks.py"}
+
+
+def test_what_has_a_type_is_packaged_as_such() -> None:
+    assert (ROOT / "abrun" / "py.typed").is_file()
+
+
+def test_the_hooks_and_the_workflow_run_what_the_gate_runs() -> None:
+    gate = (ROOT / ".ci" / "run").read_text()
+    checks = re.findall(r"^step ((?:ruff|lint-imports|pyright).*)$", gate, re.M)
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    at = [hooks.index(f"entry: {check}\n") for check in checks]
+    assert len(checks) == 4 and all(a < b for a, b in pairwise(at))
+    assert "run: .ci/run\n" in workflow and '["3.11", "3.12"]' in workflow

@@ -1,0 +1,99 @@
+"""What the documents say of the code, held against it."""
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from abrun import layout, processes, recipe
+from abrun.external import run as external_run
+from abrun.logs import FORMATS
+from abrun.logs.aliases import FRAMEWORKS
+from abrun.logs.naming import DEFAULT_PATTERNS
+from abrun.logs.rows import STEP_COLUMNS
+from abrun.plan import make_plan
+from abrun.recipe.command import PLACEHOLDERS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def sections(model: type[recipe.Section]) -> Iterator[type[recipe.Section]]:
+    yield model
+    for each in model.__subclasses__():
+        yield from sections(each)
+
+
+def test_recipes_md_is_what_its_script_prints() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "recipes.py"))["page"]()
+    written = (ROOT / "docs" / "recipes.md").read_text()
+    assert written == page, "print it again: python docs/recipes.py > docs/recipes.md"
+
+
+def test_recipes_md_has_every_field_of_every_section() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.+?) \| .*\|$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
+    named = {name for name, _ in rows}
+    fields = {name for model in sections(recipe.Section) for name in model.model_fields}
+    assert fields - named == set()
+    assert {("temperature", "`1.0`"), ("seeds", "required"), ("one_pass", "`false`")} <= set(rows)
+
+
+def test_foreign_runs_md_has_every_name_that_a_user_may_or_may_not_write() -> None:
+    text = (ROOT / "docs" / "foreign-runs.md").read_text()
+    variables = re.findall(r'"(ABRUN_[A-Z_]+)"', Path(external_run.__file__).read_text())
+    variables.append(processes.RUN_DIR)
+    assert len(variables) == 4
+    names = [*FORMATS, *FRAMEWORKS, *DEFAULT_PATTERNS, *STEP_COLUMNS, *layout.RUN_FILES, *variables]
+    names += [f"{{{name}}}" for name in PLACEHOLDERS]
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_document_refers_to_is_there(document: Path) -> None:
+    text = document.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    paths = [document.parent / link for link in links]
+    named = re.findall(r"`((?:abrun|tests|recipes|docs)/[\w./-]*)(?::\w+)?`", text)
+    paths += [ROOT / name for name in named]
+    assert [str(path) for path in paths if not path.exists()] == []
+
+
+def test_every_name_of_the_code_in_contributing_is_there() -> None:
+    code = "".join(
+        path.read_text() for folder in ("abrun", "tests") for path in (ROOT / folder).rglob("*.py")
+    )
+    names = re.findall(r"`([A-Z]\w+|\w*_\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(names) > 20 and [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+def test_the_readme_s_table_has_every_module() -> None:
+    listed = re.findall(r"^\| `abrun/(\w+)(?:/|\.py)` \|", (ROOT / "README.md").read_text(), re.M)
+    there = {
+        path.stem
+        for path in (ROOT / "abrun").iterdir()
+        if path.name[0] not in "_." and path.name != "py.typed"
+    }
+    assert sorted(listed) == sorted(there)
+
+
+def test_the_readme_s_headline_figures_are_measured() -> None:
+    text = (ROOT / "README.md").read_text()
+    headlines = text[text.index("## Measured") : text.index("## What is not there yet")]
+    figures = set(re.findall(r"\d[\d,.]*\d", headlines)) - {"1.5"}
+    measured = set(re.findall(r"\d[\d,.]*\d", (ROOT / "docs" / "measured.md").read_text()))
+    assert figures and figures <= measured
+
+
+RECIPES = [
+    pytest.param(block, id=f"{document.name}-{index}")
+    for document in DOCUMENTS
+    for index, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", document.read_text(), re.M | re.S))
+]
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_a_recipe_in_a_document_can_be_planned(text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert len(make_plan(recipe.load_recipe(tmp_path / "recipe.yaml")).runs) >= 8

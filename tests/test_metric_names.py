@@ -1,0 +1,112 @@
+"""The table of metrics, and what is said of a claim before any run. (Every row of the trainer's tests is
+checked against the table in tests/train/runs.py.)
+"""
+
+from pathlib import Path
+
+import pytest
+
+import abrun
+from abrun.logs.aliases import FRAMEWORKS
+from abrun.metric_names import (
+    METRICS,
+    STEP_ONE,
+    default_transform,
+    find,
+    is_clock,
+    phase_of,
+    unit_of,
+    unknown_metric,
+)
+
+SOURCES = [
+    path.read_text() for folder in ("rl", "train") for path in (Path(abrun.__path__[0]) / folder).glob("*.py")
+]
+
+
+def test_every_name_stands_once():
+    assert len({metric.key for metric in METRICS}) == len(METRICS)
+
+
+@pytest.mark.parametrize("key", [metric.key for metric in METRICS])
+def test_every_name_of_the_table_is_written_somewhere(key):
+    """A metric that the trainer gave up must not stay a claim that a dry run accepts."""
+    whole, tail = key.replace("<phase>", "{phase}"), key.rsplit("/", 1)[-1].replace("<phase>", "{phase}")
+    endings = (whole, key.removeprefix("train/"), key.removeprefix("train/critic/"), tail)
+    assert any(f'{end}"' in source for source in SOURCES for end in endings)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_other_trainers_names_are_translated_to_ours(framework):
+    assert [ours for ours in FRAMEWORKS[framework] if find(ours) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("timing/train/total_step_time_s", "timing/train/total_step_time_s"),
+        ("timing/train/weight_sync_s", "timing/train/<phase>_s"),
+        ("memory/logprobs/peak_live_tensor_bytes", "memory/<phase>/peak_live_tensor_bytes"),
+    ],
+)
+def test_a_phase_s_name_is_any(name, key):
+    found = find(name)
+    assert found is not None and found.key == key
+
+
+@pytest.mark.parametrize("name", ["train/rewards", "memory/a/b/peak_allocated_bytes", "timing/train/x"])
+def test_other_names_are_unknown(name):
+    assert find(name) is None
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "sft", "dpo"])
+def test_a_claim_on_what_an_algorithm_records_can_be_evaluated(algorithm):
+    recorded = [
+        "train/loss",
+        "train/grad_norm",
+        "validation/accuracy",
+        "memory/logprobs/peak_allocated_bytes",
+    ]
+    recorded += ["train/reward"] if algorithm in ("grpo", "ppo") else []
+    assert [unknown_metric(metric, algorithm) for metric in recorded] == [None] * len(recorded)
+
+
+@pytest.mark.parametrize(
+    ("metric", "algorithm", "hint"),
+    [
+        ("train/rewrad", "grpo", "did you mean 'train/reward'?"),
+        ("train/critic/los", "ppo", "did you mean 'train/critic/loss'?"),
+        ("train/rewards/accuracies", "dpo", "did you mean 'train/rewards/accuracy'?"),
+        ("train/reward", "sft", "recorded are train/loss, train/grad_norm, train/entropy, "),
+    ],
+)
+def test_a_claim_on_what_it_does_not_record_is_named_with_the_nearest(metric, algorithm, hint):
+    reason = unknown_metric(metric, algorithm)
+    assert reason is not None and "\n" not in reason
+    assert reason.startswith(f"got {metric!r}, which a run of {algorithm} does not record; ")
+    assert hint in reason
+
+
+def test_the_trainer_against_the_rollout_engine_is_read_at_step_one():
+    assert {"train/gen_kl_error", "train/token_mult_prob_error", "train/reward"} <= set(STEP_ONE)
+    assert "train/lr" not in STEP_ONE
+
+
+def test_what_other_trainers_record_is_known_by_its_ending():
+    assert (default_transform("policy/grad_norm"), default_transform("timing_s/step")) == ("log", "identity")
+    assert (unit_of("actor/entropy"), unit_of("perf/peak_bytes"), unit_of("critic/score/mean")) == (
+        "nats",
+        "bytes",
+        "",
+    )
+
+
+def test_a_phase_is_read_from_a_peak_of_one_counter():
+    assert phase_of("memory/logprobs/peak_allocated_bytes", "peak_allocated_bytes") == "logprobs"
+    assert phase_of("memory/logprobs/peak_reserved_bytes", "peak_allocated_bytes") is None
+
+
+def test_clocks_are_known_in_other_trainers_words():
+    clocks = ["timing_s/step", "perf/throughput", "train_samples_per_second", "elapsed", "step_duration"]
+    assert all(map(is_clock, [*clocks, "wall_time", "tokens_per_sec", "latency_ms", "timestamp"]))
+    assert not any(map(is_clock, ["train/reward", "train/loss", "epoch", "timesteps", "critic/score/mean"]))

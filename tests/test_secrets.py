@@ -1,0 +1,262 @@
+"""No secret of a recipe, an environment or a checkout is written or shown; by reference commands get it."""
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from abrun import store
+from abrun.cli import main
+from abrun.errors import LaunchError, RecipeError
+from abrun.external import run as external_run
+from abrun.implementations import LAUNCHERS
+from abrun.launch import git, supervisor
+from abrun.launch.experiment import write_run
+from abrun.plan import RunName, make_plan
+from abrun.recipe import BASELINE, load_recipe
+from tests.launch.fakes import FAKE, Silent
+
+TOKEN = "hf_aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
+FOREIGN = """
+name: foreign
+trainer:
+  type: command
+  argv: ["{python}", -c, "{script}", "{run_dir}/log.csv"]
+  env:
+    HF_TOKEN: ${HF_TOKEN}
+    URL: "https://me:${HF_TOKEN}@host/{seed}"
+    MODE: ordinary
+  parameters:
+    script: >-
+      import os, sys; seen = os.environ['HF_TOKEN'], os.environ['URL'];
+      size = sum(map(len, seen));
+      open(sys.argv[1], 'w').write(f'step,reward\\n1,{size}\\n2,{size}\\n')
+  metrics: {format: csv, path: "{run_dir}/log.csv"}
+steps: 2
+arms: {baseline: {}, treatment: {trainer.env.MODE: other}}
+seeds: [0]
+compare: {primary: []}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(FOREIGN)
+    return path
+
+
+@pytest.fixture
+def abrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["abrun", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out + said.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        (f"trainer.env.HF_TOKEN={TOKEN}", "trainer.env.HF_TOKEN: looks like a secret; write ${HF_TOKEN}"),
+        ("trainer.env.DB_PASSWORD=correct-horse", "write ${DB_PASSWORD} and export DB_PASSWORD"),
+        ("trainer.env.DB_PASSWORD=123456789123", "write ${DB_PASSWORD} and export DB_PASSWORD"),
+        ("trainer.env.URL=https://me:correct-horse@host", "write ${URL} and export URL"),
+        ("arms.treatment={trainer.env.HF_TOKEN: correct-horse}", "arms.treatment.trainer.env.HF_TOKEN"),
+        (f"trainer.parameters.script={TOKEN}", "trainer.parameters.script: looks like a secret; pass it"),
+        ("trainer.parameters.hub_token=correct-horse", "trainer.parameters.hub_token: looks like a secret"),
+        ("trainer.argv=[train, --hub_token, correct-horse]", "trainer.argv: hub_token is given a secret"),
+        ("trainer.argv=[train, hub.api_key=correct-horse]", "trainer.argv: hub.api_key is given a secret"),
+        (f"trainer.argv=[train, {TOKEN}]", "trainer.argv.1: looks like a secret"),
+        (f"trainer.versions_of=[{TOKEN}]", "trainer.versions_of.0: looks like a secret"),
+        (f"steps={TOKEN}", "steps: looks like a secret"),
+        ("trainer.argv=[sh, -c, 'export HF_TOKEN=correct-horse; train']", "trainer.argv.2: looks like"),
+        ("trainer.argv=[docker, run, --env=HF_TOKEN=correct-horse]", "trainer.argv.2: looks like a secret"),
+        ("trainer.env.ARGS=--x HF_TOKEN=correct-horse", "trainer.env.ARGS: looks like a secret"),
+    ],
+)
+def test_a_secret_in_a_recipe_is_refused_and_not_quoted(abrun, recipe, monkeypatch, override, field) -> None:
+    monkeypatch.setenv("HF_TOKEN", "x")
+    for options in ([], ["--dry-run"]):
+        code, said = abrun("launch", str(recipe), "--set", override, *options)
+        assert code == 2 and field in said and said.count("\n") == 1
+        assert TOKEN not in said and "correct-horse" not in said and "123456789123" not in said
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_error_lines_do_not_quote_secrets(abrun, recipe) -> None:
+    for arguments in (
+        ["launch", str(recipe), "--set", TOKEN],
+        ["launch", str(recipe), "--set", f"steps.x={TOKEN}=1"],
+        ["launch", str(recipe), "--seeds", TOKEN],
+        ["launch", f"https://me:correct-horse@host/{TOKEN}.yaml"],
+        ["compare", f"wandb:{TOKEN}"],
+        ["status", TOKEN],
+    ):
+        code, said = abrun(*arguments)
+        assert code == 2 and TOKEN not in said and "correct-horse" not in said
+
+
+def test_a_variable_that_is_not_set_is_one_line_before_anything_is_written(
+    abrun, recipe, monkeypatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for options in ([], ["--dry-run"]):
+        code, said = abrun("launch", str(recipe), *options)
+        assert code == 2 and said.count("\n") == 1
+        assert "trainer.env.HF_TOKEN: got ${HF_TOKEN}, and HF_TOKEN is not set" in said
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_reference_outside_of_env_is_explained(recipe) -> None:
+    with pytest.raises(RecipeError, match=r"read in trainer.env alone: HF_TOKEN: \$\{HF_TOKEN\}"):
+        load_recipe(recipe, ["trainer.argv=[train, '${HF_TOKEN}']"])
+
+
+@pytest.mark.parametrize("text", ["${TOKEN:-x}", "${HF-TOKEN}", "${1}", "${A B}"])
+def test_a_reference_of_another_form_is_explained(recipe, text) -> None:
+    with pytest.raises(RecipeError, match=r"env.MODE: got .* a reference is \$\{NAME\}, of letters, digits"):
+        load_recipe(recipe, [f"trainer.env.MODE='{text}'"])
+
+
+def test_by_reference_a_secret_reaches_the_command_and_no_file(recipe, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(load_recipe(recipe))
+    before = os.umask(0)
+    try:
+        assert supervisor.launch(plan, tmp_path / "runs", observer=Silent()).exit_code == 0
+    finally:
+        os.umask(before)
+    experiment_dir = tmp_path / "runs" / "foreign"
+    rows = store.read_lines(experiment_dir / "baseline" / "seed-0" / "metrics.jsonl")
+    assert rows[0]["reward"] == len(TOKEN) + len(f"https://me:{TOKEN}@host/0")
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for path in files:
+        assert TOKEN.encode() not in path.read_bytes(), path
+    assert "${HF_TOKEN}" in (experiment_dir / "experiment.json").read_text()
+    for path in (tmp_path / "runs").rglob("*"):
+        theirs = path.name in ("log.csv", ".gitignore")
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert theirs or mode == (0o755 if path.is_dir() else 0o600), path
+    assert (tmp_path / "runs" / ".gitignore").read_text() == "*\n"
+
+
+def test_what_a_command_prints_of_its_secrets_is_not_repeated(abrun, recipe, tmp_path, monkeypatch) -> None:
+    """Its last words become a message of ours, which launch files, events and reports would repeat."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("DB_PASSWORD", "correct-horse")
+    script = (
+        "import os, sys; raise ValueError('refused ' + os.environ['DB_PASSWORD'] + os.environ['HF_TOKEN'] "
+        "+ ' longer' * 100_000)"
+    )
+    overrides = [f"trainer.parameters.script={script}", "trainer.env.DB_PASSWORD=${DB_PASSWORD}"]
+    code, said = abrun("launch", str(recipe), *(word for each in overrides for word in ("--set", each)))
+    assert code == 1 and "refused <secret><secret sha256:" in said
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file() and path.name != "stdout.log"]
+    for text in (said.encode(), *(path.read_bytes() for path in files if path.suffix != ".png")):
+        assert TOKEN.encode() not in text and b"correct-horse" not in text and len(text) < 200_000
+
+
+def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    directory = tmp_path / "baseline" / "seed-0"
+    write_run(directory, "by-hand", RunName(arm=BASELINE, seed=0), load_recipe(recipe).run_config(BASELINE))
+    monkeypatch.delenv("HF_TOKEN")
+    assert external_run.run(directory) == external_run.FAILED
+    message = store.RunDir(directory).state(RunName(arm=BASELINE, seed=0)).message
+    assert message and "HF_TOKEN is not set here" in message
+
+
+def test_resume_asks_for_the_variables_of_unfinished_runs_alone(recipe, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    plan = make_plan(load_recipe(recipe))
+    assert supervisor.launch(plan, tmp_path, observer=Silent()).exit_code == 0
+    monkeypatch.delenv("HF_TOKEN")
+    assert supervisor.launch(plan, tmp_path, observer=Silent(), resume=True).exit_code == 0
+    (tmp_path / "foreign" / "treatment" / "seed-0" / "result.json").unlink()
+    with pytest.raises(LaunchError, match=r"arms.treatment: trainer.env.HF_TOKEN"):
+        supervisor.launch(plan, tmp_path, observer=Silent(), resume=True)
+
+
+# --- the checkout ---
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "somebody")
+        monkeypatch.setenv(f"{name}_EMAIL", "somebody@example.org")
+    (folder / "code.py").write_text("lr = 1\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run(["git", *command], check=True)
+    return folder
+
+
+def test_an_experiment_holds_the_diff_once_and_without_secrets(checkout, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    (checkout / "code.py").write_text(f"lr = 2\nTOKEN = '{TOKEN}'\nDB_PASSWORD = 'correct-horse'\n")
+    small = Path(__file__).parent / "launch" / "small.yaml"
+    runs_dir = tmp_path / "runs"
+    for name, overrides in (("with", []), ("without", ["record_diff=false"])):
+        plan = make_plan(load_recipe(small, overrides))
+        supervisor.launch(plan, runs_dir, observer=Silent(), launcher="fake", name=name)
+    recorded = store.RunDir(runs_dir / "with" / "baseline" / "seed-0").git()
+    assert recorded and recorded["dirty"] and len(recorded["sha"]) == 40
+    (diff,) = (runs_dir / "with").glob("git-*.diff")
+    assert recorded["diff"] == diff.name and stat.S_IMODE(diff.stat().st_mode) == 0o600
+    assert "+lr = 2" in diff.read_text() and "+DB_PASSWORD = '<secret>'" in diff.read_text()
+    assert "lr = 2" not in (runs_dir / "with" / "baseline" / "seed-0" / "launch.json").read_text()
+    assert not list((runs_dir / "without").glob("git-*"))
+    bare = store.RunDir(runs_dir / "without" / "baseline" / "seed-0").git()
+    assert bare == {**recorded, "diff": None}
+    for path in runs_dir.rglob("*"):
+        assert not path.is_file() or TOKEN.encode() not in path.read_bytes()
+
+
+def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> None:
+    """A git that never stops printing stands in for a diff of any size."""
+    endless = tmp_path / "bin" / "git"
+    endless.parent.mkdir()
+    endless.write_text(
+        '#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; status) echo " M code.py";; '
+        f'*) echo $$ > {tmp_path}/pid; exec yes "+a line {TOKEN}";; esac\n'
+    )
+    endless.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{endless.parent}:{os.environ['PATH']}")
+    begin = time.monotonic()
+    state = git.record_checkout(tmp_path, diff=True)
+    assert time.monotonic() - begin < 10 and state and state["sha"] == "0123"
+    text = (tmp_path / state["diff"]).read_text()
+    assert len(text) < 2 * git.MOST_DIFF and text.endswith("bytes of it]\n") and "hf_" not in text
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch) -> None:
+    hanging = tmp_path / "bin" / "git"
+    hanging.parent.mkdir()
+    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) echo x; sleep 60;; esac\n')
+    hanging.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{hanging.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(git, "LIMIT_S", 0.3)
+    begin = time.monotonic()
+    state = git.record_checkout(tmp_path, diff=True)
+    assert state and state["dirty"] and time.monotonic() - begin < 10
+    assert "git took over" in (tmp_path / state["diff"]).read_text()
+    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) sleep 60;; esac\n')
+    state = git.record_checkout(tmp_path, diff=True)
+    assert state == {"sha": "0123", "dirty": None, "diff": None}, "nobody knows that nothing was changed"

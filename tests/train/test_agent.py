@@ -1,0 +1,158 @@
+"""The agent around the ranks: it ends as they do, names who hangs, and leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from abrun.errors import LaunchError
+from abrun.processes import processes_of
+from abrun.store import RunDir
+from abrun.train.agent import SCRATCH, TIMED_OUT
+from abrun.train.agent import _conclude as conclude
+from abrun.train.agent import _scratch as scratch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and parent-death signals")
+
+
+def start(directory: Path, *limits: str, **does: str) -> "subprocess.Popen[str]":
+    """Two ranks under an agent; `rank_0="hang"`: what each does, to wait being the rule."""
+    environment = {
+        **os.environ,
+        "ABRUN_RUN_DIR": str(directory),
+        "RANK_DOES": json.dumps({name.removeprefix("rank_"): what for name, what in does.items()}),
+    }
+    command = [sys.executable, "-m", "abrun.train.agent", "--ranks", "2", *limits, "tests.train.rank"]
+    return subprocess.Popen(
+        [*command, str(directory)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def started(directory: Path) -> bool:
+    return all((directory / f"pid-{rank}").is_file() for rank in range(2))
+
+
+def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
+    agent = start(tmp_path, "--stalled-s", "1.5", rank_1="hang")
+    said, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 124
+    assert "error: limits.stalled_s: no sign of life for" in said
+    assert "rank 1 in hang (tests/train/rank.py:" in said and "during generation" in said
+    assert not processes_of(tmp_path)
+
+
+def test_it_ends_as_the_first_rank_that_failed_and_listens_to_nobody(tmp_path: Path) -> None:
+    agent = start(tmp_path, rank_0="orphan", rank_1="wait")
+    until(lambda: started(tmp_path))
+    assert set(listening(agent.pid)) == {"0100007F"}
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+    said, _ = agent.communicate(timeout=60)
+    assert agent.returncode == -signal.SIGKILL
+    assert "error: rank 1 of 2: killed by SIGKILL" in said
+    assert not processes_of(tmp_path)
+
+
+def test_a_rank_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path) -> None:
+    agent = start(tmp_path, rank_1="fail")
+    said, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 7
+    assert said.splitlines()[-1] == "error: rank 1 of 2: exit code 7"
+    assert "Traceback" not in said
+
+
+def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.begin_attempt().interrupt(exit_code=3)
+    conclude(run, 0, TIMED_OUT, "limits.run_s: not finished after 3 s", None)
+    assert (run.attempt().status, run.attempt().message) == ("failed", "limits.run_s: not finished after 3 s")
+
+
+def test_daemons_that_have_ended_keep_no_ids(tmp_path: Path) -> None:
+    agent = start(tmp_path, rank_0="daemons")
+    until(lambda: started(tmp_path))
+    try:
+        until(lambda: len(all_children(agent.pid)) > 2)
+        until(lambda: len(all_children(agent.pid)) == 2)  # the ranks
+    finally:
+        agent.terminate()
+        agent.communicate(timeout=60)
+
+
+def all_children(pid: int) -> list[str]:
+    """The children of a process, dead ones included."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_what_killed_agents_left_is_removed_and_what_others_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / f"{SCRATCH}left"
+    with scratch(1) as used, scratch(2) as other:
+        assert {path.name for path in other.iterdir()} == {"rank-0", "rank-1"}
+        left.mkdir()
+        (left / "rank-0").touch()
+        for folder in (left, used):
+            os.utime(folder, (0, 0))
+        with scratch(1):
+            assert not left.exists()
+            assert used.exists() and other.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_room_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(LaunchError, match=r"temporary files: .*No such file.*set TMPDIR"), scratch(1):
+        pass
+
+
+def listening(pid: int) -> list[str]:
+    """The IPv4 addresses (as /proc has them) and IPv6 ones on which a process listens."""
+    inodes = set[str]()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(entry) if entry.is_symlink() else ""
+        inodes |= {target[8:-1]} if target.startswith("socket:[") else set[str]()
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                addresses.append(fields[1].rpartition(":")[0])
+    return addresses
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1])
+def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
+    agent = start(tmp_path)
+    until(lambda: len(processes_of(tmp_path)) > 1)  # ranks that may not have run a line yet
+    time.sleep(delay_s)
+    agent.kill()
+    agent.communicate(timeout=60)
+    until(lambda: not processes_of(tmp_path), timeout_s=10)
+
+
+def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) -> None:
+    agent = start(tmp_path)
+    until(lambda: started(tmp_path))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+        agent.send_signal(number)
+    agent.communicate(timeout=60)
+    assert agent.returncode == -signal.SIGTERM  # the ranks have no handler of their own

@@ -1,0 +1,49 @@
+"""The engine samples from the newest weights, and they are sent to it only where they have moved."""
+
+from typing import Any
+
+import torch
+
+from abrun.train.phases import Phases
+from abrun.train.sampler import Sampler
+
+
+class Moving:
+    """A policy and its learner: the weights are the number of updates."""
+
+    num_updates = 0
+
+    def weights(self) -> Any:
+        yield "w", torch.tensor(self.num_updates)
+
+
+class Engine:
+    def __init__(self, log: list[str]) -> None:
+        self._log, self._weight = log, -1
+
+    def sync(self, weights: Any) -> None:
+        ((_, weight),) = weights
+        self._weight = int(weight)
+        self._log.append("sync")
+
+    def wake(self) -> None:
+        self._log.append("wake")
+
+    def generate(self) -> int:
+        return self._weight
+
+    def sleep(self) -> None:
+        self._log.append("sleep")
+
+
+def test_weights_are_sent_before_the_first_sample_and_after_each_update_alone() -> None:
+    log: list[str] = []
+    moving: Any = Moving()
+    phases = Phases(torch.device("cpu"), lambda: [])
+    sampler = Sampler(lambda: log.append("make") or Engine(log), moving, moving, phases)  # pyright: ignore
+    for updates in (0, 0, 1, 1, 4):
+        moving.num_updates = updates
+        with sampler.awake() as engine:
+            assert engine.generate() == updates  # pyright: ignore
+    awake, sent = ["wake", "sleep"], ["wake", "sync", "sleep"]
+    assert log == ["make", *sent, *awake, *sent, *awake, *sent]

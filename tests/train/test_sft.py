@@ -1,0 +1,138 @@
+"""Supervised fine-tuning: the loss falls, and the final checkpoint is an ordinary Hugging Face one."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from abrun.models import load_network, load_text
+from abrun.recipe import Model
+from abrun.rl.batch import Sequences
+from abrun.train.sft import SupervisedObjective
+from tests.conftest import TRITON_ON_CPU
+from tests.train.runs import make_run, metrics_by_step, run_config, train_here
+
+
+def sft(*overrides: str):
+    return run_config("algorithm={type: sft, batch_size: 16}", "steps=2", *overrides)
+
+
+def test_loss_falls(warm_start: Path) -> None:
+    rows = metrics_by_step(warm_start)
+    loss = [row["train/loss"] for row in rows.values()]
+    assert loss[0] == pytest.approx(math.log(99), rel=0.05)  # random weights: nearly uniform
+    assert loss[-1] < 1.0 < loss[0]
+    assert rows[1]["train/entropy"] > rows[45]["train/entropy"] > 0
+    assert rows[1]["train/num_valid_samples"] == 32
+    assert rows[1]["train/global_valid_toks"] == 64  # sums up to 6: a digit and the end token
+
+
+def test_the_final_checkpoint_holds_the_trained_weights(warm_start: Path, warm_weights: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(warm_weights)
+    trained = load_file(warm_start / "checkpoints" / "step-000045" / "rank-0.safetensors")
+    parameters = dict(network.named_parameters())
+    assert {f"weights/network.{name}" for name in parameters} == {
+        k for k in trained if k.startswith("weights/")
+    }
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, trained[f"weights/network.{name}"]), name
+    assert network.lm_head.weight is network.model.embed_tokens.weight
+
+
+def test_the_final_checkpoint_answers_through_transformers_alone(warm_weights: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(warm_weights)
+    network: Any = AutoModelForCausalLM.from_pretrained(warm_weights)
+    ours = load_text(Model(path=str(warm_weights)), weights=None)
+    prompts = [f"{left}+{right}=" for left in range(4) for right in range(4)]
+    num_right = 0
+    for prompt in prompts:
+        encoded = tokenizer(prompt, return_tensors="pt")
+        assert encoded["input_ids"][0].tolist() == ours.encode_prompt(prompt)
+        output = network.generate(**encoded, max_new_tokens=6, do_sample=False)[
+            0, encoded["input_ids"].shape[1] :
+        ]
+        assert output[-1] == tokenizer.eos_token_id
+        num_right += tokenizer.decode(output, skip_special_tokens=True) == str(eval(prompt[:-1]))
+    assert num_right >= 8, f"{num_right} of {len(prompts)}"
+
+
+def test_the_loss_is_the_mean_over_completion_tokens(tmp_path: Path, group: None) -> None:
+    """Against the stock cross-entropy of transformers on the same examples."""
+    from abrun.seeds import derive
+    from abrun.tasks import make_task
+
+    config = sft("task.max_operand=99", "steps=1")
+    directory = make_run(tmp_path / "run", config, seed=3)
+    row = train_here(directory)[1]
+    preset = Model(preset="qwen2-tiny")
+    text = load_text(preset, weights=None)
+    network: Any = load_network(preset, weights=None, seed=derive(3, "init"))
+    total, count = 0.0, 0
+    for example in make_task(config.task).examples(derive(3, "data"), 0, 16):
+        prompt = text.encode_prompt(example.prompt)
+        completion = text.encode_completion(example.completion)
+        labels = torch.tensor([[-100] * len(prompt) + completion])
+        with torch.no_grad():
+            loss = network(torch.tensor([prompt + completion]), labels=labels).loss
+        total, count = total + float(loss) * len(completion), count + len(completion)
+    assert row["train/global_valid_toks"] == count
+    assert row["train/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_microbatches_change_only_rounding(tmp_path: Path, group: None) -> None:
+    rows = [
+        train_here(make_run(tmp_path / size, sft(f"policy.micro_batch_size={size}", "task.max_operand=99")))
+        for size in ("null", "4", "7")
+    ]
+    for other in rows[1:]:
+        for step in (1, 2):
+            for key in ("train/loss", "train/entropy", "train/grad_norm"):
+                assert other[step][key] == pytest.approx(rows[0][step][key], rel=1e-4)
+
+
+def test_one_pass_and_packing_change_only_rounding(tmp_path: Path, group: None) -> None:
+    configs = {
+        "two-passes": sft("task.max_operand=99"),
+        "one-pass": sft("task.max_operand=99", "policy.logprobs={impl: chunked, one_pass: true}"),
+        "packed": sft(
+            "task.max_operand=99",
+            "policy={packing: true, micro_batch_tokens: 70}",
+            "policy.logprobs={impl: chunked, one_pass: true}",
+        ),
+    }
+    if TRITON_ON_CPU:
+        configs["triton"] = sft(
+            "task.max_operand=99",
+            "policy.micro_batch_size=7",
+            "policy.logprobs={impl: triton, one_pass: true}",
+        )
+    rows = {name: train_here(make_run(tmp_path / name, config)) for name, config in configs.items()}
+    for other in list(rows)[1:]:
+        for step in (1, 2):
+            for key in ("train/loss", "train/entropy", "train/grad_norm"):
+                assert rows[other][step][key] == pytest.approx(rows["two-passes"][step][key], rel=1e-4)
+
+
+def test_the_objective_by_hand() -> None:
+    """Two of four tokens of a global batch, and one under the mask."""
+    for garbage in (-7.0, math.nan):
+        batch = Sequences(
+            token_ids=torch.zeros(1, 3, dtype=torch.int64), token_mask=torch.tensor([[True, False, True]])
+        )
+        logprobs = torch.tensor([[-1.0, garbage, -3.0]], requires_grad=True)
+        objective, entropy = SupervisedObjective(num_tokens=4), torch.tensor([[1.0, garbage, 2.0]])
+        losses = objective.losses(batch, logprobs, entropy)
+        assert losses.tolist() == [[0.25, 0.0, 0.75]]
+        assert torch.autograd.grad(losses.sum(), logprobs)[0].tolist() == [[-0.25, 0.0, -0.25]]
+        sums = objective.metrics(batch, logprobs.detach(), entropy).sums
+        assert (sums["train/loss"].item(), sums["train/entropy"].item()) == (1.0, 0.75)
+
+
+def test_final_weights_only_where_asked(tmp_path: Path, group: None) -> None:
+    directory = make_run(tmp_path / "run", sft())
+    train_here(directory)
+    assert not (directory / "checkpoints" / "final").exists()
