@@ -21,6 +21,7 @@ RUN_DIR = "ABRUN_RUN_DIR"  # the environment variable that every process of a ru
 INSISTS_AFTER_S = 2.0
 PAUSE_S = 10.0  # more than a busy machine lets a process wait
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STARTER = Path(__file__).with_name("starter.py")
 Popen = subprocess.Popen[bytes]
 # The last line of a traceback, but not of torchrun's own
 PYTHON_ERROR = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception|Interrupt)\b.*"
@@ -33,8 +34,24 @@ def start(argv: Sequence[str], env: Mapping[str, str], *, dies_by: int, **option
 
     `options` are those of `subprocess.Popen`. Raises OSError where it cannot be started.
     """
-    prepare = _ending_with_parent(dies_by, os.getpid())
-    return Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, preexec_fn=prepare, **options)
+    options |= {"env": dict(env), "stdin": subprocess.DEVNULL}
+    if sys.platform != "linux":
+        return Popen(argv, **options)
+    failures, failing = os.pipe()
+    try:
+        tied = (sys.executable, "-IS", str(STARTER), str(int(dies_by)), str(os.getpid()), str(failing), *argv)
+        process = Popen(tied, pass_fds=(failing,), **options)
+    except BaseException:
+        os.close(failures)
+        raise
+    finally:
+        os.close(failing)
+    with open(failures, "rb") as file:
+        number = file.read()
+    if number:
+        process.wait()
+        raise OSError(int(number), os.strerror(int(number)), argv[0])
+    return process
 
 
 def end_group(process: Popen, grace_s: float, insisted: Callable[[], bool] = lambda: False) -> None:
@@ -55,9 +72,11 @@ def wait(process: Popen, timeout_s: float, stopped: Callable[[], Any]) -> int | 
 
 def die_with_parent(number: int, parent: int) -> None:
     """From now on the death of the parent is this signal to this process, at once if that has happened."""
-    arrange = _ending_with_parent(number, parent)
-    if arrange:
-        arrange()
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(shell_code(-number))
 
 
 def adopt_orphans() -> None:
@@ -91,24 +110,6 @@ def end_like(status: int) -> int:
 def _signal_group(process: Popen, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-
-
-def _ending_with_parent(number: int, parent: int) -> Callable[[], None] | None:
-    """What makes the calling process get a signal when its parent dies, on Linux."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)  # loaded here: a forked child must not
-
-    def arrange() -> None:
-        # A parent's handler would swallow it until exec, an ignored or blocked one stays so for good
-        if number in STOPPING_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-        libc.prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:  # it died before
-            os._exit(shell_code(-number))
-
-    return arrange
 
 
 # --- being asked to stop ---

@@ -1,6 +1,7 @@
 """The policy-gradient family in the trainer: paths and cuts agree, each option does what it says."""
 
 import math
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from abrun import store
 from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo
 from abrun.rl.batch import PolicyBatch, Sampled
@@ -478,8 +480,18 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(
         "algorithm.epochs_per_step=2",
     )
     whole = train(tmp_path / "whole", warm_weights, "steps=4", *settings)
-    train(tmp_path / "halves", warm_weights, "steps=2", *settings)
-    halves = train(tmp_path / "halves", warm_weights, "steps=4", *settings)
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
+    (tmp_path / "halves" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step-000004")
+    halves = train_here(tmp_path / "halves")
+    assert [row["step"] for row in store.read_lines(tmp_path / "halves" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        3,
+        4,
+    ]
     assert halves.keys() == whole.keys()
     for step, row in whole.items():
         for key, value in row.items():
