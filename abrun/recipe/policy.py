@@ -21,25 +21,10 @@ class Model(Section):
         return self
 
 
-class Dtensor(Section):
-    """PyTorch's own parallelism: FSDP2, tensor-parallel layers, sequences cut over ranks."""
+class Layout(Section):
+    """How a backend spreads a model and its sequences over ranks."""
 
-    type: Literal["dtensor"] = "dtensor"
     tensor_parallel: Count = 1
-    context_parallel: Count = 1
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """The sizes that multiply to the ranks of one data-parallel replica."""
-        return {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
-
-
-class Megatron(Section):
-    """megatron-core: layers and sequences cut over ranks, stages in a pipeline, experts over ranks."""
-
-    type: Literal["megatron"]
-    tensor_parallel: Count = 1
-    pipeline_parallel: Count = 1
     context_parallel: Count = 1
     expert_parallel: Count = 1  # a layer's experts over so many ranks, which may be of several replicas
     sequence_parallel: bool = False  # what tensor-parallel ranks would all hold, cut over them by tokens
@@ -47,11 +32,7 @@ class Megatron(Section):
     @property
     def shape(self) -> dict[str, int]:
         """The sizes that multiply to the ranks of one data-parallel replica."""
-        return {
-            "tensor_parallel": self.tensor_parallel,
-            "pipeline_parallel": self.pipeline_parallel,
-            "context_parallel": self.context_parallel,
-        }
+        return {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
 
     @model_validator(mode="after")
     def _sequence_parallel_goes_with_tensor_parallel(self) -> Self:
@@ -60,6 +41,27 @@ class Megatron(Section):
                 "policy.backend.sequence_parallel: got true with tensor_parallel 1, which leaves nothing to "
                 "cut; use sequence_parallel: false, or tensor_parallel: 2 or more"
             )
+        return self
+
+
+class Dtensor(Layout):
+    """PyTorch's own parallelism: FSDP2, tensor-parallel layers, sequences and experts over ranks."""
+
+    type: Literal["dtensor"] = "dtensor"
+
+
+class Megatron(Layout):
+    """megatron-core: layers and sequences cut over ranks, stages in a pipeline, experts over ranks."""
+
+    type: Literal["megatron"]
+    pipeline_parallel: Count = 1
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return super().shape | {"pipeline_parallel": self.pipeline_parallel}
+
+    @model_validator(mode="after")
+    def _expert_parallel_goes_with_sequence_parallel(self) -> Self:
         if self.expert_parallel > 1 and self.tensor_parallel > 1 and not self.sequence_parallel:
             raise ValueError(
                 f"policy.backend.sequence_parallel: got false with expert_parallel {self.expert_parallel} "

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.policy import Dtensor, Megatron, Model, Policy, Rollout
+from abrun.recipe.policy import Model, Policy, Rollout
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
@@ -147,13 +147,12 @@ class OwnRunConfig(RunConfig):
                     f"{part}.tensor_parallel: got {size} for {ranks_per_node} ranks a node, and such a group "
                     f"stays on one node; use a divisor of {ranks_per_node}"
                 )
-        if isinstance(backend, Megatron):
-            stage = ranks // backend.pipeline_parallel
-            if stage % backend.expert_parallel:
-                raise ValueError(
-                    f"policy.backend.expert_parallel: got {backend.expert_parallel} for the {stage} ranks of "
-                    f"a pipeline stage; use a divisor of {stage}"
-                )
+        stage = ranks // backend.shape.get("pipeline_parallel", 1)
+        if stage % backend.expert_parallel:
+            raise ValueError(
+                f"policy.backend.expert_parallel: got {backend.expert_parallel} for the {stage} ranks of "
+                f"a pipeline stage; use a divisor of {stage}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -232,15 +231,19 @@ class OwnRunConfig(RunConfig):
             )
 
 
+# Of a backend that is built.
+NOT_BUILT = {"dtensor": ("tensor_parallel", "context_parallel", "expert_parallel")}
+
+
 def not_built(config: OwnRunConfig) -> list[str]:
     """What a run asks for that a recipe can say and this version's trainer cannot do, a line each."""
     backend, engine, lines = config.policy.backend, config.rollout.engine, []
     if backend.type not in BACKENDS:
         lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
-    elif isinstance(backend, Dtensor):
-        for name, size in backend.shape.items():
-            if size > 1:
-                lines.append(f"policy.backend.{name}: got {size}, not built yet; this version takes 1")
+    for name in NOT_BUILT.get(backend.type, ()):
+        size = getattr(backend, name)
+        if size > 1:
+            lines.append(f"policy.backend.{name}: got {size}, not built yet; this version takes 1")
     if engine not in ENGINES:
         lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines

@@ -209,18 +209,13 @@ class DtensorBackend:
 
     def _forward(self, batch: B, objective: Objective[B]) -> tuple[Tensor, Tensor, Tensor]:
         """The loss [] to go back from, log-probs and entropy [B, S]."""
-
-        def losses(tokens: B, logprobs: Tensor, entropy: Tensor) -> Tensor:
-            # FSDP averages gradients over its ranks, and the global loss is a sum over them: cancel it, once.
-            return objective.losses(tokens, logprobs, entropy) * self.ranks.weights.size()
-
         packing = self._packing_of(batch)
         if not self.settings.logprobs.one_pass:
             logprobs, entropy = self._judged(batch, packing)
-            return losses(batch, logprobs, entropy).sum(), logprobs, entropy
+            return objective.losses(batch, logprobs, entropy).sum(), logprobs, entropy
         tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
         return self._judged(
-            batch, packing, lambda logprobs, entropy, part: losses(tokens[part], logprobs, entropy)
+            batch, packing, lambda logprobs, entropy, part: objective.losses(tokens[part], logprobs, entropy)
         )
 
     def _judged(

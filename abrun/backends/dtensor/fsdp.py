@@ -20,9 +20,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard(
     module: nn.Module, mesh: DeviceMesh, dtype: str, *, reshard_after_forward: bool | None = None
 ) -> None:
-    """Spread a module's parameters over the mesh, to be gathered for each of its forward passes."""
+    """Spread a module's parameters over the mesh, to be gathered for each of its forward passes.
+
+    Gradients are summed over the mesh, as the global loss is a sum over all ranks: there is no average to be
+    cancelled, and so no factor that a mesh of another shape could get wrong.
+    """
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
-    fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    sharded: Any = fully_shard(
+        module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
+    )
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
 
 
 def shard_layers(layers: nn.ModuleList, mesh: DeviceMesh, dtype: str) -> None:

@@ -83,9 +83,7 @@ class DtensorValueModel:
         parts = []
         for microbatch in self._microbatches(batch):
             values = self._values(microbatch)
-            # FSDP averages gradients over its ranks, and the global loss is a sum over them.
-            loss = objective.losses(microbatch, values).sum() * self._ranks.weights.size()
-            loss.backward()
+            objective.losses(microbatch, values).sum().backward()
             parts.append(objective.metrics(microbatch, values.detach()))
         return merge(parts)
 
