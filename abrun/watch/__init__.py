@@ -3,6 +3,7 @@
 It only reads the store, so that it works beside any launcher, on any host that sees the run directories.
 """
 
+import contextlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,13 +44,14 @@ class View:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None:
-                self.tick(now=True)
-        finally:
-            if self._live:
-                self._live.update(self._table)
-                self._live.stop()
+        with contextlib.suppress(OSError, ValueError):  # no error of the output is one of the runs
+            try:
+                if error is None:
+                    self.tick(now=True)
+            finally:
+                if self._live:
+                    self._live.update(self._table)
+                    self._live.stop()
 
     def follow(self, experiment_dir: Path) -> None:
         self._reader = ExperimentReader(experiment_dir)
