@@ -57,9 +57,18 @@ class Ranks:
 
     def gather(self, values: Sequence[T]) -> list[T]:
         """What each rank has of the global batch, in its order. Collective."""
-        by_rank: list[Sequence[T]] = [[] for _ in range(self.data.size())]
-        dist.all_gather_object(by_rank, values, group=self.data)
-        return [value for of_rank in by_rank for value in of_rank]
+        return _gathered(values, self.data)
+
+    def context_share(self, num_rows: int) -> slice:
+        """This rank's consecutive rows of those that all ranks of its context hold; can be none."""
+        if self.context is None:
+            return slice(0, num_rows)
+        count = -(-num_rows // self.context.size())
+        return slice(self.context.rank() * count, (self.context.rank() + 1) * count)
+
+    def gather_context(self, values: Sequence[T]) -> list[T]:
+        """What each rank of this one's context has, in its order. Collective."""
+        return list(values) if self.context is None else _gathered(values, self.context)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Each number's largest value on any rank at all. Collective."""
@@ -76,6 +85,12 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier()
+
+
+def _gathered(values: Sequence[T], group: ProcessGroup) -> list[T]:
+    by_rank: list[Sequence[T]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(by_rank, values, group=group)
+    return [value for of_rank in by_rank for value in of_rank]
 
 
 def make_ranks(device: torch.device, shape: Mapping[str, int]) -> Ranks:

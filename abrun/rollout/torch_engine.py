@@ -37,13 +37,15 @@ class TorchEngine:
     ) -> list[Completion]:
         temperature = self._rollout.temperature if temperature is None else temperature
         uniforms = draws.uniforms(self._rollout.max_new_tokens)
-        size = self._rollout.batch_size or len(prompts)
+        own = self._backend.ranks.context_share(len(prompts))
+        prompts, uniforms = prompts[own], uniforms[own]
+        size = self._rollout.batch_size or max(len(prompts), 1)
         completions: list[Completion] = []
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
                 rows = slice(start, start + size)
                 completions.extend(self._generate(decoder, prompts[rows], uniforms[rows], temperature))
-        return completions
+        return self._backend.ranks.gather_context(completions)
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Nothing: the weights are the policy's."""

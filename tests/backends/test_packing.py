@@ -39,8 +39,9 @@ MICROBATCHES = [{}, {"micro_batch_size": 3}, {"micro_batch_tokens": 25}]
 def test_a_stream_by_hand() -> None:
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
     packing = packing_of(mask)
-    assert packing.starts == (0, 3, 7, 9) and packing.longest == 4
-    assert packing.starts_on_device.tolist() == [0, 3, 7, 9]
+    assert packing.starts == (0, 3, 7, 9) and packing.spans.longest_query == 4
+    assert packing.spans.query_starts.tolist() == packing.spans.key_starts.tolist() == [0, 3, 7, 9]
+    assert packing.spans.key_index is None
     assert packing.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1]]
     rows = torch.arange(12.0).view(3, 4)
     stream = packing.pack(rows)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.backends import B, Decoder, Objective
+from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.fsdp import ShardedParameters, shard, shard_layers
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import IGNORED, Head, check_available
-from abrun.backends.packing import Packing, enable_packing, hidden_states, microbatches, packing_of
+from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
 from abrun.kernels import TokenLoss
 from abrun.models import (
@@ -56,13 +57,20 @@ class PolicyModule(nn.Module):
         """
         hidden = hidden_states(self._facts.base, token_ids, packing)
         target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
-        *loss, logprobs, entropy = self._head.judge(
-            hidden[:, :-1], self._facts.head.weight, target, token_loss
-        )
+        split = packing.split if packing else None
+        if split is None:
+            hidden = hidden[:, :-1]
+        else:
+            target = split.cut(target, IGNORED)
+        *loss, logprobs, entropy = self._head.judge(hidden, self._facts.head.weight, target, token_loss)
+        if split is not None:
+            logprobs, entropy = (
+                split.whole(each)[:, : token_ids.shape[1] - 1] for each in (logprobs, entropy)
+            )
         return *loss, nn.functional.pad(logprobs, (1, 0)), nn.functional.pad(entropy, (1, 0))
 
     def hidden_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
-        """The last hidden states, for a value head on this backbone: [B, S, H], or [1, T, H] packed."""
+        """For a value head on this backbone; see abrun.backends.attention.hidden_states."""
         return hidden_states(self._facts.base, token_ids, packing)
 
     def decode(
@@ -119,8 +127,7 @@ class DtensorBackend:
         self.settings, self.ranks = policy, ranks
         self._load = load
         network = load()
-        if policy.packing:
-            enable_packing(network)
+        enable_streams(network, policy)
         facts = facts_of(network)
         head = Head(
             policy.logprobs,
@@ -149,7 +156,7 @@ class DtensorBackend:
         start = 0
         with torch.no_grad():
             for microbatch in microbatches(batch, self.settings, self.ranks.data):
-                logprobs, _ = self._judged(microbatch, self._packing_of(microbatch))
+                logprobs, _ = self._judged(microbatch, packing_for(microbatch, self.settings, self.ranks))
                 out[start : start + len(microbatch), : logprobs.shape[1]] = logprobs
                 start += len(microbatch)
         return out
@@ -209,11 +216,13 @@ class DtensorBackend:
 
     def _forward(self, batch: B, objective: Objective[B]) -> tuple[Tensor, Tensor, Tensor]:
         """The loss [] to go back from, log-probs and entropy [B, S]."""
-        packing = self._packing_of(batch)
+        packing = packing_for(batch, self.settings, self.ranks)
         if not self.settings.logprobs.one_pass:
             logprobs, entropy = self._judged(batch, packing)
             return objective.losses(batch, logprobs, entropy).sum(), logprobs, entropy
         tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
+        if packing and packing.split:
+            tokens = tokens.mapped(packing.split.cut)
         return self._judged(
             batch, packing, lambda logprobs, entropy, part: objective.losses(tokens[part], logprobs, entropy)
         )
@@ -227,6 +236,3 @@ class DtensorBackend:
         token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
         *loss, logprobs, entropy = self.module(token_ids, token_mask, token_loss, packing)
         return *loss, packing.unpack(logprobs), packing.unpack(entropy)
-
-    def _packing_of(self, batch: Sequences) -> Packing | None:
-        return packing_of(batch.token_mask) if self.settings.packing else None

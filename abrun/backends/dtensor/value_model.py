@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from abrun.backends import B, ValueObjective
+from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, shard, shard_layers
-from abrun.backends.packing import Packing, enable_packing, hidden_states, microbatches, packing_of
+from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
 from abrun.models import facts_of
 from abrun.recipe import Policy, Ppo
@@ -104,10 +105,11 @@ class DtensorValueModel:
 
     def _values(self, batch: Sequences) -> Tensor:
         """Values [B, S] float32: rows in and out, shifted as rows, so that no sequence sees another's."""
-        packing = packing_of(batch.token_mask) if self._policy.packing else None
+        packing = packing_for(batch, self._policy, self._ranks)
         token_ids = packing.pack(batch.token_ids) if packing else batch.token_ids
         values = self.head(self._backbone_states(token_ids, packing)).float()
-        values = packing.unpack(values) if packing else values
+        if packing:
+            values = packing.unpack(packing.whole(values))
         return right_shifted(values) if self._settings.right_shift else values
 
     def _backbone_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
@@ -120,8 +122,7 @@ class DtensorValueModel:
         return hidden
 
     def _sharded(self, network: Any) -> Backbone:
-        if self._policy.packing:
-            enable_packing(network)
+        enable_streams(network, self._policy)
         if self._policy.activation_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         facts = facts_of(network)

@@ -1,0 +1,128 @@
+"""Causal attention inside each sequence of a stream, registered with transformers under a name of its own.
+
+Letters: T tokens of this rank, K keys (the stream's: T without context parallelism), D a head's size.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from abrun.backends.context import Span, Spans
+from abrun.backends.packing import Packing
+from abrun.errors import RecipeError
+from abrun.recipe import Policy
+
+ATTENTION = "abrun_packed"
+# transformers takes a mask of four dimensions as it is, and so builds none of T x T.
+NO_MASK_SHAPE = (1, 1, 0, 0)
+# torch 2.11 shares heads of keys and values without being told.
+SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def enable_streams(network: Any, policy: Policy) -> None:
+    """Make the network's attention one that can take a stream, where the recipe needs that.
+
+    Raises RecipeError where it cannot.
+    """
+    ranks = policy.backend.context_parallel
+    if policy.packing:
+        asked, instead = "policy.packing: got true", "packing: false"
+    elif ranks > 1:
+        asked, instead = f"policy.backend.context_parallel: got {ranks}", "context_parallel: 1"
+    else:
+        return
+    config = network.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+        raise RecipeError(
+            f"{asked} with {type(network).__name__}, whose attention is not full and causal in every layer; "
+            f"use {instead}"
+        )
+    try:
+        network.set_attn_implementation(ATTENTION)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RecipeError(f"{asked} with {type(network).__name__}: {reason}; use {instead}") from error
+
+
+def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
+    """The last hidden states [B, S, H] of right-padded rows, or of a stream: [1, T, H], of own tokens.
+
+    Padding stands after every real token, so causal attention never sees it and no mask is passed.
+    """
+    if packing is None:
+        return base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    position_ids = packing.position_ids
+    if packing.split is not None:
+        token_ids, position_ids = packing.split.cut(token_ids), packing.split.cut(position_ids)
+    return base_model(
+        input_ids=token_ids,
+        position_ids=position_ids,
+        attention_mask=torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=token_ids.device),
+        packing=packing,
+        use_cache=False,
+    ).last_hidden_state
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [B, heads, S, D], or [1, heads, T, D] with a packing
+    key: Tensor,  # [..., key heads, ..., D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:  # [B, S, heads, D]
+    """Causal attention inside each sequence of a stream; without a packing, transformers' own.
+
+    FlashAttention's kernel for sequences of different lengths takes half precision on a GPU; anything else
+    goes sequence by sequence. The result is the same to rounding.
+    """
+    if packing is None:
+        if attention_mask is not None and attention_mask.numel() == 0:
+            raise RecipeError(
+                f"policy.packing: got true, and {type(module).__name__} does not hand the lengths of its "
+                "sequences on; use packing: false"
+            )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
+    if packing.split is not None:
+        key, value = packing.split.keys_of_all(torch.stack([key, value]))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _by_kernel(query, key, value, packing.spans, scaling)[None], None
+    outputs = []
+    for span in packing.spans.each:
+        q = query[:, :, span.query : span.query_stop]
+        k, v = (states[:, :, span.key : span.key_stop] for states in (key, value))
+        mask = _mask(span, query.device)
+        outputs.append(sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **settings)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float | None
+) -> Tensor:  # [T, heads, D]
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T or K, heads, D]
+    if spans.key_index is not None:
+        k, v = k[spans.key_index], v[spans.key_index]
+    causal: Any = {"window_size": (-1, 0), "scale": scaling} | SHARED_HEADS
+    lengths = spans.query_starts, spans.key_starts, spans.longest_query, spans.longest_key
+    return varlen_attn(q, k, v, *lengths, **causal)  # pyright: ignore[reportReturnType]
+
+
+def _mask(span: Span, device: torch.device) -> Tensor | None:  # [1, 1, queries, keys] bool
+    """None where queries and keys are the same tokens: causal by itself."""
+    queries, keys = span.query_stop - span.query, span.key_stop - span.key
+    if queries == keys:
+        return None
+    return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
