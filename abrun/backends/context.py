@@ -2,7 +2,7 @@
 
 Letters: T tokens in the stream, padded to a multiple of 2P; of its 2P equal chunks rank r has chunks r and
 2P-1-r, so that causal attention takes every rank as long (arXiv:2407.21783, section 3.3.2). Outside the model
-all P ranks hold the same rows, whole: losses, ratios of sequences, advantages and metrics never meet a border.
+all P ranks hold the same rows, whole: losses, ratios of sequences, advantages and metrics meet no border.
 
 Each rank's queries see the keys and values of all: these are gathered, and their gradients summed. Log-probs
 and values are gathered, too; every rank then takes the same loss of all of them, so that their gradients are

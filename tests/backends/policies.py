@@ -60,10 +60,11 @@ def make_backend(
     trainable: bool = True,
     **policy: Any,
 ) -> DtensorBackend:
+    settings = Policy.model_validate(policy)
     return DtensorBackend(
         partial(tiny, kind),
-        Policy.model_validate(policy),
-        make_ranks(CPU, {}),
+        settings,
+        make_ranks(CPU, settings.backend.shape),
         temperature=temperature,
         top_p=top_p,
         trainable=trainable,
