@@ -27,7 +27,6 @@ NOT_BUILT = {
     ],
     "grpo-qwen2.5-7b-1n8g-context-parallel": [
         "arms baseline, treatment: rollout.engine: got 'vllm'",
-        "arm treatment: policy.backend.context_parallel: got 2",
     ],
     "ppo-qwen2.5-1.5b-1n8g-megatron": ["arm treatment: policy.backend.type: got 'megatron'"],
 }

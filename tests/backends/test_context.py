@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from abrun.backends import context as context_module
+from abrun.backends.attention import _by_kernel
 from abrun.backends.context import ContextSplit, context_split, spans_of
 from abrun.rl.losses import clipped_policy_loss, gspo_loss, loss_weights
 from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend, rows, some_batch
@@ -69,6 +71,38 @@ def test_the_work_of_a_long_sequence_is_even() -> None:
         split = split_of([0, 64], 4, rank)
         pairs.append(sum(int(place) + 1 for place in split.own))
     assert len(set(pairs)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_kernel_ends_each_span_with_its_last_key(size: int) -> None:
+    """On a GPU: causal from the end of query and key, as the spans say, with shared key heads."""
+    gpu, draw = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(0)
+    lengths = [300, 2, 517, 64, 141]
+    starts = [0, *accumulate(lengths)]
+    query, key, value = (
+        torch.randn(1, heads, 1024, 64, device=gpu, generator=draw, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    )
+    attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    whole = []
+    for start, stop in pairwise(starts):
+        q, k, v = (states[:, :, start:stop].float() for states in (query, key, value))
+        whole.append(attend(q, k, v))
+    expected = torch.cat(whole, dim=2)[0].transpose(0, 1)  # [T, heads, D]
+    for rank in range(size):
+        group: Any = Group(size, rank)
+        split = context_split(starts, group, gpu)
+        found = _by_kernel(query[:, :, split.own], key, value, spans_of(split.spans, gpu), None)
+        assert float((found - expected[split.own]).abs().max()) < 0.02
+        found.float().square().sum().backward()
+    assert query.grad is not None and key.grad is not None
+    found = [states.grad.float() for states in (query, key, value)]  # pyright: ignore
+    expected.square().sum().backward()
+    for twice, sharded in zip((query, key, value), found, strict=True):
+        assert twice.grad is not None
+        right = twice.grad.float() - sharded
+        assert float((sharded - right).norm() / right.norm()) < 0.02
 
 
 # --- on two ranks ---
