@@ -28,9 +28,9 @@ class Head:
 
     Log-probs are those of the distribution that a sampler at `temperature` and `top_p` draws from.
 
-    With a `group`, each of its ranks passes the same hidden states and its own rows of the weight, consecutive
-    ones of ceil(`vocab_size` / P), the last rank's maybe fewer. Each gets the same results; the gradient of
-    the hidden states is then a partial sum, which the caller adds up.
+    With a `group`, each of its ranks passes the same hidden states and its own rows of the weight,
+    consecutive ones of ceil(`vocab_size` / P), the last ranks' maybe fewer. Each gets the same results; the
+    gradient of the hidden states is then a partial sum, which the caller adds up.
     """
 
     def __init__(

@@ -134,9 +134,7 @@ class DtensorBackend:
         )
         self.module = PolicyModule(network, facts, head).to(ranks.device)
         self._tensor = (
-            TensorParallel(
-                ranks.mesh["tensor_parallel"], sequence_parallel=policy.backend.sequence_parallel
-            )
+            TensorParallel(ranks.mesh["tensor_parallel"], sequence_parallel=policy.backend.sequence_parallel)
             if ranks.tensor
             else None
         )

@@ -109,7 +109,8 @@ class TensorParallel:
             if position_ids is None:
                 position_ids = torch.arange(length, device=input_ids.device)[None]
             output = forward(input_ids=input_ids, position_ids=position_ids, **settings)
-            output.last_hidden_state = self.enter(output.last_hidden_state, length)
+            # FSDP's hook on what its module returns does not bear a view.
+            output.last_hidden_state = self.enter(output.last_hidden_state, length).clone()
             return output
 
         base.forward = run
@@ -211,8 +212,8 @@ def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     if heads % size or (shared % size and size % shared):
         raise RecipeError(
-            f"{FIELD}: got {size} with {heads} attention heads and {shared} key-value heads; use a divisor of "
-            f"{heads} that divides {shared} or is a multiple of it"
+            f"{FIELD}: got {size} with {heads} attention heads and {shared} key-value heads; use a divisor "
+            f"of {heads} that divides {shared} or is a multiple of it"
         )
     if sequence_parallel and {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise RecipeError(
@@ -226,7 +227,7 @@ def own_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _compute_locally(module: nn.Module, gradient: Placement | None = None) -> None:
+def _compute_locally(module: Any, gradient: Placement | None = None) -> None:
     """Let a module's own forward pass find plain tensors under its parameters' names.
 
     `gradient`: how each rank's gradients make the parameter's; None: as the parameter is cut.
