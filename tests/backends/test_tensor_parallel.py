@@ -28,6 +28,7 @@ from abrun.models import Text, character_tokenizer
 from abrun.recipe import Policy, Ppo, Rollout
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
+from abrun.train.recorder import policy_hash
 from tests.backends.policies import CPU, TINY, WeightedLoss, gradients, some_batch, tiny, whole_gradients
 from tests.backends.test_value_model import SquaredError
 from tests.spawn import run_ranks
@@ -304,7 +305,7 @@ def used(case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     """Completions, before and after a step; log-probs; and whether a restored backend goes on alike."""
     backend, batch = make_backend(case, layout), some_batch()
     share, loss = batch[backend.ranks.share(len(batch))], WeightedLoss(float(batch.token_mask.sum()))
-    found: dict[str, Any] = {"logprobs": backend.logprobs(share)}
+    found: dict[str, Any] = {"logprobs": backend.logprobs(share), "hash": policy_hash(backend)}
     found["completions"] = [completions(backend, case.top_p)]
     backend.forward_backward(share, loss)
     backend.optimizer_step(0.01)
@@ -332,7 +333,7 @@ def test_completions_and_checkpoints_of_two_ranks(group: None) -> None:
     for name, case in DECODED.items():
         expected = used(case, {})
         for found in ranks:
-            assert found[name]["restored"], name
+            assert found[name]["restored"] and found[name]["hash"] == expected["hash"], name
             torch.testing.assert_close(found[name]["logprobs"], expected["logprobs"], atol=2e-5, rtol=1e-5)
             for ours, theirs in zip(found[name]["completions"], expected["completions"], strict=True):
                 assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs], name
