@@ -1,13 +1,15 @@
 """The end of a policy: from hidden states and the LM head's weight to log-probs, a loss of them, or logits.
 
-Letters: T tokens in any shape, H hidden states, V vocabulary.
+Letters: T tokens in any shape, H hidden states, V vocabulary, P ranks that share it.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from abrun.backends.collectives import gathered
 from abrun.errors import RecipeError
 from abrun.kernels import (
     DEFAULT_MEMORY_BUDGET_BYTES,
@@ -25,6 +27,10 @@ class Head:
     """Of one policy: its own scale and soft cap, and what the recipe wants of it.
 
     Log-probs are those of the distribution that a sampler at `temperature` and `top_p` draws from.
+
+    With a `group`, each of its ranks passes the same hidden states and its own rows of the weight,
+    consecutive ones of ceil(`vocab_size` / P), the last ranks' maybe fewer. Each gets the same results; the
+    gradient of the hidden states is then a partial sum, which the caller adds up.
     """
 
     def __init__(
@@ -35,7 +41,11 @@ class Head:
         top_p: float,
         scale: float,
         softcap: float | None,
+        vocab_size: int | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
+        assert group is None or vocab_size is not None
+        self._vocab_size, self._group = vocab_size, group
         self._temperature, self._top_p, self._scale, self._softcap = temperature, top_p, scale, softcap
         self._dtype = torch.float32 if logprobs.head_dtype == "float32" else None
         self._chunk_size = logprobs.chunk_size
@@ -49,28 +59,62 @@ class Head:
             "ignore_index": IGNORED,
             "head_dtype": self._dtype,
             "memory_budget_bytes": budget_mib * 2**20 if budget_mib else DEFAULT_MEMORY_BUDGET_BYTES,
+            "vocab_size": vocab_size,
+            "group": group,
         }
 
     def judge(
         self,
         hidden: Tensor,  # [..., H]
-        weight: Tensor,  # [V, H]
+        weight: Tensor,  # [V, H], or this rank's rows of it
         target: Tensor,  # [...] int64, IGNORED where nothing is asked
         token_loss: TokenLoss | None = None,
     ) -> tuple[Any, ...]:
         """Log-probs and entropies [...] float32, 0 where ignored; with `token_loss` first the loss []."""
+        weight = self._shard(weight)
         if token_loss is not None:
             return linear_policy_loss(hidden, weight, target, token_loss, **self._settings)
         if self._top_p < 1:
-            logits = self.logits(hidden, weight) / self._temperature
+            logits = self._logits(hidden, weight) / self._temperature
             return filtered_logprobs(logits, target, top_p=self._top_p, ignore_index=IGNORED)
         return linear_logprobs(hidden, weight, target, chunk_size=self._chunk_size, **self._settings)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [..., H], [V, H] -> [..., V] float32
-        """The network's own, which no temperature has touched."""
+        """The network's own, which no temperature has touched; of the whole vocabulary on every rank."""
+        return self._logits(hidden, self._shard(weight))
+
+    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         dtype = self._dtype or weight.dtype
         logits = nn.functional.linear(hidden.to(dtype), weight.to(dtype)).float() * self._scale
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+        logits = logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+        if self._group is None:
+            return logits
+        whole: Any = _Gather.apply(logits, self._group)
+        return whole[..., : self._vocab_size]
+
+    def _shard(self, weight: Tensor) -> Tensor:
+        if self._group is None or self._vocab_size is None:
+            return weight
+        return padded_shard(weight, self._vocab_size, self._group.size())
+
+
+class _Gather(torch.autograd.Function):
+    """The last dimension of all ranks. Each computes the same loss of it, and so has its whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:  # [..., V/P] -> [..., V]
+        ctx.rank, ctx.size = group.rank(), part.shape[-1]
+        return gathered(part, -1, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.narrow(-1, ctx.rank * ctx.size, ctx.size), None
+
+
+def padded_shard(weight: Tensor, vocab_size: int, num_shards: int) -> Tensor:
+    """A shard of a vocabulary, filled up with rows of 0 to the size of the others."""
+    missing = -(-vocab_size // num_shards) - weight.shape[0]
+    return nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 def check_available(logprobs: Logprobs, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Models: presets with random weights, and Hugging Face checkpoints (a local folder or a hub name)."""
 
 from abrun.models.checks import check_decoding, check_network
+from abrun.models.content import content_of, weights_hash
 from abrun.models.families import Facts, facts_of, persistent_buffers
 from abrun.models.presets import (
     ARCHITECTURES,
@@ -24,9 +25,11 @@ __all__ = [
     "character_tokenizer",
     "check_decoding",
     "check_network",
+    "content_of",
     "facts_of",
     "load_network",
     "load_text",
     "persistent_buffers",
     "save_network",
+    "weights_hash",
 ]

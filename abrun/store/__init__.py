@@ -11,7 +11,8 @@
                            every start, and how it saw it end
         attempts/0001.json  one start of the job: its process,       written by that job alone
                            status, and how it says that it ended
-        environment.json  versions, devices, precision, prompt hash  written by the job, at every start
+        environment.json  versions, devices, precision; hashes of    written by the job, at every start
+                           prompts and initial weights
         heartbeat.json    step, time, pid                            written by the job, every step
         result.json       the run is finished                        written by the job, last
         metrics.jsonl     one line a step                            appended by the job

@@ -293,7 +293,7 @@ class RunDir:
             return Heartbeat()
 
     def environment(self) -> dict[str, Any] | None:
-        """Versions, devices, precision and prompts of the last attempt; None before they are recorded."""
+        """Versions, devices, prompts, initial weights of the last attempt; None before they are recorded."""
         path = self.path / layout.ENVIRONMENT
         return read_json(path, MOST_RECORD) if path.is_file() else None
 
@@ -454,12 +454,23 @@ class RunWriter:
             if lines:
                 lines.sync()
 
-    def finish(self, step: int, final_weights: Mapping[str, Any] | None = None, /, **details: Any) -> None:
-        """Write result.json: from now on the run is finished. `final_weights`: a `fingerprint` by file."""
+    def finish(
+        self,
+        step: int,
+        final_weights: Mapping[str, Any] | None = None,
+        weights_hash: str | None = None,
+        /,
+        **details: Any,
+    ) -> None:
+        """Write result.json: from now on the run is finished.
+
+        `final_weights`: a `fingerprint` by file, where they are kept; `weights_hash`: of what was trained.
+        """
         self.event("finished", step=step, **details)
         self.sync()
         result = {"step": step, "attempt": self.attempt}
-        result |= {"final_weights": final_weights} if final_weights is not None else {}
+        weights = {"final_weights": final_weights, "final_weights_hash": weights_hash}
+        result |= {key: value for key, value in weights.items() if value is not None}
         write_json(self.run.path / layout.RESULT, result)
         self._end_attempt("finished", None, 0)
 

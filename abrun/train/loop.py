@@ -44,7 +44,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     recorder = Recorder(writer, config, record)
     recorder.event("started", pid=os.getpid())
     setup = make_setup(config, record.name.seed, run.initial_weights, device)
-    recorder.environment(config, setup.ranks, _prompts(setup))
+    recorder.environment(config, setup.policy, _prompts(setup))
     try:
         _train(run, setup, make_algorithm(setup), recorder, requests, writer)
     finally:
@@ -86,7 +86,7 @@ def _train(
         final_weights = checkpoint.save_final(
             run.final_weights, setup.ranks, lambda folder: _write_model(setup, folder), writer
         )
-    recorder.finish(config.steps, final_weights)
+    recorder.finish(config.steps, setup.policy, final_weights)
 
 
 class Requests:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from abrun.backends.ranks import Ranks
+from abrun.backends import Backend
+from abrun.models import content_of, weights_hash
 from abrun.recipe import OwnRunConfig, Policy
 from abrun.store import RunRecord, RunWriter
 from abrun.train.wandb_mirror import WandbMirror
@@ -30,9 +31,14 @@ class Recorder:
                 config, record, writer.run.path, lambda text: self.event("wandb", message=text)
             )
 
-    def environment(self, config: OwnRunConfig, ranks: Ranks, prompts: Iterable[str]) -> None:
-        """Record what the run depends on besides its configuration. Collective."""
+    def environment(self, config: OwnRunConfig, policy: Backend, prompts: Iterable[str]) -> None:
+        """Record what the run depends on besides its configuration, its policy being the initial one.
+
+        Collective.
+        """
+        ranks = policy.ranks
         places = ranks.of_all((socket.gethostname(), _device_name(ranks.device)))
+        initial_weights = policy_hash(policy)
         if self._writer is None:
             return
         self._writer.environment(
@@ -45,6 +51,7 @@ class Recorder:
                 "dtype": config.policy.dtype,
                 "precision": _precision(config.policy, ranks.device),
                 "prompts_sha256": prompts_sha256(prompts),
+                "initial_weights_hash": initial_weights,
             }
         )
 
@@ -68,12 +75,25 @@ class Recorder:
         if self._writer:
             self._writer.event(event, **details)
 
-    def finish(self, step: int, final_weights: Mapping[str, Any] | None) -> None:
-        """The run is finished: the last of all that is written. `final_weights`: its files' checksums."""
+    def finish(self, step: int, policy: Backend, final_weights: Mapping[str, Any] | None) -> None:
+        """The run is finished: the last of all that is written. Collective.
+
+        `final_weights`: its files' checksums.
+        """
+        trained = policy_hash(policy)
         if self._writer:
             if self._mirror:
                 self._mirror.finish()
-            self._writer.finish(step, final_weights)
+            self._writer.finish(step, final_weights, trained)
+
+
+def policy_hash(policy: Backend) -> str:
+    """Says whether two policies have the same weights, on any backend and in any layout. Collective."""
+    ranks, own = policy.ranks, 0
+    for number, (name, weight) in enumerate(policy.weights()):
+        if number % ranks.size == ranks.rank:
+            own += content_of(name, weight)
+    return weights_hash(ranks.of_all(own))
 
 
 def prompts_sha256(prompts: Iterable[str]) -> str:

@@ -137,8 +137,13 @@ def plain_loss(network: nn.Module, batch: Advised, temperature: float = 1.0) -> 
 
 def gradients(backend: DtensorBackend) -> dict[str, Tensor]:
     """Whole gradients by their Hugging Face names. Collective."""
-    found = {}
-    for name, parameter in backend.module.named_parameters():
-        grad: Any = parameter.grad
-        found[name.removeprefix("network.")] = grad.full_tensor().clone()
-    return found
+    return whole_gradients(backend.module, "network.")
+
+
+def whole_gradients(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Of what has one, by names without the prefix. Collective."""
+    return {
+        name.removeprefix(prefix): parameter.grad.full_tensor().clone()  # pyright: ignore
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }

@@ -62,7 +62,8 @@ def _write_run(experiment_dir: Path, run: PlannedRun, shift: float, noise: float
     config |= {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun}
     write(directory / "config.json", {**config, "config": run.config.model_dump(mode="json")})
     write(directory / "attempts/0001.json", {"status": "finished", "started_s": 0.0, "exit_code": 0})
-    write(directory / "environment.json", {**ENVIRONMENT, "prompts_sha256": f"{run.name.seed:064x}"})
+    of_seed = {"prompts_sha256": f"{run.name.seed:064x}", "initial_weights_hash": f"{run.name.seed:016x}"}
+    write(directory / "environment.json", {**ENVIRONMENT, **of_seed})
     write(directory / "result.json", {"steps": run.config.steps})
     rows = metric_rows(run.name, run.config.steps, shift, noise)
     write_rows(directory, rows)

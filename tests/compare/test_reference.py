@@ -85,13 +85,17 @@ def test_other_versions_are_what_is_tested(tmp_path, frozen):
     )
 
 
-def test_other_prompts_are_invalid(tmp_path, frozen):
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [("prompts_sha256", "prompt hash differs"), ("initial_weights_hash", "initial weights differ")],
+)
+def test_another_beginning_is_invalid(tmp_path, frozen, key, reason):
     def other(experiment_dir: Path) -> None:
         for path in experiment_dir.glob("*/*/environment.json"):
-            edit(path, lambda content: content.update(prompts_sha256="f" * 64))
+            edit(path, lambda content: content.update({key: "f" * 64}))
 
     content = later(tmp_path, frozen, change=other)
-    assert content.verdict == "INVALID" and "prompt hash differs" in content.reasons[0]
+    assert content.verdict == "INVALID" and reason in content.reasons[0]
 
 
 def test_another_configuration_is_listed(tmp_path, frozen):

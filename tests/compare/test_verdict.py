@@ -302,6 +302,10 @@ def test_swapped_arms(simulated, judged):
             "the prompt hash differs between baseline/seed-2 and treatment/seed-2",
         ),
         ({"python": "3.12.1"}, "the Python version differs"),
+        (
+            {"initial_weights_hash": "f" * 16},
+            "the initial weights differ between baseline/seed-2 and treatment/seed-2",
+        ),
     ],
 )
 def test_another_environment(simulated, judged, change, reason):
@@ -310,6 +314,19 @@ def test_another_environment(simulated, judged, change, reason):
     comparison = judged(experiment_dir)
     invalid(comparison, reason)
     assert comparison.content.primaries[0].result == "not tested"  # no claim on what is not comparable
+
+
+def test_another_model_has_other_initial_weights(simulated, judged):
+    """As has another task, or another warm start; an older version did not say."""
+    for arm, recorded in (({"model.preset": "qwen2-wide-vocab"}, "f" * 16), ({}, None)):
+        arms = {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked", **arm}}
+        experiment_dir = simulated(arms=arms)
+        for path in experiment_dir.glob("treatment/*/environment.json"):
+            edit(path, lambda content, hash=recorded: content.update(initial_weights_hash=hash))
+        comparison = judged(experiment_dir)
+        assert comparison.verdict == "MATCH"
+        unsaid = "whether both arms began with the same weights: the runs do not say"
+        assert (unsaid in comparison.content.not_tested) == (recorded is None)
 
 
 def test_other_hosts_are_no_other_environment(simulated, judged):

@@ -20,6 +20,7 @@ EXACT = (
     "train/lr",
 )
 ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
+TENSOR_PARALLEL = "policy.backend={tensor_parallel: 2, sequence_parallel: true}"
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")
 
 
@@ -96,11 +97,12 @@ def test_one_pass_changes_only_rounding(
 
 
 @pytest.mark.slow
-def test_one_pass_over_two_ranks_and_by_triton(tmp_path: Path, warm_weights: Path, group: None) -> None:
+def test_one_pass_over_two_ranks_and_tensor_parallel(tmp_path: Path, warm_weights: Path, group: None) -> None:
     two_ranks = ("cluster.cpu_ranks=2", "policy.micro_batch_size=8")
     configs = {
         "whole": config_of("sequence_mean"),
         "two-ranks": config_of("sequence_mean", ONE_PASS, *two_ranks),
+        "tensor-parallel": config_of("sequence_mean", *two_ranks, TENSOR_PARALLEL, "policy.packing=true"),
     }
     if TRITON_ON_CPU:
         configs["triton"] = config_of("sequence_mean", ONE_PASS, "policy.logprobs.impl=triton")

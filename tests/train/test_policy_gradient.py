@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from abrun import store
 from abrun.backends.dtensor import DtensorBackend
-from abrun.recipe import Grpo
+from abrun.models import content_of, load_network, weights_hash
+from abrun.recipe import Grpo, Model
 from abrun.rl.batch import PolicyBatch
 from abrun.rl.losses import loss_weights
 from abrun.train import policy_gradient
@@ -102,7 +103,11 @@ def test_the_row_tells_what_the_clock_and_the_files_say(
     assert environment["precision"] == precision
     heartbeat = store.read_json(tmp_path / "run" / "heartbeat.json")
     assert heartbeat["step"] == 2 and heartbeat["attempt"] == 1
-    assert store.read_json(tmp_path / "run" / "result.json") == {"step": 2, "attempt": 1}
+    network = load_network(Model(path=str(warm_weights)), weights=None, seed=0)
+    initial = weights_hash(content_of(name, weight) for name, weight in network.named_parameters())
+    assert environment["initial_weights_hash"] == initial
+    result = store.read_json(tmp_path / "run" / "result.json")
+    assert len(result.pop("final_weights_hash")) == 16 and result == {"step": 2, "attempt": 1}
 
 
 def test_both_arms_and_other_seeds_get_their_own_prompts(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,5 +49,6 @@ def precision(directory: Path, *overrides: str, device: str = "cpu") -> dict[str
     run = make_run(directory / "run", config)
     here = store.RunDir(run)
     ranks = replace(make_ranks(torch.device("cpu"), {}), device=torch.device(device))
-    Recorder(here.begin_attempt(), config, here.record()).environment(config, ranks, [])
+    policy: Any = SimpleNamespace(ranks=ranks, weights=lambda: iter([("weight", torch.ones(2, 3))]))
+    Recorder(here.begin_attempt(), config, here.record()).environment(config, policy, [])
     return (here.environment() or {})["precision"]

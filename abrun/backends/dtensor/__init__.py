@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from abrun.backends import B, Decoder, Objective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.fsdp import ShardedParameters, shard, shard_layers
+from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import IGNORED, Head, check_available
 from abrun.backends.packing import Packing, microbatches, packing_for
@@ -62,7 +63,9 @@ class PolicyModule(nn.Module):
             hidden = hidden[:, :-1]
         else:
             target = split.cut(target, IGNORED)
-        *loss, logprobs, entropy = self._head.judge(hidden, self._facts.head.weight, target, token_loss)
+        *loss, logprobs, entropy = self._head.judge(
+            hidden, own_part(self._facts.head.weight), target, token_loss
+        )
         if split is not None:
             logprobs, entropy = (
                 split.whole(each)[:, : token_ids.shape[1] - 1] for each in (logprobs, entropy)
@@ -84,7 +87,7 @@ class PolicyModule(nn.Module):
             past_key_values=cache,
             use_cache=True,
         )
-        logits = self._head.logits(output.last_hidden_state[:, -1], self._facts.head.weight)
+        logits = self._head.logits(output.last_hidden_state[:, -1], own_part(self._facts.head.weight))
         return logits, output.past_key_values
 
 
@@ -135,8 +138,17 @@ class DtensorBackend:
             top_p=top_p,
             scale=facts.logit_scale,
             softcap=facts.logit_softcap,
+            vocab_size=facts.head.out_features,
+            group=ranks.tensor,
         )
         self.module = PolicyModule(network, facts, head).to(ranks.device)
+        self._tensor = (
+            TensorParallel(ranks.mesh["tensor_parallel"], sequence_parallel=policy.backend.sequence_parallel)
+            if ranks.tensor
+            else None
+        )
+        if self._tensor:
+            self._tensor.spread(network, facts)
         self._hidden_size = facts.head.in_features
         if policy.activation_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
@@ -179,14 +191,19 @@ class DtensorBackend:
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
-        """Weights are whole on every rank, and no collective runs inside."""
+        """Weights are gathered over data-parallel ranks, which then need not decode alike.
+
+        Tensor-parallel ones decode the same rows to the same step, each with its part of the weights.
+        """
         sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         for part in sharded:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
         self.module.eval()
+        whole = self._tensor.whole_sequences() if self._tensor else contextlib.nullcontext()
         try:
-            yield self.module.decode
+            with whole:
+                yield self.module.decode
         finally:
             self.module.train()
             for part in sharded:
@@ -203,7 +220,15 @@ class DtensorBackend:
 
     def make_value_model(self, settings: Ppo, seed: int) -> DtensorValueModel:
         backbone = self._load() if settings.value_backbone == "own" else self.module.hidden_states
-        return DtensorValueModel(settings, self.settings, self.ranks, backbone, self._hidden_size, seed=seed)
+        return DtensorValueModel(
+            settings,
+            self.settings,
+            self.ranks,
+            backbone,
+            self._hidden_size,
+            tensor=self._tensor,
+            seed=seed,
+        )
 
     def local_state(self) -> dict[str, Tensor]:
         return self._parameters.local_state()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from abrun.backends import B, ValueObjective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, shard, shard_layers
+from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
 from abrun.models import facts_of
@@ -53,12 +54,15 @@ class DtensorValueModel:
         backbone: nn.Module | HiddenStates,
         hidden_size: int,
         *,
+        tensor: TensorParallel | None,
         seed: int,
     ) -> None:
-        self._settings, self._policy, self._ranks = settings, policy, ranks
+        self._settings, self._policy, self._ranks, self._tensor = settings, policy, ranks, tensor
         self._coefficient = 1.0
         # In float32 unless the recipe wants to see what bfloat16 masters and moments lose: they truncate.
         self.head = _head(hidden_size, seed).to(ranks.device, DTYPES[settings.value_head_dtype])
+        if tensor:
+            tensor.replicate(self.head)
         # Gathered in its own dtype, whatever the backbone's products compute in.
         shard(self.head, ranks.weights, settings.value_head_dtype)
         trained = {f"head.{name}": parameter for name, parameter in self.head.named_parameters()}
@@ -117,8 +121,10 @@ class DtensorValueModel:
             with torch.no_grad():
                 return self._hidden_states(token_ids, packing)
         hidden = self._hidden_states(token_ids, packing)
-        if hidden.requires_grad and self._coefficient != 1:
-            hidden.register_hook(lambda gradient: gradient * self._coefficient)
+        # Each tensor-parallel rank computes the whole loss, and their gradients of the states are added up.
+        share = self._coefficient / (self._tensor.size if self._tensor else 1)
+        if hidden.requires_grad and share != 1:
+            hidden.register_hook(lambda gradient: gradient * share)
         return hidden
 
     def _sharded(self, network: Any) -> Backbone:
@@ -127,6 +133,8 @@ class DtensorValueModel:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         facts = facts_of(network)
         module = Backbone(facts.base).to(self._ranks.device)
+        if self._tensor:
+            self._tensor.spread(network, facts)
         shard_layers(facts.layers, self._ranks.weights, self._policy.dtype)
         shard(module, self._ranks.weights, self._policy.dtype)
         return module.train()

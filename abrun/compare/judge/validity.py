@@ -1,7 +1,7 @@
 """INVALID comes first: what must hold before two arms are comparable at all (verdict.md, rule 3)."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,13 +12,16 @@ from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, is
 from abrun.recipe import Primary, dotted
 from abrun.series import Steps, window_bounds
 
+INITIAL_WEIGHTS = "initial_weights_hash"
 # What of environment.json must not differ between paired runs. Hosts may.
 ENVIRONMENT = {
     "versions": "package versions differ",
     "python": "the Python version differs",
     "devices": "devices differ",
     "prompts_sha256": "the prompt hash differs",
+    INITIAL_WEIGHTS: "the initial weights differ",
 }
+OF_THE_MACHINE = ("versions", "python", "devices")
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
@@ -80,7 +83,7 @@ def other_machine(experiment: Experiment, arm: str) -> bool:
 
 
 def _machine(run: RecordedRun) -> dict[str, Any]:
-    return {key: (run.environment or {}).get(key) for key in ENVIRONMENT if key != "prompts_sha256"}
+    return {key: (run.environment or {}).get(key) for key in OF_THE_MACHINE}
 
 
 def coverage(pairs: Sequence[Pair]) -> dict[str, int]:
@@ -154,12 +157,16 @@ def _config_differences(
         return
     reference = next((pair.baseline for pair in pairs if pair.baseline.config), pairs[0].baseline)
     declared = {key: values[1] for key, values in differences(experiment, arm).items()}
-    if any(key.split(".")[0] in ("model", "task", "warm_start") for key in declared):
+    if _declares_other_weights(declared):
         declared["initial_weights"] = ...  # follows from such a treatment: any value
     for run in [*(pair.baseline for pair in pairs), *reruns]:
         yield from _differences(run, reference, {})
     for pair in pairs:
         yield from _differences(pair.treatment, reference, declared)
+
+
+def _declares_other_weights(declared: Iterable[str]) -> bool:
+    return any(key.split(".")[0] in ("model", "task", "warm_start") for key in declared)
 
 
 def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[str]:
@@ -214,11 +221,13 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
     """Rule 3. Against a reference, other versions and devices are what is tested; with another trainer as the
     treatment, other packages belong to it.
     """
-    keys = dict(ENVIRONMENT)
+    keys, declared = dict(ENVIRONMENT), differences(experiment, arm)
     if experiment.regression:
-        keys = {"prompts_sha256": ENVIRONMENT["prompts_sha256"]}
-    elif any(key in OTHER_TRAINER for key in differences(experiment, arm)):
+        keys = {key: what for key, what in ENVIRONMENT.items() if key not in OF_THE_MACHINE}
+    elif any(key in OTHER_TRAINER for key in declared):
         keys = {"devices": ENVIRONMENT["devices"]}
+    if _declares_other_weights(declared):
+        keys.pop(INITIAL_WEIGHTS, None)
     for pair in pairs:
         for run in (pair.treatment, *pair.reruns):
             for one in (pair.baseline, run):
@@ -231,11 +240,9 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
             if pair.baseline.environment is None or run.environment is None:
                 continue
             for key, what in keys.items():
-                if experiment.treatment_diff is None and None in (
-                    pair.baseline.environment.get(key),
-                    run.environment.get(key),
-                ):
-                    continue  # a framework that does not say: among what was not tested
+                unsaid = None in (pair.baseline.environment.get(key), run.environment.get(key))
+                if unsaid and (experiment.treatment_diff is None or key == INITIAL_WEIGHTS):
+                    continue  # a framework, or an older version, that does not say: among the not tested
                 yield from _environment_difference(pair.baseline, run, key, what)
 
 

@@ -178,6 +178,9 @@ def not_tested(
         "whether both arms saw the same prompts": any(
             not (run.environment or {}).get("prompts_sha256") for run in runs
         ),
+        "whether both arms began with the same weights": any(
+            not (run.environment or {}).get("initial_weights_hash") for run in runs
+        ),
     }
     no_error = all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs)
     silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]

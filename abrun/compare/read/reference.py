@@ -27,7 +27,7 @@ from abrun.store import decode, encode, read_json, write_file
 ARM = "reference"
 _SCHEMA_VERSION = 1
 _KEPT_STEPS = 64  # of a metric without a claim, spread over the run
-_ENVIRONMENT = ("python", "versions", "devices", "prompts_sha256")
+_ENVIRONMENT = ("python", "versions", "devices", "prompts_sha256", "initial_weights_hash")
 _PRIVATE = ("wandb.", "trainer.env.", "initial_weights")
 
 

@@ -1,0 +1,374 @@
+"""Tensor and sequence parallelism against the same backend in one process, and with faults planted in it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial, partialmethod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from abrun.backends.dtensor import DtensorBackend, tensor_parallel
+from abrun.backends.dtensor.tensor_parallel import TensorParallel, check_fits
+from abrun.backends.ranks import make_ranks
+from abrun.errors import RecipeError
+from abrun.models import Text, character_tokenizer
+from abrun.recipe import Policy, Ppo, Rollout
+from abrun.rollout.draws import Draws
+from abrun.rollout.torch_engine import TorchEngine
+from abrun.train.recorder import policy_hash
+from tests.backends.policies import CPU, TINY, WeightedLoss, gradients, some_batch, tiny, whole_gradients
+from tests.backends.test_value_model import SquaredError
+from tests.spawn import run_ranks
+
+SHAPE = TINY | {"head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),  # with biases on q, k, v
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False}),  # with q_norm, k_norm
+    "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+}
+OPTIMIZER = {
+    "learning_rate": 0.01,
+    "eps": 1e-6,
+    "weight_decay": 0.1,
+    "beta2": 0.95,
+    "max_grad_norm": 0.05,
+}
+SP = {"sequence_parallel": True}
+STEPS = 3
+LOSS, NORM, GRADIENT, WEIGHT = 2e-6, 1e-5, 5e-5, 3e-4  # that float32 may differ by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A policy over `data` x `tensor` ranks."""
+
+    kind: str
+    changes: dict[str, Any] = field(default_factory=dict)  # to its configuration
+    data: int = 1
+    tensor: int = 2
+    layout: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    top_p: float = 1.0
+    value_backbone: str | None = None  # with a value model
+
+
+ONE_KEY_HEAD, EVEN = {"num_key_value_heads": 1}, {"vocab_size": 100}
+PACKED, ONE_PASS = {"packing": True}, {"logprobs": {"impl": "chunked", "one_pass": True}}
+CHECKPOINTED = {"activation_checkpointing": True, "micro_batch_size": 3}
+TWO_RANKS = {  # vocabulary 99 is odd, and so are most rows' lengths
+    "tied, biases": Case(kind="qwen2"),
+    "untied, head norms, sequence parallel": Case(kind="qwen3", layout=SP, policy=CHECKPOINTED),
+    "one key head, packed, one pass, sequence parallel": Case(
+        kind="llama", changes=ONE_KEY_HEAD, layout=SP, policy=PACKED | ONE_PASS
+    ),
+    "top-p": Case(kind="qwen3", top_p=0.8, policy={"logprobs": {"head_dtype": "float32"}}),
+    "own value model, sequence parallel": Case(kind="qwen3", layout=SP, value_backbone="own"),
+    "shared value model": Case(kind="qwen2", value_backbone="shared"),
+}
+FOUR_RANKS = {
+    "qwen2": Case(kind="qwen2", data=2),
+    "qwen2, SP": Case(kind="qwen2", data=2, layout=SP, policy=PACKED),
+    "qwen3": Case(kind="qwen3", data=2, policy=ONE_PASS),
+    "qwen3, SP": Case(kind="qwen3", data=2, layout=SP, policy=CHECKPOINTED),
+    "llama": Case(kind="llama", data=2, changes=EVEN, policy=PACKED),
+    "llama, SP": Case(kind="llama", data=2, changes=EVEN, layout=SP),
+    "experts": Case(kind="experts", data=2),
+    "experts, SP": Case(kind="experts", data=2, layout=SP, policy=PACKED),
+    "2 key heads on 4": Case(kind="qwen2", tensor=4),
+    "2 key heads on 4, SP": Case(kind="qwen3", tensor=4, layout=SP, policy=PACKED),
+    "1 key head": Case(kind="qwen3", data=2, changes=ONE_KEY_HEAD, layout=SP),
+    "top-p, SP": Case(kind="qwen2", data=2, top_p=0.7, layout=SP),
+    "own value model": Case(kind="qwen2", data=2, value_backbone="own", policy=PACKED),
+    "own value model, SP": Case(kind="qwen3", data=2, layout=SP, value_backbone="own"),
+    "shared value model": Case(kind="qwen3", data=2, value_backbone="shared"),
+    "shared value model, SP": Case(
+        kind="llama", data=2, layout=SP, value_backbone="shared", policy=CHECKPOINTED
+    ),
+}
+
+
+def loud(kind: str, changes: dict[str, Any]) -> Any:
+    """A network whose biases and norms are no 0 and 1, which would hide faults; the same at every call."""
+    network_kind, config_kind, settings = KINDS[kind]
+    torch.manual_seed(5)
+    network = network_kind(config_kind(**SHAPE | settings | changes))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    return network
+
+
+def make_backend(case: Case, layout: dict[str, Any]) -> DtensorBackend:
+    policy = Policy.model_validate({"optimizer": OPTIMIZER, "backend": layout} | case.policy)
+    return DtensorBackend(
+        partial(loud, case.kind, case.changes),
+        policy,
+        make_ranks(CPU, policy.backend.shape),
+        temperature=0.8,
+        top_p=case.top_p,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    loss: float
+    norms: list[float]  # before clipping
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def train(case: Case, layout: dict[str, Any], *, steps: int = STEPS, scale: float = 1.0) -> list[Step]:
+    """Steps on this rank's rows, of whole tensors; the loss `scale` times what it should be."""
+    backend, found = make_backend(case, layout), []
+    critic: Any = None
+    if case.value_backbone:
+        settings = {"value_backbone": case.value_backbone, "value_optimizer": OPTIMIZER}
+        critic = backend.make_value_model(Ppo.model_validate({"type": "ppo"} | settings), seed=3)
+    for step in range(steps):
+        batch = some_batch(step)
+        share = batch[backend.ranks.share(len(batch))]
+        num_tokens = float(batch.token_mask.sum()) / scale
+        parts = [backend.forward_backward(share, WeightedLoss(num_tokens))]
+        if critic:
+            parts.append(critic.forward_backward(share, SquaredError(num_tokens)))
+        of_all = gradients(backend)
+        norms = [backend.optimizer_step(0.01)]
+        weights = {name: weight.clone() for name, weight in backend.weights()}
+        if critic:
+            modules = {"head.": critic.head}
+            modules |= {"own.": critic._hidden_states} if case.value_backbone == "own" else {}
+            for name, module in modules.items():
+                of_all |= {name + key: gradient for key, gradient in whole_gradients(module).items()}
+            norms.append(critic.optimizer_step(0.01))
+            for name, module in modules.items():
+                weights |= {name + k: p.detach().full_tensor().clone() for k, p in module.named_parameters()}
+        losses = [backend.ranks.total(float(part.sums["loss"]))[0] for part in parts]
+        found.append(Step(loss=sum(losses), norms=norms, gradients=of_all, weights=weights))
+    return found
+
+
+def differences(found: list[Step], expected: list[Step]) -> dict[str, float]:
+    """The largest of all steps, in units of what float32 may differ by."""
+    largest = dict.fromkeys(("loss", "norm", "gradient", "weight"), 0.0)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.gradients.keys() == theirs.gradients.keys()
+        assert ours.weights.keys() == theirs.weights.keys()
+        each = {
+            "loss": abs(ours.loss - theirs.loss) / LOSS,
+            "norm": max(abs(a / b - 1) for a, b in zip(ours.norms, theirs.norms, strict=True)) / NORM,
+            "gradient": max(
+                float((ours.gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-6))
+                for name, gradient in theirs.gradients.items()
+            )
+            / GRADIENT,
+            "weight": max(
+                float((ours.weights[name] - weight).abs().max()) for name, weight in theirs.weights.items()
+            )
+            / WEIGHT,
+        }
+        largest = {name: max(largest[name], each[name]) for name in largest}
+    return largest
+
+
+def on_ranks(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, list[Step]]:
+    return {name: train(case, {"tensor_parallel": case.tensor} | case.layout) for name, case in cases.items()}
+
+
+def assert_ranks_do_what_one_does(cases: dict[str, Case], world_size: int) -> None:
+    ranks = run_ranks(on_ranks, world_size, cases, timeout_s=280)
+    for name, case in cases.items():
+        expected = train(case, {})
+        assert min(step.norms[0] for step in expected) > 2 * OPTIMIZER["max_grad_norm"], "clipping matters"
+        for found in ranks:
+            off = differences(found[name], expected)
+            assert max(off.values()) < 1, f"{name}: {off}"
+            for ours, first in zip(found[name], ranks[0][name], strict=True):
+                assert ours.norms == first.norms
+                assert all(torch.equal(weight, first.weights[key]) for key, weight in ours.weights.items())
+
+
+def test_two_ranks_do_what_one_does(group: None) -> None:
+    assert_ranks_do_what_one_does(TWO_RANKS, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 1])
+def test_four_ranks_do_what_one_does(part: int, group: None) -> None:
+    assert_ranks_do_what_one_does(dict(list(FOUR_RANKS.items())[part::2]), 4)
+
+
+# --- faults ---
+
+
+def _patched(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(TensorParallel, name, value)
+
+
+def _alike(self: TensorParallel, module: nn.Module, gradient: Any = None) -> None:
+    _replicate(self, module, Replicate())
+
+
+def _made(self: Any, mesh: Any, *, of_states: Any, **settings: Any) -> None:
+    _make(self, mesh, **settings)
+    self._of_states = of_states
+
+
+def _base_that_does_not_enter(self: TensorParallel, base: Any) -> None:
+    """Hidden states reach the head as if their gradient were alike on all ranks."""
+
+
+def _whole_share(self: Any, token_ids: Tensor, packing: Any) -> Tensor:
+    """Hidden states of a value model whose loss every rank counts whole."""
+    return self._hidden_states(token_ids, packing)
+
+
+_make, _replicate = TensorParallel.__init__, TensorParallel.replicate
+_VALUE_MODEL = "abrun.backends.dtensor.value_model.DtensorValueModel._backbone_states"
+FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None]]] = {
+    "hidden states alike": (Case(kind="qwen2"), _patched("_base", _base_that_does_not_enter)),
+    "head norms alike": (Case(kind="qwen3"), _patched("replicate", _alike)),
+    "states' gradients alike with sequence parallel": (
+        Case(kind="llama", layout=SP),
+        _patched("__init__", partialmethod(_made, of_states=Replicate())),
+    ),
+    "states' gradients added without": (
+        Case(kind="llama"),
+        _patched("__init__", partialmethod(_made, of_states=Partial())),
+    ),
+    "a shared key head alike": (
+        Case(kind="llama", changes=ONE_KEY_HEAD),
+        lambda patch: patch.setattr(tensor_parallel, "Partial", Replicate),
+    ),
+    "values counted by every rank": (
+        Case(kind="qwen2", value_backbone="own"),
+        lambda patch: patch.setattr(_VALUE_MODEL, _whole_share),
+    ),
+}
+
+
+def on_ranks_with_faults(rank: int, world_size: int) -> dict[str, list[Step]]:
+    found = {}
+    for name, (case, plant) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            found[name] = train(case, {"tensor_parallel": case.tensor} | case.layout, steps=1)
+    case = Case(kind="qwen2")
+    return found | {"loss times ranks": train(case, {"tensor_parallel": 2}, scale=2.0)}
+
+
+def test_a_fault_shows(group: None) -> None:
+    found = run_ranks(on_ranks_with_faults, 2)[0]
+    for name, (case, _) in FAULTS.items():
+        off = differences(found[name], train(case, {}, steps=1))
+        assert off["gradient"] > 100, f"{name}: {off}"
+    off = differences(found["loss times ranks"], train(Case(kind="qwen2"), {}))
+    assert off["norm"] > 100 and off["gradient"] > 100, off
+    assert off["weight"] < 1, "clipping and Adam hide a factor: weights alone would show nothing"
+
+
+# --- what a run does beside ---
+
+PROMPTS = ["1+1=", "a longer prompt: 12345+67890=", "x", "30+12=", "Q: why?"]
+TEXT = Text(tokenizer=character_tokenizer(), end_ids=frozenset(range(70, 80)), max_positions=None)
+DECODED = {
+    "qwen2": Case(kind="qwen2"),
+    "sequence parallel": Case(kind="qwen3", changes=ONE_KEY_HEAD, layout=SP),
+    "packed": Case(kind="llama", layout=SP, policy=PACKED, top_p=0.8),
+}
+
+
+def completions(backend: DtensorBackend, top_p: float) -> list[tuple[list[int], list[float]]]:
+    rollout = Rollout(temperature=0.8, top_p=top_p, max_new_tokens=12, batch_size=3)
+    engine = TorchEngine(rollout, backend, TEXT)
+    draws = Draws(seed=6, stream="sampling", step=1, rows=range(len(PROMPTS)))
+    found = engine.generate([TEXT.encode_prompt(prompt) for prompt in PROMPTS], draws)
+    return [(completion.token_ids, completion.logprobs) for completion in found]
+
+
+def used(case: Case, layout: dict[str, Any]) -> dict[str, Any]:
+    """Completions, before and after a step; log-probs; and whether a restored backend goes on alike."""
+    backend, batch = make_backend(case, layout), some_batch()
+    share, loss = batch[backend.ranks.share(len(batch))], WeightedLoss(float(batch.token_mask.sum()))
+    found: dict[str, Any] = {"logprobs": backend.logprobs(share), "hash": policy_hash(backend)}
+    found["completions"] = [completions(backend, case.top_p)]
+    backend.forward_backward(share, loss)
+    backend.optimizer_step(0.01)
+    found["completions"].append(completions(backend, case.top_p))
+    state = {name: tensor.clone() for name, tensor in backend.local_state().items()}
+    restored = make_backend(case, layout)
+    restored.load_local_state(state)
+    for each in (backend, restored):
+        each.forward_backward(share, loss)
+        each.optimizer_step(0.01)
+    again = restored.local_state()
+    found["restored"] = all(
+        torch.equal(tensor, again[name]) for name, tensor in backend.local_state().items()
+    )
+    found["num_held"] = sum(tensor.numel() for tensor in again.values())
+    return found
+
+
+def on_ranks_beside(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    return {name: used(case, {"tensor_parallel": 2} | case.layout) for name, case in DECODED.items()}
+
+
+def test_completions_and_checkpoints_of_two_ranks(group: None) -> None:
+    ranks = run_ranks(on_ranks_beside, 2)
+    for name, case in DECODED.items():
+        expected = used(case, {})
+        for found in ranks:
+            assert found[name]["restored"] and found[name]["hash"] == expected["hash"], name
+            torch.testing.assert_close(found[name]["logprobs"], expected["logprobs"], atol=2e-5, rtol=1e-5)
+            for ours, theirs in zip(found[name]["completions"], expected["completions"], strict=True):
+                assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs], name
+                for (_, logprobs), (_, others) in zip(ours, theirs, strict=True):
+                    assert logprobs == pytest.approx(others, abs=1e-4), name
+            assert found[name]["num_held"] < 0.54 * expected["num_held"], "a rank holds half of everything"
+            assert found[name]["completions"] == ranks[0][name]["completions"]
+        lengths = {len(tokens) for tokens, _ in expected["completions"][0]}
+        assert len(lengths) > 1, "some completions should end before others"
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+REFUSED = [
+    ({"num_attention_heads": 6}, 4, False, r"6 attention heads and 2 key-value heads; use a divisor of 6"),
+    ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, False, r"got 2 with 12 .* 3 key-value heads"),
+    (
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        2,
+        True,
+        r"no full attention",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "size", "sequence_parallel", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], size: int, sequence_parallel: bool, message: str
+) -> None:
+    network = loud("qwen2", changes | {"hidden_size": 48})
+    with pytest.raises(RecipeError, match=message) as caught:
+        check_fits(network, size, sequence_parallel=sequence_parallel)
+    assert str(caught.value).startswith("policy.backend.") and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_family_without_a_plan_is_refused() -> None:
+    network: Any = tiny("gemma2")
+    with pytest.raises(RecipeError, match=r"got 2 with Gemma2ForCausalLM, which there is no plan for; use 1"):
+        check_fits(network, 2, sequence_parallel=False)
