@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from abrun.backends.collectives import gathered, scattered
+
 
 class Span(NamedTuple):
     """Queries that see keys of one sequence, causally: the last query sees the last key."""
@@ -124,11 +126,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         split: ContextSplit = ctx.split
-        by_rank = gradients[0].index_select(-2, split.order).unflatten(-2, (split.group.size(), -1))
-        by_rank = by_rank.movedim(-3, 0).contiguous()
-        own = by_rank.new_empty(by_rank.shape[1:])
-        dist.reduce_scatter_tensor(own, by_rank.flatten(0, 1), group=split.group)
-        return own, None
+        return scattered(gradients[0].index_select(-2, split.order), -2, split.group), None
 
 
 class _Whole(torch.autograd.Function):
@@ -145,8 +143,4 @@ class _Whole(torch.autograd.Function):
 
 
 def _gathered(own: Tensor, split: ContextSplit) -> Tensor:  # [..., T/P, D] -> [..., T, D]
-    size = split.group.size()
-    by_rank = own.new_empty(size * own.shape[0], *own.shape[1:])  # joined along the first dimension
-    dist.all_gather_into_tensor(by_rank, own.contiguous(), group=split.group)
-    in_ranks_order = by_rank.unflatten(0, (size, -1)).movedim(0, -3).flatten(-3, -2)
-    return in_ranks_order.index_select(-2, split.inverse)
+    return gathered(own, -2, split.group).index_select(-2, split.inverse)

@@ -1,4 +1,4 @@
-"""How a model and its sequences are spread over two ranks is rounding, from prompts to metrics."""
+"""How a model and its sequences are spread over ranks is rounding, from prompts to metrics."""
 
 from pathlib import Path
 
@@ -8,7 +8,12 @@ from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, 
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 from tests.train.test_ppo import PPO, SHARED
 
-LAYOUTS = {"context": "{context_parallel: 2}"}
+LAYOUTS = {
+    "context": (2, "{context_parallel: 2}"),
+    "sequence": (2, "{tensor_parallel: 2, sequence_parallel: true}"),
+    "tensor": (2, "{tensor_parallel: 2}"),
+    "both": (4, "{tensor_parallel: 2, sequence_parallel: true, context_parallel: 2}"),
+}
 ALGORITHMS = {
     "grpo": ("algorithm.kl_coefficient=0.1", "algorithm.entropy_coefficient=0.02"),
     "gspo": (
@@ -21,19 +26,25 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "algorithm",
-    [*(name if name == "grpo" else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS)],
-)
-def test_two_ranks_train_as_one(
+# Of each layout one algorithm by default.
+QUICK = {("context", "grpo"), ("sequence", "ppo")}
+CASES = [
+    pytest.param(layout, name, marks=() if (layout, name) in QUICK else pytest.mark.slow)
+    for layout in LAYOUTS
+    for name in ALGORITHMS
+]
+
+
+@pytest.mark.parametrize(("layout", "algorithm"), CASES)
+def test_ranks_train_as_one(
     layout: str, algorithm: str, tmp_path: Path, warm_weights: Path, group: None
 ) -> None:
     packed = ("policy.packing=true", "policy.micro_batch_tokens=90")
     settings = ("steps=3", "task.max_operand=6", *packed, *ALGORITHMS[algorithm])
     one = train_here(make_run(tmp_path / "one", run_config(*settings), initial_weights=warm_weights))
     assert one[1]["train/grad_norm"] > 1e-3
-    spread = run_config(*settings, "cluster.cpu_ranks=2", f"policy.backend={LAYOUTS[layout]}")
-    run = make_run(tmp_path / "two", spread, initial_weights=warm_weights)
-    run_to_end(run, ranks=2)
+    ranks, backend = LAYOUTS[layout]
+    spread = run_config(*settings, f"cluster.cpu_ranks={ranks}", f"policy.backend={backend}")
+    run = make_run(tmp_path / "spread", spread, initial_weights=warm_weights)
+    run_to_end(run, ranks=ranks)
     assert_same_up_to_rounding(metrics_by_step(run), one)
