@@ -21,7 +21,7 @@ def gathered(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:  # [..., n,
 
 def scattered(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:  # [..., P * n, ...] -> [..., n, ...]
     """This rank's part, along `dim`, of the sum over all ranks of the group."""
-    size = group.size()
+    size, dim = group.size(), dim % whole.dim()
     by_rank = whole.unflatten(dim, (size, whole.shape[dim] // size)).movedim(dim, 0).contiguous()
     part = by_rank.new_empty(by_rank.shape[1:])
     _reduce_scatter(part, by_rank.flatten(0, 1), group=group)
