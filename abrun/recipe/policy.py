@@ -21,6 +21,10 @@ class Model(Section):
         return self
 
 
+# From the slowest to the fastest: neighbours share layers, where they talk most. Megatron's order, too.
+DIMENSIONS = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
+
+
 class Layout(Section):
     """How a backend spreads a model and its sequences over ranks."""
 
@@ -33,6 +37,11 @@ class Layout(Section):
     def shape(self) -> dict[str, int]:
         """The sizes that multiply to the ranks of one data-parallel replica."""
         return {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether a replica of the policy takes more than one rank, or shares experts with others."""
+        return self.expert_parallel > 1 or any(size > 1 for size in self.shape.values())
 
     @model_validator(mode="after")
     def _sequence_parallel_goes_with_tensor_parallel(self) -> Self:
