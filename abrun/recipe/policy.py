@@ -12,6 +12,9 @@ class Model(Section):
 
     preset: Literal["qwen2-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
     path: str | None = None
+    system_prompt: str | None = (
+        None  # the first turn of every prompt, where the tokenizer has a chat template
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
