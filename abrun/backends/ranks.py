@@ -17,10 +17,9 @@ from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportP
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from abrun.errors import LaunchError
+from abrun.recipe import DIMENSIONS
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-# From the slowest to the fastest: neighbours share layers, where they talk most. Megatron's order, too.
-DIMENSIONS = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
 
 T = TypeVar("T")
 

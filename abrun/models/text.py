@@ -11,6 +11,7 @@ from abrun.errors import RecipeError
 from abrun.models.presets import CharacterTokenizer, character_tokenizer, preset_config
 from abrun.models.sources import loading, source_of
 from abrun.recipe import Model
+from abrun.recipe.refusals import shortened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class Text:
     """The tokenizer of a model, its chat template, and the tokens that end and fill up."""
 
     tokenizer: PreTrainedTokenizerBase
+    system_prompt: str | None = None  # the first turn of every prompt
     end_ids: frozenset[int]  # tokens that end a completion
     max_positions: int | None  # of a sequence's tokens; None: no limit is known
 
@@ -33,9 +35,9 @@ class Text:
         Raises RecipeError where there is none: nothing would stand before the completion's first token.
         """
         if self.tokenizer.chat_template:
-            turn = [{"role": "user", "content": prompt}]
+            system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
             encoded: Any = self.tokenizer.apply_chat_template(
-                turn, add_generation_prompt=True, return_dict=True
+                [*system, {"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
             )
         else:
             encoded = self.tokenizer(prompt)
@@ -67,18 +69,28 @@ def load_text(model: Model, *, weights: Path | None) -> Text:
     if source is None:
         assert model.preset is not None
         config = preset_config(model.preset)
-        return _text(character_tokenizer(), config, GenerationConfig.from_model_config(config))
-    with loading(source):
-        config = AutoConfig.from_pretrained(source)
-        return _text(_load_tokenizer(source), config, _load_generation_config(source, config))
+        tokenizer, generation = character_tokenizer(), GenerationConfig.from_model_config(config)
+    else:
+        with loading(source):
+            config = AutoConfig.from_pretrained(source)
+            tokenizer, generation = _load_tokenizer(source), _load_generation_config(source, config)
+    if model.system_prompt is not None and not tokenizer.chat_template:
+        raise RecipeError(
+            f"model.system_prompt: got {shortened(model.system_prompt)}, and the tokenizer has no chat "
+            "template to put it in; use system_prompt: null, or put it into the prompts"
+        )
+    return _text(tokenizer, config, generation, model.system_prompt)
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig) -> Text:
+def _text(
+    tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig, system_prompt: str | None
+) -> Text:
     ids: Any = generation.eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
     ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return Text(
         tokenizer=tokenizer,
+        system_prompt=system_prompt,
         end_ids=frozenset(i for i in ids if i is not None),
         max_positions=positions if isinstance(positions, int) else None,
     )

@@ -26,7 +26,7 @@ from abrun.recipe.command import (
     secrets_of,
     unset_variables,
 )
-from abrun.recipe.policy import Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
+from abrun.recipe.policy import DIMENSIONS, Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
 from abrun.recipe.reading import dotted, merge, nested, overridden, read_with_defaults
 from abrun.recipe.refusals import shortened, unknown, validated
 from abrun.recipe.run import (
@@ -54,6 +54,7 @@ from abrun.recipe.tasks import (
 
 __all__ = [
     "BASELINE",
+    "DIMENSIONS",
     "NAME",
     "Arithmetic",
     "Checkpoint",

@@ -81,6 +81,9 @@ class PolicyGradientSettings(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     importance_correction: ImportanceCorrection | None = None
     loss_reduction: LossReduction = "token_mean"
+    # Completions that were cut off at max_new_tokens have a reward, and no tokens that are trained on or
+    # counted (DAPO, arXiv:2503.14476, section 3.4).
+    overlong_filtering: bool = False
     # Divides the gradient in the place of the reduction's own count, and leaves the reported loss alone: a
     # number, or the documents of the optimizer step, or their square. See abrun.rl.losses.gradient_factor.
     grad_divisor: GradDivisor | None = None

@@ -12,6 +12,9 @@ class Model(Section):
 
     preset: Literal["qwen2-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
     path: str | None = None
+    system_prompt: str | None = (
+        None  # the first turn of every prompt, where the tokenizer has a chat template
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -19,6 +22,10 @@ class Model(Section):
             got = "neither" if self.preset is None else "both"
             raise ValueError(f"model: got {got} of preset and path; give exactly one (the other null)")
         return self
+
+
+# From the slowest to the fastest: neighbours share layers, where they talk most. Megatron's order, too.
+DIMENSIONS = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
 
 
 class Layout(Section):
@@ -33,6 +40,11 @@ class Layout(Section):
     def shape(self) -> dict[str, int]:
         """The sizes that multiply to the ranks of one data-parallel replica."""
         return {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether a replica of the policy takes more than one rank, or shares experts with others."""
+        return self.expert_parallel > 1 or any(size > 1 for size in self.shape.values())
 
     @model_validator(mode="after")
     def _sequence_parallel_goes_with_tensor_parallel(self) -> Self:

@@ -5,6 +5,7 @@ The log-probs at the start of the step are fixed before its first update, so wit
 
 A completion that was truncated at `rollout.max_new_tokens` counts in every metric and in the loss like any
 other, with the reward that the verifier gives to its text; `train/truncation_rate` says how many there were.
+With `overlong_filtering` its reward counts, for the baseline of its group, too, and none of its tokens does.
 """
 
 from abc import ABC, abstractmethod
@@ -61,8 +62,8 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         reductions = [
             {
                 "loss_reduction": self._settings.loss_reduction,
-                "num_tokens": num_tokens,
-                "num_sequences": num_sequences,
+                "num_tokens": max(num_tokens, 1.0),  # all may have been filtered
+                "num_sequences": max(num_sequences, 1.0),
                 "max_completion_tokens": self._setup.config.rollout.max_new_tokens,
             }
             for num_tokens, num_sequences in zip(totals[::2], totals[1::2], strict=True)
@@ -76,8 +77,8 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
                 judged[part],
                 PolicyObjective(
                     settings=self._settings,
-                    num_tokens=sum(totals[::2]) * epochs,
-                    num_sequences=sum(totals[1::2]) * epochs,
+                    num_tokens=max(sum(totals[::2]), 1.0) * epochs,
+                    num_sequences=max(sum(totals[1::2]), 1.0) * epochs,
                     num_updates=len(parts) * epochs,
                     gradient_factor=gradient_factor(self._settings.grad_divisor, **reduction),
                 ),
@@ -165,9 +166,9 @@ def _loss_weights(batch: Sampled, parts: list[Rows], reductions: list[dict[str, 
     return weights
 
 
-def _counts(batch: Sampled) -> tuple[Tensor, int]:
-    """Completion tokens and sequences."""
-    return batch.token_mask.sum(), len(batch)
+def _counts(batch: Sampled) -> tuple[Tensor, Tensor]:
+    """Completion tokens, and sequences that have some."""
+    return batch.token_mask.sum(), batch.token_mask.any(dim=1).sum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ and chosen over all ranks, in the order of the global batch: how many ranks ther
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -108,6 +108,9 @@ class Rollouts:
             inference_logprobs=on_completions([one.logprobs for one in completions], sequences.token_mask),
             rewards=torch.tensor([reward for group in groups for reward in group.rewards]),
         )
+        if self._settings.overlong_filtering:
+            whole = torch.tensor([not completion.truncated for completion in completions])
+            batch = replace(batch, token_mask=batch.token_mask & whole[:, None])
         return batch.to(self._setup.ranks.device)
 
     def _metrics(self, groups: list[Group]) -> dict[str, float]:

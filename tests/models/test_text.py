@@ -70,6 +70,18 @@ def test_the_chat_template_is_applied_with_the_generation_prompt(checkpoint: Pat
     assert text.decode(text.encode_completion("It is 2 — really")) == "It is 2 — really"
 
 
+def test_a_system_prompt_is_the_first_turn(checkpoint: Path) -> None:
+    text = load_text(Model(path=str(checkpoint), system_prompt="Be brief."), weights=None)
+    expected = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text.tokenizer.decode(text.encode_prompt("1+1?")) == expected
+    with pytest.raises(
+        RecipeError, match=r"model\.system_prompt: got 'Be brief\.', and the tokenizer has no chat"
+    ):
+        load_text(Model(preset="qwen2-tiny", system_prompt="Be brief."), weights=None)
+
+
 def test_every_end_token_of_the_generation_config_ends(checkpoint: Path) -> None:
     text = from_path(checkpoint)
     end_of_turn, end_of_text = end_ids_of(text)

@@ -3,6 +3,7 @@
 import math
 import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo
 from abrun.rl.batch import PolicyBatch, Sampled
 from abrun.rl.losses import loss_weights
+from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
 from abrun.train.policy_gradient import PolicyObjective
 from abrun.train.rollouts import Rollouts
@@ -444,6 +446,33 @@ def test_a_step_without_any_signal_still_ends(tmp_path: Path, group: None) -> No
         assert row["train/dynamic_sampling_kept_share"] == 0 and row["train/dynamic_sampling_tries"] == 2
         assert row["train/grad_norm"] == 0 and row["train/num_valid_samples"] == 32
         assert all(math.isfinite(value) for value in row.values())
+
+
+def test_completions_that_were_cut_off_have_a_reward_and_no_tokens(warm_weights: Path, group: None) -> None:
+    cut = ("task.max_operand=6", "rollout.max_new_tokens=2")  # two digits and the end are three tokens
+    _, without = collector(warm_weights, *cut)
+    plain, metrics = without.collect(1)
+    _, filtering = collector(warm_weights, *cut, "algorithm.overlong_filtering=true")
+    batch, of_all = filtering.collect(1)
+    assert of_all == metrics and 0.1 < metrics["train/truncation_rate"] < 0.9
+    counted = batch.token_mask.any(dim=1)
+    assert 1 - float(counted.double().mean()) == pytest.approx(metrics["train/truncation_rate"])
+    assert torch.equal(batch.token_mask, plain.token_mask & counted[:, None])
+    assert torch.equal(batch.rewards, plain.rewards) and torch.equal(batch.token_ids, plain.token_ids)
+
+
+def test_filtered_completions_count_nowhere(tmp_path: Path, warm_weights: Path, group: None) -> None:
+    settings = ("steps=1", "task.max_operand=6", "algorithm.overlong_filtering=true", *PACKED)
+    row = train(tmp_path / "some", warm_weights, *settings, "rollout.max_new_tokens=2")[1]
+    assert row["train/num_valid_samples"] == round(32 * (1 - row["train/truncation_rate"]))
+    assert row["train/global_valid_toks"] < 32 * row["train/mean_gen_tokens_per_sample"]
+    assert 0 < row["train/grad_norm"] < math.inf
+    setup, rollouts = collector(warm_weights)
+    batch, _ = rollouts.collect(1)
+    assert isinstance(setup.config.algorithm, Grpo)
+    nothing = replace(batch, token_mask=torch.zeros_like(batch.token_mask))
+    row = GrpoAlgorithm(setup, setup.config.algorithm).update(nothing, 1)
+    assert row["train/num_valid_samples"] == row["train/grad_norm"] == row["train/loss"] == 0
 
 
 def test_documents_are_fetched_until_there_are_enough(warm_weights: Path, group: None) -> None:
