@@ -11,7 +11,7 @@ from abrun.models.presets import (
     character_tokenizer,
 )
 from abrun.models.text import Text, load_text
-from abrun.models.weights import load_network, save_network
+from abrun.models.weights import load_network, published, save_network
 
 __all__ = [
     "ARCHITECTURES",
@@ -28,5 +28,6 @@ __all__ = [
     "load_network",
     "load_text",
     "persistent_buffers",
+    "published",
     "save_network",
 ]

@@ -10,7 +10,7 @@ from abrun.recipe.section import Count, Fraction, NonNegative, Positive, Section
 class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
-    preset: Literal["qwen2-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
+    preset: Literal["qwen2-tiny", "qwen3-moe-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
     path: str | None = None
 
     @model_validator(mode="after")

@@ -15,6 +15,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from abrun.backends import B
@@ -36,11 +38,20 @@ TINY: dict[str, Any] = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
     "tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 8, "final_logit_softcapping": 3.0}),
     "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 2.5}),
+    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
     "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.4}),
 }
 
@@ -141,3 +152,9 @@ def gradients(backend: DtensorBackend) -> dict[str, Tensor]:
         grad: Any = parameter.grad
         found[name.removeprefix("network.")] = grad.full_tensor().clone()
     return found
+
+
+def parameters(backend: DtensorBackend) -> dict[str, Tensor]:
+    """Whole parameters by their names in the network. Collective."""
+    named: Any = backend.module.named_parameters()
+    return {name.removeprefix("network."): parameter.full_tensor().detach() for name, parameter in named}

@@ -5,6 +5,7 @@ and the head's weight is whole when the kernel needs it.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from abrun.models import (
     facts_of,
     load_network,
     persistent_buffers,
+    published,
     save_network,
 )
 from abrun.recipe import OwnRunConfig, Policy, Ppo
@@ -166,9 +168,8 @@ class DtensorBackend:
         return self._parameters.step(learning_rate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._parameters.whole():
-            yield name.removeprefix("network."), weight
-        yield from persistent_buffers(self.module.network)
+        network = self.module.network
+        yield from published(network, itertools.chain(self._whole(), persistent_buffers(network)))
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
@@ -188,7 +189,7 @@ class DtensorBackend:
 
     def save(self, directory: Path) -> None:
         weights = {}
-        for name, weight in self.weights():
+        for name, weight in self._whole():
             if self.ranks.is_first:
                 weights[name] = weight.cpu()
         if self.ranks.is_first:
@@ -206,6 +207,10 @@ class DtensorBackend:
 
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._parameters.resident_tensors()
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters under the network's own names, whole, one after the other. Collective."""
+        return ((name.removeprefix("network."), weight) for name, weight in self._parameters.whole())
 
     def _forward(self, batch: B, objective: Objective[B]) -> tuple[Tensor, Tensor, Tensor]:
         """The loss [] to go back from, log-probs and entropy [B, S]."""
