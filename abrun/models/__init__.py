@@ -1,7 +1,7 @@
 """Models: presets with random weights, and Hugging Face checkpoints (a local folder or a hub name)."""
 
 from abrun.models.checks import check_decoding, check_network
-from abrun.models.families import Facts, facts_of, persistent_buffers
+from abrun.models.families import Facts, experts_of, facts_of, persistent_buffers
 from abrun.models.presets import (
     ARCHITECTURES,
     EOS,
@@ -24,6 +24,7 @@ __all__ = [
     "character_tokenizer",
     "check_decoding",
     "check_network",
+    "experts_of",
     "facts_of",
     "load_network",
     "load_text",

@@ -6,6 +6,9 @@ from pydantic import Field, field_validator, model_validator
 
 from abrun.recipe.section import Count, Fraction, NonNegative, Positive, Section
 
+# The presets with experts: how many a layer has.
+PRESET_EXPERTS = {"qwen3-moe-tiny": 8}
+
 
 class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
@@ -34,6 +37,10 @@ class Layout(Section):
         """The sizes that multiply to the ranks of one data-parallel replica."""
         return {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
 
+    def ranks_of_experts(self, ranks: int) -> int:
+        """How many of a run's ranks all of a layer's experts can be spread over, copies included."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _sequence_parallel_goes_with_tensor_parallel(self) -> Self:
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -49,6 +56,9 @@ class Dtensor(Layout):
 
     type: Literal["dtensor"] = "dtensor"
 
+    def ranks_of_experts(self, ranks: int) -> int:
+        return ranks // self.tensor_parallel  # tensor-parallel ranks have the same tokens
+
 
 class Megatron(Layout):
     """megatron-core: layers and sequences cut over ranks, stages in a pipeline, experts over ranks."""
@@ -59,6 +69,9 @@ class Megatron(Layout):
     @property
     def shape(self) -> dict[str, int]:
         return super().shape | {"pipeline_parallel": self.pipeline_parallel}
+
+    def ranks_of_experts(self, ranks: int) -> int:
+        return ranks // self.pipeline_parallel
 
     @model_validator(mode="after")
     def _expert_parallel_goes_with_sequence_parallel(self) -> Self:

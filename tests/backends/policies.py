@@ -21,6 +21,7 @@ from transformers import (
 
 from abrun.backends import B
 from abrun.backends.dtensor import DtensorBackend
+from abrun.backends.dtensor.fsdp import whole
 from abrun.backends.ranks import make_ranks
 from abrun.recipe import Policy
 from abrun.rl.batch import Sequences, collate
@@ -56,11 +57,11 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def tiny(kind: str = "llama") -> Any:
+def tiny(kind: str = "llama", **settings: Any) -> Any:
     """A network with random weights, the same at every call."""
-    network_kind, config_kind, settings = KINDS[kind]
+    network_kind, config_kind, of_kind = KINDS[kind]
     torch.manual_seed(8)
-    return network_kind(config_kind(**TINY, **settings))
+    return network_kind(config_kind(**TINY | of_kind | settings))
 
 
 def make_backend(
@@ -69,12 +70,13 @@ def make_backend(
     temperature: float = 1.0,
     top_p: float = 1.0,
     trainable: bool = True,
+    expert_parallel: int = 1,
     **policy: Any,
 ) -> DtensorBackend:
     return DtensorBackend(
         partial(tiny, kind),
         Policy.model_validate(policy),
-        make_ranks(CPU, {}),
+        make_ranks(CPU, {}, expert_parallel=expert_parallel),
         temperature=temperature,
         top_p=top_p,
         trainable=trainable,
@@ -124,7 +126,8 @@ class WeightedLoss:
 
 def plain_logprobs(network: nn.Module, batch: Sequences, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, S] from the stock forward pass and torch's cross-entropy, row by row."""
-    logprobs, entropies = torch.zeros(batch.token_ids.shape), torch.zeros(batch.token_ids.shape)
+    dtype = next(network.parameters()).dtype
+    logprobs, entropies = (torch.zeros(batch.token_ids.shape, dtype=dtype) for _ in range(2))
     for row, (token_ids, mask) in enumerate(zip(batch.token_ids, batch.token_mask, strict=True)):
         length = int(mask.nonzero().max()) + 1
         logits = network(token_ids[None, :length]).logits[0, :-1] / temperature
@@ -150,11 +153,11 @@ def gradients(backend: DtensorBackend) -> dict[str, Tensor]:
     found = {}
     for name, parameter in backend.module.named_parameters():
         grad: Any = parameter.grad
-        found[name.removeprefix("network.")] = grad.full_tensor().clone()
+        found[name.removeprefix("network.")] = whole(grad).clone()
     return found
 
 
 def parameters(backend: DtensorBackend) -> dict[str, Tensor]:
     """Whole parameters by their names in the network. Collective."""
     named: Any = backend.module.named_parameters()
-    return {name.removeprefix("network."): parameter.full_tensor().detach() for name, parameter in named}
+    return {name.removeprefix("network."): whole(parameter.detach()).clone() for name, parameter in named}

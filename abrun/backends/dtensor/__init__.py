@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.backends import B, Decoder, Objective
+from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import ShardedParameters, shard, shard_layers
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import IGNORED, Head, check_available
@@ -135,6 +136,7 @@ class DtensorBackend:
         self._hidden_size = facts.head.in_features
         if policy.activation_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
+        self._experts = spread_experts(network, ranks, policy.dtype)
         shard_layers(facts.layers, ranks.weights, policy.dtype)
         # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
         shard(self.module, ranks.weights, policy.dtype, reshard_after_forward=None if trainable else True)
@@ -180,7 +182,10 @@ class DtensorBackend:
             part.unshard()
         self.module.eval()
         try:
-            yield self.module.decode
+            with contextlib.ExitStack() as gathered:
+                for experts in self._experts:
+                    gathered.enter_context(experts.gathered())
+                yield self.module.decode
         finally:
             self.module.train()
             for part in sharded:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from abrun.backends import B, ValueObjective
+from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, shard, shard_layers
 from abrun.backends.packing import Packing, enable_packing, hidden_states, microbatches, packing_of
 from abrun.backends.ranks import Ranks
@@ -126,6 +127,7 @@ class DtensorValueModel:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         facts = facts_of(network)
         module = Backbone(facts.base).to(self._ranks.device)
+        spread_experts(network, self._ranks, self._policy.dtype)
         shard_layers(facts.layers, self._ranks.weights, self._policy.dtype)
         shard(module, self._ranks.weights, self._policy.dtype)
         return module.train()
