@@ -252,7 +252,15 @@ def refused(path: Path, *overrides: str) -> str:
             ["policy.backend.sequence_parallel", "false", "expert_parallel 2", "sequence_parallel: true"],
         ),
         (
+            "policy.backend={expert_parallel: 2, tensor_parallel: 2}",
+            ["policy.backend.expert_parallel", "tensor_parallel 2", "one of them, or type: megatron"],
+        ),
+        (
             "policy.backend={type: megatron, expert_parallel: 4}",
+            ["policy.backend.expert_parallel", "4", "2 ranks", "divisor of 2"],
+        ),
+        (
+            "policy.backend.expert_parallel=4",
             ["policy.backend.expert_parallel", "4", "2 ranks", "divisor of 2"],
         ),
         ("rollout.engine=sglang", ["rollout.engine", "'sglang'", "'vllm'"]),
@@ -297,6 +305,20 @@ def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks() -> None:
         assert recipe.data_parallel == own_run(recipe, "treatment").data_parallel == data_parallel
     experts = "{type: megatron, tensor_parallel: 2, expert_parallel: 8, sequence_parallel: true}"
     assert "4 for 8 data-parallel ranks" in refused(SMALL, *sixteen, f"policy.backend={experts}")
+
+
+def test_experts_are_spread_over_ranks_with_other_tokens_each() -> None:
+    """Tensor-parallel ranks have the same tokens, those of a context-parallel group other ones."""
+    eight, experts = "cluster={gpus_per_node: 8}", "model.preset=qwen3-moe-tiny"
+    fits = "policy.backend={tensor_parallel: 2, context_parallel: 2, expert_parallel: 4}"
+    assert own(SMALL, eight, experts, fits).policy.backend.expert_parallel == 4
+    line = refused(SMALL, eight, experts, "policy.backend={tensor_parallel: 2, expert_parallel: 8}")
+    assert "got 8 for 4 ranks" in line and "divisor of 4" in line
+    line = refused(SMALL, eight, "policy.backend.expert_parallel=2")
+    assert "'qwen2-tiny', which has no experts; use expert_parallel: 1" in line
+    three = ["cluster={cpu_ranks: 3}", "algorithm.prompts_per_step=6", "policy.backend.expert_parallel=3"]
+    line = refused(SMALL, experts, *three)
+    assert "'qwen3-moe-tiny', whose layers have 8 experts; use a divisor of 8" in line
 
 
 def test_a_tensor_parallel_group_stays_inside_a_node() -> None:

@@ -37,6 +37,8 @@ class Ranks:
     tensor: ProcessGroup | None = None
     context: ProcessGroup | None = None
     pipeline: ProcessGroup | None = None
+    expert: ProcessGroup | None = None  # of those of `weights`: a layer's experts are spread over them
+    experts: DeviceMesh | None = None  # copies x expert: of those of `weights`, which hold other tokens each
 
     @property
     def is_first(self) -> bool:
@@ -92,11 +94,11 @@ def _gathered(values: Sequence[T], group: ProcessGroup) -> list[T]:
     return [value for of_rank in by_rank for value in of_rank]
 
 
-def make_ranks(device: torch.device, shape: Mapping[str, int]) -> Ranks:
+def make_ranks(device: torch.device, shape: Mapping[str, int], *, expert_parallel: int = 1) -> Ranks:
     """Cut the process group's ranks into groups. Collective.
 
     `shape` has the sizes of a replica (tensor_parallel, ...); their product divides the number of ranks, and
-    the rest are data-parallel replicas.
+    the rest are data-parallel replicas. `expert_parallel` divides the number of ranks of a weight's mesh.
     """
     size = dist.get_world_size()
     sizes = {name: shape.get(name, 1) for name in DIMENSIONS}
@@ -104,6 +106,7 @@ def make_ranks(device: torch.device, shape: Mapping[str, int]) -> Ranks:
     names = [name for name in DIMENSIONS if sizes[name] > 1 or name == "data_parallel"]
     mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
     context = "context_parallel" in names
+    experts = _experts_mesh(device, sizes, expert_parallel) if expert_parallel > 1 else None
     return Ranks(
         device=device,
         rank=dist.get_rank(),
@@ -111,8 +114,20 @@ def make_ranks(device: torch.device, shape: Mapping[str, int]) -> Ranks:
         mesh=mesh,
         data=mesh.get_group("data_parallel"),
         weights=mesh["data_parallel", "context_parallel"]._flatten() if context else mesh["data_parallel"],
+        expert=experts.get_group("expert") if experts else None,
+        experts=experts,
         **{name.removesuffix("_parallel"): mesh.get_group(name) for name in names if name != "data_parallel"},
     )
+
+
+def _experts_mesh(device: torch.device, sizes: Mapping[str, int], expert_parallel: int) -> DeviceMesh:
+    """The ranks of a weight's mesh, cut into groups of neighbours, each of which has all experts."""
+    pipeline, data, context, tensor = (sizes[name] for name in DIMENSIONS)
+    shape = (pipeline, data * context // expert_parallel, expert_parallel, tensor)
+    names = ("pipeline", "copies", "expert", "tensor")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)["copies", "expert"]
+    mesh._flatten()  # a norm over both is one collective
+    return mesh
 
 
 def join_ranks(cluster: Mapping[str, int]) -> torch.device:

@@ -2,7 +2,7 @@
 
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.content import content_of, weights_hash
-from abrun.models.families import Facts, facts_of, persistent_buffers
+from abrun.models.families import Facts, experts_of, facts_of, persistent_buffers
 from abrun.models.presets import (
     ARCHITECTURES,
     EOS,
@@ -12,7 +12,7 @@ from abrun.models.presets import (
     character_tokenizer,
 )
 from abrun.models.text import Text, load_text
-from abrun.models.weights import load_network, save_network
+from abrun.models.weights import load_network, published, save_network
 
 __all__ = [
     "ARCHITECTURES",
@@ -26,10 +26,12 @@ __all__ = [
     "check_decoding",
     "check_network",
     "content_of",
+    "experts_of",
     "facts_of",
     "load_network",
     "load_text",
     "persistent_buffers",
+    "published",
     "save_network",
     "weights_hash",
 ]

@@ -4,6 +4,7 @@ A published model is more than weights: its logits may be scaled or soft-capped,
 several towers. Nothing here is tried out; `checks` compares it with what the network itself computes.
 """
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,24 @@ def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint that are not parameters, such as a router's correction bias."""
     stored = network.state_dict().keys()
     return ((name, buffer) for name, buffer in network.named_buffers() if name in stored)
+
+
+def experts_of(network: nn.Module) -> list[Any]:
+    """Each layer's experts, in order, where they are one module: each parameter is [num_experts, ...].
+
+    Called with hidden states [N, H], the experts that each goes to [N, K], and their weights [N, K].
+    """
+    return [module for name, module in network.named_modules() if _are_experts(name, module)]
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    return (
+        name.endswith(".experts")
+        and len(inspect.signature(module.forward).parameters) == 3
+        and bool(own)
+        and all(len(parameter) == count for parameter in own)
+    )
 
 
 def _base(network: Any) -> Any:

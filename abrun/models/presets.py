@@ -4,9 +4,10 @@ import string
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 # Every preset reads with the character tokenizer below; a larger vocabulary has tokens that no text contains.
+# `model_type` is transformers' name of the family, qwen2 where none is given.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2-tiny": {
         "hidden_size": 96,
@@ -14,6 +15,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe-tiny": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
@@ -62,9 +77,9 @@ def character_tokenizer() -> CharacterTokenizer:
     )
 
 
-def preset_config(name: str) -> Qwen2Config:
+def preset_config(name: str) -> PreTrainedConfig:
     """The configuration of a preset's network."""
     tokenizer = character_tokenizer()
-    architecture: dict[str, Any] = {"vocab_size": len(tokenizer)} | ARCHITECTURES[name]
     ids: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return Qwen2Config(**architecture, **ids, bos_token_id=None)
+    settings = {"model_type": "qwen2", "vocab_size": len(tokenizer)} | ARCHITECTURES[name] | ids
+    return AutoConfig.for_model(**settings, bos_token_id=None)

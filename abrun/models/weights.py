@@ -1,12 +1,13 @@
 """Networks: built or loaded before training, and written as a checkpoint after it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from abrun.models.checks import check_network
@@ -29,11 +30,20 @@ def load_network(model: Model, *, weights: Path | None, seed: int) -> nn.Module:
         assert model.preset is not None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            network: nn.Module = Qwen2ForCausalLM(preset_config(model.preset))
+            network: nn.Module = AutoModelForCausalLM.from_config(preset_config(model.preset))
     else:
         network = _from_checkpoint(source)
     check_network(network, facts_of(network))
     return network
+
+
+def published(network: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """A network's `weights` (whole, by name) as its family's checkpoints hold them, one after the other.
+
+    A layer's experts, which are one tensor here, are a tensor each there.
+    """
+    for name, weight in weights:
+        yield from revert_weight_conversion(network, {name: weight}).items()
 
 
 def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

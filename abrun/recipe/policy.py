@@ -6,15 +6,16 @@ from pydantic import Field, field_validator, model_validator
 
 from abrun.recipe.section import Count, Fraction, NonNegative, Positive, Section
 
+# The presets with experts: how many a layer has.
+PRESET_EXPERTS = {"qwen3-moe-tiny": 8}
+
 
 class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
-    preset: Literal["qwen2-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
+    preset: Literal["qwen2-tiny", "qwen3-moe-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
     path: str | None = None
-    system_prompt: str | None = (
-        None  # the first turn of every prompt, where the tokenizer has a chat template
-    )
+    system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -46,6 +47,10 @@ class Layout(Section):
         """Whether a replica of the policy takes more than one rank, or shares experts with others."""
         return self.expert_parallel > 1 or any(size > 1 for size in self.shape.values())
 
+    def ranks_of_experts(self, ranks: int) -> int:
+        """How many of a run's ranks all of a layer's experts can be spread over, copies included."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _sequence_parallel_goes_with_tensor_parallel(self) -> Self:
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -61,6 +66,19 @@ class Dtensor(Layout):
 
     type: Literal["dtensor"] = "dtensor"
 
+    @model_validator(mode="after")
+    def _experts_are_not_cut(self) -> Self:
+        if self.expert_parallel > 1 and self.tensor_parallel > 1:
+            raise ValueError(
+                f"policy.backend.expert_parallel: got {self.expert_parallel} with tensor_parallel "
+                f"{self.tensor_parallel}, which type 'dtensor' does not combine; use one of them, or type: "
+                "megatron"
+            )
+        return self
+
+    def ranks_of_experts(self, ranks: int) -> int:
+        return ranks // self.tensor_parallel  # tensor-parallel ranks have the same tokens
+
 
 class Megatron(Layout):
     """megatron-core: layers and sequences cut over ranks, stages in a pipeline, experts over ranks."""
@@ -71,6 +89,9 @@ class Megatron(Layout):
     @property
     def shape(self) -> dict[str, int]:
         return super().shape | {"pipeline_parallel": self.pipeline_parallel}
+
+    def ranks_of_experts(self, ranks: int) -> int:
+        return ranks // self.pipeline_parallel
 
     @model_validator(mode="after")
     def _expert_parallel_goes_with_sequence_parallel(self) -> Self:

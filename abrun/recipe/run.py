@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.policy import Model, Policy, Rollout
+from abrun.recipe.policy import PRESET_EXPERTS, Model, Policy, Rollout
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
@@ -147,11 +147,11 @@ class OwnRunConfig(RunConfig):
                     f"{part}.tensor_parallel: got {size} for {ranks_per_node} ranks a node, and such a group "
                     f"stays on one node; use a divisor of {ranks_per_node}"
                 )
-        stage = ranks // backend.shape.get("pipeline_parallel", 1)
-        if stage % backend.expert_parallel:
+        available = backend.ranks_of_experts(ranks)
+        if available % backend.expert_parallel:
             raise ValueError(
-                f"policy.backend.expert_parallel: got {backend.expert_parallel} for the {stage} ranks of "
-                f"a pipeline stage; use a divisor of {stage}"
+                f"policy.backend.expert_parallel: got {backend.expert_parallel} for {available} ranks that a "
+                f"layer's experts can be spread over; use a divisor of {available}"
             )
         return self
 
@@ -223,6 +223,20 @@ class OwnRunConfig(RunConfig):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        """Of a preset it is known now; of a checkpoint it is found out as it loads."""
+        preset, size = self.model.preset, self.policy.backend.expert_parallel
+        if preset is None or size == 1:
+            return self
+        number = PRESET_EXPERTS.get(preset, 0)
+        got = f"policy.backend.expert_parallel: got {size} with model.preset {preset!r}"
+        if not number:
+            raise ValueError(f"{got}, which has no experts; use expert_parallel: 1")
+        if number % size:
+            raise ValueError(f"{got}, whose layers have {number} experts; use a divisor of {number}")
+        return self
+
     def _check_shares(self, field: str, size: int) -> None:
         if size % self.data_parallel:
             raise ValueError(
@@ -232,7 +246,7 @@ class OwnRunConfig(RunConfig):
 
 
 # Of a backend that is built.
-NOT_BUILT = {"dtensor": ("expert_parallel",)}
+NOT_BUILT: dict[str, tuple[str, ...]] = {"dtensor": ()}
 
 
 def not_built(config: OwnRunConfig) -> list[str]:

@@ -43,7 +43,8 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
     for line in not_built(config):
         raise RecipeError(line)
     algorithm = config.algorithm
-    ranks = make_ranks(device, config.policy.backend.shape)
+    backend = config.policy.backend
+    ranks = make_ranks(device, backend.shape, expert_parallel=backend.expert_parallel)
     text = load_text(config.model, weights=initial_weights)
     data = make_data(config, text, ranks, seed)
     policy = make_backend(config, ranks, weights=initial_weights, seed=derive(seed, "init"))

@@ -15,10 +15,13 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from abrun.backends import B
 from abrun.backends.dtensor import DtensorBackend
+from abrun.backends.dtensor.fsdp import whole
 from abrun.backends.ranks import make_ranks
 from abrun.recipe import Policy
 from abrun.rl.batch import Sequences, collate
@@ -36,20 +39,29 @@ TINY: dict[str, Any] = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
     "tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 8, "final_logit_softcapping": 3.0}),
     "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 2.5}),
+    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
     "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.4}),
 }
 
 
-def tiny(kind: str = "llama") -> Any:
+def tiny(kind: str = "llama", **settings: Any) -> Any:
     """A network with random weights, the same at every call."""
-    network_kind, config_kind, settings = KINDS[kind]
+    network_kind, config_kind, of_kind = KINDS[kind]
     torch.manual_seed(8)
-    return network_kind(config_kind(**TINY, **settings))
+    return network_kind(config_kind(**TINY | of_kind | settings))
 
 
 def make_backend(
@@ -58,13 +70,14 @@ def make_backend(
     temperature: float = 1.0,
     top_p: float = 1.0,
     trainable: bool = True,
+    expert_parallel: int = 1,
     **policy: Any,
 ) -> DtensorBackend:
     settings = Policy.model_validate(policy)
     return DtensorBackend(
         partial(tiny, kind),
         settings,
-        make_ranks(CPU, settings.backend.shape),
+        make_ranks(CPU, settings.backend.shape, expert_parallel=expert_parallel),
         temperature=temperature,
         top_p=top_p,
         trainable=trainable,
@@ -114,7 +127,8 @@ class WeightedLoss:
 
 def plain_logprobs(network: nn.Module, batch: Sequences, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, S] from the stock forward pass and torch's cross-entropy, row by row."""
-    logprobs, entropies = torch.zeros(batch.token_ids.shape), torch.zeros(batch.token_ids.shape)
+    dtype = next(network.parameters()).dtype
+    logprobs, entropies = (torch.zeros(batch.token_ids.shape, dtype=dtype) for _ in range(2))
     for row, (token_ids, mask) in enumerate(zip(batch.token_ids, batch.token_mask, strict=True)):
         length = int(mask.nonzero().max()) + 1
         logits = network(token_ids[None, :length]).logits[0, :-1] / temperature
@@ -143,7 +157,13 @@ def gradients(backend: DtensorBackend) -> dict[str, Tensor]:
 def whole_gradients(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Of what has one, by names without the prefix. Collective."""
     return {
-        name.removeprefix(prefix): parameter.grad.full_tensor().clone()  # pyright: ignore
+        name.removeprefix(prefix): whole(parameter.grad).clone()
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
+
+
+def parameters(backend: DtensorBackend) -> dict[str, Tensor]:
+    """Whole parameters by their names in the network. Collective."""
+    named: Any = backend.module.named_parameters()
+    return {name.removeprefix("network."): whole(parameter.detach()).clone() for name, parameter in named}

@@ -16,6 +16,7 @@ from tests.backends.policies import (
     WeightedLoss,
     gradients,
     make_backend,
+    parameters,
     plain_logprobs,
     plain_loss,
     rows,
@@ -51,9 +52,9 @@ def plain_gradients(network: nn.Module, temperature: float = 1.0) -> dict[str, t
     return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
 
 
-def plain_training() -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_training(kind: str = "llama") -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradient norms and weights after three steps of torch's own AdamW, a group a parameter."""
-    network = tiny()
+    network = tiny(kind)
     optimizer = torch.optim.AdamW(
         [
             {"params": [p], "weight_decay": OPTIMIZER["weight_decay"] if p.ndim > 1 else 0.0}
@@ -75,8 +76,8 @@ def plain_training() -> tuple[list[float], dict[str, torch.Tensor]]:
         for parameter in network.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(min(1.0, OPTIMIZER["max_grad_norm"] / norms[-1]))
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = learning_rate
+        for one in optimizer.param_groups:
+            one["lr"] = learning_rate
         optimizer.step()
     return norms, dict(network.state_dict())
 
@@ -93,7 +94,7 @@ def train(backend: DtensorBackend, rank: int, world_size: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied"])
+@pytest.mark.parametrize("kind", ["llama", "tied", "experts"])
 @pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
 def test_gradients_are_those_of_plain_autograd(
@@ -181,7 +182,7 @@ def test_gradients_accumulate_over_calls_until_the_step(group: None) -> None:
     assert all(parameter.grad is None for parameter in backend.module.parameters())
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("kind", ["llama", "tied", "experts", "gemma2", "granite", "cohere"])
 @pytest.mark.parametrize("logprobs", IMPLS)
 def test_logprobs_are_those_of_the_stock_forward_pass(
     kind: str, logprobs: dict[str, Any], group: None
@@ -223,13 +224,18 @@ def test_those_models_need_their_scale(kind: str) -> None:
     assert float((found - right[0, 1:])[mask].abs().max()) > 0.1
 
 
-def test_three_steps_are_those_of_torch_adamw(group: None) -> None:
-    backend = make_backend(optimizer=OPTIMIZER)
+@pytest.mark.parametrize("kind", ["llama", "experts"])
+@pytest.mark.parametrize("logprobs", IMPLS[:2])
+@pytest.mark.parametrize("cut", [{}, {"packing": True, "micro_batch_tokens": 25}], ids=["rows", "packed"])
+def test_three_steps_are_those_of_torch_adamw(
+    kind: str, logprobs: dict[str, Any], cut: dict[str, Any], group: None
+) -> None:
+    backend = make_backend(kind, optimizer=OPTIMIZER, logprobs=logprobs, **cut)
     norms = train(backend, 0, 1)
-    expected_norms, expected = plain_training()
+    expected_norms, expected = plain_training(kind)
     assert norms == pytest.approx(expected_norms, rel=1e-4)
     assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
-    assert_same(dict(backend.weights()), expected, rtol=1e-4, atol=1e-5)
+    assert_same(parameters(backend), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_weight_decay_is_for_matrices_alone(group: None) -> None:

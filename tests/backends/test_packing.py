@@ -49,7 +49,7 @@ def test_a_stream_by_hand() -> None:
     assert packing.unpack(stream).tolist() == [[0, 1, 2, 0], [4, 5, 6, 7], [8, 9, 0, 0]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "granite", "cohere"])
+@pytest.mark.parametrize("kind", ["llama", "tied", "experts", "granite", "cohere"])
 @pytest.mark.parametrize("cut", MICROBATCHES, ids=str)
 def test_packed_logprobs_are_those_of_each_sequence_alone(
     kind: str, cut: dict[str, Any], group: None

@@ -5,6 +5,7 @@ and the head's weight is whole when the kernel needs it.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.backends import B, Decoder, Objective
 from abrun.backends.attention import enable_streams, hidden_states
+from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import ShardedParameters, shard, shard_layers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
@@ -28,6 +30,7 @@ from abrun.models import (
     facts_of,
     load_network,
     persistent_buffers,
+    published,
     save_network,
 )
 from abrun.recipe import OwnRunConfig, Policy, Ppo
@@ -152,6 +155,7 @@ class DtensorBackend:
         self._hidden_size = facts.head.in_features
         if policy.activation_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
+        self._experts = spread_experts(network, ranks, policy.dtype)
         shard_layers(facts.layers, ranks.weights, policy.dtype)
         # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
         shard(self.module, ranks.weights, policy.dtype, reshard_after_forward=None if trainable else True)
@@ -185,9 +189,8 @@ class DtensorBackend:
         return self._parameters.step(learning_rate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._parameters.whole():
-            yield name.removeprefix("network."), weight
-        yield from persistent_buffers(self.module.network)
+        network = self.module.network
+        yield from published(network, itertools.chain(self._whole(), persistent_buffers(network)))
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
@@ -200,9 +203,12 @@ class DtensorBackend:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
         self.module.eval()
-        whole = self._tensor.whole_sequences() if self._tensor else contextlib.nullcontext()
         try:
-            with whole:
+            with contextlib.ExitStack() as gathered:
+                if self._tensor:
+                    gathered.enter_context(self._tensor.whole_sequences())
+                for experts in self._experts:
+                    gathered.enter_context(experts.gathered())
                 yield self.module.decode
         finally:
             self.module.train()
@@ -212,7 +218,7 @@ class DtensorBackend:
 
     def save(self, directory: Path) -> None:
         weights = {}
-        for name, weight in self.weights():
+        for name, weight in self._whole():
             if self.ranks.is_first:
                 weights[name] = weight.cpu()
         if self.ranks.is_first:
@@ -238,6 +244,10 @@ class DtensorBackend:
 
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._parameters.resident_tensors()
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters under the network's own names, whole, one after the other. Collective."""
+        return ((name.removeprefix("network."), weight) for name, weight in self._parameters.whole())
 
     def _forward(self, batch: B, objective: Objective[B]) -> tuple[Tensor, Tensor, Tensor]:
         """The loss [] to go back from, log-probs and entropy [B, S]."""

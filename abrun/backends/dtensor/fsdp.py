@@ -3,14 +3,15 @@
 Master weights and optimizer state are float32; `dtype` is what the products compute in.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from abrun.recipe import Optimizer
 
@@ -18,16 +19,28 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shard(
-    module: nn.Module, mesh: DeviceMesh, dtype: str, *, reshard_after_forward: bool | None = None
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dtype: str,
+    *,
+    reshard_after_forward: bool | None = None,
+    cast_inputs: bool = True,
+    dim: int = 0,
 ) -> None:
     """Spread a module's parameters over the mesh, to be gathered for each of its forward passes.
 
     Gradients are summed over the mesh, as the global loss is a sum over all ranks: there is no average to be
     cancelled, and so no factor that a mesh of another shape could get wrong.
     """
-    precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+    )
     sharded: Any = fully_shard(
-        module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
+        module,
+        mesh=mesh,
+        mp_policy=precision,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=lambda parameter: Shard(dim),
     )
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
@@ -37,6 +50,37 @@ def shard_layers(layers: nn.ModuleList, mesh: DeviceMesh, dtype: str) -> None:
     """The decoder's repeated blocks: gathered and freed one by one."""
     for layer in layers:
         shard(layer, mesh, dtype)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be spread over a mesh, on every rank of it. Collective.
+
+    The mesh's dimensions one after the other, the first first: FSDP shards what the others have left.
+    """
+    if isinstance(tensor, DTensor):
+        placements = list(tensor.placements)
+        for dimension in range(len(placements)):
+            placements[dimension] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients by what brings their common L2 norm down to `max_norm`; returns that norm [].
+
+    torch's own refuses parameters of several meshes, and one norm a mesh would clip each by another factor.
+    Collective.
+    """
+    of_mesh: dict[DeviceMesh | None, list[tuple[nn.Parameter, Tensor]]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = getattr(parameter, "device_mesh", None)
+            of_mesh.setdefault(mesh, []).append((parameter, parameter.grad))
+    norms = [whole(get_total_norm([grad for _, grad in pairs])) for pairs in of_mesh.values()]
+    total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for pairs in of_mesh.values():
+        clip_grads_with_norm_([parameter for parameter, _ in pairs], max_norm, total)
+    return total
 
 
 class ShardedParameters:
@@ -50,12 +94,12 @@ class ShardedParameters:
     def step(self, learning_rate: float) -> float:
         """Clip, step, zero the gradients. Returns the L2 norm of the global gradient before clipping."""
         assert self._optimizer is not None and self._settings is not None
-        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm)
+        norm = clip_gradients(self._parameters.values(), self._settings.max_grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(norm)
 
     def local_state(self) -> dict[str, Tensor]:
         """See abrun.backends.Trained."""
@@ -85,7 +129,7 @@ class ShardedParameters:
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """All weights, whole, one after the other. Collective."""
         for name, parameter in self._parameters.items():
-            yield name, parameter.full_tensor().detach()
+            yield name, whole(parameter.detach())
 
     def resident_tensors(self) -> Sequence[Tensor]:
         """See abrun.backends.Trained."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from abrun.backends import B, ValueObjective
 from abrun.backends.attention import enable_streams, hidden_states
+from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, shard, shard_layers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.packing import Packing, microbatches, packing_for
@@ -135,6 +136,7 @@ class DtensorValueModel:
         module = Backbone(facts.base).to(self._ranks.device)
         if self._tensor:
             self._tensor.spread(network, facts)
+        spread_experts(network, self._ranks, self._policy.dtype)
         shard_layers(facts.layers, self._ranks.weights, self._policy.dtype)
         shard(module, self._ranks.weights, self._policy.dtype)
         return module.train()
