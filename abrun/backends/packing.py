@@ -43,12 +43,12 @@ class Packing:
     starts_on_device: Tensor  # [B + 1] int32
     longest: int
 
-    def pack(self, rows: Tensor) -> Tensor:  # [B, S] -> [1, T]
-        return rows.flatten()[self.index][None]
+    def pack(self, rows: Tensor) -> Tensor:  # [B, S, ...] -> [1, T, ...]
+        return rows.flatten(0, 1)[self.index][None]
 
-    def unpack(self, stream: Tensor) -> Tensor:  # [1, T] -> [B, S], 0 on padding
-        rows = stream.new_zeros(self.shape.numel())
-        return rows.index_copy(0, self.index, stream[0]).view(self.shape)
+    def unpack(self, stream: Tensor) -> Tensor:  # [1, T, ...] -> [B, S, ...], 0 on padding
+        rows = stream.new_zeros(self.shape.numel(), *stream.shape[2:])
+        return rows.index_copy(0, self.index, stream[0]).view(*self.shape, *stream.shape[2:])
 
 
 def packing_of(token_mask: Tensor) -> Packing:  # [B, S] bool

@@ -1,7 +1,7 @@
 """Models: presets with random weights, and Hugging Face checkpoints (a local folder or a hub name)."""
 
 from abrun.models.checks import check_decoding, check_network
-from abrun.models.families import Facts, experts_of, facts_of, persistent_buffers
+from abrun.models.families import Facts, experts_of, facts_of, persistent_buffers, routers_of
 from abrun.models.presets import (
     ARCHITECTURES,
     EOS,
@@ -30,5 +30,6 @@ __all__ = [
     "load_text",
     "persistent_buffers",
     "published",
+    "routers_of",
     "save_network",
 ]

@@ -167,6 +167,9 @@ class Policy(Section):
     packing: bool = False  # sequences of a microbatch one after the other, without padding
     micro_batch_tokens: Count | None = None  # with packing: at most so many a microbatch, or one sequence
     activation_checkpointing: bool = False
+    # Of a mixture of experts: the weight of the loss that balances experts over the global batch of an update
+    router_aux_loss_coefficient: NonNegative = 0.0
+    replay_routing: bool = False  # updates send tokens to the experts that the old log-probs' pass chose
 
     @field_validator("backend", mode="before")
     @classmethod
