@@ -40,6 +40,7 @@ Need = Literal[  # what a recipe has to ask for; see abrun.plan
     "validation by completions",
     "validation by loss",
     "validation by answers or pairs",
+    "experts",
     "GPUs",
     "CPU cores",
 ]
@@ -155,6 +156,12 @@ METRICS = (
     _metric("train/rewards/accuracy", "pair mean", algorithms=("dpo",)),
     _metric("train/logprobs/chosen", "pair mean", unit="nats", algorithms=("dpo",)),
     _metric("train/logprobs/rejected", "pair mean", unit="nats", algorithms=("dpo",)),
+    # a mixture of experts: how its routers share the tokens out
+    _metric("train/moe/max_load", "maximum", algorithms=EVERY, needs="experts"),
+    _metric(
+        "train/moe/routing_entropy", "token mean", "step one", unit="nats", algorithms=EVERY, needs="experts"
+    ),
+    _metric("train/moe/aux_loss", "update mean", algorithms=EVERY, needs="experts"),
     # held-out prompts
     _metric("validation/accuracy", "sequence mean", algorithms=EVERY, needs="validation by answers or pairs"),
     _metric("validation/loss", "token mean", algorithms=("sft", "dpo"), needs="validation by loss"),

@@ -22,6 +22,7 @@ from abrun.recipe import (
     Sft,
     dotted,
 )
+from abrun.recipe.policy import PRESET_EXPERTS
 from abrun.recipe.refusals import shortened
 from abrun.series import window_problem
 
@@ -146,6 +147,10 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
         "dynamic sampling": (
             getattr(settings, "dynamic_sampling", None) is None,
             "runs without it; set algorithm.dynamic_sampling",
+        ),
+        "experts": (
+            config.model.preset is not None and config.model.preset not in PRESET_EXPERTS,
+            f"runs of model.preset {config.model.preset!r}, which has no experts; use another model",
         ),
         "validation by completions": (by_loss, f"runs of task.type {config.task.type!r}, validated by loss"),
         "validation by loss": (not by_loss, f"runs of task.type {config.task.type!r}, which has a verifier"),

@@ -252,8 +252,8 @@ def refused(path: Path, *overrides: str) -> str:
             ["policy.backend.sequence_parallel", "false", "expert_parallel 2", "sequence_parallel: true"],
         ),
         (
-            "policy.backend={expert_parallel: 2, tensor_parallel: 2}",
-            ["policy.backend.expert_parallel", "tensor_parallel 2", "one of them, or type: megatron"],
+            "policy.backend={expert_parallel: 2, tensor_parallel: 2, sequence_parallel: true}",
+            ["policy.backend.sequence_parallel", "true", "expert_parallel 2", "type: megatron"],
         ),
         (
             "policy.backend={type: megatron, expert_parallel: 4}",

@@ -107,6 +107,10 @@ class Backend(Trained, Protocol):
         """Log-probs [B, S] of every token, without gradient."""
         ...
 
+    def routed_logprobs(self, batch: Sequences) -> tuple[Tensor, Tensor]:
+        """And `routes` of the batch, the experts that its tokens went to; where `replay_routing` asks."""
+        ...
+
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         """Accumulate gradients of the global loss: the sum of losses over all microbatches of all ranks."""
         ...

@@ -34,15 +34,22 @@ class Packing:
     spans: Spans  # what this rank's tokens attend to
     split: ContextSplit | None = None  # which of the stream's tokens are this rank's; None: all
 
-    def pack(self, rows: Tensor) -> Tensor:  # [B, S] -> [1, T]
-        return rows.flatten()[self.index][None]
+    def pack(self, rows: Tensor) -> Tensor:  # [B, S, ...] -> [1, T, ...]
+        return rows.flatten(0, 1)[self.index][None]
 
-    def whole(self, own: Tensor) -> Tensor:  # [1, own tokens] -> [1, T], the same on all ranks that share it
-        return own if self.split is None else self.split.whole(own)[:, : self.starts[-1]]
+    def own(self, stream: Tensor) -> Tensor:  # [1, T, ...] -> [1, own tokens, ...]
+        """What this rank computes on, where ranks share the stream."""
+        return stream if self.split is None else self.split.cut(stream.movedim(1, -1)).movedim(-1, 1)
 
-    def unpack(self, stream: Tensor) -> Tensor:  # [1, T] -> [B, S], 0 on padding
-        rows = stream.new_zeros(self.shape.numel())
-        return rows.index_copy(0, self.index, stream[0]).view(self.shape)
+    def whole(self, own: Tensor) -> Tensor:  # [1, own tokens, ...] -> [1, T, ...]
+        """The same on all ranks that share the stream."""
+        if self.split is None:
+            return own
+        return self.split.whole(own.movedim(1, -1)).movedim(-1, 1)[:, : self.starts[-1]]
+
+    def unpack(self, stream: Tensor) -> Tensor:  # [1, T, ...] -> [B, S, ...], 0 on padding
+        rows = stream.new_zeros(self.shape.numel(), *stream.shape[2:])
+        return rows.index_copy(0, self.index, stream[0]).view(*self.shape, *stream.shape[2:])
 
 
 def packing_for(batch: Sequences, policy: Policy, ranks: Ranks) -> Packing | None:

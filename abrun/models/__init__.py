@@ -2,7 +2,7 @@
 
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.content import content_of, weights_hash
-from abrun.models.families import Facts, experts_of, facts_of, persistent_buffers
+from abrun.models.families import Facts, experts_of, facts_of, persistent_buffers, routers_of
 from abrun.models.presets import (
     ARCHITECTURES,
     EOS,
@@ -32,6 +32,7 @@ __all__ = [
     "load_text",
     "persistent_buffers",
     "published",
+    "routers_of",
     "save_network",
     "weights_hash",
 ]

@@ -22,6 +22,19 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap
 # Training draws experts at random, by the gaps between scores that their evaluation depends on too.
 SAMPLING_ROUTERS = ("phimoe",)
 
+# Families whose routers choose once, among probabilities (softmax) of all experts.
+SOFTMAX_ROUTERS = (
+    "flex_olmo",
+    "mellum",
+    "minimax",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -69,6 +82,16 @@ def experts_of(network: nn.Module) -> list[Any]:
     Called with hidden states [N, H], the experts that each goes to [N, K], and their weights [N, K].
     """
     return [module for name, module in network.named_modules() if _are_experts(name, module)]
+
+
+def routers_of(network: Any) -> list[Any]:
+    """The routers of `experts_of`, where they choose among probabilities of all experts; else none.
+
+    Called with hidden states, and `torch.topk` of the probabilities [T, E] inside is the choice.
+    """
+    if network.config.get_text_config(decoder=True).model_type not in SOFTMAX_ROUTERS:
+        return []
+    return [module for module in network.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:

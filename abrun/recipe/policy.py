@@ -67,12 +67,11 @@ class Dtensor(Layout):
     type: Literal["dtensor"] = "dtensor"
 
     @model_validator(mode="after")
-    def _experts_are_not_cut(self) -> Self:
-        if self.expert_parallel > 1 and self.tensor_parallel > 1:
+    def _routers_see_whole_sequences(self) -> Self:
+        if self.expert_parallel > 1 and self.sequence_parallel:
             raise ValueError(
-                f"policy.backend.expert_parallel: got {self.expert_parallel} with tensor_parallel "
-                f"{self.tensor_parallel}, which type 'dtensor' does not combine; use one of them, or type: "
-                "megatron"
+                f"policy.backend.sequence_parallel: got true with expert_parallel {self.expert_parallel}, "
+                "which type 'dtensor' does not combine; use sequence_parallel: false, or type: megatron"
             )
         return self
 
@@ -187,6 +186,9 @@ class Policy(Section):
     packing: bool = False  # sequences of a microbatch one after the other, without padding
     micro_batch_tokens: Count | None = None  # with packing: at most so many a microbatch, or one sequence
     activation_checkpointing: bool = False
+    # Of a mixture of experts: the weight of the loss that balances experts over the global batch of an update
+    router_aux_loss_coefficient: NonNegative = 0.0
+    replay_routing: bool = False  # updates send tokens to the experts that the old log-probs' pass chose
 
     @field_validator("backend", mode="before")
     @classmethod

@@ -1,5 +1,6 @@
 """What one training run sees: its resolved configuration."""
 
+import json
 import math
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
@@ -226,15 +227,29 @@ class OwnRunConfig(RunConfig):
     @model_validator(mode="after")
     def _experts_fit(self) -> Self:
         """Of a preset it is known now; of a checkpoint it is found out as it loads."""
-        preset, size = self.model.preset, self.policy.backend.expert_parallel
-        if preset is None or size == 1:
-            return self
-        number = PRESET_EXPERTS.get(preset, 0)
-        got = f"policy.backend.expert_parallel: got {size} with model.preset {preset!r}"
-        if not number:
-            raise ValueError(f"{got}, which has no experts; use expert_parallel: 1")
+        policy, preset = self.policy, self.model.preset
+        asked = {
+            "backend.expert_parallel": (policy.backend.expert_parallel, 1),
+            "router_aux_loss_coefficient": (policy.router_aux_loss_coefficient, 0.0),
+            "replay_routing": (policy.replay_routing, False),
+        }
+        for name, (got, off) in asked.items():
+            if got != off and preset is not None and preset not in PRESET_EXPERTS:
+                raise ValueError(
+                    f"policy.{name}: got {json.dumps(got)} with model.preset {preset!r}, which has no "
+                    f"experts; use {name.split('.')[-1]}: {json.dumps(off)}"
+                )
+        number, size = PRESET_EXPERTS.get(preset or "", 0), policy.backend.expert_parallel
         if number % size:
-            raise ValueError(f"{got}, whose layers have {number} experts; use a divisor of {number}")
+            raise ValueError(
+                f"policy.backend.expert_parallel: got {size} with model.preset {preset!r}, whose layers have "
+                f"{number} experts; use a divisor of {number}"
+            )
+        if policy.replay_routing and not isinstance(self.algorithm, PolicyGradientSettings):
+            raise ValueError(
+                f"policy.replay_routing: got true with algorithm.type {self.algorithm.type!r}, which has no "
+                "old log-probs whose routes could be recorded; use replay_routing: false"
+            )
         return self
 
     def _check_shares(self, field: str, size: int) -> None:
@@ -258,6 +273,9 @@ def not_built(config: OwnRunConfig) -> list[str]:
         size = getattr(backend, name)
         if size > 1:
             lines.append(f"policy.backend.{name}: got {size}, not built yet; this version takes 1")
+    for name in ("router_aux_loss_coefficient", "replay_routing"):
+        if getattr(config.policy, name) and backend.type != "dtensor":
+            lines.append(f"policy.{name}: got it with policy.backend.type {backend.type!r}, not built yet")
     if engine not in ENGINES:
         lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines

@@ -23,6 +23,8 @@ class Sequences:
     token_ids: Tensor  # [B, S] int64
     token_mask: Tensor  # [B, S] bool, True on completion tokens (the end token included), never on a first
     rows_together: int = 1  # so many consecutive rows are one sample (a pair), never cut apart
+    # [B, S, layers * k] uint8 or int16, the experts that each token went to and goes to again; None: is free
+    routes: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -46,7 +48,7 @@ class Sequences:
 
     def predicted_tokens(self) -> Self:
         """All tokens but each sequence's first, flattened: every tensor is [B * (S - 1)], a token a row."""
-        return self.mapped(lambda tensor: tensor[:, 1:].flatten())
+        return self.mapped(lambda tensor: tensor[:, 1:].flatten(0, 1))
 
     def __getitem__(self, rows: slice | Tensor) -> Self:
         return self.mapped(lambda tensor: tensor[rows])

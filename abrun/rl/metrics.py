@@ -6,7 +6,7 @@ Letters: B sequences, S positions; g inference, p old, c trainer, r reference lo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ class MetricParts:
     """One microbatch's contributions: 0-dim float64 tensors.
 
     `sums` are already divided by global counts and add up to the metric; `maxima` and `minima` reduce with
-    max and min, and are -inf and inf where there is no token to contribute.
+    max and min, and are -inf and inf where there is no token to contribute. `ratios` are [2]: numerators and
+    denominators add up, and the metric is the one over the other.
     """
 
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
     minima: dict[str, Tensor]
+    ratios: dict[str, Tensor] = field(default_factory=dict)
 
 
 def merge(parts: Sequence[MetricParts]) -> MetricParts:
@@ -37,12 +39,14 @@ def merge(parts: Sequence[MetricParts]) -> MetricParts:
             (part.sums, first.sums),
             (part.maxima, first.maxima),
             (part.minima, first.minima),
+            (part.ratios, first.ratios),
         ):
             assert values.keys() == keys.keys(), f"in some microbatches only: {values.keys() ^ keys.keys()}"
     return MetricParts(
         sums={key: torch.stack([part.sums[key] for part in parts]).sum() for key in first.sums},
         maxima={key: torch.stack([part.maxima[key] for part in parts]).amax() for key in first.maxima},
         minima={key: torch.stack([part.minima[key] for part in parts]).amin() for key in first.minima},
+        ratios={key: torch.stack([part.ratios[key] for part in parts]).sum(dim=0) for key in first.ratios},
     )
 
 
@@ -63,6 +67,10 @@ def all_reduce(parts: MetricParts, group: dist.ProcessGroup) -> dict[str, float]
             dist.all_reduce(stacked, op=operation, group=group)
             for key, value in zip(values, stacked.tolist(), strict=True):
                 metrics[key] = math.nan if value == nothing else value
+    if parts.ratios:
+        stacked = torch.stack([value.detach().double() for value in parts.ratios.values()])
+        dist.all_reduce(stacked, group=group)
+        metrics |= dict(zip(parts.ratios, (stacked[:, 0] / stacked[:, 1]).tolist(), strict=True))
     return metrics
 
 
@@ -170,7 +178,10 @@ def document_metrics(
 def together(one: MetricParts, other: MetricParts) -> MetricParts:
     """Contributions to different metrics, of the same microbatch."""
     return MetricParts(
-        sums=one.sums | other.sums, maxima=one.maxima | other.maxima, minima=one.minima | other.minima
+        sums=one.sums | other.sums,
+        maxima=one.maxima | other.maxima,
+        minima=one.minima | other.minima,
+        ratios=one.ratios | other.ratios,
     )
 
 

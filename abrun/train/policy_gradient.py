@@ -100,8 +100,12 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
 
     def _scored(self, batch: Sampled, weights: Tensor) -> Scored:
         phases, correction, reference = self._setup.phases, self._settings.importance_correction, None
+        policy, routes = self._setup.policy, None
         with phases("logprobs"):
-            old = self._setup.policy.logprobs(batch)
+            if self._setup.config.policy.replay_routing:
+                old, routes = policy.routed_logprobs(batch)
+            else:
+                old = policy.logprobs(batch)
         if self._reference is not None:
             with phases("reference_logprobs"):
                 reference = self._reference.logprobs(batch)
@@ -121,6 +125,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
             reference_logprobs=reference,
             importance_weights=corrections,
             loss_weights=weights,
+            routes=routes,
         )
 
     def _penalties(self, batch: Scored) -> Tensor | None:

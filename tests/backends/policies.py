@@ -149,6 +149,22 @@ def plain_loss(network: nn.Module, batch: Advised, temperature: float = 1.0) -> 
     )
 
 
+def plain_imbalance(network: Any, batch: Sequences) -> Tensor:
+    """E * sum of f_e P_e over the tokens of all sequences of a batch, row by row (see transformers' own)."""
+    config, num_tokens = network.config, 0
+    counts, probabilities = torch.zeros(config.num_experts), torch.zeros(config.num_experts)
+    for token_ids, mask in zip(batch.token_ids, batch.token_mask, strict=True):
+        length = int(mask.nonzero().max()) + 1
+        routers = network(token_ids[None, :length], output_router_logits=True).router_logits
+        for logits in routers:
+            weights = logits.softmax(dim=-1)
+            chosen = weights.topk(config.num_experts_per_tok).indices.flatten()
+            counts = counts + torch.bincount(chosen, minlength=config.num_experts)
+            probabilities = probabilities + weights.sum(dim=0)
+            num_tokens += length
+    return config.num_experts * (counts * probabilities).sum() / num_tokens**2
+
+
 def gradients(backend: DtensorBackend) -> dict[str, Tensor]:
     """Whole gradients by their Hugging Face names. Collective."""
     return whole_gradients(backend.module, "network.")

@@ -1,6 +1,6 @@
 """A mixture of experts on the dtensor backend: what it exports, and its experts over several ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from abrun.backends.dtensor import DtensorBackend, experts, fsdp
+from abrun.backends.dtensor import DtensorBackend, experts, fsdp, routing
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import experts_of, load_network
@@ -23,6 +23,7 @@ from tests.backends.policies import (
     gradients,
     make_backend,
     parameters,
+    plain_imbalance,
     plain_loss,
     rows,
     some_batch,
@@ -43,12 +44,14 @@ class Case:
     exact: bool = True  # in float64, the experts one by one; else in float32, in grouped products
     idle: bool = False  # every token goes to experts 0 and 1
     num_experts: int = NUM_EXPERTS
+    coefficient: float = 0.0  # of the routers' auxiliary loss
     policy: tuple[tuple[str, Any], ...] = ()
     fault: str | None = None
 
     @property
-    def network(self) -> tuple[bool, bool, int]:
-        return self.exact, self.idle, self.num_experts
+    def alone(self) -> "Case":
+        """What it is in one process."""
+        return replace(self, expert_parallel=1, policy=(), fault=None)
 
 
 @dataclass(kw_only=True)
@@ -75,20 +78,21 @@ def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[k] - one).norm() / one.norm().clamp(min=1e-12)) for k, one in expected.items())
 
 
-def network_of(exact: bool, idle: bool, num_experts: int) -> Any:
-    network = tiny("experts", num_experts=num_experts)
-    if exact:
+def network_of(case: Case) -> Any:
+    network = tiny("experts", num_experts=case.num_experts)
+    if case.exact:
         network = to_float64(network)
     for module in network.modules():
-        if idle and type(module).__name__.endswith("TopKRouter"):
+        if case.idle and type(module).__name__.endswith("TopKRouter"):
             module.forward = partial(_to_the_first_experts, module)
     return network
 
 
 def _to_the_first_experts(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
-    weights = logits.softmax(dim=-1)[:, : router.top_k]
-    chosen = torch.arange(router.top_k).expand(weights.shape)
+    first = torch.arange(router.num_experts) < router.top_k
+    _, chosen = torch.topk(logits.softmax(dim=-1) + first, router.top_k, dim=-1)
+    weights = logits.softmax(dim=-1).gather(-1, chosen)
     return logits, weights / weights.sum(dim=-1, keepdim=True), chosen
 
 
@@ -99,9 +103,10 @@ def trained(case: Case, rank: int, world_size: int) -> Trained:
             compute_in_float64(patch)
         if case.fault:
             FAULTS[case.fault](patch)
-        policy = Policy.model_validate({"optimizer": OPTIMIZER, **dict(case.policy)})
+        settings = {"optimizer": OPTIMIZER, "router_aux_loss_coefficient": case.coefficient}
+        policy = Policy.model_validate(settings | dict(case.policy))
         ranks = make_ranks(CPU, {}, expert_parallel=case.expert_parallel)
-        backend = DtensorBackend(partial(network_of, *case.network), policy, ranks)
+        backend = DtensorBackend(partial(network_of, case), policy, ranks)
         found = Trained(losses=[], norms=[], gradients={}, weights={})
         for step, learning_rate in enumerate(LEARNING_RATES):
             batch = some_batch(step)
@@ -115,16 +120,16 @@ def trained(case: Case, rank: int, world_size: int) -> Trained:
         return found
 
 
-def plainly_trained(exact: bool, idle: bool, num_experts: int) -> Trained:
+def plainly_trained(case: Case) -> Trained:
     """By torch's own AdamW on the network as it is, in one process, row by row."""
-    network = network_of(exact, idle, num_experts)
+    network = network_of(case)
     groups = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in network.parameters()]
     optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, fused=False, foreach=False)
     found = Trained(losses=[], norms=[], gradients={}, weights={})
     for step, learning_rate in enumerate(LEARNING_RATES):
         optimizer.zero_grad()
         loss = plain_loss(network, some_batch(step))
-        loss.backward()
+        (loss + case.coefficient * plain_imbalance(network, some_batch(step))).backward()
         found.losses.append(loss.item())
         grads = {name: p.grad for name, p in network.named_parameters()}
         found.gradients = found.gradients or {name: grad.clone() for name, grad in grads.items()}
@@ -158,7 +163,12 @@ def _clip_by_own_norms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fsdp, "clip_gradients", clipped)
 
 
-FAULTS = {"averaged": _average_experts, "own norms": _clip_by_own_norms}
+def _balance_by_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(routing.Load, "over", lambda load, group: load.detached())
+
+
+FAULTS = {"averaged": _average_experts, "own norms": _clip_by_own_norms, "by rank": _balance_by_rank}
+FAULTY = [Case(fault=fault, coefficient=0.1 * (fault == "by rank")) for fault in FAULTS]
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Trained]:
@@ -167,19 +177,23 @@ def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Trained]:
 
 def distances(cases: list[Case], world_size: int) -> list[dict[str, float]]:
     """Of each case on so many ranks from one process; the ranks agree among each other."""
-    expected = {key: plainly_trained(*key) for key in {case.network for case in cases}}
+    expected = {case: plainly_trained(case) for case in {case.alone for case in cases}}
     by_rank = run_ranks(on_ranks, world_size, cases, timeout_s=280)
     for of_rank in by_rank[1:]:
         for one, first in zip(of_rank, by_rank[0], strict=True):
             assert max(one.distance(first).values()) == 0
-    return [found.distance(expected[case.network]) for case, found in zip(cases, by_rank[0], strict=True)]
+    return [found.distance(expected[case.alone]) for case, found in zip(cases, by_rank[0], strict=True)]
 
 
 PACKED = (("packing", True), ("micro_batch_tokens", 25), ("activation_checkpointing", True))
 CHUNKED = (("logprobs", {"impl": "chunked", "chunk_size": 40}), ("micro_batch_size", 3))
-TWO_RANKS = [Case(policy=PACKED), Case(idle=True), Case(exact=False, policy=CHUNKED)]
+TWO_RANKS = [
+    Case(policy=PACKED, coefficient=0.1),
+    Case(idle=True),
+    Case(exact=False, policy=CHUNKED, coefficient=0.1),
+]
 FOUR_RANKS = [
-    Case(expert_parallel=size, exact=exact, policy=policy, idle=idle)
+    Case(expert_parallel=size, exact=exact, policy=policy, idle=idle, coefficient=0.1 * (not idle))
     for size in (2, 4)
     for exact, policy, idle in (
         (True, (), False),
@@ -198,6 +212,8 @@ def check_distances(cases: list[Case], found: list[dict[str, float]]) -> None:
         elif case.fault == "own norms":
             assert distance["gradient"] < 1e-12 and distance["norm"] > 1e-5, distance
             assert distance["weights"] > 1e-4, distance
+        elif case.fault == "by rank":
+            assert distance["gradient"] > 1e-3, distance
         elif case.exact:
             assert max(distance.values()) < 1e-11, (case, distance)
         else:
@@ -206,13 +222,13 @@ def check_distances(cases: list[Case], found: list[dict[str, float]]) -> None:
 
 def test_experts_over_two_ranks_train_as_in_one_process() -> None:
     """Uneven lengths, a rank whose experts get no token, packed rows; and faults are seen."""
-    cases = [*TWO_RANKS, *(Case(fault=fault) for fault in FAULTS)]
+    cases = [*TWO_RANKS, *FAULTY]
     check_distances(cases, distances(cases, 2))
 
 
 @pytest.mark.slow
 def test_experts_over_four_ranks_train_as_in_one_process() -> None:
-    cases = [*FOUR_RANKS, *(Case(fault=fault) for fault in FAULTS)]
+    cases = [*FOUR_RANKS, *FAULTY]
     check_distances(cases, distances(cases, 4))
 
 

@@ -5,7 +5,9 @@ and the head's weight is whole when the kernel needs it.
 """
 
 import contextlib
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ from abrun.backends import B, Decoder, Objective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import ShardedParameters, shard, shard_layers
+from abrun.backends.dtensor.routing import Load, Routing, check_routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import IGNORED, Head, check_available
-from abrun.backends.packing import Packing, microbatches, packing_for
+from abrun.backends.packing import Packing, microbatches, packing_for, sequence_lengths
 from abrun.backends.ranks import Ranks
 from abrun.kernels import TokenLoss
 from abrun.models import (
@@ -35,7 +38,7 @@ from abrun.models import (
 )
 from abrun.recipe import OwnRunConfig, Policy, Ppo
 from abrun.rl.batch import Sequences
-from abrun.rl.metrics import MetricParts, merge
+from abrun.rl.metrics import MetricParts, merge, together
 
 
 class PolicyModule(nn.Module):
@@ -151,10 +154,12 @@ class DtensorBackend:
             else None
         )
         if self._tensor:
-            self._tensor.spread(network, facts)
+            self._tensor.spread(network, facts, experts_are_spread=ranks.experts is not None)
         self._hidden_size = facts.head.in_features
         if policy.activation_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
+        self._routing = Routing(network)
+        check_routing(policy, network, self._routing)
         self._experts = spread_experts(network, ranks, policy.dtype)
         shard_layers(facts.layers, ranks.weights, policy.dtype)
         # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
@@ -168,22 +173,31 @@ class DtensorBackend:
         )
 
     def logprobs(self, batch: Sequences) -> Tensor:
-        out = torch.zeros(batch.token_ids.shape, device=self.ranks.device)
-        start = 0
-        with torch.no_grad():
-            for microbatch in microbatches(batch, self.settings, self.ranks.data):
-                logprobs, _ = self._judged(microbatch, packing_for(microbatch, self.settings, self.ranks))
-                out[start : start + len(microbatch), : logprobs.shape[1]] = logprobs
-                start += len(microbatch)
-        return out
+        return self._passed(batch)[0]
+
+    def routed_logprobs(self, batch: Sequences) -> tuple[Tensor, Tensor]:
+        logprobs, routes, _ = self._passed(batch)
+        return logprobs, routes
 
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
-        parts = []
+        coefficient, parts, loads = self.settings.router_aux_loss_coefficient, [], []
+        whole = self._whole_load(batch) if coefficient else None
         for microbatch in microbatches(batch, self.settings, self.ranks.data):
-            loss, logprobs, entropy = self._forward(microbatch, objective)
-            loss.backward()
+            packing = packing_for(microbatch, self.settings, self.ranks)
+            with self._routing.replayed(_of_tokens(microbatch.routes, packing)):
+                with self._routing.seen() as seen:
+                    loss, logprobs, entropy = self._forward(microbatch, objective, packing)
+                if seen:
+                    with torch.set_grad_enabled(whole is not None):
+                        load = Load.of(seen, _counted(microbatch, packing))
+                    if whole is not None:
+                        loss = loss + coefficient * load.imbalance(whole.counts, whole.num_tokens)
+                    loads.append(load.detached())
+                loss.backward()
             parts.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
-        return merge(parts)
+        if not loads:
+            return merge(parts)
+        return together(merge(parts), self._summed(loads).metrics())
 
     def optimizer_step(self, learning_rate: float) -> float:
         return self._parameters.step(learning_rate)
@@ -249,9 +263,45 @@ class DtensorBackend:
         """All parameters under the network's own names, whole, one after the other. Collective."""
         return ((name.removeprefix("network."), weight) for name, weight in self._parameters.whole())
 
-    def _forward(self, batch: B, objective: Objective[B]) -> tuple[Tensor, Tensor, Tensor]:
+    def _passed(self, batch: Sequences) -> tuple[Tensor, Tensor, list[Load]]:
+        """Log-probs [B, S], routes [B, S, L * K] and loads of all microbatches, without gradient."""
+        shape, routing = batch.token_ids.shape, self._routing
+        out = torch.zeros(shape, device=self.ranks.device)
+        routes = torch.zeros(
+            *shape, routing.num_layers * routing.top_k, dtype=routing.route_dtype, device=self.ranks.device
+        )
+        loads, start = [], 0
+        with torch.no_grad():
+            for microbatch in microbatches(batch, self.settings, self.ranks.data):
+                packing = packing_for(microbatch, self.settings, self.ranks)
+                rows = slice(start, start + len(microbatch))
+                with routing.seen() as seen, routing.replayed(_of_tokens(microbatch.routes, packing)):
+                    logprobs, _ = self._judged(microbatch, packing)
+                out[rows, : logprobs.shape[1]] = logprobs
+                if seen:
+                    chosen = torch.cat([chosen for _, chosen in seen], dim=1)
+                    chosen = (
+                        packing.unpack(packing.whole(chosen[None]))
+                        if packing
+                        else chosen.view(*logprobs.shape, -1)
+                    )
+                    routes[rows, : logprobs.shape[1]] = chosen.to(routes.dtype)
+                    loads.append(Load.of(seen, _counted(microbatch, packing)))
+                start += len(microbatch)
+        return out, routes, loads
+
+    def _whole_load(self, batch: Sequences) -> Load:
+        """Of the global batch, before its first gradient: a pass more, as no part of it knows the others."""
+        return self._summed(self._passed(batch)[2])
+
+    def _summed(self, loads: list[Load]) -> Load:
+        """Over forward passes, and over all ranks with other tokens. Collective."""
+        return functools.reduce(operator.add, loads).over(self.ranks.weights.get_group())
+
+    def _forward(
+        self, batch: B, objective: Objective[B], packing: Packing | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss [] to go back from, log-probs and entropy [B, S]."""
-        packing = packing_for(batch, self.settings, self.ranks)
         if not self.settings.logprobs.one_pass:
             logprobs, entropy = self._judged(batch, packing)
             return objective.losses(batch, logprobs, entropy).sum(), logprobs, entropy
@@ -271,3 +321,16 @@ class DtensorBackend:
         token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
         *loss, logprobs, entropy = self.module(token_ids, token_mask, token_loss, packing)
         return *loss, packing.unpack(logprobs), packing.unpack(entropy)
+
+
+def _of_tokens(routes: Tensor | None, packing: Packing | None) -> Tensor | None:  # [B, S, R] -> [T, R]
+    if routes is None:
+        return None
+    return (packing.own(packing.pack(routes)) if packing else routes).flatten(0, 1)
+
+
+def _counted(batch: Sequences, packing: Packing | None) -> Tensor:  # [T] bool
+    """The tokens of a pass that belong to a sequence, prompts included: all but padding."""
+    positions = torch.arange(batch.token_mask.shape[1], device=batch.token_mask.device)
+    real = positions < sequence_lengths(batch.token_mask)[:, None]
+    return (packing.own(packing.pack(real)) if packing else real).flatten()

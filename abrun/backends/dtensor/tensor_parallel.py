@@ -43,10 +43,10 @@ class TensorParallel:
         # Of what acts on a rank's own positions alone, with sequence parallelism: of some positions.
         self._of_states: Placement = Partial() if sequence_parallel else Replicate()
 
-    def spread(self, network: Any, facts: Facts) -> None:
+    def spread(self, network: Any, facts: Facts, *, experts_are_spread: bool) -> None:
         """Cut the network's parameters, in place, and let each rank compute with its own.
 
-        Raises RecipeError where the network does not fit so many ranks.
+        Experts are whole on every rank, whose tokens are the same, unless they are spread otherwise. Raises RecipeError where the network does not fit so many ranks.
         """
         check_fits(network, self.size, sequence_parallel=self._sequence_parallel)
         base: Any = facts.base
@@ -62,7 +62,9 @@ class TensorParallel:
             if hasattr(parts.mlp, "gate_proj"):
                 self._mlp(parts.mlp)
             else:
-                self.replicate(parts.mlp, self._of_states)
+                self.replicate(parts.mlp.gate)
+                if not experts_are_spread:
+                    self.replicate(parts.mlp.experts)
             self.replicate(parts.input_layernorm, self._of_states)
             self.replicate(parts.post_attention_layernorm, self._of_states)
         self.replicate(base.norm, self._of_states)
@@ -214,6 +216,11 @@ def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
         raise RecipeError(
             f"{FIELD}: got {size} with {heads} attention heads and {shared} key-value heads; use a divisor "
             f"of {heads} that divides {shared} or is a multiple of it"
+        )
+    if sequence_parallel and getattr(config, "num_experts", None):
+        raise RecipeError(
+            f"policy.backend.sequence_parallel: got true with {kind}, whose routers then see some positions "
+            "alone; use sequence_parallel: false, or type: megatron"
         )
     if sequence_parallel and {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise RecipeError(

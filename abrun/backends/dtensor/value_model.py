@@ -135,7 +135,7 @@ class DtensorValueModel:
         facts = facts_of(network)
         module = Backbone(facts.base).to(self._ranks.device)
         if self._tensor:
-            self._tensor.spread(network, facts)
+            self._tensor.spread(network, facts, experts_are_spread=self._ranks.experts is not None)
         spread_experts(network, self._ranks, self._policy.dtype)
         shard_layers(facts.layers, self._ranks.weights, self._policy.dtype)
         shard(module, self._ranks.weights, self._policy.dtype)
