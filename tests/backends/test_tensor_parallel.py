@@ -165,7 +165,7 @@ def train(case: Case, layout: dict[str, Any], *, steps: int = STEPS, scale: floa
 
 def differences(found: list[Step], expected: list[Step]) -> dict[str, float]:
     """The largest of all steps, in units of what float32 may differ by."""
-    largest = dict.fromkeys(("loss", "norm", "gradient", "weight"), 0.0)
+    largest: dict[str, float] = dict.fromkeys(("loss", "norm", "gradient", "weight"), 0.0)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.gradients.keys() == theirs.gradients.keys()
         assert ours.weights.keys() == theirs.weights.keys()

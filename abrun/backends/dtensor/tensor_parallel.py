@@ -46,7 +46,8 @@ class TensorParallel:
     def spread(self, network: Any, facts: Facts, *, experts_are_spread: bool) -> None:
         """Cut the network's parameters, in place, and let each rank compute with its own.
 
-        Experts are whole on every rank, whose tokens are the same, unless they are spread otherwise. Raises RecipeError where the network does not fit so many ranks.
+        Experts are whole on every rank, whose tokens are the same, unless they are spread otherwise. Raises
+        RecipeError where the network does not fit so many ranks.
         """
         check_fits(network, self.size, sequence_parallel=self._sequence_parallel)
         base: Any = facts.base
