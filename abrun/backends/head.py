@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from abrun.errors import RecipeError
 from abrun.kernels import (
@@ -25,6 +26,10 @@ class Head:
     """Of one policy: its own scale and soft cap, and what the recipe wants of it.
 
     Log-probs are those of the distribution that a sampler at `temperature` and `top_p` draws from.
+
+    With a `group`, each of its ranks passes the same hidden states and its own rows of the weight, as many as
+    the others. Each gets the same results; the gradient of the hidden states is then a partial sum, which the
+    caller adds up.
     """
 
     def __init__(
@@ -35,7 +40,10 @@ class Head:
         top_p: float,
         scale: float,
         softcap: float | None,
+        vocab_size: int | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
+        assert group is None or vocab_size is not None
         self._temperature, self._top_p, self._scale, self._softcap = temperature, top_p, scale, softcap
         self._dtype = torch.float32 if logprobs.head_dtype == "float32" else None
         self._chunk_size = logprobs.chunk_size
@@ -49,12 +57,14 @@ class Head:
             "ignore_index": IGNORED,
             "head_dtype": self._dtype,
             "memory_budget_bytes": budget_mib * 2**20 if budget_mib else DEFAULT_MEMORY_BUDGET_BYTES,
+            "vocab_size": vocab_size,
+            "group": group,
         }
 
     def judge(
         self,
         hidden: Tensor,  # [..., H]
-        weight: Tensor,  # [V, H]
+        weight: Tensor,  # [V, H], or this rank's rows of it
         target: Tensor,  # [...] int64, IGNORED where nothing is asked
         token_loss: TokenLoss | None = None,
     ) -> tuple[Any, ...]:

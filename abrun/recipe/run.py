@@ -232,7 +232,10 @@ class OwnRunConfig(RunConfig):
 
 
 # Of a backend that is built.
-NOT_BUILT = {"dtensor": ("tensor_parallel", "context_parallel", "expert_parallel")}
+NOT_BUILT = {
+    "dtensor": ("tensor_parallel", "context_parallel", "expert_parallel"),
+    "megatron": ("context_parallel",),
+}
 
 
 def not_built(config: OwnRunConfig) -> list[str]:
