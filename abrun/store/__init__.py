@@ -62,13 +62,8 @@ from abrun.store.files import (
 from abrun.store.lines import NOT_METRICS, LineReader, LineWriter, read_lines
 from abrun.store.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of
 from abrun.store.records import Attempt, Launch, RunRecord, RunState, Status
-from abrun.store.rundir import (
-    SCHEMA_VERSION,
-    STOPPED,
-    FencedError,
-    RunDir,
-    RunWriter,
-)
+from abrun.store.rundir import SCHEMA_VERSION, RunDir
+from abrun.store.writer import STOPPED, FencedError, RunWriter
 
 __all__ = [
     "EXPERIMENT",

@@ -1,0 +1,126 @@
+"""The pen of one attempt at a run: what a job writes into its run directory while it is the newest."""
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from abrun import layout
+from abrun.errors import StoreError
+from abrun.redaction import redacted, told
+from abrun.store.files import write_json
+from abrun.store.lines import LineWriter
+from abrun.store.records import Attempt, Status, attempt_file
+
+if TYPE_CHECKING:
+    from abrun.store.rundir import RunDir
+
+STOPPED = "stopped by a signal; continue with --resume"
+
+
+class FencedError(StoreError):
+    """A newer attempt owns the run directory: this process must not write any more."""
+
+
+class RunWriter:
+    """One attempt's pen. Every write first checks that no newer attempt owns the directory.
+
+    Where one does, FencedError is raised instead. Which attempt this is, `attempt` counts from 1.
+    """
+
+    def __init__(self, run: "RunDir", attempt: Attempt) -> None:
+        self.run = run
+        self.attempt = attempt.number
+        self._mine = attempt
+        self._metrics = LineWriter(run.path / layout.METRICS)
+        self._events = LineWriter(run.path / layout.EVENTS)
+        self._validations: LineWriter | None = None
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one step."""
+        self.check_fence()
+        self._metrics.write({"step": step, "attempt": self.attempt, "time_s": time.time(), **values})
+
+    def validation(
+        self, step: int, *, prompts_sha256: str, rewards: Sequence[float], lengths: Sequence[int]
+    ) -> None:
+        """Append what a validation found, prompt by prompt."""
+        self.check_fence()
+        if self._validations is None:
+            self._validations = LineWriter(self.run.path / layout.VALIDATION)
+        content = {"prompts_sha256": prompts_sha256, "rewards": rewards, "lengths": lengths}
+        self._validations.write({"step": step, "attempt": self.attempt, **content})
+
+    def heartbeat(self, step: int) -> None:
+        self.check_fence()
+        content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt}
+        write_json(self.run.path / layout.HEARTBEAT, content, durable=False)
+
+    def event(self, event: str, **details: Any) -> None:
+        """Append to events.jsonl, and to stdout.log for whoever reads along; without secrets."""
+        self.check_fence()
+        details = {key: redacted(text) if isinstance(text, str) else text for key, text in details.items()}
+        self._events.write({"time_s": time.time(), "attempt": self.attempt, "event": event, **details})
+        print(f"{event}: {', '.join(f'{key} {value}' for key, value in details.items())}", flush=True)
+
+    def environment(self, content: Mapping[str, Any]) -> None:
+        """What the run depends on besides its configuration."""
+        self.check_fence()
+        write_json(self.run.path / layout.ENVIRONMENT, {"attempt": self.attempt, **content})
+
+    def sync(self) -> None:
+        """Bring all lines to the disk: what is written after this may claim them."""
+        for lines in (self._metrics, self._events, self._validations):
+            if lines:
+                lines.sync()
+
+    def finish(
+        self,
+        step: int,
+        final_weights: Mapping[str, Any] | None = None,
+        weights_hash: str | None = None,
+        /,
+        **details: Any,
+    ) -> None:
+        """Write result.json: from now on the run is finished.
+
+        `final_weights`: a `fingerprint` by file, where they are kept; `weights_hash`: of what was trained.
+        """
+        self.event("finished", step=step, **details)
+        self.sync()
+        result = {"step": step, "attempt": self.attempt}
+        weights = {"final_weights": final_weights, "final_weights_hash": weights_hash}
+        result |= {key: value for key, value in weights.items() if value is not None}
+        write_json(self.run.path / layout.RESULT, result)
+        self._end_attempt("finished", None, 0)
+
+    def fail(self, message: str, *, exit_code: int, **details: Any) -> None:
+        """Say why the run failed; a fenced attempt and a full disk can only say it on stderr."""
+        message = told(message)
+        with contextlib.suppress(StoreError):
+            self.event("failed", **details, message=message)
+        with contextlib.suppress(StoreError):
+            self._end_attempt("failed", message, exit_code)
+
+    def interrupt(self, *, exit_code: int, **details: Any) -> None:
+        """Say that the run was stopped and can go on."""
+        with contextlib.suppress(StoreError):
+            self.event("interrupted", **details)
+        with contextlib.suppress(StoreError):
+            self._end_attempt("interrupted", STOPPED, exit_code)
+
+    def check_fence(self) -> None:
+        """Raises FencedError where a newer attempt has begun, or the record of this one is gone."""
+        newest = self.run.last_attempt
+        if newest != self.attempt:
+            raise FencedError(
+                f"{self.run.path}: attempt {newest} owns this run now; attempt {self.attempt} stops"
+            )
+
+    def _end_attempt(self, status: Status, message: str | None, exit_code: int) -> None:
+        self.check_fence()
+        end = {"status": status, "message": message, "ended_s": time.time(), "exit_code": exit_code}
+        path = attempt_file(self.run.path / layout.ATTEMPTS, self.attempt)
+        write_json(path, {**asdict(self._mine), **end})
