@@ -457,7 +457,7 @@ class RunWriter:
     def finish(self, step: int, weights: Mapping[str, Any] | None = None, /, **details: Any) -> None:
         """Write result.json: from now on the run is finished.
 
-        `weights`: of what was trained, `final_weights_hash` and, by kept file, a `fingerprint`: `final_weights`.
+        `weights`: the `final_weights_hash` of what was trained, a `fingerprint` by file of `final_weights`.
         """
         self.event("finished", step=step, **details)
         self.sync()
