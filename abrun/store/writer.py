@@ -76,23 +76,14 @@ class RunWriter:
             if lines:
                 lines.sync()
 
-    def finish(
-        self,
-        step: int,
-        final_weights: Mapping[str, Any] | None = None,
-        weights_hash: str | None = None,
-        /,
-        **details: Any,
-    ) -> None:
+    def finish(self, step: int, weights: Mapping[str, Any] | None = None, /, **details: Any) -> None:
         """Write result.json: from now on the run is finished.
 
-        `final_weights`: a `fingerprint` by file, where they are kept; `weights_hash`: of what was trained.
+        `weights`: the `final_weights_hash` of what was trained, a `fingerprint` by file of `final_weights`.
         """
         self.event("finished", step=step, **details)
         self.sync()
-        result = {"step": step, "attempt": self.attempt}
-        weights = {"final_weights": final_weights, "final_weights_hash": weights_hash}
-        result |= {key: value for key, value in weights.items() if value is not None}
+        result = {"step": step, "attempt": self.attempt, **(weights or {})}
         write_json(self.run.path / layout.RESULT, result)
         self._end_attempt("finished", None, 0)
 

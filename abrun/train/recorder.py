@@ -80,11 +80,12 @@ class Recorder:
 
         `final_weights`: its files' checksums.
         """
-        trained = policy_hash(policy)
+        weights: dict[str, Any] = {"final_weights_hash": policy_hash(policy)}
+        weights |= {} if final_weights is None else {"final_weights": final_weights}
         if self._writer:
             if self._mirror:
                 self._mirror.finish()
-            self._writer.finish(step, final_weights, trained)
+            self._writer.finish(step, weights)
 
 
 def policy_hash(policy: Backend) -> str:

@@ -58,7 +58,7 @@ def train(run: RunDir) -> None:
             if step % EVERY == 0:
                 checkpoint.save(run.checkpoints, walk, ranks, step=step, keep=2, writer=writer)
         final = checkpoint.save_final(run.final_weights, ranks, write, writer)
-        writer.finish(NUM_STEPS, final)
+        writer.finish(NUM_STEPS, {"final_weights": final})
     except StoreError as error:
         assert "\n" not in str(error)
         writer.fail(str(error), exit_code=2)
