@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from abrun.backends.dtensor import DtensorBackend, experts, fsdp, routing
+from abrun.backends.dtensor.experts import Dispatched
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import experts_of, load_network
@@ -29,6 +31,7 @@ from tests.backends.policies import (
     some_batch,
     tiny,
 )
+from tests.models.architectures import tiny_network
 from tests.spawn import run_ranks
 
 NUM_EXPERTS = 8
@@ -45,13 +48,14 @@ class Case:
     idle: bool = False  # every token goes to experts 0 and 1
     num_experts: int = NUM_EXPERTS
     coefficient: float = 0.0  # of the routers' auxiliary loss
+    layout: tuple[tuple[str, int], ...] = ()  # of a replica
     policy: tuple[tuple[str, Any], ...] = ()
     fault: str | None = None
 
     @property
     def alone(self) -> "Case":
         """What it is in one process."""
-        return replace(self, expert_parallel=1, policy=(), fault=None)
+        return replace(self, expert_parallel=1, policy=(), layout=(), fault=None)
 
 
 @dataclass(kw_only=True)
@@ -96,22 +100,22 @@ def _to_the_first_experts(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, 
     return logits, weights / weights.sum(dim=-1, keepdim=True), chosen
 
 
-def trained(case: Case, rank: int, world_size: int) -> Trained:
+def trained(case: Case) -> Trained:
     """On this rank's rows of the global batches."""
     with pytest.MonkeyPatch.context() as patch:
         if case.exact:
             compute_in_float64(patch)
         if case.fault:
             FAULTS[case.fault](patch)
-        settings = {"optimizer": OPTIMIZER, "router_aux_loss_coefficient": case.coefficient}
-        policy = Policy.model_validate(settings | dict(case.policy))
-        ranks = make_ranks(CPU, {}, expert_parallel=case.expert_parallel)
+        backend = {"expert_parallel": case.expert_parallel, **dict(case.layout)}
+        settings: dict[str, Any] = {"optimizer": OPTIMIZER, "backend": backend, **dict(case.policy)}
+        policy = Policy.model_validate(settings | {"router_aux_loss_coefficient": case.coefficient})
+        ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=case.expert_parallel)
         backend = DtensorBackend(partial(network_of, case), policy, ranks)
         found = Trained(losses=[], norms=[], gradients={}, weights={})
         for step, learning_rate in enumerate(LEARNING_RATES):
             batch = some_batch(step)
-            count = len(batch) // world_size
-            share = rows(batch, rank * count, (rank + 1) * count)
+            share = batch[ranks.share(len(batch))]
             parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
             found.losses += ranks.total(float(parts.sums["loss"]))
             found.gradients = found.gradients or gradients(backend)
@@ -172,7 +176,7 @@ FAULTY = [Case(fault=fault, coefficient=0.1 * (fault == "by rank")) for fault in
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Trained]:
-    return [trained(case, rank, world_size) for case in cases]
+    return [trained(case) for case in cases]
 
 
 def distances(cases: list[Case], world_size: int) -> list[dict[str, float]]:
@@ -202,7 +206,16 @@ FOUR_RANKS = [
         (False, CHUNKED, False),
         (False, (*PACKED, ("logprobs", {"impl": "chunked", "one_pass": True})), False),
     )
-] + [Case(num_experts=6), Case(num_experts=2)]  # of which two copies cannot have a part of each
+]
+FOUR_RANKS += [Case(num_experts=6), Case(num_experts=2)]  # of which two copies cannot have some each
+CONTEXT, TENSOR = (("context_parallel", 2),), (("tensor_parallel", 2),)
+FOUR_RANKS += [
+    Case(layout=CONTEXT, coefficient=0.1),
+    Case(expert_parallel=4, layout=CONTEXT, coefficient=0.1, policy=PACKED),
+    Case(expert_parallel=4, layout=(("context_parallel", 4),), idle=True),
+    Case(exact=False, layout=TENSOR, coefficient=0.1),
+    Case(exact=False, layout=TENSOR, coefficient=0.1, policy=PACKED),
+]
 
 
 def check_distances(cases: list[Case], found: list[dict[str, float]]) -> None:
@@ -307,6 +320,27 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     ]
     check_export(make_backend("experts", **settings), folder)
     return found
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss", "mixtral", "nemotron_h", "olmoe"])
+def test_families_experts_make_the_same_of_tokens_that_travel(kind: str, group: None) -> None:
+    """Biases, shared experts, routers with groups: the weights of a token's experts stay with its sender."""
+    found, mesh = [], init_device_mesh("cpu", (1,))
+    for travel in (False, True):
+        network = tiny_network(kind)
+        layers = experts_of(network)
+        assert layers
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            for parameter in network.parameters():
+                nn.init.normal_(parameter, std=0.2)
+        for one in layers:
+            Dispatched(one, mesh) if travel else None
+        logits = network(torch.arange(20).view(2, 10) + 5, use_cache=False).logits
+        logits.square().mean().backward()
+        grads = {name: fsdp.whole(p.grad) for name, p in network.named_parameters() if p.grad is not None}
+        found.append(grads | {"logits": logits.detach()})
+    assert _distance(*found) < 1e-4
 
 
 @pytest.mark.parametrize(
