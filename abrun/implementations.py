@@ -7,7 +7,10 @@ asked for, so that this module, and with it the control plane, needs none of the
 import importlib
 from typing import Any
 
-BACKENDS = {"dtensor": "abrun.backends.dtensor:make_backend"}
+BACKENDS = {
+    "dtensor": "abrun.backends.dtensor:make_backend",
+    "megatron": "abrun.backends.megatron:make_backend",
+}
 ENGINES = {"torch": "abrun.rollout.torch_engine:make_engine"}
 LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
 

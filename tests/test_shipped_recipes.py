@@ -22,13 +22,11 @@ each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.ste
 # What the dry run of a recipe has to name, arm by arm.
 NOT_BUILT = {
     "grpo-qwen3-30b-a3b-2n8g-fused-logprobs": [
-        "arms baseline, treatment: policy.backend.type: got 'megatron'",
         "arms baseline, treatment: rollout.engine: got 'vllm'",
     ],
     "grpo-qwen2.5-7b-1n8g-context-parallel": [
         "arms baseline, treatment: rollout.engine: got 'vllm'",
     ],
-    "ppo-qwen2.5-1.5b-1n8g-megatron": ["arm treatment: policy.backend.type: got 'megatron'"],
 }
 
 # <algorithm>-<model>-<nodes>n<gpus>g-<factor>, and the keys in which arms may differ for that factor.

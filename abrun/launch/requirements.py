@@ -21,6 +21,7 @@ from abrun.recipe import (
     RunConfig,
     WordProblems,
     invocation,
+    megatron_refusal,
     not_built,
     unset_variables,
 )
@@ -110,6 +111,9 @@ def _missing(config: RunConfig) -> Iterator[str]:
     elif isinstance(config, OwnRunConfig):
         yield from _missing_files(config)
         yield from _missing_kernel(config)
+        wrong = megatron_refusal() if config.policy.backend.type == "megatron" else None
+        if wrong:
+            yield wrong
 
 
 def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[str]:

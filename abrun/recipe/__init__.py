@@ -26,6 +26,7 @@ from abrun.recipe.command import (
     secrets_of,
     unset_variables,
 )
+from abrun.recipe.megatron import MEGATRON_VERSIONS, megatron_refusal
 from abrun.recipe.policy import DIMENSIONS, Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
 from abrun.recipe.reading import dotted, merge, nested, overridden, read_with_defaults
 from abrun.recipe.refusals import shortened, unknown, validated
@@ -55,6 +56,7 @@ from abrun.recipe.tasks import (
 __all__ = [
     "BASELINE",
     "DIMENSIONS",
+    "MEGATRON_VERSIONS",
     "NAME",
     "Arithmetic",
     "Checkpoint",
@@ -98,6 +100,7 @@ __all__ = [
     "dotted",
     "invocation",
     "load_recipe",
+    "megatron_refusal",
     "merge",
     "nested",
     "not_built",

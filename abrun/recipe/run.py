@@ -261,7 +261,7 @@ class OwnRunConfig(RunConfig):
 
 
 # Of a backend that is built.
-NOT_BUILT: dict[str, tuple[str, ...]] = {"dtensor": ()}
+NOT_BUILT: dict[str, tuple[str, ...]] = {"dtensor": (), "megatron": ("context_parallel",)}
 
 
 def not_built(config: OwnRunConfig) -> list[str]:

@@ -16,10 +16,6 @@ OTHERS = {
     ),
     "no task file": (["task={type: gsm8k, path: /nonexistent/train.jsonl}"], "task.path: got '/nonexistent/"),
     "too long": (["rollout.max_new_tokens=2000"], "rollout.max_new_tokens: got 2000"),
-    "a backend to come": (
-        ["policy.backend={type: megatron}"],
-        "policy.backend.type: got 'megatron', not built yet; this version takes 'dtensor'",
-    ),
     "an engine to come": (["rollout.engine=vllm"], "rollout.engine: got 'vllm', not built yet"),
     "too few ranks": (["cluster.cpu_ranks=2"], "asks for 2 ranks and 1 were started"),
 }

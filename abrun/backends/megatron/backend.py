@@ -1,0 +1,205 @@
+"""A policy on megatron-core: rows in and out, whatever is cut in between. See abrun.backends.megatron."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from abrun.backends import B, Decoder, Objective, ValueModel
+from abrun.backends.head import IGNORED, Head, check_available
+from abrun.backends.megatron.cpu import standing_in
+from abrun.backends.megatron.decoding import NetworkDecoder, Skeleton
+from abrun.backends.megatron.groups import is_last_stage, join
+from abrun.backends.megatron.library import quiet
+from abrun.backends.megatron.names import Names
+from abrun.backends.megatron.network import make_network
+from abrun.backends.megatron.sharded import Sharded
+from abrun.backends.megatron.stages import Stages
+from abrun.backends.packing import Packing, microbatches, packing_of
+from abrun.backends.ranks import Ranks
+from abrun.errors import RecipeError
+from abrun.kernels import TokenLoss
+from abrun.models import check_decoding, facts_of, load_network, save_network
+from abrun.recipe import Megatron, OwnRunConfig, Policy, Ppo
+from abrun.rl.batch import Sequences
+from abrun.rl.metrics import MetricParts, merge
+
+
+def make_backend(
+    config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
+) -> "MegatronBackend":
+    """See abrun.backends.make_backend."""
+    temperature, top_p = config.trained_distribution
+
+    def load() -> Any:
+        network = load_network(config.model, weights=weights, seed=seed)
+        if trainable and config.decodes:
+            check_decoding(network, facts_of(network))
+        return network
+
+    return MegatronBackend(
+        load, config.policy, ranks, temperature=temperature, top_p=top_p, trainable=trainable
+    )
+
+
+class MegatronBackend:
+    """See abrun.backends.Backend.
+
+    `load` makes a transformers network with the run's initial weights, on the CPU and alike on every rank.
+    Log-probs are of the distribution that a sampler at `temperature` and `top_p` draws from.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        policy: Policy,
+        ranks: Ranks,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        trainable: bool = True,
+    ) -> None:
+        assert isinstance(policy.backend, Megatron)
+        check_available(policy.logprobs, ranks.device)
+        if top_p < 1 and ranks.tensor is not None:
+            raise RecipeError(
+                f"rollout.top_p: got {top_p:g} with policy.backend.tensor_parallel {ranks.tensor.size()}, "
+                "whose ranks hold a part of the vocabulary each; use top_p: 1.0"
+            )
+        self.settings, self.ranks = policy, ranks
+        with standing_in(ranks.device), quiet():
+            join(ranks, policy.backend)
+            network = load()
+            facts = facts_of(network)
+            self.model = make_network(
+                network, facts, policy, policy.backend, on_cpu=ranks.device.type == "cpu"
+            )
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "scale": facts.logit_scale,
+            "softcap": facts.logit_softcap,
+        }
+        shared = {"group": ranks.tensor, "vocab_size": network.config.vocab_size}
+        self._head = Head(policy.logprobs, **settings, **shared)
+        self._whole_head = Head(policy.logprobs, **settings)
+        self._load, self._hidden_size = load, network.config.hidden_size
+        self._names = Names(self.model, network.config)
+        self._names.load(dict(network.named_parameters()).__getitem__)
+        self._skeleton = Skeleton(network)
+        self._sharded = Sharded(
+            self.model,
+            policy.optimizer if trainable else None,
+            distributed=policy.backend.distributed_optimizer,
+            device=ranks.device,
+        )
+        self._stages = Stages(policy.backend, ranks)
+
+    def logprobs(self, batch: Sequences) -> Tensor:
+        found: list[Tensor] = []
+
+        def forward(microbatch: Sequences) -> Tensor:
+            packing = self._packing_of(microbatch)
+            hidden = self._stages.hidden_states(self._sharded.module, microbatch.token_ids, packing)
+            if is_last_stage():
+                logprobs, _ = self._judged(microbatch, packing, hidden)
+                found.append(nn.functional.pad(logprobs, (0, batch.token_ids.shape[1] - logprobs.shape[1])))
+            return hidden
+
+        parts = list(microbatches(batch, self.settings, self.ranks.data))
+        with torch.no_grad():
+            self._stages.run(self._sharded.module, parts, forward, backward=False)
+        out = torch.cat(found) if found else torch.zeros(batch.token_ids.shape, device=self.ranks.device)
+        return self._stages.tensor_from_last(out)
+
+    def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
+        found: list[MetricParts] = []
+
+        def forward(microbatch: B) -> Tensor:
+            packing = self._packing_of(microbatch)
+            hidden = self._stages.hidden_states(self._sharded.module, microbatch.token_ids, packing)
+            if not is_last_stage():
+                return hidden
+            loss, logprobs, entropy = self._loss(microbatch, packing, hidden, objective)
+            found.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
+            return loss
+
+        parts = list(microbatches(batch, self.settings, self.ranks.data))
+        self._stages.run(self._sharded.module, parts, forward, backward=True)
+        return self._stages.metrics_from_last(merge(found) if found else None)
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        return self._sharded.step(learning_rate)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._stages.each_from_its_stage(self._names.whole())
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[Decoder]:
+        """A copy with whole weights on every rank; no collective runs inside."""
+        yield NetworkDecoder(self._skeleton.filled(self.weights(), self.ranks.device), self._whole_head)
+
+    def save(self, directory: Path) -> None:
+        weights = {}
+        for name, weight in self.weights():
+            if self.ranks.is_first:
+                weights[name] = weight.cpu()
+        if self.ranks.is_first:
+            save_network(self._skeleton.network, directory, weights.items())
+
+    def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
+        raise RecipeError(
+            "algorithm.type: got 'ppo' with policy.backend.type 'megatron', not built yet; use dtensor"
+        )
+
+    def local_state(self) -> dict[str, Tensor]:
+        return self._sharded.local_state()
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        self._sharded.load_local_state(state)
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        return self._sharded.resident_tensors()
+
+    def _loss(
+        self, batch: B, packing: Packing | None, hidden: Tensor, objective: Objective[B]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss [] to go back from, log-probs and entropy [B, S]."""
+        if not self.settings.logprobs.one_pass:
+            logprobs, entropy = self._judged(batch, packing, hidden)
+            return objective.losses(batch, logprobs, entropy).sum(), logprobs, entropy
+        tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
+
+        def losses(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
+            return objective.losses(tokens[part], logprobs, entropy)
+
+        loss, logprobs, entropy = self._judged(batch, packing, hidden, losses)
+        return loss, logprobs, entropy
+
+    def _judged(
+        self, batch: Sequences, packing: Packing | None, hidden: Tensor, token_loss: TokenLoss | None = None
+    ) -> tuple[Any, ...]:
+        """Of rows from the last stage's states: log-probs and entropies [B, S]; see `Head.judge`."""
+        ids, mask = batch.token_ids, batch.token_mask
+        if packing is not None:
+            ids, mask = packing.pack(ids), packing.pack(mask)
+        hidden = self._stages.for_vocabulary(hidden, ids.shape[1])
+        target = torch.where(mask, ids, IGNORED)[:, 1:]
+        *loss, logprobs, entropy = self._head.judge(hidden[:, :-1], self._weight(), target, token_loss)
+        logprobs, entropy = (nn.functional.pad(each, (1, 0)) for each in (logprobs, entropy))
+        if packing is not None:
+            logprobs, entropy = packing.unpack(logprobs), packing.unpack(entropy)
+        return *loss, logprobs, entropy
+
+    def _weight(self) -> Tensor:
+        """This rank's rows of the head's weight, on the last stage."""
+        model: Any = self.model
+        if model.share_embeddings_and_output_weights:
+            return model.shared_embedding_or_output_weight()
+        return model.output_layer.weight
+
+    def _packing_of(self, batch: Sequences) -> Packing | None:
+        return packing_of(batch.token_mask) if self.settings.packing else None

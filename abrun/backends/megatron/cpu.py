@@ -1,0 +1,95 @@
+"""megatron-core without CUDA: while `standing_in` is entered, what it asks of CUDA is answered by the CPU.
+
+megatron-core names the CUDA device outright. Where a run trains on GPUs nothing here does anything.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def standing_in(device: torch.device) -> Iterator[None]:
+    """Around whatever calls megatron-core for a rank on `device`. May be entered inside itself."""
+    if device.type == "cuda":
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in _replacements():
+            stack.enter_context(_replaced(owner, name, value))
+        stack.enter_context(_DevicesMeanCpu())
+        yield
+
+
+class _DevicesMeanCpu(TorchFunctionMode):
+    """Calls that name a CUDA device are made with the CPU, and a tensor's type is called that of CUDA's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # which optimizers sort parameters by
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        if func is Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+class _Idle:
+    """A stream or an event on which nothing ever waits."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **settings: None
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    def nothing(*arguments: Any, **settings: Any) -> None: ...
+
+    def no_context(*arguments: Any, **settings: Any) -> Any:
+        return contextlib.nullcontext()
+
+    cuda = torch.cuda
+    yield cuda, "current_device", lambda: CPU
+    yield cuda, "synchronize", nothing
+    yield cuda.nvtx, "range_push", nothing
+    yield cuda.nvtx, "range_pop", nothing
+    yield cuda, "Stream", _Idle
+    yield cuda, "Event", _Idle
+    yield cuda, "current_stream", _Idle
+    yield cuda, "stream", no_context
+
+    from megatron.core.tensor_parallel import random
+
+    # Models have no dropout, so no random number is drawn between these.
+    yield random, "_get_cuda_rng_state", lambda *arguments, **settings: torch.get_rng_state()
+    yield random, "_set_cuda_rng_state", nothing
+    yield random.CudaRNGStatesTracker, "fork", no_context
+
+    from megatron.core.transformer.moe import token_dispatcher
+
+    yield token_dispatcher, "maybe_move_tensor_to_cpu", _as_counts
+
+
+def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron-core's own moves, and converts, tensors of a GPU alone."""
+    return tensor.detach().numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

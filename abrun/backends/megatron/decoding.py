@@ -1,0 +1,58 @@
+"""The policy as a plain Hugging Face network: to write a checkpoint with, and to decode from a cache."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from abrun.backends.head import Head
+from abrun.models import facts_of
+
+
+class Skeleton:
+    """A network without its weights, which are megatron's."""
+
+    def __init__(self, network: Any) -> None:
+        # What a checkpoint has not, such as the frequencies of rotary embeddings, is kept.
+        stored = network.state_dict().keys()
+        self._buffers = {name: b.clone() for name, b in network.named_buffers() if name not in stored}
+        self.network: Any = network.to("meta")
+        self.network.tie_weights()
+
+    def filled(self, weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Any:
+        """A copy on `device`, in evaluation mode, filled tensor by tensor in the dtype of each."""
+        network = copy.deepcopy(self.network)
+        modules = dict(network.named_modules())
+        for name, buffer in self._buffers.items():
+            owner, _, last = name.rpartition(".")
+            setattr(modules[owner], last, buffer.to(device))
+        missing = dict(network.named_parameters())
+        for name, weight in weights:
+            owner, _, last = name.rpartition(".")
+            setattr(modules[owner], last, nn.Parameter(weight.clone(), requires_grad=False))
+            del missing[name]
+        network.tie_weights()
+        assert not missing, f"no weights for {sorted(missing)}"
+        return network.eval()
+
+
+class NetworkDecoder:
+    """See abrun.backends.Decoder."""
+
+    def __init__(self, network: Any, head: Head) -> None:
+        self._facts, self._head = facts_of(network), head
+
+    def __call__(
+        self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
+    ) -> tuple[Tensor, Any]:
+        output = self._facts.base(
+            input_ids=token_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = self._head.logits(output.last_hidden_state[:, -1], self._facts.head.weight)
+        return logits, output.past_key_values

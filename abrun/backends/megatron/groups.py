@@ -1,0 +1,51 @@
+"""megatron-core's process groups, which it keeps for the whole process, beside those of `Ranks`."""
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from abrun.backends.ranks import COLLECTIVE_TIMEOUT, Ranks
+from abrun.recipe import Megatron
+
+_joined: tuple[Any, Megatron] | None = None  # the process group that was cut, and how
+
+
+def join(ranks: Ranks, settings: Megatron) -> None:
+    """Cut the run's process group as the recipe says, unless it is. Collective."""
+    global _joined
+    if _joined == (dist.group.WORLD, settings) and parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tensor_parallel,
+        pipeline_model_parallel_size=settings.pipeline_parallel,
+        expert_model_parallel_size=settings.expert_parallel,
+        expert_tensor_parallel_size=1 if settings.expert_parallel > 1 else None,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    if ranks.device.type == "cuda":  # whose generators megatron-core swaps around what it may drop
+        model_parallel_cuda_manual_seed(0)
+    assert parallel_state.get_data_parallel_rank() == ranks.data.rank(), "samples are shared otherwise"
+    assert parallel_state.get_tensor_model_parallel_rank() == (ranks.tensor.rank() if ranks.tensor else 0)
+    assert parallel_state.get_pipeline_model_parallel_rank() == (
+        ranks.pipeline.rank() if ranks.pipeline else 0
+    )
+    _joined = dist.group.WORLD, settings
+
+
+def is_last_stage() -> bool:
+    """Whether this rank's stage has hidden states to judge."""
+    return parallel_state.is_pipeline_last_stage()
+
+
+def tensor_group() -> dist.ProcessGroup:
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+def expert_group() -> dist.ProcessGroup:
+    group: Any = parallel_state.get_expert_model_parallel_group()
+    return group

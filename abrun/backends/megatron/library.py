@@ -1,0 +1,95 @@
+"""megatron-core: which versions this backend was built against, and what it calls of them."""
+
+import contextlib
+import importlib
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import torch
+
+from abrun.errors import RecipeError
+from abrun.recipe import MEGATRON_VERSIONS, megatron_refusal
+
+# What is called by keyword, or replaced: a version that renamed one of them would be called wrongly.
+CALLED = {
+    "megatron.core.parallel_state:initialize_model_parallel": (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "create_gloo_process_groups",
+    ),
+    "megatron.core.models.gpt:GPTModel.forward": (
+        "input_ids",
+        "position_ids",
+        "attention_mask",
+        "packed_seq_params",
+    ),
+    "megatron.core.models.gpt:GPTModel._postprocess": ("hidden_states", "labels", "runtime_gather_output"),
+    "megatron.core.tensor_parallel:ColumnParallelLinear.forward": (
+        "input_",
+        "weight",
+        "runtime_gather_output",
+    ),
+    "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": ("tensor_parallel_output_grad",),
+    "megatron.core.distributed:finalize_model_grads": ("model", "num_tokens"),
+    "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining": (
+        "forward_step_func",
+        "num_microbatches",
+        "forward_only",
+    ),
+}
+
+
+def check() -> None:
+    """Raises RecipeError where megatron-core is missing, or is a version that this backend does not know."""
+    wrong = megatron_refusal()
+    if wrong:
+        raise RecipeError(wrong)
+    with quiet():
+        for name, expected in CALLED.items():
+            missing = set(expected) - _parameters(name)
+            if missing:
+                raise RecipeError(
+                    f"policy.backend.type: got 'megatron' with megatron-core {version('megatron-core')}, "
+                    f"whose {name.partition(':')[2]} has no {', '.join(sorted(missing))}; "
+                    f"pip install 'megatron-core{MEGATRON_VERSIONS}'"
+                )
+        _complete_experts()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings that megatron-core has for everyone who has no Transformer Engine."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _parameters(name: str) -> set[str]:
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return set(inspect.signature(found).parameters) if callable(found) else set()
+
+
+def _complete_experts() -> None:
+    """0.16.1 looks this name up in a router's forward pass, and defines it with Transformer Engine alone."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a recipe names."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,0 +1,164 @@
+"""Weights under their Hugging Face names, and as megatron-core's parameters hold them: both ways, to the bit.
+
+Letters: G groups of query heads that share keys, Q query heads in each, D width of a head, H hidden size, I
+width of an MLP, E experts, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from abrun.backends.megatron.groups import expert_group, tensor_group
+from abrun.backends.megatron.network import head_width
+
+Take = Callable[[str], Tensor]  # a whole tensor by its Hugging Face name
+
+LAYER, EXPERT = "decoder.layers.", "mlp.experts.local_experts."
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a parameter of megatron-core is made of, and how tensor-parallel ranks share it."""
+
+    sources: tuple[str, ...]  # Hugging Face names
+    shared: Literal["rows", "columns", "rows_of_halves", "not"] = "not"
+    expert: int | None = None  # of the E that are one tensor in Hugging Face's networks
+
+
+class Names:
+    """Of one model on this rank, by its Hugging Face configuration."""
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self._model: Any = model
+        self._config = config
+        self._groups, self._width = config.num_key_value_heads, head_width(config)
+        self._tensor, self._experts = tensor_group(), expert_group()
+
+    @torch.no_grad()
+    def load(self, take: Take) -> None:
+        """Fill this rank's parameters, one by one."""
+        for name, parameter in self._model.named_parameters():
+            place = self._place(name)
+            parts = [take(source) for source in place.sources]
+            whole = parts[0] if place.expert is None else parts[0][place.expert]
+            if "linear_qkv" in name:
+                whole = self._joined_heads(parts)
+            elif place.shared == "rows_of_halves":
+                whole = torch.cat(parts)
+            mine = _shard(whole, place, len(parameter), self._tensor)
+            assert mine.shape == parameter.shape, f"{name}: {list(mine.shape)}, not {list(parameter.shape)}"
+            parameter.copy_(mine)
+
+    @torch.no_grad()
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """This stage's weights. Collective over its tensor-parallel and expert-parallel ranks."""
+        named: dict[str, Tensor] = dict(self._model.named_parameters())
+        for name, parameter in named.items():
+            place = self._place(name)
+            if EXPERT in name:
+                if f"{EXPERT}0." in name:
+                    yield place.sources[0], self._all_experts(name, named)
+            elif not self._is_copy(name):
+                whole = _unshard(_gathered(parameter, self._tensor), place)
+                if "linear_qkv" in name:
+                    parts: Sequence[Tensor] = self._split_heads(whole)
+                elif place.shared == "rows_of_halves":
+                    parts = whole.chunk(2)
+                else:
+                    parts = [whole[: self._config.vocab_size] if LAYER not in name else whole]
+                yield from zip(place.sources, parts, strict=True)
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether this is the last stage's copy of the embedding, which the first stage gives."""
+        return name == "output_layer.weight" and self._config.tie_word_embeddings
+
+    def _all_experts(self, of_first: str, named: dict[str, Tensor]) -> Tensor:  # [E, ...]
+        before, _, after = of_first.partition(f"{EXPERT}0.")
+        count = self._config.num_experts // self._experts.size()
+        local = torch.stack([named[f"{before}{EXPERT}{index}.{after}"] for index in range(count)])
+        return torch.cat(_gathered(local, self._experts))
+
+    def _joined_heads(self, parts: Sequence[Tensor]) -> Tensor:  # [G * Q * D, ...] and twice [G * D, ...]
+        """[G * (Q + 2) * D, ...]: of each group its queries, then its key and its value."""
+        split = [part.view(self._groups, -1, self._width, *part.shape[1:]) for part in parts]
+        return torch.cat(split, dim=1).flatten(0, 2)
+
+    def _split_heads(self, joined: Tensor) -> Sequence[Tensor]:
+        of_groups = joined.view(self._groups, -1, self._width, *joined.shape[1:])
+        queries = of_groups.shape[1] - 2
+        return [part.flatten(0, 2) for part in of_groups.split([queries, 1, 1], dim=1)]
+
+    def _place(self, name: str) -> Place:
+        if not name.startswith(LAYER):
+            embedding = "model.embed_tokens.weight"
+            head = embedding if self._config.tie_word_embeddings else "lm_head.weight"
+            return {
+                "embedding.word_embeddings.weight": Place((embedding,), "rows"),
+                "decoder.final_layernorm.weight": Place(("model.norm.weight",)),
+                "output_layer.weight": Place((head,), "rows"),
+            }[name]
+        index, _, inside = name.removeprefix(LAYER).partition(".")
+        number = self._model.decoder.layers[int(index)].layer_number - 1  # counted over all stages
+        prefix = f"model.layers.{number}."
+        if inside.startswith(EXPERT):
+            local, kind = inside.removeprefix(EXPERT).split(".")[:2]
+            first = self._experts.rank() * self._config.num_experts // self._experts.size()
+            source = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[kind]
+            return Place((f"{prefix}mlp.experts.{source}",), expert=first + int(local))
+        place = _IN_LAYER[inside]
+        return Place(tuple(prefix + source for source in place.sources), place.shared)
+
+
+_IN_LAYER = {
+    "input_layernorm.weight": Place(("input_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": Place(("post_attention_layernorm.weight",)),
+    **{
+        f"self_attention.linear_qkv.{kind}": Place(
+            tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv"), "rows"
+        )
+        for kind in ("weight", "bias")
+    },
+    "self_attention.linear_proj.weight": Place(("self_attn.o_proj.weight",), "columns"),
+    "self_attention.q_layernorm.weight": Place(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Place(("self_attn.k_norm.weight",)),
+    "mlp.linear_fc1.weight": Place(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows_of_halves"),
+    "mlp.linear_fc2.weight": Place(("mlp.down_proj.weight",), "columns"),
+    "mlp.router.weight": Place(("mlp.gate.weight",)),
+}
+
+
+def _shard(whole: Tensor, place: Place, num_rows: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part; rows that the whole lacks, of a padded vocabulary, are 0."""
+    if place.shared == "not":
+        return whole
+    size, rank = group.size(), group.rank()
+    if place.shared == "columns":
+        return whole.chunk(size, dim=1)[rank]
+    if place.shared == "rows_of_halves":
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    mine = whole[rank * num_rows : (rank + 1) * num_rows]
+    return torch.cat([mine, mine.new_zeros(num_rows - len(mine), *mine.shape[1:])])
+
+
+def _unshard(shards: Sequence[Tensor], place: Place) -> Tensor:
+    if place.shared == "not":
+        return shards[0]
+    if place.shared == "rows_of_halves":
+        return torch.cat(
+            [half for halves in zip(*(s.chunk(2) for s in shards), strict=True) for half in halves]
+        )
+    return torch.cat(list(shards), dim=1 if place.shared == "columns" else 0)
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's, in their order. Collective."""
+    tensor = tensor.detach().contiguous()
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts

@@ -1,0 +1,290 @@
+"""A Hugging Face network's architecture as megatron-core's GPTModel, without Transformer Engine.
+
+Letters: S positions, B sequences, D width of a head; megatron-core puts positions first, [S, B, ...].
+"""
+
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from abrun.backends.megatron.groups import is_last_stage, tensor_group
+from abrun.backends.megatron.library import dtype_of
+from abrun.backends.packing import SHARED_HEADS
+from abrun.errors import RecipeError
+from abrun.models import Facts
+from abrun.recipe import Megatron, Policy
+
+# Families that are what GPTModel computes, apart from what `_refuse_what_differs` looks for.
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+class HiddenStates:
+    """GPTModel's last step, in place of its LM head: whole hidden states out, for a head of our own."""
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        self._sequence_parallel = sequence_parallel
+
+    def __call__(
+        self, hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None, **new: Any
+    ) -> Any:
+        """See megatron.core.tensor_parallel.ColumnParallelLinear."""
+        asked = [name for name, value in new.items() if value is not None]
+        assert not asked, f"this megatron-core asks its output layer for {asked}"
+        return hidden, None
+
+
+class PaddingIsConstant:
+    """A hook of the embedding: like torch's own, it gives the row of the padding token no gradient."""
+
+    def __init__(self, padding: int, settings: Megatron) -> None:
+        self._padding, self._sequence_parallel = padding, settings.sequence_parallel
+
+    def __call__(self, module: Any, inputs: tuple[Tensor], embedded: Tensor) -> Tensor:
+        is_padding = inputs[0] == self._padding  # [B, S]
+        if self._sequence_parallel:  # this rank's tokens: [S / tensor ranks, B, H]
+            group = tensor_group()
+            is_padding = is_padding.t().chunk(group.size())[group.rank()]
+        return torch.where(is_padding[..., None], embedded.detach(), embedded)
+
+
+class RMSNorm(nn.RMSNorm):
+    """megatron-core's own, without Transformer Engine or apex, refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        # Each rank sees some of the tokens, so gradients are added up over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class CausalAttention(MegatronModule):
+    """Attention through torch's kernels; megatron-core's own holds all S x S scores."""
+
+    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,  # [S, B, heads, D], or [T, heads, D] packed
+        key: Tensor,  # [..., key heads, D]
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:  # [S, B, heads * D], or [T, heads * D] packed
+        """Rows are padded right, so no real token sees padding and no mask is needed."""
+        assert attention_mask is None
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params).flatten(1)
+        q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
+        return self._causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # [B, heads, S, D]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self._scale, enable_gqa=True
+        )
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Inside each sequence of the stream; see abrun.backends.packing."""
+        starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        if query.is_cuda and query.dtype == torch.bfloat16:
+            causal: Any = {"window_size": (-1, 0), "scale": self._scale} | SHARED_HEADS
+            output: Any = varlen_attn(query, key, value, starts, starts, longest, longest, **causal)
+            return output
+        outputs = []
+        for start, stop in pairwise(starts.tolist()):
+            q, k, v = (states[None, start:stop].transpose(1, 2) for states in (query, key, value))
+            outputs.append(self._causal(q, k, v)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def make_network(network: Any, facts: Facts, policy: Policy, settings: Megatron, *, on_cpu: bool) -> GPTModel:
+    """This rank's part of the architecture of a transformers network; its weights are anyone's yet.
+
+    Its output is hidden states, on the last stage [B, S, H] (with sequence parallelism [B, S / tensor ranks,
+    H]). Raises RecipeError for what cannot be built or cut so.
+    """
+    _refuse_what_differs(network, facts)
+    _refuse_uneven_cuts(network.config, settings)
+    config = _transformer_config(network.config, policy, settings, on_cpu=on_cpu)
+    layer: Any = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    parts = layer.submodules
+    attention = parts.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    attention.core_attention = CausalAttention
+    norm: Any = RMSNorm
+    block: Any = TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
+    )
+    model: Any = GPTModel(
+        config,
+        block,
+        vocab_size=padded_vocabulary(network.config.vocab_size, settings),
+        max_sequence_length=network.config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=is_last_stage(),
+        share_embeddings_and_output_weights=network.config.tie_word_embeddings,
+        position_embedding_type="rope",
+    )
+    # The family's own frequencies, however it stretches them.
+    rotary, family = model.rotary_pos_emb, _rotary(facts)
+    rotary.inv_freq = family.inv_freq.detach().clone().to(rotary.inv_freq.device)
+    base: Any = facts.base
+    padding = base.get_input_embeddings().padding_idx
+    if model.pre_process and padding is not None:
+        model.embedding.word_embeddings.register_forward_hook(PaddingIsConstant(padding, settings))
+    if is_last_stage():
+        model.output_layer.forward = HiddenStates(settings.sequence_parallel)
+    return model
+
+
+def _rotary(facts: Facts) -> Any:
+    return getattr(facts.base, "rotary_emb", None)
+
+
+def padded_vocabulary(size: int, settings: Megatron) -> int:
+    """Rows of the embedding: the vocabulary, up to a multiple of the ranks that share it."""
+    return -size // settings.tensor_parallel * -settings.tensor_parallel
+
+
+def _transformer_config(
+    config: Any, policy: Policy, settings: Megatron, *, on_cpu: bool
+) -> TransformerConfig:
+    dtype = dtype_of(policy.dtype)
+    recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
+    values: dict[str, Any] = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_width(config),
+        "ffn_hidden_size": config.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": config.model_type == "qwen2",
+        "qk_layernorm": config.model_type.startswith("qwen3"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": settings.tensor_parallel,
+        "pipeline_model_parallel_size": settings.pipeline_parallel,
+        "expert_model_parallel_size": settings.expert_parallel,
+        "sequence_parallel": settings.sequence_parallel,
+        "variable_seq_lengths": True,  # each microbatch is as long as its own longest sequence
+        "moe_token_dispatcher_type": "alltoall",  # the one that takes them
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "pipeline_dtype": dtype,
+        "use_cpu_initialization": on_cpu,
+        # Without it parameters are not marked as cut over ranks, and the norm counts some of them only.
+        "perform_initialization": True,
+        "init_method": _uninitialised,
+        "output_layer_init_method": _uninitialised,
+        "embedding_init_method": _uninitialised,
+        # A sum over tokens, ranks and microbatches is left as it is: nothing divides, and nothing cancels.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+    }
+    if policy.activation_checkpointing:
+        values |= {f"recompute_{name}": value for name, value in recompute.items()}
+    if config.model_type == "qwen3_moe":
+        values |= _of_experts(config)
+    known = {field.name for field in fields(TransformerConfig)}
+    return TransformerConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def _of_experts(config: Any) -> dict[str, Any]:
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        # The softmax of the chosen scores is that of all of them, scaled to the sum 1.
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }
+
+
+def head_width(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _uninitialised(weight: Tensor) -> Tensor:
+    """Whatever memory held: every weight is loaded."""
+    return weight
+
+
+def _refuse_what_differs(network: Any, facts: Facts) -> None:
+    """Raises RecipeError for a family that GPTModel, as it is set up here, does not compute."""
+    config, kind = network.config, type(network).__name__
+    layers = config.num_hidden_layers
+    differences = {
+        "its family": config.model_type not in FAMILIES,
+        "attention_bias": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "sliding attention": set(getattr(config, "layer_types", None) or ["full_attention"])
+        != {"full_attention"},
+        "an activation other than silu": getattr(config, "hidden_act", "silu") != "silu",
+        "scaled logits": facts.logit_scale != 1 or facts.logit_softcap is not None,
+        "layers without experts": config.model_type == "qwen3_moe"
+        and bool(config.mlp_only_layers or config.decoder_sparse_step != 1 or not layers),
+        "scaled rotary embeddings": getattr(_rotary(facts), "attention_scaling", 1.0) != 1.0
+        or getattr(_rotary(facts), "rope_type", "default") not in ("default", "linear", "llama3"),
+    }
+    for what, differs in differences.items():
+        if differs:
+            raise RecipeError(
+                f"policy.backend.type: got 'megatron' with {kind}, which it does not build ({what}); use "
+                f"type: dtensor, or a model of {', '.join(FAMILIES)}"
+            )
+
+
+def _refuse_uneven_cuts(config: Any, settings: Megatron) -> None:
+    """Raises RecipeError where the model's sizes are no multiples of the ranks that share them."""
+    tensor, pipeline, expert = "tensor_parallel", "pipeline_parallel", "expert_parallel"
+    sizes = [
+        (tensor, settings.tensor_parallel, config.num_attention_heads, "attention heads"),
+        (tensor, settings.tensor_parallel, config.num_key_value_heads, "key and value heads"),
+        (tensor, settings.tensor_parallel, config.intermediate_size, "columns of its MLP"),
+        (pipeline, settings.pipeline_parallel, config.num_hidden_layers, "layers"),
+    ]
+    if settings.expert_parallel > 1:
+        experts = getattr(config, "num_experts", None) if config.model_type == "qwen3_moe" else None
+        if not experts:
+            raise RecipeError(
+                f"policy.backend.{expert}: got {settings.expert_parallel} with a {config.model_type} model, "
+                "which has no experts; use 1"
+            )
+        sizes.append((expert, settings.expert_parallel, experts, "experts"))
+    for field, ranks, size, what in sizes:
+        if size % ranks:
+            raise RecipeError(
+                f"policy.backend.{field}: got {ranks} with a model of {size} {what}; use a divisor of {size}"
+            )

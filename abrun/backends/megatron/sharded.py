@@ -1,0 +1,127 @@
+"""Modules whose gradients megatron-core reduces, and their AdamW: of policy and critic alike.
+
+Gradients are sums over tokens, microbatches and ranks, divided by nothing (`calculate_per_token_loss`). They
+are reduced once an optimizer step, however many passes came before.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from abrun.backends.megatron.cpu import standing_in
+from abrun.backends.megatron.library import quiet
+from abrun.recipe import Optimizer
+
+
+class Sharded:
+    """A megatron module with its optimizer, if it has one; without, it is frozen."""
+
+    def __init__(
+        self, module: Any, optimizer: Optimizer | None, *, distributed: bool, device: torch.device
+    ) -> None:
+        self.module: Any = module  # what the schedule calls
+        self._device, self._named = device, dict(module.named_parameters())
+        self._optimizer: Any = None
+        if optimizer is None:
+            module.requires_grad_(False)
+            return
+        with standing_in(device), quiet():
+            # Parameters are never prefetched: that follows the calls of modules, and the head is not called.
+            reduction = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                overlap_param_gather=False,
+                use_distributed_optimizer=distributed,
+            )
+            self.module = DistributedDataParallel(module.config, reduction, module)
+            self._optimizer = _adamw(self.module, optimizer, distributed)
+
+    def step(self, learning_rate: float) -> float:
+        """Reduce, clip, step, zero the gradients. Returns the global gradient's L2 norm before clipping."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        with standing_in(self._device):
+            finalize_model_grads([self.module], None)
+            _, norm, _ = self._optimizer.step()
+            self.module.zero_grad_buffer()
+            self._optimizer.zero_grad()
+        return float(norm)
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See abrun.backends.Trained."""
+        state = {f"weights/{name}": parameter.detach() for name, parameter in self._named.items()}
+        return state | dict(self._optimizer_state())
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        """See abrun.backends.Trained."""
+        for index, (inner, parameter) in enumerate(self._optimized()):
+            inner.state.pop(parameter, None)
+            if f"optimizer/step/{index}" in state:
+                inner.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),  # where the fused AdamW wants it
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        with torch.no_grad():
+            for name, tensor in self.local_state().items():
+                tensor.copy_(state[name])
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        """See abrun.backends.Trained."""
+        gradients = [p.main_grad for p in self._named.values() if hasattr(p, "main_grad")]
+        return [*self.local_state().values(), *gradients]
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """By the parameter's place in the optimizer, which has a part of it, or a copy in float32."""
+        weights = {_storage(parameter) for parameter in self._named.values()}
+        for index, (inner, parameter) in enumerate(self._optimized()):
+            if _storage(parameter) not in weights:
+                yield f"optimizer/master/{index}", parameter.detach()
+            for key, value in inner.state.get(parameter, {}).items():
+                yield f"optimizer/{key}/{index}", value
+
+    def _optimized(self) -> Iterator[tuple[Any, Tensor]]:
+        chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        for each in chained if self._optimizer is not None else ():
+            inner = each.optimizer
+            for group in inner.param_groups if inner is not None else ():
+                yield from ((inner, parameter) for parameter in group["params"])
+
+
+def _adamw(module: Any, settings: Optimizer, distributed: bool) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.max_grad_norm,
+        bf16=module.config.bf16,
+        params_dtype=module.config.params_dtype,
+        use_distributed_optimizer=distributed,
+    )
+    # torch's own, as on the other backend, whatever else is installed.
+    before = megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    try:
+        optimizer = get_megatron_optimizer(config, [module], use_gloo_process_groups=False)
+    finally:
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = before
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= group["wd_mult"]  # 0 for norms and biases; only its scheduler would do it
+        group |= {"fused": True, "foreach": False}
+    return optimizer
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,176 @@
+"""A pass over microbatches: through this rank's stage of the pipeline, in megatron-core's order (1F1B).
+
+Every rank of a replica has the same rows, so each stage reads its own; hidden states alone travel.
+Letters: B sequences, S positions, H hidden size; T tokens of a packed stream.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.nn.functional import pad
+
+from abrun.backends.megatron.cpu import standing_in
+from abrun.backends.megatron.groups import tensor_group
+from abrun.backends.packing import Packing
+from abrun.backends.ranks import Ranks
+from abrun.recipe import Megatron
+from abrun.rl.metrics import MetricParts
+
+M = TypeVar("M")
+
+
+class Stages:
+    """Of one module on this rank."""
+
+    def __init__(self, settings: Megatron, ranks: Ranks) -> None:
+        self._settings, self._ranks = settings, ranks
+
+    def run(
+        self,
+        module: Any,
+        microbatches: Sequence[M],
+        forward: Callable[[M], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """Call `forward` on each microbatch; with `backward`, go back from what it returned. Collective.
+
+        On the last stage that is a loss [], on others what the stage computed for the next.
+        """
+
+        def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
+            return forward(next(remaining)), _as_it_is
+
+        with standing_in(self._ranks.device):
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(microbatches),
+                model=[module],
+                num_microbatches=len(microbatches),
+                seq_length=1,  # each microbatch says its own
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+
+    def hidden_states(self, module: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
+        """What this stage's last layer gives, of right-padded rows [B, S] or, packed, of their stream [1, T].
+
+        With sequence parallelism the rows are padded to a multiple of the tensor-parallel ranks, and the
+        states are this rank's part of the tokens; `for_vocabulary` and `for_everyone` make them whole.
+        """
+        if packing is not None:
+            token_ids = packing.pack(token_ids)
+        extra = (
+            -token_ids.shape[1] % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
+        )
+        return module(
+            pad(token_ids, (0, extra)),
+            None,
+            None,
+            packed_seq_params=None if packing is None else _packed(packing, extra),
+        )
+
+    def for_vocabulary(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
+        """The last stage's states for a head whose vocabulary is cut over the tensor-parallel ranks.
+
+        Each rank's gradient of them is a part, of its own vocabulary: the parts are added up.
+        """
+        if not self._settings.sequence_parallel:
+            return copy_to_tensor_model_parallel_region(hidden, group=tensor_group())
+        return self._gathered(hidden, length, partial_gradients=True)
+
+    def for_everyone(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
+        """The last stage's states for a head that every tensor-parallel rank has whole.
+
+        Each rank's gradient of them is all of it.
+        """
+        if not self._settings.sequence_parallel:
+            return hidden
+        return self._gathered(hidden, length, partial_gradients=False)
+
+    def metrics_from_last(self, parts: MetricParts | None) -> MetricParts:
+        """The last stage's contributions, on every stage; others have None. Collective over the pipeline."""
+        if self._ranks.pipeline is None:
+            assert parts is not None
+            return parts
+        numbers = (
+            None if parts is None else [_numbers(each) for each in (parts.sums, parts.maxima, parts.minima)]
+        )
+        box: list[Any] = [numbers]
+        dist.broadcast_object_list(box, src=self._last(), group=self._ranks.pipeline)
+        sums, maxima, minima = ({k: self._number(v) for k, v in each.items()} for each in box[0])
+        return MetricParts(sums=sums, maxima=maxima, minima=minima)
+
+    def each_from_its_stage(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of every stage, in their order, on every stage. Collective over the pipeline."""
+        pipeline = self._ranks.pipeline
+        if pipeline is None:
+            yield from weights
+            return
+        for stage in range(pipeline.size()):
+            source, mine = dist.get_global_rank(pipeline, stage), stage == pipeline.rank()
+            while True:
+                name, weight = next(weights, ("", None)) if mine else ("", None)
+                box = [None if weight is None else (name, weight.shape, weight.dtype)]
+                dist.broadcast_object_list(box, src=source, group=pipeline)
+                if box[0] is None:
+                    break
+                name, shape, dtype = box[0]
+                tensor = (
+                    torch.empty(shape, dtype=dtype, device=self._ranks.device) if weight is None else weight
+                )
+                dist.broadcast(tensor.contiguous() if mine else tensor, src=source, group=pipeline)
+                yield name, tensor
+
+    def tensor_from_last(self, tensor: Tensor) -> Tensor:
+        """The last stage's, in place on every stage. Collective over the pipeline."""
+        if self._ranks.pipeline is not None:
+            dist.broadcast(tensor, src=self._last(), group=self._ranks.pipeline)
+        return tensor
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float64, device=self._ranks.device)
+
+    def _last(self) -> int:
+        return parallel_state.get_pipeline_model_parallel_last_rank()
+
+    def _gathered(self, hidden: Tensor, length: int, *, partial_gradients: bool) -> Tensor:
+        tokens_first = hidden.transpose(0, 1).contiguous()  # [S / tensor ranks, B, H]
+        whole = gather_from_sequence_parallel_region(
+            tokens_first, tensor_parallel_output_grad=partial_gradients, group=tensor_group()
+        )
+        return whole[:length].transpose(0, 1)
+
+
+def _as_it_is(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:
+    """A loss in the form that the schedule divides by nothing."""
+    return output, torch.zeros((), dtype=torch.int, device=output.device), None
+
+
+def _numbers(values: dict[str, Tensor]) -> dict[str, float]:
+    return {key: float(value) for key, value in values.items()}
+
+
+def _packed(packing: Packing, extra: int) -> PackedSeqParams:
+    """The sequences of a stream, and what pads it as one more."""
+    starts = packing.starts_on_device
+    if extra:
+        starts = torch.cat([starts, starts[-1:] + extra])
+    longest = max(packing.longest, extra)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

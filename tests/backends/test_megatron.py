@@ -1,0 +1,191 @@
+"""The megatron backend on one rank, against autograd and torch.optim.AdamW on the Hugging Face model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw
+from tests.backends.policies import WeightedLoss, plain_logprobs, plain_loss, some_batch
+from tests.test_implementations import verifier
+from tests.train.runs import make_run, run_config, train_here
+
+LEARNING_RATES = (0.01, 0.02, 0.005)
+OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+
+DENSE = ("llama", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_weights_come_back_to_the_bit(kind: str, group: None) -> None:
+    found, expected = dict(make_backend(kind).weights()), dict(network(kind).named_parameters())
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_logprobs_are_those_of_the_hugging_face_model(kind: str, group: None) -> None:
+    batch = some_batch()
+    with torch.no_grad():
+        expected, _ = plain_logprobs(network(kind), batch, 1.3)
+    choices: list[dict[str, Any]] = [
+        {},
+        {"micro_batch_size": 3},
+        {"packing": True},
+        {"logprobs": {"impl": "chunked"}},
+    ]
+    for settings in choices:
+        found = make_backend(kind, temperature=1.3, **settings).logprobs(batch)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"micro_batch_size": 3, "logprobs": {"impl": "chunked", "chunk_size": 40}},
+        {"micro_batch_size": 3, "logprobs": {"impl": "chunked", "one_pass": True}},
+        {"packing": True, "micro_batch_tokens": 20, "logprobs": {"impl": "chunked", "one_pass": True}},
+        {"packing": True},
+        {"activation_checkpointing": True},
+    ],
+    ids=["logits", "chunked", "one-pass", "packed-one-pass", "packed", "checkpointed"],
+)
+def test_gradients_are_those_of_plain_autograd(kind: str, settings: dict[str, Any], group: None) -> None:
+    backend, batch = make_backend(kind, temperature=0.7, **settings), some_batch()
+    parts = backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
+    plain = network(kind)
+    loss = plain_loss(plain, batch, 0.7)
+    loss.backward()
+    assert float(parts.sums["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    found = gradients(backend)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(
+            found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def test_a_padding_token_that_was_sampled_trains_no_embedding(group: None) -> None:
+    """As Hugging Face's embeddings have it, so that both backends agree."""
+    batch = some_batch()
+    batch.token_ids[2, 3] = 0
+    backend, plain = make_backend("llama"), network("llama")
+    backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
+    plain_loss(plain, batch).backward()
+    found, expected = gradients(backend)["model.embed_tokens.weight"], plain.model.embed_tokens.weight.grad
+    assert not found[0].any()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def train(backend: Any, steps: range = range(3)) -> list[float]:
+    """Steps on the global batches; returns the gradient norms."""
+    norms = []
+    for step in steps:
+        batch = some_batch(step)
+        backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
+        norms.append(backend.optimizer_step(LEARNING_RATES[step]))
+    return norms
+
+
+def plain_training(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    plain, norms = network(kind), []
+    optimizer = plain_adamw(plain, OPTIMIZER)
+    for step, learning_rate in enumerate(LEARNING_RATES):
+        optimizer.zero_grad()
+        plain_loss(plain, some_batch(step)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), OPTIMIZER["max_grad_norm"])))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    return norms, dict(plain.named_parameters())
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
+@pytest.mark.parametrize("kind", DENSE)
+def test_three_steps_are_those_of_torch_adamw(kind: str, distributed: bool, group: None) -> None:
+    backend = make_backend(kind, optimizer=OPTIMIZER, cut={"distributed_optimizer": distributed})
+    norms, weights = plain_training(kind)
+    assert train(backend) == pytest.approx(norms, rel=1e-4)
+    assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
+    for name, weight in backend.weights():
+        torch.testing.assert_close(
+            weight, weights[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_weight_decay_is_for_matrices_alone(group: None) -> None:
+    backend = make_backend(optimizer={"weight_decay": 0.5})
+    backend.optimizer_step(0.1)
+    before = dict(network().named_parameters())
+    for name, weight in backend.weights():
+        factor = 1 - 0.1 * 0.5 if weight.ndim > 1 else 1.0
+        torch.testing.assert_close(weight, before[name] * factor)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
+def test_a_resumed_run_goes_on_to_the_bit(dtype: str, distributed: bool, group: None) -> None:
+    settings: dict[str, Any] = {"cut": {"distributed_optimizer": distributed}, "dtype": dtype}
+    first = make_backend(**settings)
+    train(first, range(2))
+    state = {name: tensor.clone() for name, tensor in first.local_state().items()}
+    second = make_backend(**settings)
+    assert second.local_state().keys() <= state.keys()
+    second.load_local_state(state)
+    assert train(first, range(2, 3)) == train(second, range(2, 3))
+    for (name, one), (_, other) in zip(first.weights(), second.weights(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_bfloat16_computes_near(group: None) -> None:
+    batch, found = some_batch(), []
+    for dtype in ("float32", "bfloat16"):
+        backend = make_backend(dtype=dtype)
+        found.append(backend.logprobs(batch))
+        assert train(backend)[0] == pytest.approx(train(make_backend())[0], rel=0.05)
+    difference = (found[0] - found[1])[batch.token_mask].abs()
+    assert 0 < float(difference.mean()) < 0.05
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_decoding_from_a_cache_is_the_hugging_face_model(kind: str, group: None) -> None:
+    backend = make_backend(kind, temperature=1.3, optimizer=OPTIMIZER)
+    train(backend)
+    weights = dict(backend.weights())
+    plain = network(kind)
+    plain.load_state_dict(weights, strict=False)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad(), backend.decoding() as decoder:
+        _, cache = decoder(ids[:, :3], torch.ones(1, 3).long(), torch.arange(3)[None], None)
+        found, _ = decoder(ids[:, 3:], torch.ones(1, 4).long(), torch.tensor([[3]]), cache)
+        torch.testing.assert_close(found, plain(ids).logits[:, -1], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_saved_model_is_a_hugging_face_checkpoint(kind: str, tmp_path: Path, group: None) -> None:
+    backend = make_backend(kind)
+    backend.save(tmp_path)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, weight in network(kind).named_parameters():
+        assert torch.equal(loaded.get_parameter(name), weight), name
+
+
+def test_the_quickstart_takes_the_steps_of_dtensor(tmp_path: Path, group: None) -> None:
+    """To float32's rounding, with what it samples, validates and keeps; and from a checkpoint on."""
+    settings = ("steps=4", "validation={every: 2, num_prompts: 4}", f"task={verifier(tmp_path)}")
+    rows = [
+        train_here(make_run(tmp_path / name, run_config(*settings, *more)))
+        for name, more in (("dtensor", ()), ("megatron", ("policy.backend={type: megatron}",)))
+    ]
+    assert rows[0].keys() == rows[1].keys() == {0, 1, 2, 3, 4}
+    for ours, other in zip(*(each.values() for each in rows), strict=True):
+        assert ours.keys() == other.keys()
+        for key, value in ours.items():
+            if not key.startswith(("timing/", "performance/", "memory/")):
+                assert other[key] == pytest.approx(value, rel=2e-4, abs=1e-5), key
+    assert rows[0][1]["train/grad_norm"] > 0
