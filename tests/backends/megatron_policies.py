@@ -104,7 +104,7 @@ def gradients(backend: Any) -> dict[str, Tensor]:
     from abrun.backends.megatron.cpu import standing_in
 
     with standing_in(CPU):
-        finalize_model_grads([backend._sharded.module], None)
+        finalize_model_grads([backend._sharded.module], None, force_all_reduce=True)
     parameters = dict(backend.model.named_parameters())
     kept = {name: parameter.data for name, parameter in parameters.items()}
     for parameter in parameters.values():

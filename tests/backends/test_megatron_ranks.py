@@ -1,0 +1,135 @@
+"""The megatron backend over several ranks, against one process of float32: loss, gradient norms, weights."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw
+from tests.backends.policies import WeightedLoss, plain_logprobs, plain_loss, some_batch
+from tests.spawn import run_ranks
+
+LEARNING_RATES = (0.01, 0.02, 0.005)
+OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+CHUNKED = {"impl": "chunked", "chunk_size": 40}
+ONE_PASS = {"impl": "chunked", "one_pass": True}
+
+
+def tensor(ranks: int, **more: Any) -> dict[str, Any]:
+    return {"tensor_parallel": ranks, **more}
+
+
+SEQUENCE = tensor(2, sequence_parallel=True)
+PIPELINE = {"pipeline_parallel": 2}
+WHOLE = {"distributed_optimizer": False}  # optimizer, on each data-parallel rank
+
+Case = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, ranks, how they are cut, the policy's settings
+CASES: dict[str, Case] = {
+    "tp2-fused": ("qwen2", 2, tensor(2), {"logprobs": CHUNKED, "micro_batch_size": 3}),
+    "tp2-sequence": ("qwen3", 2, SEQUENCE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
+    "dp2": ("qwen2", 2, {}, {"micro_batch_size": 3}),
+    "pp2-tied": ("qwen2", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
+}
+SLOW: dict[str, Case] = {
+    "tp2-dense": ("llama", 2, tensor(2) | WHOLE, {}),
+    "tp2-one-pass": ("qwen3", 2, tensor(2), {"logprobs": ONE_PASS}),
+    "tp2-sequence-dense": ("qwen2", 2, SEQUENCE, {"micro_batch_size": 3}),
+    "tp2-sequence-packed": ("qwen2", 2, SEQUENCE, {"packing": True, "micro_batch_tokens": 20}),
+    "tp2-sequence-checkpointed": ("qwen3", 2, SEQUENCE, {"activation_checkpointing": True}),
+    "dp2-whole": ("llama", 2, WHOLE, {"logprobs": CHUNKED}),
+    "dp2-packed": ("qwen3", 2, {}, {"packing": True, "micro_batch_tokens": 20, "logprobs": ONE_PASS}),
+    "pp2": ("llama", 2, PIPELINE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 1}),
+    "pp2-packed": ("qwen3", 2, PIPELINE, {"packing": True, "micro_batch_tokens": 20}),
+    "pp2-checkpointed": ("qwen2", 2, PIPELINE | WHOLE, {"activation_checkpointing": True}),
+    "tp2-pp2": ("qwen2", 4, SEQUENCE | PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
+    "tp2-dp2": ("qwen3", 4, SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
+    "pp2-dp2": ("qwen2", 4, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
+    "pp4": ("qwen2", 4, {"pipeline_parallel": 4}, {"logprobs": CHUNKED, "micro_batch_size": 2}),
+}
+
+
+def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
+    return [train(*case) for case in cases]
+
+
+def train(kind: str, world_size: int, cut: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
+    """What a rank finds: log-probs, first gradients, losses and norms of three steps, weights after them."""
+    found: dict[str, Any] = {}
+    backend = make_backend(kind, temperature=0.7, cut=cut, optimizer=OPTIMIZER, **policy)
+    data, losses, norms = backend.ranks.data, [], []
+    whole = some_batch()
+    found["exported"] = {name: weight.clone() for name, weight in backend.weights()}
+    found["rows"] = backend.ranks.share(len(whole))
+    found["logprobs"] = backend.logprobs(whole[found["rows"]])
+    for step, learning_rate in enumerate(LEARNING_RATES):
+        batch = some_batch(step)
+        num_tokens = float(batch.token_mask.sum())
+        parts = backend.forward_backward(batch[found["rows"]], WeightedLoss(num_tokens))
+        losses.append(backend.ranks.total(float(parts.sums["loss"]))[0])
+        if step == 0:
+            found["gradients"] = gradients(backend)
+            backend._sharded.module.zero_grad_buffer()
+            backend.forward_backward(batch[found["rows"]], WeightedLoss(num_tokens))
+        norms.append(backend.optimizer_step(learning_rate))
+    assert data.size() * torch.Size(backend.settings.backend.shape.values()).numel() == world_size
+    return found | {"losses": losses, "norms": norms, "weights": {n: w.clone() for n, w in backend.weights()}}
+
+
+def one_process(kind: str) -> dict[str, Any]:
+    plain, losses, norms = network(kind), [], []
+    with torch.no_grad():
+        found: dict[str, Any] = {"logprobs": plain_logprobs(plain, some_batch(), 0.7)[0]}
+    optimizer = plain_adamw(plain, OPTIMIZER)
+    for step, learning_rate in enumerate(LEARNING_RATES):
+        optimizer.zero_grad()
+        loss = plain_loss(plain, some_batch(step), 0.7)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if step == 0:
+            found["gradients"] = {name: p.grad.clone() for name, p in plain.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), OPTIMIZER["max_grad_norm"])
+        norms.append(float(norm))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    return found | {"losses": losses, "norms": norms, "weights": dict(plain.named_parameters())}
+
+
+def assert_near(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
+    expected, before = one_process(kind), dict(network(kind).named_parameters())
+    for found in of_ranks:
+        rows = found["rows"]
+        torch.testing.assert_close(found["logprobs"], expected["logprobs"][rows], rtol=1e-5, atol=2e-5)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert min(found["norms"]) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
+        assert_near(found["gradients"], expected["gradients"], rtol=1e-4, atol=2e-6)
+        assert_near(found["weights"], expected["weights"], rtol=1e-4, atol=5e-5)
+        assert found["exported"].keys() == before.keys()
+        assert all(torch.equal(weight, before[name]) for name, weight in found["exported"].items())
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[list[dict[str, Any]]]:
+    """What two ranks found, in all cases one after the other."""
+    return run_ranks(on_ranks, 2, list(CASES.values()), timeout_s=250)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one_process(case: str, on_two: list[list[dict[str, Any]]]) -> None:
+    index = list(CASES).index(case)
+    check(CASES[case][0], [of_rank[index] for of_rank in on_two])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_other_cuts_do_too(case: str) -> None:
+    kind, world_size, *_ = SLOW[case]
+    check(kind, [found for (found,) in run_ranks(on_ranks, world_size, [SLOW[case]], timeout_s=250)])
