@@ -73,12 +73,13 @@ class Stages:
         extra = (
             -token_ids.shape[1] % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
         )
-        return module(
+        hidden = module(
             pad(token_ids, (0, extra)),
             None,
             None,
             packed_seq_params=None if packing is None else _packed(packing, extra),
         )
+        return hidden.contiguous()  # which sending it to the next stage needs
 
     def for_vocabulary(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
         """The last stage's states for a head whose vocabulary is cut over the tensor-parallel ranks.
