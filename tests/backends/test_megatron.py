@@ -16,10 +16,10 @@ from tests.train.runs import make_run, run_config, train_here
 LEARNING_RATES = (0.01, 0.02, 0.005)
 OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
 
-DENSE = ("llama", "qwen2", "qwen3")
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_back_to_the_bit(kind: str, group: None) -> None:
     found, expected = dict(make_backend(kind).weights()), dict(network(kind).named_parameters())
     assert found.keys() == expected.keys()
@@ -27,7 +27,7 @@ def test_weights_come_back_to_the_bit(kind: str, group: None) -> None:
         assert torch.equal(found[name], weight), name
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_those_of_the_hugging_face_model(kind: str, group: None) -> None:
     batch = some_batch()
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_logprobs_are_those_of_the_hugging_face_model(kind: str, group: None) ->
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -106,7 +106,7 @@ def plain_training(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_are_those_of_torch_adamw(kind: str, distributed: bool, group: None) -> None:
     backend = make_backend(kind, optimizer=OPTIMIZER, cut={"distributed_optimizer": distributed})
     norms, weights = plain_training(kind)
@@ -152,7 +152,7 @@ def test_bfloat16_computes_near(group: None) -> None:
     assert 0 < float(difference.mean()) < 0.05
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_decoding_from_a_cache_is_the_hugging_face_model(kind: str, group: None) -> None:
     backend = make_backend(kind, temperature=1.3, optimizer=OPTIMIZER)
     train(backend)
@@ -166,7 +166,7 @@ def test_decoding_from_a_cache_is_the_hugging_face_model(kind: str, group: None)
         torch.testing.assert_close(found, plain(ids).logits[:, -1], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_model_is_a_hugging_face_checkpoint(kind: str, tmp_path: Path, group: None) -> None:
     backend = make_backend(kind)
     backend.save(tmp_path)

@@ -21,6 +21,7 @@ def tensor(ranks: int, **more: Any) -> dict[str, Any]:
 
 
 SEQUENCE = tensor(2, sequence_parallel=True)
+EXPERTS = {"expert_parallel": 2}
 PACKED = {"packing": True, "micro_batch_tokens": 20}
 PIPELINE = {"pipeline_parallel": 2}
 WHOLE = {"distributed_optimizer": False}  # optimizer, on each data-parallel rank
@@ -40,12 +41,21 @@ TWO: dict[str, Case] = {
     "pp2-tied": ("qwen2", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "pp2-untied": ("llama", 2, PIPELINE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 1}),
     "pp2-packed": ("qwen3", 2, PIPELINE, PACKED),
+    "ep2": ("qwen3_moe", 2, EXPERTS, {"logprobs": CHUNKED, "micro_batch_size": 3}),
+    "ep2-whole": ("qwen3_moe", 2, EXPERTS | WHOLE, {}),
+    "ep2-tp2": ("qwen3_moe", 2, EXPERTS | SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
+    "ep2-packed": ("qwen3_moe", 2, EXPERTS, PACKED | {"activation_checkpointing": True}),
+    "experts-tp2": ("qwen3_moe", 2, SEQUENCE, {"logprobs": CHUNKED}),
+    "experts-pp2": ("qwen3_moe", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "pp2-checkpointed": ("qwen2", 2, PIPELINE | WHOLE, {"activation_checkpointing": True}),
 }
 FOUR: dict[str, Case] = {
     "tp2-pp2": ("qwen2", 4, SEQUENCE | PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "tp2-dp2": ("qwen3", 4, SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
     "pp2-dp2": ("qwen2", 4, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
+    "ep2-pp2": ("qwen3_moe", 4, EXPERTS | PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
+    "ep2-tp2-dp2": ("qwen3_moe", 4, EXPERTS | SEQUENCE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
+    "ep4": ("qwen3_moe", 4, {"expert_parallel": 4} | WHOLE, {"logprobs": CHUNKED}),
     "pp4": ("qwen2", 4, {"pipeline_parallel": 4}, {"logprobs": CHUNKED, "micro_batch_size": 2}),
 }
 

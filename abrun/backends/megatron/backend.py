@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from abrun.backends import B, Decoder, Objective, ValueModel
@@ -18,6 +19,7 @@ from abrun.backends.megatron.names import Names
 from abrun.backends.megatron.network import make_network
 from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
+from abrun.backends.megatron.value_model import MegatronValueModel
 from abrun.backends.packing import Packing, microbatches, packing_of
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
@@ -72,11 +74,9 @@ class MegatronBackend:
         self.settings, self.ranks = policy, ranks
         with standing_in(ranks.device), quiet():
             join(ranks, policy.backend)
-            network = load()
-            facts = facts_of(network)
-            self.model = make_network(
-                network, facts, policy, policy.backend, on_cpu=ranks.device.type == "cpu"
-            )
+        network = load()
+        facts = facts_of(network)
+        self.model = self._network(network, head=True)
         settings: dict[str, Any] = {
             "temperature": temperature,
             "top_p": top_p,
@@ -86,9 +86,8 @@ class MegatronBackend:
         shared = {"group": ranks.tensor, "vocab_size": network.config.vocab_size}
         self._head = Head(policy.logprobs, **settings, **shared)
         self._whole_head = Head(policy.logprobs, **settings)
-        self._load, self._hidden_size = load, network.config.hidden_size
+        self._load = load
         self._names = Names(self.model, network.config)
-        self._names.load(dict(network.named_parameters()).__getitem__)
         self._skeleton = Skeleton(network)
         self._sharded = Sharded(
             self.model,
@@ -151,8 +150,14 @@ class MegatronBackend:
             save_network(self._skeleton.network, directory, weights.items())
 
     def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
-        raise RecipeError(
-            "algorithm.type: got 'ppo' with policy.backend.type 'megatron', not built yet; use dtensor"
+        own = settings.value_backbone == "own"
+        return MegatronValueModel(
+            settings,
+            self.settings,
+            self.ranks,
+            self._stages,
+            self._network(self._load(), head=False) if own else self._sharded.module,
+            seed=seed,
         )
 
     def local_state(self) -> dict[str, Tensor]:
@@ -163,6 +168,17 @@ class MegatronBackend:
 
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._sharded.resident_tensors()
+
+    def _network(self, network: Any, *, head: bool) -> GPTModel:
+        """This rank's part of a transformers network, with its weights."""
+        assert isinstance(self.settings.backend, Megatron)
+        on_cpu = self.ranks.device.type == "cpu"
+        with standing_in(self.ranks.device), quiet():
+            model = make_network(
+                network, facts_of(network), self.settings, self.settings.backend, on_cpu=on_cpu, head=head
+            )
+        Names(model, network.config).load(dict(network.named_parameters()).__getitem__)
+        return model
 
     def _loss(
         self, batch: B, packing: Packing | None, hidden: Tensor, objective: Objective[B]

@@ -22,7 +22,7 @@ def join(ranks: Ranks, settings: Megatron) -> None:
         tensor_model_parallel_size=settings.tensor_parallel,
         pipeline_model_parallel_size=settings.pipeline_parallel,
         expert_model_parallel_size=settings.expert_parallel,
-        expert_tensor_parallel_size=1 if settings.expert_parallel > 1 else None,
+        expert_tensor_parallel_size=1,  # an expert is whole on its rank
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )

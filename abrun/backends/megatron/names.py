@@ -37,11 +37,12 @@ class Names:
         self._config = config
         self._groups, self._width = config.num_key_value_heads, head_width(config)
         self._tensor, self._experts = tensor_group(), expert_group()
+        self._named: dict[str, Tensor] = dict(model.named_parameters())
 
     @torch.no_grad()
     def load(self, take: Take) -> None:
         """Fill this rank's parameters, one by one."""
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._named.items():
             place = self._place(name)
             parts = [take(source) for source in place.sources]
             whole = parts[0] if place.expert is None else parts[0][place.expert]
@@ -56,12 +57,11 @@ class Names:
     @torch.no_grad()
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """This stage's weights. Collective over its tensor-parallel and expert-parallel ranks."""
-        named: dict[str, Tensor] = dict(self._model.named_parameters())
-        for name, parameter in named.items():
+        for name, parameter in self._named.items():
             place = self._place(name)
             if EXPERT in name:
                 if f"{EXPERT}0." in name:
-                    yield place.sources[0], self._all_experts(name, named)
+                    yield place.sources[0], self._all_experts(name)
             elif not self._is_copy(name):
                 whole = _unshard(_gathered(parameter, self._tensor), place)
                 if "linear_qkv" in name:
@@ -76,10 +76,10 @@ class Names:
         """Whether this is the last stage's copy of the embedding, which the first stage gives."""
         return name == "output_layer.weight" and self._config.tie_word_embeddings
 
-    def _all_experts(self, of_first: str, named: dict[str, Tensor]) -> Tensor:  # [E, ...]
+    def _all_experts(self, of_first: str) -> Tensor:  # [E, ...]
         before, _, after = of_first.partition(f"{EXPERT}0.")
         count = self._config.num_experts // self._experts.size()
-        local = torch.stack([named[f"{before}{EXPERT}{index}.{after}"] for index in range(count)])
+        local = torch.stack([self._named[f"{before}{EXPERT}{index}.{after}"] for index in range(count)])
         return torch.cat(_gathered(local, self._experts))
 
     def _joined_heads(self, parts: Sequence[Tensor]) -> Tensor:  # [G * Q * D, ...] and twice [G * D, ...]

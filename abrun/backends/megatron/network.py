@@ -30,19 +30,20 @@ from abrun.recipe import Megatron, Policy
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-class HiddenStates:
-    """GPTModel's last step, in place of its LM head: whole hidden states out, for a head of our own."""
+def hidden_states_as_they_are(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
+    """What GPTModel does with its last hidden states, in place of its LM head: a head of our own follows.
 
-    def __init__(self, sequence_parallel: bool) -> None:
-        self._sequence_parallel = sequence_parallel
+    See megatron.core.tensor_parallel.ColumnParallelLinear.
+    """
+    asked = [name for name, value in unused.items() if value is not None]
+    assert not asked, f"this megatron-core asks its output layer for {asked}"
+    return hidden, None
 
-    def __call__(
-        self, hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None, **new: Any
-    ) -> Any:
-        """See megatron.core.tensor_parallel.ColumnParallelLinear."""
-        asked = [name for name, value in new.items() if value is not None]
-        assert not asked, f"this megatron-core asks its output layer for {asked}"
-        return hidden, None
+
+class NoHead(nn.Module):
+    """In place of the LM head of a network that has none."""
+
+    forward = staticmethod(hidden_states_as_they_are)
 
 
 class PaddingIsConstant:
@@ -111,8 +112,12 @@ class CausalAttention(MegatronModule):
         return torch.cat(outputs)
 
 
-def make_network(network: Any, facts: Facts, policy: Policy, settings: Megatron, *, on_cpu: bool) -> GPTModel:
+def make_network(
+    network: Any, facts: Facts, policy: Policy, settings: Megatron, *, on_cpu: bool, head: bool = True
+) -> GPTModel:
     """This rank's part of the architecture of a transformers network; its weights are anyone's yet.
+
+    Without its LM head where `head` is False.
 
     Its output is hidden states, on the last stage [B, S, H] (with sequence parallelism [B, S / tensor ranks,
     H]). Raises RecipeError for what cannot be built or cut so.
@@ -140,7 +145,7 @@ def make_network(network: Any, facts: Facts, policy: Policy, settings: Megatron,
         max_sequence_length=network.config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=is_last_stage(),
-        share_embeddings_and_output_weights=network.config.tie_word_embeddings,
+        share_embeddings_and_output_weights=head and network.config.tie_word_embeddings,
         position_embedding_type="rope",
     )
     # The family's own frequencies, however it stretches them.
@@ -150,8 +155,10 @@ def make_network(network: Any, facts: Facts, policy: Policy, settings: Megatron,
     padding = base.get_input_embeddings().padding_idx
     if model.pre_process and padding is not None:
         model.embedding.word_embeddings.register_forward_hook(PaddingIsConstant(padding, settings))
-    if is_last_stage():
-        model.output_layer.forward = HiddenStates(settings.sequence_parallel)
+    if is_last_stage() and head:
+        model.output_layer.forward = hidden_states_as_they_are
+    elif is_last_stage():
+        model.output_layer = NoHead()
     return model
 
 
@@ -275,6 +282,11 @@ def _refuse_uneven_cuts(config: Any, settings: Megatron) -> None:
         (tensor, settings.tensor_parallel, config.intermediate_size, "columns of its MLP"),
         (pipeline, settings.pipeline_parallel, config.num_hidden_layers, "layers"),
     ]
+    if config.model_type == "qwen3_moe" and settings.tensor_parallel > 1 and not settings.sequence_parallel:
+        raise RecipeError(
+            f"policy.backend.sequence_parallel: got false with tensor_parallel {settings.tensor_parallel} and "
+            "a model of experts, which megatron-core refuses to train; use sequence_parallel: true"
+        )
     if settings.expert_parallel > 1:
         experts = getattr(config, "num_experts", None) if config.model_type == "qwen3_moe" else None
         if not experts:

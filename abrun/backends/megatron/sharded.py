@@ -23,11 +23,21 @@ from abrun.recipe import Optimizer
 
 
 class Sharded:
-    """A megatron module with its optimizer, if it has one; without, it is frozen."""
+    """A megatron module with its optimizer, if it has one; without, it is frozen.
+
+    `replicated`: every rank of a replica has all of the module and all of its gradients.
+    """
 
     def __init__(
-        self, module: Any, optimizer: Optimizer | None, *, distributed: bool, device: torch.device
+        self,
+        module: Any,
+        optimizer: Optimizer | None,
+        *,
+        distributed: bool,
+        device: torch.device,
+        replicated: bool = False,
     ) -> None:
+        self._replicated = replicated
         self.module: Any = module  # what the schedule calls
         self._device, self._named = device, dict(module.named_parameters())
         self._optimizer: Any = None
@@ -50,7 +60,10 @@ class Sharded:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         with standing_in(self._device):
-            finalize_model_grads([self.module], None)
+            if self._replicated:
+                self.module.finish_grad_sync()
+            else:
+                finalize_model_grads([self.module], None)
             _, norm, _ = self._optimizer.step()
             self.module.zero_grad_buffer()
             self._optimizer.zero_grad()

@@ -1,0 +1,145 @@
+"""PPO's value model on megatron-core: a scalar head on a backbone, its own or the policy's."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from abrun.backends import B, ValueObjective
+from abrun.backends.megatron.groups import is_last_stage
+from abrun.backends.megatron.sharded import Sharded
+from abrun.backends.megatron.stages import Stages
+from abrun.backends.packing import Packing, microbatches, packing_of
+from abrun.backends.ranks import Ranks
+from abrun.errors import RecipeError
+from abrun.recipe import Megatron, Policy, Ppo
+from abrun.rl.batch import Sequences
+from abrun.rl.metrics import MetricParts, merge
+from abrun.rl.values import right_shifted
+
+
+class ValueHead(MegatronModule):
+    """A number for each hidden state, float32, whole on every rank of the last stage.
+
+    Weights of standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), alike on every rank.
+    """
+
+    def __init__(self, config: TransformerConfig, device: torch.device, *, seed: int) -> None:
+        super().__init__(config=config)
+        if not is_last_stage():
+            return
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.empty(1, config.hidden_size)
+        nn.init.normal_(weight, std=1 / math.sqrt(config.hidden_size + 1), generator=generator)
+        self.weight = nn.Parameter(weight.to(device))
+        self.bias = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [...]
+        return hidden.float() @ self.weight[0] + self.bias
+
+
+class MegatronValueModel:
+    """See abrun.backends.ValueModel.
+
+    `backbone`: a network of its own, or the policy's module, on whose hidden states the head then stands.
+    """
+
+    def __init__(
+        self,
+        settings: Ppo,
+        policy: Policy,
+        ranks: Ranks,
+        stages: Stages,
+        backbone: Any,
+        *,
+        seed: int,
+    ) -> None:
+        assert isinstance(policy.backend, Megatron)
+        if settings.value_head_dtype != "float32":
+            raise RecipeError(
+                f"algorithm.value_head_dtype: got {settings.value_head_dtype!r} with policy.backend.type "
+                "'megatron', whose masters are float32; use float32"
+            )
+        self._settings, self._policy, self._ranks, self._stages = settings, policy, ranks, stages
+        self.head = ValueHead(backbone.config, ranks.device, seed=seed)
+        self._coefficient = 1.0
+        own = isinstance(backbone, GPTModel)
+        if own:
+            backbone.value_head = self.head  # one module, so that one norm is clipped
+        else:
+            self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
+        self._sharded = Sharded(
+            backbone if own else self.head,
+            settings.value_optimizer,
+            distributed=policy.backend.distributed_optimizer,
+            device=ranks.device,
+            replicated=not own,
+        )
+        self._backbone: Any = self._sharded.module if own else backbone
+
+    def values(self, batch: Sequences) -> Tensor:
+        found: list[Tensor] = []
+
+        def forward(microbatch: Sequences) -> Tensor:
+            packing = self._packing_of(microbatch)
+            hidden = self._stages.hidden_states(self._backbone, microbatch.token_ids, packing)
+            if is_last_stage():
+                values = self._values(microbatch, packing, hidden)
+                found.append(nn.functional.pad(values, (0, batch.token_ids.shape[1] - values.shape[1])))
+            return hidden
+
+        with torch.no_grad():
+            self._stages.run(self._backbone, self._microbatches(batch), forward, backward=False)
+        out = torch.cat(found) if found else torch.zeros(batch.token_ids.shape, device=self._ranks.device)
+        return self._stages.tensor_from_last(out)
+
+    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
+        found: list[MetricParts] = []
+        # A pipeline's stages wait for each other's gradients, so there these are 0.
+        alone = self._coefficient == 0 and self._ranks.pipeline is None
+
+        def forward(microbatch: B) -> Tensor:
+            packing = self._packing_of(microbatch)
+            with torch.no_grad() if alone else nullcontext():
+                hidden = self._stages.hidden_states(self._backbone, microbatch.token_ids, packing)
+            if not is_last_stage():
+                return hidden
+            if hidden.requires_grad and self._coefficient != 1:
+                hidden.register_hook(lambda gradient: gradient * self._coefficient)
+            values = self._values(microbatch, packing, hidden)
+            found.append(objective.metrics(microbatch, values.detach()))
+            return objective.losses(microbatch, values).sum()
+
+        self._stages.run(self._backbone, self._microbatches(batch), forward, backward=True)
+        return self._stages.metrics_from_last(merge(found) if found else None)
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        return self._sharded.step(learning_rate)
+
+    def local_state(self) -> dict[str, Tensor]:
+        return self._sharded.local_state()
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        self._sharded.load_local_state(state)
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        return self._sharded.resident_tensors()
+
+    def _microbatches(self, batch: B) -> list[B]:
+        return list(microbatches(batch, self._policy, self._ranks.data))
+
+    def _values(self, batch: Sequences, packing: Packing | None, hidden: Tensor) -> Tensor:
+        """Values [B, S] float32 of the last stage's states: shifted as rows, so that none sees another's."""
+        length = batch.token_ids.shape[1] if packing is None else packing.starts[-1]
+        values = self.head(self._stages.for_everyone(hidden, length))
+        values = values if packing is None else packing.unpack(values)
+        return right_shifted(values) if self._settings.right_shift else values
+
+    def _packing_of(self, batch: Sequences) -> Packing | None:
+        return packing_of(batch.token_mask) if self._policy.packing else None
