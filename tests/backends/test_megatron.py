@@ -1,5 +1,7 @@
 """The megatron backend on one rank, against autograd and torch.optim.AdamW on the Hugging Face model."""
 
+import importlib.metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from abrun.backends.megatron import library
+from abrun.backends.ranks import make_ranks
+from abrun.errors import RecipeError
+from abrun.recipe import Policy, megatron_refusal
 from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw
-from tests.backends.policies import WeightedLoss, plain_logprobs, plain_loss, some_batch
+from tests.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny
 from tests.test_implementations import verifier
 from tests.train.runs import make_run, run_config, train_here
 
@@ -189,3 +195,111 @@ def test_the_quickstart_takes_the_steps_of_dtensor(tmp_path: Path, group: None) 
             if not key.startswith(("timing/", "performance/", "memory/")):
                 assert other[key] == pytest.approx(value, rel=2e-4, abs=1e-5), key
     assert rows[0][1]["train/grad_norm"] > 0
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "heads": (
+        "qwen2",
+        {},
+        {"tensor_parallel": 3},
+        r"tensor_parallel: got 3 with a model of 4 attention heads",
+    ),
+    "key heads": (
+        "qwen2",
+        {},
+        {"tensor_parallel": 4},
+        r"tensor_parallel: got 4 with a model of 2 key and value",
+    ),
+    "layers": ("qwen2", {}, {"pipeline_parallel": 3}, r"pipeline_parallel: got 3 with a model of 4 layers"),
+    "experts": ("qwen3_moe", {}, {"expert_parallel": 3}, r"expert_parallel: got 3 with a model of 8 experts"),
+    "no experts": (
+        "qwen2",
+        {},
+        {"expert_parallel": 2},
+        r"expert_parallel: got 2 with a qwen2 model, which has",
+    ),
+    "experts cut": (
+        "qwen3_moe",
+        {},
+        {"tensor_parallel": 2, "sequence_parallel": True},
+        r"expert_parallel: got 1 with tensor_parallel 2 and a model of experts",
+    ),
+    "bias": (
+        "llama",
+        {"attention_bias": True},
+        {},
+        r"type: got 'megatron' with Llama\w+, which .*attention_bias",
+    ),
+    "sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8},
+        {},
+        r"type: got 'megatron' with Qwen2\w+, .*sliding attention",
+    ),
+    "some layers": ("qwen3_moe", {"mlp_only_layers": [1]}, {}, r"type: .*layers without experts"),
+    "rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {},
+        r"type: .*scaled rotary embeddings",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(case: str, group: None) -> None:
+    kind, changes, cut, message = REFUSED[case]
+    with pytest.raises(RecipeError, match=r"^policy\.backend\." + message) as raised:
+        from abrun.backends.megatron.network import make_network
+        from abrun.models import facts_of
+        from abrun.recipe import Megatron, Policy
+
+        model = network(kind, **changes)
+        settings = Megatron.model_validate({"type": "megatron", **cut})
+        make_network(model, facts_of(model), Policy(), settings, on_cpu=True)
+    assert "\n" not in str(raised.value) and "use " in str(raised.value)
+
+
+def test_a_family_that_megatron_does_not_build_is_refused(group: None) -> None:
+    from abrun.backends.megatron.backend import MegatronBackend
+
+    settings = Policy.model_validate({"backend": {"type": "megatron"}})
+    with pytest.raises(
+        RecipeError, match=r"got 'megatron' with Gemma2\w+, which it does not build \(its family"
+    ):
+        MegatronBackend(partial(tiny, "gemma2"), settings, make_ranks(CPU, {}))
+
+
+@pytest.mark.parametrize("scaling", ["linear", "llama3"])
+def test_stretched_rotary_embeddings_are_the_familys_own(scaling: str, group: None) -> None:
+    rope: dict[str, Any] = {"rope_type": scaling, "rope_theta": 1e4, "factor": 4.0}
+    if scaling == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    changes, batch = {"rope_parameters": rope}, some_batch()
+    with torch.no_grad():
+        expected, _ = plain_logprobs(network("llama", **changes), batch)
+        plain, _ = plain_logprobs(network("llama"), batch)
+    found = make_backend("llama", changes=changes).logprobs(batch)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    assert float((plain - expected).abs().max()) > 1e-3
+
+
+def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version, its absence, or a signature that is not the one this backend calls."""
+    found = {"0.19.2": "with megatron-core 0.19.2, not one of >=0.16.1,<0.17", "0.16.1": None}
+    for version, expected in found.items():
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        refusal = megatron_refusal()
+        assert refusal is None if expected is None else expected in (refusal or "")
+    monkeypatch.setitem(library.CALLED, "megatron.core.models.gpt:GPTModel.forward", ("is_spec_decode",))
+    with pytest.raises(RecipeError, match=r"megatron-core 0\.16\.1, whose GPTModel\.forward has no is_spec"):
+        library.check()
+
+    def missing(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(
+        RecipeError, match=r"without the package megatron-core; pip install 'abrun\[megatron\]'"
+    ):
+        library.check()

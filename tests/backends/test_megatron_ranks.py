@@ -28,26 +28,27 @@ WHOLE = {"distributed_optimizer": False}  # optimizer, on each data-parallel ran
 
 Case = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, ranks, how they are cut, the policy's settings
 TWO: dict[str, Case] = {
-    "tp2-dense": ("llama", 2, tensor(2) | WHOLE, {}),
-    "tp2-fused": ("qwen2", 2, tensor(2), {"logprobs": CHUNKED, "micro_batch_size": 3}),
-    "tp2-one-pass": ("qwen3", 2, tensor(2), {"logprobs": ONE_PASS}),
+    "tp2": ("qwen2", 2, tensor(2), {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "tp2-sequence": ("qwen3", 2, SEQUENCE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
-    "tp2-sequence-dense": ("qwen2", 2, SEQUENCE, {"micro_batch_size": 3}),
     "tp2-sequence-packed": ("qwen2", 2, SEQUENCE, PACKED),
-    "tp2-sequence-checkpointed": ("qwen3", 2, SEQUENCE, {"activation_checkpointing": True}),
-    "dp2": ("qwen2", 2, {}, {"micro_batch_size": 3}),
-    "dp2-whole": ("llama", 2, WHOLE, {"logprobs": CHUNKED}),
-    "dp2-packed": ("qwen3", 2, {}, PACKED | {"logprobs": ONE_PASS}),
+    "dp2": ("llama", 2, {}, {"micro_batch_size": 3}),
     "pp2-tied": ("qwen2", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "pp2-untied": ("llama", 2, PIPELINE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 1}),
-    "pp2-packed": ("qwen3", 2, PIPELINE, PACKED),
     "ep2": ("qwen3_moe", 2, EXPERTS, {"logprobs": CHUNKED, "micro_batch_size": 3}),
-    "ep2-whole": ("qwen3_moe", 2, EXPERTS | WHOLE, {}),
     "ep2-tp2": ("qwen3_moe", 2, EXPERTS | SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
-    "ep2-packed": ("qwen3_moe", 2, EXPERTS, PACKED | {"activation_checkpointing": True}),
-    "experts-tp2": ("qwen3_moe", 2, SEQUENCE, {"logprobs": CHUNKED}),
-    "experts-pp2": ("qwen3_moe", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
+}
+MORE_OF_TWO: dict[str, Case] = {
+    "tp2-dense": ("llama", 2, tensor(2) | WHOLE, {}),
+    "tp2-one-pass": ("qwen3", 2, tensor(2), {"logprobs": ONE_PASS}),
+    "tp2-sequence-dense": ("qwen2", 2, SEQUENCE, {"micro_batch_size": 3}),
+    "tp2-sequence-checkpointed": ("qwen3", 2, SEQUENCE, {"activation_checkpointing": True}),
+    "dp2-whole": ("qwen2", 2, WHOLE, {"logprobs": CHUNKED}),
+    "dp2-packed": ("qwen3", 2, {}, PACKED | {"logprobs": ONE_PASS}),
+    "pp2-packed": ("qwen3", 2, PIPELINE, PACKED),
     "pp2-checkpointed": ("qwen2", 2, PIPELINE | WHOLE, {"activation_checkpointing": True}),
+    "ep2-whole": ("qwen3_moe", 2, EXPERTS | WHOLE, {}),
+    "ep2-packed": ("qwen3_moe", 2, EXPERTS, PACKED | {"activation_checkpointing": True}),
+    "experts-pp2": ("qwen3_moe", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
 }
 FOUR: dict[str, Case] = {
     "tp2-pp2": ("qwen2", 4, SEQUENCE | PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
@@ -140,7 +141,55 @@ def test_two_ranks_train_as_one_process(case: str, on_two: list[list[dict[str, A
 
 
 @pytest.mark.slow
-def test_four_ranks_do_too() -> None:
-    found = run_ranks(on_ranks, 4, list(FOUR.values()), timeout_s=280)
-    for index, (kind, *_) in enumerate(FOUR.values()):
+@pytest.mark.parametrize("cases", [MORE_OF_TWO, FOUR], ids=["two", "four"])
+def test_more_cuts_do_too(cases: dict[str, Case]) -> None:
+    ranks = max(size for _, size, *_ in cases.values())
+    found = run_ranks(on_ranks, ranks, list(cases.values()), timeout_s=280)
+    for index, (kind, *_) in enumerate(cases.values()):
         check(kind, [of_rank[index] for of_rank in found])
+
+
+def faulty(rank: int, world_size: int) -> dict[str, list[float]]:
+    """Gradient norms of a step, right and with a fault each."""
+    import abrun.backends.megatron.backend as backend_module
+    import abrun.backends.megatron.sharded as sharded
+    import abrun.backends.megatron.stages as stages
+
+    def one_step(cut: dict[str, Any]) -> list[float]:
+        backend = make_backend("qwen2", temperature=0.7, cut=cut, optimizer=OPTIMIZER, logprobs=CHUNKED)
+        batch = some_batch()
+        share = batch[backend.ranks.share(len(batch))]
+        parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
+        loss = backend.ranks.total(float(parts.sums["loss"]))[0]
+        return [loss, backend.optimizer_step(0.0)]
+
+    found = {"right": one_step(tensor(2))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "copy_to_tensor_model_parallel_region", lambda hidden, group: hidden)
+        found["gradients of hidden states not added up"] = one_step(tensor(2))
+    with pytest.MonkeyPatch.context() as patch:
+        gather = stages.gather_from_sequence_parallel_region
+        patch.setattr(
+            stages,
+            "gather_from_sequence_parallel_region",
+            lambda hidden, tensor_parallel_output_grad, group: gather(hidden, False, group),
+        )
+        found["gradients of gathered states not added up"] = one_step(SEQUENCE)
+    with pytest.MonkeyPatch.context() as patch:
+        head = backend_module.Head
+        patch.setattr(backend_module, "Head", lambda *args, **kw: head(*args, **{**kw, "vocab_size": 100}))
+        found["padding counted as vocabulary"] = one_step(tensor(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "finalize_model_grads", lambda modules, _: None)
+        found["gradients of ranks not added up"] = one_step({})
+    return found
+
+
+def test_what_would_be_wrong_is_seen() -> None:
+    """The losses and norms of the tests above differ, far beyond their tolerance, where a rule is broken."""
+    expected = one_process("qwen2")
+    found, _ = run_ranks(faulty, 2, timeout_s=250)
+    right = expected["losses"][0], expected["norms"][0]
+    assert found.pop("right") == pytest.approx(right, rel=1e-5)
+    for fault, values in found.items():
+        assert values != pytest.approx(right, rel=1e-3), fault

@@ -166,7 +166,5 @@ def test_it_goes_on_from_its_state_to_the_bit(group: None) -> None:
 
 def test_a_head_in_bfloat16_is_refused_in_one_line(group: None) -> None:
     settings = Ppo.model_validate({"type": "ppo", "value_head_dtype": "bfloat16"})
-    with pytest.raises(
-        RecipeError, match=r"^algorithm\.value_head_dtype: got 'bfloat16' .* use float32$"
-    ):
+    with pytest.raises(RecipeError, match=r"^algorithm\.value_head_dtype: got 'bfloat16' .* use float32$"):
         make_backend().make_value_model(settings, seed=3)

@@ -49,7 +49,7 @@ class _Idle:
     def __init__(self, *arguments: Any, **settings: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **settings: None
+        return lambda *arguments, **settings: _Idle()
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:

@@ -282,10 +282,10 @@ def _refuse_uneven_cuts(config: Any, settings: Megatron) -> None:
         (tensor, settings.tensor_parallel, config.intermediate_size, "columns of its MLP"),
         (pipeline, settings.pipeline_parallel, config.num_hidden_layers, "layers"),
     ]
-    if config.model_type == "qwen3_moe" and settings.tensor_parallel > 1 and not settings.sequence_parallel:
+    if config.model_type == "qwen3_moe" and settings.tensor_parallel > 1 and settings.expert_parallel == 1:
         raise RecipeError(
-            f"policy.backend.sequence_parallel: got false with tensor_parallel {settings.tensor_parallel} and "
-            "a model of experts, which megatron-core refuses to train; use sequence_parallel: true"
+            f"policy.backend.expert_parallel: got 1 with tensor_parallel {settings.tensor_parallel} and a "
+            "model of experts, each of which stays whole on a rank; use 2 or more, or tensor_parallel: 1"
         )
     if settings.expert_parallel > 1:
         experts = getattr(config, "num_experts", None) if config.model_type == "qwen3_moe" else None
