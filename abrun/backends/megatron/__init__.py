@@ -8,7 +8,7 @@ microbatches), `decoding`, `backend` and `value_model`.
 from pathlib import Path
 from typing import Any
 
-from abrun.backends.megatron.library import check
+from abrun.backends.megatron.library import check, quiet
 from abrun.backends.ranks import Ranks
 from abrun.recipe import OwnRunConfig
 
@@ -18,6 +18,7 @@ def make_backend(
 ) -> Any:
     """See abrun.backends.make_backend. Raises RecipeError where megatron-core is missing or unknown."""
     check()
-    from abrun.backends.megatron import backend
+    with quiet():
+        from abrun.backends.megatron import backend
 
     return backend.make_backend(config, ranks, weights=weights, seed=seed, trainable=trainable)

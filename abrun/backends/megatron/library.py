@@ -63,7 +63,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that megatron-core has for everyone who has no Transformer Engine."""
+    """Without warnings: of what megatron-core calls that torch will rename, and of packages it misses."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -59,7 +59,7 @@ class Sharded:
         """Reduce, clip, step, zero the gradients. Returns the global gradient's L2 norm before clipping."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        with standing_in(self._device):
+        with standing_in(self._device), quiet():
             if self._replicated:
                 self.module.finish_grad_sync()
             else:

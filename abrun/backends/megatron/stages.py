@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.groups import tensor_group
+from abrun.backends.megatron.library import quiet
 from abrun.backends.packing import Packing
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Megatron
@@ -51,7 +52,7 @@ class Stages:
         def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
             return forward(next(remaining)), _as_it_is
 
-        with standing_in(self._ranks.device):
+        with standing_in(self._ranks.device), quiet():
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(microbatches),

@@ -1,0 +1,65 @@
+"""Runs on the megatron backend over two ranks, from start to end: against one of dtensor, and resumed."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from abrun import store
+from abrun.recipe import OwnRunConfig
+from tests.test_implementations import verifier
+from tests.train.runs import Trainer, make_run, metric_values, metrics_by_step, run_config, run_to_end
+
+PPO = "algorithm={type: ppo, prompts_per_step: 8, value_optimizer: {learning_rate: 1.0e-3}}"
+CUTS = {
+    "tensor": "{type: megatron, tensor_parallel: 2, sequence_parallel: true}",
+    "pipeline": "{type: megatron, pipeline_parallel: 2}",
+}
+
+
+def config_of(task: str, algorithm: str, *more: str) -> OwnRunConfig:
+    model = "model={preset: qwen2-wide-vocab}"  # which has an even number of layers
+    return run_config("steps=4", "checkpoint={every: 2, final_weights: true}", model, task, algorithm, *more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", CUTS)
+def test_two_ranks_take_the_steps_of_one_of_dtensor(cut: str, tmp_path: Path) -> None:
+    """PPO with a value model of its own, what is sampled included."""
+    task = f"task={verifier(tmp_path)}"
+    alone = make_run(tmp_path / "dtensor", config_of(task, PPO))
+    run_to_end(alone)
+    backend = f"policy.backend={CUTS[cut]}"
+    together = make_run(tmp_path / "megatron", config_of(task, PPO, backend, "cluster.cpu_ranks=2"))
+    run_to_end(together, ranks=2)
+    expected, found = metrics_by_step(alone), metrics_by_step(together)
+    assert found.keys() == expected.keys() == {1, 2, 3, 4}
+    for step, row in expected.items():
+        for key, value in row.items():
+            if not key.startswith(("timing/", "performance/", "memory/")):
+                assert found[step][key] == pytest.approx(value, rel=1e-3, abs=1e-5), (step, key)
+    assert all(row["train/grad_norm"] > 0 for row in expected.values())
+    weights = [load_file(store.RunDir(run).final_weights / "model.safetensors") for run in (alone, together)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_were_stopped_go_on_to_the_bit(tmp_path: Path) -> None:
+    task, cut = f"task={verifier(tmp_path)}", f"policy.backend={CUTS['tensor']}"
+    config = config_of(task, PPO, cut, "cluster.cpu_ranks=2", "steps=6")
+    whole, stopped = (make_run(tmp_path / name, config) for name in ("whole", "stopped"))
+    run_to_end(whole, ranks=2)
+    trainer = Trainer(stopped, ranks=2)
+    trainer.wait_for_step(2)
+    trainer.send(signal.SIGTERM)
+    assert trainer.wait() == 3, trainer.stderr
+    run_to_end(stopped, ranks=2)
+    rows = [
+        {key: values for key, values in metric_values(run).items() if not key.startswith("memory/")}
+        for run in (whole, stopped)
+    ]
+    assert rows[0] == rows[1]
