@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from abrun.backends.attention import SHARED_HEADS
 from abrun.backends.megatron.groups import is_last_stage, tensor_group
 from abrun.backends.megatron.library import dtype_of
-from abrun.backends.packing import SHARED_HEADS
 from abrun.errors import RecipeError
 from abrun.models import Facts
 from abrun.recipe import Megatron, Policy
