@@ -5,6 +5,7 @@ Letters: B sequences, S positions, H hidden size; T tokens of a packed stream.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.nn.functional import pad
 
+from abrun import progress
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.groups import tensor_group
 from abrun.backends.megatron.library import quiet
@@ -50,6 +52,7 @@ class Stages:
         """
 
         def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
+            progress.beat()
             return forward(next(remaining)), _as_it_is
 
         with standing_in(self._ranks.device), quiet():
@@ -165,14 +168,13 @@ def _numbers(values: dict[str, Tensor]) -> dict[str, float]:
 
 def _packed(packing: Packing, extra: int) -> PackedSeqParams:
     """The sequences of a stream, and what pads it as one more."""
-    starts = packing.spans.query_starts
-    if extra:
-        starts = torch.cat([starts, starts[-1:] + extra])
-    longest = max(packing.spans.longest_query, extra)
+    starts = [*packing.starts, packing.starts[-1] + extra] if extra else packing.starts
+    longest = max(stop - start for start, stop in pairwise(starts))
+    on_device = torch.tensor(starts, dtype=torch.int32, device=packing.index.device)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
