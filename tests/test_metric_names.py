@@ -20,7 +20,9 @@ from abrun.metric_names import (
 )
 
 SOURCES = [
-    path.read_text() for folder in ("rl", "train") for path in (Path(abrun.__path__[0]) / folder).glob("*.py")
+    path.read_text()
+    for folder in ("backends", "rl", "train")
+    for path in (Path(abrun.__path__[0]) / folder).rglob("*.py")
 ]
 
 
