@@ -149,14 +149,31 @@ def plain_loss(network: nn.Module, batch: Advised, temperature: float = 1.0) -> 
     )
 
 
+def routers(network: nn.Module) -> list[Any]:
+    return [module for module in network.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+def router_logits(network: nn.Module, token_ids: Tensor) -> list[Tensor]:
+    """Of each layer [T, E], in a stock forward pass; what it reports itself are probabilities before 5.6."""
+    seen: list[Tensor] = []
+
+    def see(router: Any, inputs: tuple[Tensor]) -> None:
+        seen.append(nn.functional.linear(inputs[0].reshape(-1, router.hidden_dim), router.weight))
+
+    hooks = [router.register_forward_pre_hook(see) for router in routers(network)]
+    network(token_ids)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
 def plain_imbalance(network: Any, batch: Sequences) -> Tensor:
-    """E * sum of f_e P_e over the tokens of all sequences of a batch, row by row (see transformers' own)."""
+    """E * sum of f_e P_e over the tokens of all sequences of a batch, row by row."""
     config, num_tokens = network.config, 0
     counts, probabilities = torch.zeros(config.num_experts), torch.zeros(config.num_experts)
     for token_ids, mask in zip(batch.token_ids, batch.token_mask, strict=True):
         length = int(mask.nonzero().max()) + 1
-        routers = network(token_ids[None, :length], output_router_logits=True).router_logits
-        for logits in routers:
+        for logits in router_logits(network, token_ids[None, :length]):
             weights = logits.softmax(dim=-1)
             chosen = weights.topk(config.num_experts_per_tok).indices.flatten()
             counts = counts + torch.bincount(chosen, minlength=config.num_experts)

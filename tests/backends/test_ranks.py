@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from abrun.backends.ranks import make_ranks
 from tests.spawn import run_ranks
@@ -50,3 +51,30 @@ def test_samples_belong_to_replicas() -> None:
             assert found["total"] == [12, 66] and found["gathered"] == list(range(12))
             assert found["largest"] == [3, 0] and found["all"] == [0, 1, 2, 3]
             assert (found["weights"], found["sizes"], found["first"]) == (weights, sizes, rank == 0)
+
+
+EXPERTS: list[tuple[dict[str, int], int, list[list[int]]]] = [
+    # shape of a replica, expert_parallel, the ranks that each rank shares experts with
+    ({}, 2, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+    ({}, 4, [[0, 1, 2, 3]] * 4),
+    ({"context_parallel": 2}, 2, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+    ({"tensor_parallel": 2}, 2, [[0, 2], [1, 3], [0, 2], [1, 3]]),  # its own have the same tokens
+    ({"pipeline_parallel": 2}, 2, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+]
+
+
+def experts_on_four_ranks(rank: int, world_size: int) -> list[tuple[list[int], int]]:
+    found = []
+    for shape, expert_parallel, _ in EXPERTS:
+        ranks = make_ranks(CPU, shape, expert_parallel=expert_parallel)
+        assert ranks.expert is not None and ranks.experts is not None
+        assert ranks.experts.size() == ranks.weights.size()
+        found.append((dist.get_process_group_ranks(ranks.expert), ranks.experts["copies"].size()))
+    return found
+
+
+def test_experts_are_shared_by_ranks_with_other_tokens_each() -> None:
+    for rank, of_rank in enumerate(run_ranks(experts_on_four_ranks, 4)):
+        for (group, copies), (shape, size, expected) in zip(of_rank, EXPERTS, strict=True):
+            replica = shape.get("tensor_parallel", 1) * shape.get("pipeline_parallel", 1)
+            assert group == expected[rank] and copies == 4 // replica // size
