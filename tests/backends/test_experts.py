@@ -48,13 +48,14 @@ class Case:
     idle: bool = False  # every token goes to experts 0 and 1
     num_experts: int = NUM_EXPERTS
     coefficient: float = 0.0  # of the routers' auxiliary loss
+    layout: tuple[tuple[str, int], ...] = ()  # of a replica
     policy: tuple[tuple[str, Any], ...] = ()
     fault: str | None = None
 
     @property
     def alone(self) -> "Case":
         """What it is in one process."""
-        return replace(self, expert_parallel=1, policy=(), fault=None)
+        return replace(self, expert_parallel=1, policy=(), layout=(), fault=None)
 
 
 @dataclass(kw_only=True)
@@ -99,22 +100,22 @@ def _to_the_first_experts(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, 
     return logits, weights / weights.sum(dim=-1, keepdim=True), chosen
 
 
-def trained(case: Case, rank: int, world_size: int) -> Trained:
+def trained(case: Case) -> Trained:
     """On this rank's rows of the global batches."""
     with pytest.MonkeyPatch.context() as patch:
         if case.exact:
             compute_in_float64(patch)
         if case.fault:
             FAULTS[case.fault](patch)
-        settings = {"optimizer": OPTIMIZER, "router_aux_loss_coefficient": case.coefficient}
-        policy = Policy.model_validate(settings | dict(case.policy))
-        ranks = make_ranks(CPU, {}, expert_parallel=case.expert_parallel)
+        backend = {"expert_parallel": case.expert_parallel, **dict(case.layout)}
+        settings: dict[str, Any] = {"optimizer": OPTIMIZER, "backend": backend, **dict(case.policy)}
+        policy = Policy.model_validate(settings | {"router_aux_loss_coefficient": case.coefficient})
+        ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=case.expert_parallel)
         backend = DtensorBackend(partial(network_of, case), policy, ranks)
         found = Trained(losses=[], norms=[], gradients={}, weights={})
         for step, learning_rate in enumerate(LEARNING_RATES):
             batch = some_batch(step)
-            count = len(batch) // world_size
-            share = rows(batch, rank * count, (rank + 1) * count)
+            share = batch[ranks.share(len(batch))]
             parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
             found.losses += ranks.total(float(parts.sums["loss"]))
             found.gradients = found.gradients or gradients(backend)
@@ -175,7 +176,7 @@ FAULTY = [Case(fault=fault, coefficient=0.1 * (fault == "by rank")) for fault in
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Trained]:
-    return [trained(case, rank, world_size) for case in cases]
+    return [trained(case) for case in cases]
 
 
 def distances(cases: list[Case], world_size: int) -> list[dict[str, float]]:
@@ -205,7 +206,16 @@ FOUR_RANKS = [
         (False, CHUNKED, False),
         (False, (*PACKED, ("logprobs", {"impl": "chunked", "one_pass": True})), False),
     )
-] + [Case(num_experts=6), Case(num_experts=2)]  # of which two copies cannot have a part of each
+]
+FOUR_RANKS += [Case(num_experts=6), Case(num_experts=2)]  # of which two copies cannot have some each
+CONTEXT, TENSOR = (("context_parallel", 2),), (("tensor_parallel", 2),)
+FOUR_RANKS += [
+    Case(layout=CONTEXT, coefficient=0.1),
+    Case(expert_parallel=4, layout=CONTEXT, coefficient=0.1, policy=PACKED),
+    Case(expert_parallel=4, layout=(("context_parallel", 4),), idle=True),
+    Case(exact=False, layout=TENSOR, coefficient=0.1),
+    Case(exact=False, layout=TENSOR, coefficient=0.1, policy=PACKED),
+]
 
 
 def check_distances(cases: list[Case], found: list[dict[str, float]]) -> None:
