@@ -18,6 +18,7 @@ from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import experts_of, load_network
 from abrun.recipe import Model, Policy
+from abrun.rl.metrics import all_reduce
 from tests.backends.float64 import compute_in_float64, to_float64
 from tests.backends.policies import (
     CPU,
@@ -278,8 +279,12 @@ def check_export(backend: DtensorBackend, folder: Path) -> None:
         assert all(torch.equal(found[name], weight) for name, weight in trained.items())
 
 
-def test_what_two_ranks_hold_sample_and_restore(tmp_path: Path) -> None:
-    network = tiny("experts")
+def test_what_two_ranks_hold_sample_and_restore(tmp_path: Path, group: None) -> None:
+    network, batch = tiny("experts"), some_batch()
+    alone = make_backend("experts", packing=True)  # without padding, as ranks that share sequences
+    _, routes = alone.routed_logprobs(batch)
+    loss = WeightedLoss(float(batch.token_mask.sum()))
+    metrics = all_reduce(alone.forward_backward(batch, loss), alone.ranks.data)
     token_ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         expected = network(token_ids).logits[:, -1]
@@ -288,6 +293,8 @@ def test_what_two_ranks_hold_sample_and_restore(tmp_path: Path) -> None:
         torch.testing.assert_close(found["logits"], expected, atol=2e-5, rtol=1e-5)
         assert torch.equal(found["reference"], found["logprobs"])
         assert found["num_held"] <= 0.52 * 3 * whole
+        assert torch.equal(found["routes"], routes) and int(routes.max()) == NUM_EXPERTS
+        assert found["routing metrics"] == pytest.approx(metrics, rel=1e-5)
         assert found["differs"] == [] and found["restored"].keys() == found["state"].keys()
 
 
@@ -319,7 +326,20 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         if not torch.equal(tensor, found["restored"][name])
     ]
     check_export(make_backend("experts", **settings), folder)
-    return found
+    return found | replayed_over_two_ranks(some_batch())
+
+
+def replayed_over_two_ranks(batch: Any) -> dict[str, Any]:
+    """Of ranks that share their sequences and the experts: what they record, and replay."""
+    backend = {"expert_parallel": 2, "context_parallel": 2}
+    policy = Policy.model_validate({"backend": backend, "replay_routing": True, "micro_batch_size": 3})
+    ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=2)
+    split = DtensorBackend(partial(tiny, "experts"), policy, ranks)
+    logprobs, routes = split.routed_logprobs(batch)
+    again = batch.at(type(batch), advantages=batch.advantages, routes=routes)
+    assert torch.equal(split.logprobs(again), logprobs)
+    parts = split.forward_backward(again, WeightedLoss(float(batch.token_mask.sum())))
+    return {"routes": routes, "routing metrics": all_reduce(parts, ranks.data)}
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss", "mixtral", "nemotron_h", "olmoe"])
