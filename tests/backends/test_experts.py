@@ -375,3 +375,16 @@ def test_what_cannot_be_spread_is_one_line(kind: str, size: int, words: str) -> 
     with pytest.raises(RecipeError) as raised:
         experts.check_spread(network, [one.num_experts for one in experts_of(network)], size)
     assert str(raised.value) == f"policy.backend.expert_parallel: got {size} with {words}"
+
+
+@pytest.mark.parametrize(("number", "size", "dim"), [(8, 32, 0), (6, 32, 1), (6, 30, None)])
+def test_copies_of_a_group_have_some_experts_each_or_some_rows_of_each(
+    number: int, size: int, dim: int | None
+) -> None:
+    layer: Any = nn.Module()
+    layer.num_experts, layer.weight = number, nn.Parameter(torch.zeros(number, size, 3))
+    if dim is not None:
+        assert experts.cut_dimension(layer, 4) == dim
+        return
+    with pytest.raises(RecipeError, match=r"^policy\.backend\.expert_parallel: the 6 experts of a rank"):
+        experts.cut_dimension(layer, 4)

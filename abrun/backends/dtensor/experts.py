@@ -34,7 +34,7 @@ def spread_experts(network: nn.Module, ranks: Ranks, dtype: str) -> "list[Dispat
     check_spread(network, [experts.num_experts for experts in layers], expert.size())
     spread = [Dispatched(experts, expert) for experts in layers]
     for experts in layers:
-        shard(experts, copies, dtype, cast_inputs=False, dim=_dimension(experts, copies.size()))
+        shard(experts, copies, dtype, cast_inputs=False, dim=cut_dimension(experts, copies.size()))
     return spread
 
 
@@ -132,7 +132,7 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -
     return out
 
 
-def _dimension(experts: Any, copies: int) -> int:
+def cut_dimension(experts: Any, copies: int) -> int:
     """Where FSDP cuts a rank's experts over the copies of its group: between them, or each along its rows."""
     if experts.num_experts % copies == 0:
         return 0
