@@ -29,6 +29,7 @@ from abrun.recipe import (
     load_recipe,
     merge,
     nested,
+    not_built,
     parse_primary,
     stored_recipe,
 )
@@ -319,6 +320,22 @@ def test_experts_are_spread_over_ranks_with_other_tokens_each() -> None:
     three = ["cluster={cpu_ranks: 3}", "algorithm.prompts_per_step=6", "policy.backend.expert_parallel=3"]
     line = refused(SMALL, experts, *three)
     assert "'qwen3-moe-tiny', whose layers have 8 experts; use a divisor of 8" in line
+
+
+def test_what_only_a_mixture_of_experts_has_is_asked_of_no_other_model() -> None:
+    for setting, off in (("router_aux_loss_coefficient=0.1", "0.0"), ("replay_routing=true", "false")):
+        name = setting.partition("=")[0]
+        line = refused(SMALL, f"policy.{setting}")
+        assert (
+            f"policy.{name}: got" in line and f"'qwen2-tiny', which has no experts; use {name}: {off}" in line
+        )
+        mixture = own(
+            SMALL, "model.preset=qwen3-moe-tiny", f"policy.{setting}", "policy.backend.type=megatron"
+        )
+        assert any(f"policy.{name}: " in line for line in not_built(own_run(mixture, "baseline")))
+    sft = ["algorithm={type: sft, batch_size: 8}", "compare.primary.0.metric=train/loss"]
+    line = refused(SMALL, *sft, "model.preset=qwen3-moe-tiny", "policy.replay_routing=true")
+    assert "policy.replay_routing: got true with algorithm.type 'sft'" in line
 
 
 def test_a_tensor_parallel_group_stays_inside_a_node() -> None:

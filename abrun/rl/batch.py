@@ -23,7 +23,7 @@ class Sequences:
     token_ids: Tensor  # [B, S] int64
     token_mask: Tensor  # [B, S] bool, True on completion tokens (the end token included), never on a first
     rows_together: int = 1  # so many consecutive rows are one sample (a pair), never cut apart
-    # [B, S, layers * k] uint8 or int16, the experts that each token went to and goes to again; None: is free
+    # [B, S, layers * k] uint8 or int16: 1 + the expert that a token goes to, 0 where its router is free
     routes: Tensor | None = None
 
     def __len__(self) -> int:

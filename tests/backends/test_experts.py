@@ -18,6 +18,7 @@ from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import experts_of, load_network
 from abrun.recipe import Model, Policy
+from abrun.rl.metrics import all_reduce
 from tests.backends.float64 import compute_in_float64, to_float64
 from tests.backends.policies import (
     CPU,
@@ -278,8 +279,12 @@ def check_export(backend: DtensorBackend, folder: Path) -> None:
         assert all(torch.equal(found[name], weight) for name, weight in trained.items())
 
 
-def test_what_two_ranks_hold_sample_and_restore(tmp_path: Path) -> None:
-    network = tiny("experts")
+def test_what_two_ranks_hold_sample_and_restore(tmp_path: Path, group: None) -> None:
+    network, batch = tiny("experts"), some_batch()
+    alone = make_backend("experts", packing=True)  # without padding, as ranks that share sequences
+    _, routes = alone.routed_logprobs(batch)
+    loss = WeightedLoss(float(batch.token_mask.sum()))
+    metrics = all_reduce(alone.forward_backward(batch, loss), alone.ranks.data)
     token_ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         expected = network(token_ids).logits[:, -1]
@@ -288,6 +293,8 @@ def test_what_two_ranks_hold_sample_and_restore(tmp_path: Path) -> None:
         torch.testing.assert_close(found["logits"], expected, atol=2e-5, rtol=1e-5)
         assert torch.equal(found["reference"], found["logprobs"])
         assert found["num_held"] <= 0.52 * 3 * whole
+        assert torch.equal(found["routes"], routes) and int(routes.max()) == NUM_EXPERTS
+        assert found["routing metrics"] == pytest.approx(metrics, rel=1e-5)
         assert found["differs"] == [] and found["restored"].keys() == found["state"].keys()
 
 
@@ -319,7 +326,41 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         if not torch.equal(tensor, found["restored"][name])
     ]
     check_export(make_backend("experts", **settings), folder)
-    return found
+    return found | replayed_over_two_ranks(some_batch())
+
+
+def replayed_over_two_ranks(batch: Any) -> dict[str, Any]:
+    """Of ranks that share their sequences and the experts: what they record, and replay."""
+    backend = {"expert_parallel": 2, "context_parallel": 2}
+    policy = Policy.model_validate({"backend": backend, "replay_routing": True, "micro_batch_size": 3})
+    ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=2)
+    split = DtensorBackend(partial(tiny, "experts"), policy, ranks)
+    logprobs, routes = split.routed_logprobs(batch)
+    again = batch.at(type(batch), advantages=batch.advantages, routes=routes)
+    assert torch.equal(split.logprobs(again), logprobs)
+    parts = split.forward_backward(again, WeightedLoss(float(batch.token_mask.sum())))
+    return {"routes": routes, "routing metrics": all_reduce(parts, ranks.data)}
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss", "mixtral", "nemotron_h", "olmoe"])
+def test_families_experts_make_the_same_of_tokens_that_travel(kind: str, group: None) -> None:
+    """Biases, shared experts, routers with groups: the weights of a token's experts stay with its sender."""
+    found, mesh = [], init_device_mesh("cpu", (1,))
+    for travel in (False, True):
+        network = tiny_network(kind)
+        layers = experts_of(network)
+        assert layers
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            for parameter in network.parameters():
+                nn.init.normal_(parameter, std=0.2)
+        for one in layers:
+            Dispatched(one, mesh) if travel else None
+        logits = network(torch.arange(20).view(2, 10) + 5, use_cache=False).logits
+        logits.square().mean().backward()
+        grads = {name: fsdp.whole(p.grad) for name, p in network.named_parameters() if p.grad is not None}
+        found.append(grads | {"logits": logits.detach()})
+    assert _distance(*found) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss", "mixtral", "nemotron_h", "olmoe"])
@@ -355,3 +396,16 @@ def test_what_cannot_be_spread_is_one_line(kind: str, size: int, words: str) -> 
     with pytest.raises(RecipeError) as raised:
         experts.check_spread(network, [one.num_experts for one in experts_of(network)], size)
     assert str(raised.value) == f"policy.backend.expert_parallel: got {size} with {words}"
+
+
+@pytest.mark.parametrize(("number", "size", "dim"), [(8, 32, 0), (6, 32, 1), (6, 30, None)])
+def test_copies_of_a_group_have_some_experts_each_or_some_rows_of_each(
+    number: int, size: int, dim: int | None
+) -> None:
+    layer: Any = nn.Module()
+    layer.num_experts, layer.weight = number, nn.Parameter(torch.zeros(number, size, 3))
+    if dim is not None:
+        assert experts.cut_dimension(layer, 4) == dim
+        return
+    with pytest.raises(RecipeError, match=r"^policy\.backend\.expert_parallel: the 6 experts of a rank"):
+        experts.cut_dimension(layer, 4)

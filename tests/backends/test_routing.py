@@ -142,7 +142,7 @@ def test_other_routes_are_those_of_a_router_that_is_told(
     lengths = sequence_lengths(batch.token_mask).tolist()
     told = iter(
         [
-            row[:length].view(length, 2, 2)[:, layer].long()
+            row[:length].view(length, 2, 2)[:, layer].long() - 1
             for row, length in zip(routes, lengths, strict=True)
             for layer in range(2)
         ]
@@ -184,7 +184,7 @@ def test_families_whose_routers_are_known(kind: str) -> None:
         for probabilities, chosen in seen:
             assert probabilities.shape == (20, routing.num_experts) and chosen.shape == (20, routing.top_k)
             torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(20))
-        with routing.replayed(torch.cat([chosen for _, chosen in seen], dim=1)):
+        with routing.replayed(torch.cat([1 + chosen for _, chosen in seen], dim=1)):
             assert torch.equal(network(tokens, use_cache=False).logits, expected)
 
 

@@ -279,13 +279,13 @@ class DtensorBackend:
                     logprobs, _ = self._judged(microbatch, packing)
                 out[rows, : logprobs.shape[1]] = logprobs
                 if seen:
-                    chosen = torch.cat([chosen for _, chosen in seen], dim=1)
-                    chosen = (
-                        packing.unpack(packing.whole(chosen[None]))
+                    route = 1 + torch.cat([chosen for _, chosen in seen], dim=1)
+                    route = (
+                        packing.unpack(packing.whole(route[None]))
                         if packing
-                        else chosen.view(*logprobs.shape, -1)
+                        else route.view(*logprobs.shape, -1)
                     )
-                    routes[rows, : logprobs.shape[1]] = chosen.to(routes.dtype)
+                    routes[rows, : logprobs.shape[1]] = route.to(routes.dtype)
                     loads.append(Load.of(seen, _counted(microbatch, packing)))
                 start += len(microbatch)
         return out, routes, loads

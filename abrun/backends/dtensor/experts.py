@@ -34,9 +34,7 @@ def spread_experts(network: nn.Module, ranks: Ranks, dtype: str) -> "list[Dispat
     check_spread(network, [experts.num_experts for experts in layers], expert.size())
     spread = [Dispatched(experts, expert) for experts in layers]
     for experts in layers:
-        # One after the other where each copy has a part of several, else each cut along its rows.
-        whole = experts.num_experts % copies.size() == 0
-        shard(experts, copies, dtype, cast_inputs=False, dim=0 if whole else 1)
+        shard(experts, copies, dtype, cast_inputs=False, dim=cut_dimension(experts, copies.size()))
     return spread
 
 
@@ -132,6 +130,20 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows, received, sent, group=group)
     return out
+
+
+def cut_dimension(experts: Any, copies: int) -> int:
+    """Where FSDP cuts a rank's experts over the copies of its group: between them, or each along its rows."""
+    if experts.num_experts % copies == 0:
+        return 0
+    sizes = [parameter.shape[1] for parameter in experts.parameters(recurse=False)]
+    if any(size % copies for size in sizes):
+        raise RecipeError(
+            f"policy.backend.expert_parallel: the {experts.num_experts} experts of a rank, matrices of "
+            f"{' and '.join(map(str, sizes))} rows, cannot be cut over {copies} copies; use a larger "
+            "expert_parallel, or other cluster sizes"
+        )
+    return 1
 
 
 def check_spread(network: nn.Module, numbers: list[int], size: int) -> None:

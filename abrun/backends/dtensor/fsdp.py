@@ -29,6 +29,7 @@ def shard(
 ) -> None:
     """Spread a module's parameters over the mesh, to be gathered for each of its forward passes.
 
+    Each is cut along `dim`, which its size there allows: any along 0, else a multiple of the mesh's.
     Gradients are summed over the mesh, as the global loss is a sum over all ranks: there is no average to be
     cancelled, and so no factor that a mesh of another shape could get wrong.
     """
@@ -40,7 +41,7 @@ def shard(
         mesh=mesh,
         mp_policy=precision,
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=lambda parameter: Shard(dim),
+        shard_placement_fn=(lambda parameter: Shard(dim)) if dim else None,
     )
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)

@@ -35,8 +35,8 @@ class Routing:
 
     @property
     def route_dtype(self) -> torch.dtype:
-        """What numbers an expert in a record."""
-        return torch.uint8 if self.num_experts <= 256 else torch.int16
+        """Of 1 + an expert's number, in a record."""
+        return torch.uint8 if self.num_experts < 256 else torch.int16
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -51,7 +51,8 @@ class Routing:
     def replayed(self, routes: Tensor | None) -> Iterator[None]:
         """Tokens go to the experts in `routes` [T, L * K] inside, in recomputation, too; None: as ever.
 
-        Each is weighed by its router's own probability of it, which has a gradient.
+        Each is weighed by its router's own probability of it, which has a gradient. Padding, of which nothing
+        is recorded, goes where its router sends it.
         """
         self._replayed = None if routes is None else routes.view(len(routes), self.num_layers, self.top_k)
         try:
@@ -74,18 +75,17 @@ class _Choice(TorchFunctionMode):
     What comes before and after stays the family's own, so its own choice replayed is the same to the bit.
     """
 
-    def __init__(self, chosen: Tensor | None) -> None:  # [T, K] int64
+    def __init__(self, route: Tensor | None) -> None:  # [T, K] int64, 1 + the expert or 0
         super().__init__()
-        self._chosen = chosen
+        self._route = route
         self.made: tuple[Tensor, Tensor] | None = None  # probabilities [T, E], chosen [T, K]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **(kwargs or {}))
-        probabilities, chosen = args[0], self._chosen
-        if chosen is None:
-            weights, chosen = func(*args, **(kwargs or {}))
-        else:
+        probabilities, (weights, chosen) = args[0], func(*args, **(kwargs or {}))
+        if self._route is not None:
+            chosen = torch.where(self._route == 0, chosen, self._route - 1)
             weights = probabilities.gather(-1, chosen)
         self.made = probabilities, chosen
         return torch.return_types.topk((weights, chosen))
