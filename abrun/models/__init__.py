@@ -2,7 +2,7 @@
 
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.content import content_of, weights_hash
-from abrun.models.families import Facts, experts_of, facts_of, persistent_buffers, routers_of
+from abrun.models.families import PLAIN_DECODERS, Facts, experts_of, facts_of, persistent_buffers, routers_of
 from abrun.models.presets import (
     ARCHITECTURES,
     EOS,
@@ -12,12 +12,13 @@ from abrun.models.presets import (
     character_tokenizer,
 )
 from abrun.models.text import Text, load_text
-from abrun.models.weights import load_network, published, save_network
+from abrun.models.weights import load_network, open_network, published, save_network
 
 __all__ = [
     "ARCHITECTURES",
     "EOS",
     "PAD",
+    "PLAIN_DECODERS",
     "UNKNOWN",
     "CharacterTokenizer",
     "Facts",
@@ -30,6 +31,7 @@ __all__ = [
     "facts_of",
     "load_network",
     "load_text",
+    "open_network",
     "persistent_buffers",
     "published",
     "routers_of",

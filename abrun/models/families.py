@@ -19,6 +19,9 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 # Where Granite divides by it.
 MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Of one structure: an embedding; layers of norms, self_attn (q_proj ... o_proj) and mlp (gate_proj, up_proj,
+# down_proj, or experts); a norm and a head; and no buffer but the rotation's.
+PLAIN_DECODERS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # Training draws experts at random, by the gaps between scores that their evaluation depends on too.
 SAMPLING_ROUTERS = ("phimoe",)
 

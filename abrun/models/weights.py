@@ -10,11 +10,30 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from abrun.models.checks import check_network
+from abrun.models.checks import check_decoding, check_network
 from abrun.models.families import facts_of, persistent_buffers
+from abrun.models.parts import check_twin, open_parts
 from abrun.models.presets import preset_config
 from abrun.models.sources import loading, source_of
 from abrun.recipe import Model
+
+
+def open_network(model: Model, *, weights: Path | None, seed: int, decodes: bool) -> nn.Module:
+    """As `load_network`; on the meta device, with a `checkpoint` to read from, where it can be read in parts.
+
+    With `decodes`, also raises RecipeError for a network that cannot be decoded from a cache.
+    """
+    source, network = source_of(model, weights), None
+    if source is not None:
+        with loading(source):
+            network = open_parts(source)
+    if network is not None:
+        check_twin(network, decodes=decodes)
+        return network
+    network = load_network(model, weights=weights, seed=seed)
+    if decodes:
+        check_decoding(network, facts_of(network))
+    return network
 
 
 def load_network(model: Model, *, weights: Path | None, seed: int) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -24,8 +25,9 @@ from abrun.backends.dtensor import DtensorBackend, tensor_parallel
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, check_fits
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
-from abrun.models import Text, character_tokenizer
-from abrun.recipe import Policy, Ppo, Rollout
+from abrun.models import Text, character_tokenizer, content_of, open_network, weights_hash
+from abrun.models.parts import Checkpoint
+from abrun.recipe import Model, Policy, Ppo, Rollout
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.train.recorder import policy_hash
@@ -80,7 +82,10 @@ TWO_RANKS = {  # vocabulary 99 is odd, and so are most rows' lengths
     "own value model, sequence parallel": Case(kind="qwen3", layout=SP, value_backbone="own"),
     "shared value model": Case(kind="qwen2", value_backbone="shared"),
 }
+CONTEXT = {"context_parallel": 2}
 FOUR_RANKS = {
+    "context": Case(kind="qwen2", layout=CONTEXT),
+    "context, SP": Case(kind="qwen3", layout=CONTEXT | SP, policy=PACKED | ONE_PASS, value_backbone="shared"),
     "qwen2": Case(kind="qwen2", data=2),
     "qwen2, SP": Case(kind="qwen2", data=2, layout=SP, policy=PACKED),
     "qwen3": Case(kind="qwen3", data=2, policy=ONE_PASS),
@@ -190,8 +195,7 @@ def on_ranks(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, li
     return {name: train(case, {"tensor_parallel": case.tensor} | case.layout) for name, case in cases.items()}
 
 
-def assert_ranks_do_what_one_does(cases: dict[str, Case], world_size: int) -> None:
-    ranks = run_ranks(on_ranks, world_size, cases, timeout_s=280)
+def assert_ranks_do_what_one_does(cases: dict[str, Case], ranks: list[dict[str, list[Step]]]) -> None:
     for name, case in cases.items():
         expected = train(case, {})
         assert min(step.norms[0] for step in expected) > 2 * OPTIMIZER["max_grad_norm"], "clipping matters"
@@ -203,14 +207,37 @@ def assert_ranks_do_what_one_does(cases: dict[str, Case], world_size: int) -> No
                 assert all(torch.equal(weight, first.weights[key]) for key, weight in ours.weights.items())
 
 
-def test_two_ranks_do_what_one_does(group: None) -> None:
-    assert_ranks_do_what_one_does(TWO_RANKS, 2)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks found in every test of this file, which start once: by test, of each rank."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, case in LOADED.items():
+        loud(case.kind, case.changes).to(torch.bfloat16).save_pretrained(folder / name)
+    ranks = run_ranks(on_two_ranks, 2, str(folder), timeout_s=280)
+    return {"folder": folder} | {test: [found[test] for found in ranks] for test in ranks[0]}
+
+
+def on_two_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    return {
+        "parity": on_ranks(rank, world_size, TWO_RANKS),
+        "faults": on_ranks_with_faults(),
+        "beside": {name: used(case, {"tensor_parallel": 2} | case.layout) for name, case in DECODED.items()},
+        "loaded": {
+            name: loaded(f"{folder}/{name}", case, {"tensor_parallel": case.tensor} | case.layout)
+            for name, case in LOADED.items()
+        },
+    }
+
+
+def test_two_ranks_do_what_one_does(two_ranks: dict[str, Any], group: None) -> None:
+    assert_ranks_do_what_one_does(TWO_RANKS, two_ranks["parity"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
 def test_four_ranks_do_what_one_does(part: int, group: None) -> None:
-    assert_ranks_do_what_one_does(dict(list(FOUR_RANKS.items())[part::2]), 4)
+    cases = dict(list(FOUR_RANKS.items())[part::2])
+    assert_ranks_do_what_one_does(cases, run_ranks(on_ranks, 4, cases, timeout_s=280))
 
 
 # --- faults ---
@@ -262,7 +289,7 @@ FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None]]] = {
 }
 
 
-def on_ranks_with_faults(rank: int, world_size: int) -> dict[str, list[Step]]:
+def on_ranks_with_faults() -> dict[str, list[Step]]:
     found = {}
     for name, (case, plant) in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -272,8 +299,8 @@ def on_ranks_with_faults(rank: int, world_size: int) -> dict[str, list[Step]]:
     return found | {"loss times ranks": train(case, {"tensor_parallel": 2}, scale=2.0)}
 
 
-def test_a_fault_shows(group: None) -> None:
-    found = run_ranks(on_ranks_with_faults, 2)[0]
+def test_a_fault_shows(two_ranks: dict[str, Any], group: None) -> None:
+    found = two_ranks["faults"][0]
     for name, (case, _) in FAULTS.items():
         off = differences(found[name], train(case, {}, steps=1))
         assert off["gradient"] > 100, f"{name}: {off}"
@@ -324,12 +351,8 @@ def used(case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def on_ranks_beside(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    return {name: used(case, {"tensor_parallel": 2} | case.layout) for name, case in DECODED.items()}
-
-
-def test_completions_and_checkpoints_of_two_ranks(group: None) -> None:
-    ranks = run_ranks(on_ranks_beside, 2)
+def test_completions_and_checkpoints_of_two_ranks(two_ranks: dict[str, Any], group: None) -> None:
+    ranks = two_ranks["beside"]
     for name, case in DECODED.items():
         expected = used(case, {})
         for found in ranks:
@@ -372,3 +395,64 @@ def test_a_family_without_a_plan_is_refused() -> None:
     network: Any = tiny("gemma2")
     with pytest.raises(RecipeError, match=r"got 2 with Gemma2ForCausalLM, which there is no plan for; use 1"):
         check_fits(network, 2, sequence_parallel=False)
+
+
+# --- loading ---
+
+LOADED = {
+    "qwen2": Case(kind="qwen2"),
+    "qwen3": Case(kind="qwen3", changes=ONE_KEY_HEAD, layout=SP),
+    "experts": Case(kind="experts", data=2, tensor=1),
+}
+
+
+def loaded(folder: str, case: Case, layout: dict[str, Any]) -> dict[str, Any]:
+    """A policy and a value model of a checkpoint, and the share of it that was read for the policy."""
+    policy = Policy.model_validate({"backend": layout})
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    size, read, total = sum(p.numel() for p in network.parameters()), Checkpoint.read, [0]
+
+    def counted(self: Checkpoint, name: str, part: tuple[slice, ...]) -> Tensor:
+        found = read(self, name, part)
+        total[0] += found.numel()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "read", counted)
+        load = partial(open_network, Model(path=folder), weights=None, seed=0, decodes=True)
+        backend = DtensorBackend(load, policy, make_ranks(CPU, policy.backend.shape))
+        read_by_policy = total[0]
+        critic = backend.make_value_model(Ppo.model_validate({"type": "ppo"}), seed=3)
+    backbone: Any = critic._hidden_states
+    whole = {name.removeprefix("base_"): p.detach().full_tensor() for name, p in backbone.named_parameters()}
+    batch = some_batch()
+    share = backend.ranks.share(len(batch))
+    return {
+        "hash": policy_hash(backend),
+        "critic": weights_hash(content_of(name, weight) for name, weight in whole.items()),
+        "logprobs": backend.logprobs(batch[share]),
+        "values": critic.values(batch[share])[batch.token_mask[share]],
+        "share": read_by_policy / size,
+    }
+
+
+def test_each_rank_reads_its_own_part_of_a_checkpoint(two_ranks: dict[str, Any], group: None) -> None:
+    ranks, folder = two_ranks["loaded"], two_ranks["folder"]
+    for name, case in LOADED.items():
+        one = loaded(str(folder / name), case, {})
+        assert one["share"] == 1
+        network: Any = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        stored = dict(network.named_parameters())
+        assert one["hash"] == weights_hash(content_of(key, weight) for key, weight in stored.items())
+        body = [content_of(key, weight) for key, weight in stored.items() if key != "lm_head.weight"]
+        assert one["critic"] == weights_hash(body)
+        plain = DtensorBackend(lambda network=network: network, Policy(), make_ranks(CPU, {}))
+        assert torch.equal(one["logprobs"], plain.logprobs(some_batch()))
+        for rank, found in enumerate(each[name] for each in ranks):
+            rows = slice(4 * rank, 4 * rank + 4) if case.data == 2 else slice(None)
+            mask = some_batch().token_mask
+            values = torch.zeros(mask.shape).masked_scatter(mask, one["values"])[rows][mask[rows]]
+            assert (found["hash"], found["critic"]) == (one["hash"], one["critic"])
+            torch.testing.assert_close(found["logprobs"], one["logprobs"][rows], atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(found["values"], values, atol=2e-5, rtol=1e-5)
+            assert found["share"] < 0.55, "a rank reads half of it"

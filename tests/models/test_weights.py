@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from abrun.errors import RecipeError
-from abrun.models import load_network, load_text, persistent_buffers, save_network
+from abrun.models import load_network, load_text, open_network, persistent_buffers, save_network
 from abrun.recipe import Model
 from tests.models.architectures import tiny_network
 
@@ -152,10 +153,12 @@ def test_a_checkpoint_that_does_not_load_is_one_line(broken: str, checkpoint: Pa
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     elif broken == "config":
         (folder / "config.json").write_text("{")
-    with pytest.raises(RecipeError) as raised:
-        from_path(folder)
-    message = str(raised.value)
-    assert message.startswith(f"model.path: got {str(folder)!r}") and "\n" not in message
+    model = Model(path=str(folder))
+    for load in (load_network, partial(open_network, decodes=True)):
+        with pytest.raises(RecipeError) as raised:
+            load(model, weights=None, seed=0)
+        message = str(raised.value)
+        assert message.startswith(f"model.path: got {str(folder)!r}") and "\n" not in message
 
 
 def test_pickled_weights_are_not_read(checkpoint: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from abrun.backends import B, Decoder, Objective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
-from abrun.backends.dtensor.fsdp import ShardedParameters, shard, shard_layers
+from abrun.backends.dtensor.fsdp import ShardedParameters, materialise, shard, shard_layers
 from abrun.backends.dtensor.routing import Load, Routing, check_routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
@@ -29,9 +29,8 @@ from abrun.backends.ranks import Ranks
 from abrun.kernels import TokenLoss
 from abrun.models import (
     Facts,
-    check_decoding,
     facts_of,
-    load_network,
+    open_network,
     persistent_buffers,
     published,
     save_network,
@@ -104,10 +103,8 @@ def make_backend(
     temperature, top_p = config.trained_distribution
 
     def load() -> Any:
-        network = load_network(config.model, weights=weights, seed=seed)
-        if trainable and config.decodes:
-            check_decoding(network, facts_of(network))
-        return network
+        decodes = trainable and config.decodes
+        return open_network(config.model, weights=weights, seed=seed, decodes=decodes)
 
     return DtensorBackend(
         load, config.policy, ranks, temperature=temperature, top_p=top_p, trainable=trainable
@@ -117,9 +114,9 @@ def make_backend(
 class DtensorBackend:
     """See abrun.backends.Backend.
 
-    `load` makes a network with the run's initial weights, on the CPU and alike on every rank: the policy's,
-    and that of a value model with a backbone of its own. Log-probs are of the distribution that a sampler at
-    `temperature` and `top_p` draws from.
+    `load` makes a network with the run's initial weights, on the CPU and alike on every rank, or on the meta
+    device with a `checkpoint` to read them from: the policy's, and that of a value model with a backbone of
+    its own. Log-probs are of the distribution that a sampler at `temperature` and `top_p` draws from.
     """
 
     def __init__(
@@ -147,7 +144,9 @@ class DtensorBackend:
             vocab_size=facts.head.out_features,
             group=ranks.tensor,
         )
-        self.module = PolicyModule(network, facts, head).to(ranks.device)
+        self.module = PolicyModule(network, facts, head)
+        if not facts.head.weight.is_meta:
+            self.module.to(ranks.device)
         self._tensor = (
             TensorParallel(ranks.mesh["tensor_parallel"], sequence_parallel=policy.backend.sequence_parallel)
             if ranks.tensor
@@ -164,6 +163,7 @@ class DtensorBackend:
         shard_layers(facts.layers, ranks.weights, policy.dtype)
         # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
         shard(self.module, ranks.weights, policy.dtype, reshard_after_forward=None if trainable else True)
+        materialise(self.module, network, ranks.device)
         for method in ("hidden_states", "decode"):
             register_fsdp_forward_method(self.module, method)
         self.module.train()

@@ -83,6 +83,45 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return total
 
 
+def materialise(module: nn.Module, network: Any, device: torch.device) -> None:
+    """Read the weights of `network`, inside the sharded `module`: each rank its own parts, into float32.
+
+    Nothing where they are there already.
+    """
+    checkpoint = getattr(network, "checkpoint", None)
+    if checkpoint is None:
+        return
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+        for name, parameter in network.named_parameters():
+            own = _local(parameter)
+            if own.numel() and not own.is_meta:  # a value model leaves the head where it is
+                own.copy_(checkpoint.read(name, own_slices(parameter)))
+    del network.checkpoint  # and its files
+
+
+def own_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """What this rank holds of a parameter: of what the mesh's later dimensions cut, FSDP cuts the rest.
+
+    DTensor cuts into equal parts, of which the last are smaller or empty.
+    """
+    slices = [slice(0, size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for dimension, placement in reversed(list(enumerate(parameter.placements))):
+            if isinstance(placement, Replicate):
+                continue
+            of_dim: Any = placement  # a shard, strided or not
+            old, rank = slices[of_dim.dim], mesh.get_local_rank(dimension)
+            size = -(-(old.stop - old.start) // mesh.size(dimension))
+            start, stop = (min(old.start + place * size, old.stop) for place in (rank, rank + 1))
+            slices[of_dim.dim] = slice(start, stop)
+    return tuple(slices)
+
+
 class ShardedParameters:
     """The parameters of sharded modules with their optimizer; `optimizer` None: frozen."""
 

@@ -24,10 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from abrun.backends.collectives import gathered, scattered, summed
 from abrun.backends.head import padded_shard
 from abrun.errors import RecipeError
-from abrun.models import Facts
+from abrun.models import PLAIN_DECODERS, Facts
 
-# Of one structure: self_attn with q_proj ... o_proj, mlp with gate_proj, up_proj, down_proj or experts.
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 FIELD = "policy.backend.tensor_parallel"
 # Says of each parameter that is gathered over two meshes that it takes two collectives.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -207,8 +205,8 @@ class TensorParallel:
 def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
     """Raises RecipeError where a network's heads cannot be cut over `size` ranks, or nobody knows how."""
     config, kind = network.config, type(network).__name__
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    if config.model_type not in PLAIN_DECODERS:
+        known = ", ".join(PLAIN_DECODERS)
         raise RecipeError(
             f"{FIELD}: got {size} with {kind}, which there is no plan for; use 1, or a model of {known}"
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from abrun.backends import B, ValueObjective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
-from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, shard, shard_layers
+from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, materialise, shard, shard_layers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
@@ -133,12 +133,15 @@ class DtensorValueModel:
         if self._policy.activation_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         facts = facts_of(network)
-        module = Backbone(facts.base).to(self._ranks.device)
+        module = Backbone(facts.base)
+        if not facts.head.weight.is_meta:
+            module.to(self._ranks.device)
         if self._tensor:
             self._tensor.spread(network, facts, experts_are_spread=self._ranks.experts is not None)
         spread_experts(network, self._ranks, self._policy.dtype)
         shard_layers(facts.layers, self._ranks.weights, self._policy.dtype)
         shard(module, self._ranks.weights, self._policy.dtype)
+        materialise(module, network, self._ranks.device)
         return module.train()
 
 

@@ -1,0 +1,146 @@
+"""Networks whose weights are read in parts: no rank ever holds, or reads, more of a model than it trains.
+
+For families of one structure, whose checkpoints have a tensor for each parameter, or one for each expert.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from abrun.models.checks import check_decoding, check_network, silence
+from abrun.models.families import PLAIN_DECODERS, facts_of
+
+# Of one layer's experts: the parameters that hold all of them, and what checkpoints have of each expert.
+EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class Checkpoint:
+    """The tensors of safetensors files, read in part, under the names of a network's parameters."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        opened = [safe_open(path, "pt") for path in paths]  # mapped, not read
+        self._files: dict[str, Any] = {}
+        for file in opened:
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A part of a parameter, in the file's dtype; each slice has a start and a stop."""
+        experts = self._experts(name)
+        if experts is None:
+            return self._slice(name)[part]
+        prefix, names = experts
+        return torch.stack(
+            [
+                torch.cat([self._slice(f"{prefix}.{number}.{one}.weight")[:] for one in names])[part[1:]]
+                for number in range(part[0].start, part[0].stop)
+            ]
+        )
+
+    def has(self, name: str, shape: torch.Size) -> bool:
+        """Whether a parameter of this shape can be read."""
+        experts = self._experts(name)
+        if experts is None:
+            return name in self._files and self._slice(name).get_shape() == list(shape)
+        prefix, names = experts
+        tensors = [f"{prefix}.{number}.{one}.weight" for number in range(shape[0]) for one in names]
+        rows = [shape[1] // len(names), *shape[2:]]
+        return all(one in self._files and self._slice(one).get_shape() == rows for one in tensors)
+
+    def _experts(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        found = None if name in self._files else EXPERTS.fullmatch(name)
+        return (found[1], OF_AN_EXPERT[found[2]]) if found else None
+
+    def _slice(self, name: str) -> Any:
+        return self._files[name].get_slice(name)
+
+
+def open_parts(source: str) -> Any | None:
+    """The network of a checkpoint, on the meta device; None where it has to be loaded whole.
+
+    Its `checkpoint` has the weights. Buffers are there, dropout is off.
+    """
+    config = AutoConfig.from_pretrained(source)
+    plain = config.model_type in PLAIN_DECODERS and getattr(config, "quantization_config", None) is None
+    checkpoint = _checkpoint(source) if plain else None
+    if checkpoint is None:
+        return None
+    with torch.device("meta"):
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    parameters = dict(network.named_parameters())
+    untied = any(name in checkpoint for name in network.state_dict().keys() - parameters.keys())
+    if untied or not all(checkpoint.has(name, weight.shape) for name, weight in parameters.items()):
+        return None
+    base = network.base_model
+    base.rotary_emb = type(base.rotary_emb)(config=network.config)
+    assert not any(buffer.is_meta for buffer in network.buffers()), "buffers are computed, not read"
+    if (generation := _generation(source)) is not None:
+        network.generation_config = generation
+    silence(network)
+    network.checkpoint = checkpoint
+    return network
+
+
+def check_twin(network: Any, *, decodes: bool) -> None:
+    """Try out a family on a small network with random weights: the checks need one that computes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        twin: Any = AutoModelForCausalLM.from_config(_small(network.config), dtype=torch.float32)
+    check_network(twin, facts_of(twin))
+    if decodes:
+        check_decoding(twin, facts_of(twin))
+
+
+def _small(config: Any) -> Any:
+    """Two layers, few tokens, narrow products between; the attention as it is."""
+    small = copy.deepcopy(config)
+    types = getattr(small, "layer_types", None)
+    if types:
+        small.layer_types = [types[0], types[-1]]
+    small.num_hidden_layers, small.pad_token_id = 2, None
+    small.vocab_size = min(small.vocab_size, 512)
+    small.intermediate_size = min(small.intermediate_size, 256)
+    if hasattr(small, "num_experts"):
+        small.num_experts = min(small.num_experts, 2 * small.num_experts_per_tok)
+        small.moe_intermediate_size = min(small.moe_intermediate_size, 256)
+    return small
+
+
+def _checkpoint(source: str) -> Checkpoint | None:
+    """Of a folder, or of a name on the hub."""
+    whole = _file(source, SAFE_WEIGHTS_NAME)
+    if whole is not None:
+        return Checkpoint([whole])
+    index = _file(source, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        return None
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    paths = [path for name in names if (path := _file(source, name)) is not None]
+    return Checkpoint(paths)
+
+
+def _file(source: str, name: str) -> str | None:
+    try:
+        return cached_file(source, name)
+    except OSError:
+        return None
+
+
+def _generation(source: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:
+        return None
