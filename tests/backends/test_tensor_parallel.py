@@ -25,7 +25,7 @@ from abrun.backends.dtensor import DtensorBackend, tensor_parallel
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, check_fits
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
-from abrun.models import Text, character_tokenizer, content_of, open_network, weights_hash
+from abrun.models import Text, character_tokenizer, content_of, open_network, published, weights_hash
 from abrun.models.parts import Checkpoint
 from abrun.recipe import Model, Policy, Ppo, Rollout
 from abrun.rollout.draws import Draws
@@ -403,6 +403,7 @@ LOADED = {
     "qwen2": Case(kind="qwen2"),
     "qwen3": Case(kind="qwen3", changes=ONE_KEY_HEAD, layout=SP),
     "experts": Case(kind="experts", data=2, tensor=1),
+    "experts over ranks": Case(kind="experts", data=2, tensor=1, layout={"expert_parallel": 2}),
 }
 
 
@@ -420,7 +421,9 @@ def loaded(folder: str, case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "read", counted)
         load = partial(open_network, Model(path=folder), weights=None, seed=0, decodes=True)
-        backend = DtensorBackend(load, policy, make_ranks(CPU, policy.backend.shape))
+        experts = policy.backend.expert_parallel
+        ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=experts)
+        backend = DtensorBackend(load, policy, ranks)
         read_by_policy = total[0]
         critic = backend.make_value_model(Ppo.model_validate({"type": "ppo"}), seed=3)
     backbone: Any = critic._hidden_states
@@ -443,7 +446,8 @@ def test_each_rank_reads_its_own_part_of_a_checkpoint(two_ranks: dict[str, Any],
         assert one["share"] == 1
         network: Any = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
         stored = dict(network.named_parameters())
-        assert one["hash"] == weights_hash(content_of(key, weight) for key, weight in stored.items())
+        of_file = published(network, stored.items())
+        assert one["hash"] == weights_hash(content_of(key, weight) for key, weight in of_file)
         body = [content_of(key, weight) for key, weight in stored.items() if key != "lm_head.weight"]
         assert one["critic"] == weights_hash(body)
         plain = DtensorBackend(lambda network=network: network, Policy(), make_ranks(CPU, {}))
