@@ -93,7 +93,7 @@ FOUR_RANKS = {
     "llama": Case(kind="llama", data=2, changes=EVEN, policy=PACKED),
     "llama, SP": Case(kind="llama", data=2, changes=EVEN, layout=SP),
     "experts": Case(kind="experts", data=2),
-    "experts, SP": Case(kind="experts", data=2, layout=SP, policy=PACKED),
+    "experts, packed": Case(kind="experts", data=2, policy=PACKED),
     "2 key heads on 4": Case(kind="qwen2", tensor=4),
     "2 key heads on 4, SP": Case(kind="qwen3", tensor=4, layout=SP, policy=PACKED),
     "1 key head": Case(kind="qwen3", data=2, changes=ONE_KEY_HEAD, layout=SP),
@@ -389,6 +389,11 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(RecipeError, match=message) as caught:
         check_fits(network, size, sequence_parallel=sequence_parallel)
     assert str(caught.value).startswith("policy.backend.") and len(str(caught.value).splitlines()) == 1
+
+
+def test_experts_on_cut_sequences_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"sequence_parallel: got true with Qwen3MoeForCausalLM, whose rou"):
+        check_fits(loud("experts", {}), 2, sequence_parallel=True)
 
 
 def test_a_family_without_a_plan_is_refused() -> None:
