@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.nn.functional import pad
 
+from abrun import progress
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.groups import tensor_group
 from abrun.backends.megatron.library import quiet
@@ -50,6 +51,7 @@ class Stages:
         """
 
         def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
+            progress.beat()
             return forward(next(remaining)), _as_it_is
 
         with standing_in(self._ranks.device), quiet():
