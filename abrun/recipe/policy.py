@@ -36,7 +36,6 @@ class Layout(Section):
     context_parallel: Count = 1
     expert_parallel: Count = 1  # a layer's experts over so many ranks, which may be of several replicas
     sequence_parallel: bool = False  # what tensor-parallel ranks would all hold, cut over them by tokens
-    distributed_optimizer: bool = True  # its state cut over the data-parallel ranks, not on each of them
 
     @property
     def shape(self) -> dict[str, int]:
@@ -47,6 +46,11 @@ class Layout(Section):
     def is_spread(self) -> bool:
         """Whether a replica of the policy takes more than one rank, or shares experts with others."""
         return self.expert_parallel > 1 or any(size > 1 for size in self.shape.values())
+
+    @property
+    def expert_groups(self) -> int:
+        """Ranks that share a layer's experts; 1 where the backend makes these groups itself."""
+        return self.expert_parallel
 
     def ranks_of_experts(self, ranks: int) -> int:
         """How many of a run's ranks all of a layer's experts can be spread over, copies included."""
@@ -85,10 +89,15 @@ class Megatron(Layout):
 
     type: Literal["megatron"]
     pipeline_parallel: Count = 1
+    distributed_optimizer: bool = True  # its state cut over the data-parallel ranks, not on each of them
 
     @property
     def shape(self) -> dict[str, int]:
         return super().shape | {"pipeline_parallel": self.pipeline_parallel}
+
+    @property
+    def expert_groups(self) -> int:
+        return 1
 
     def ranks_of_experts(self, ranks: int) -> int:
         return ranks // self.pipeline_parallel

@@ -44,7 +44,7 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
         raise RecipeError(line)
     algorithm = config.algorithm
     backend = config.policy.backend
-    ranks = make_ranks(device, backend.shape, expert_parallel=backend.expert_parallel)
+    ranks = make_ranks(device, backend.shape, expert_parallel=backend.expert_groups)
     text = load_text(config.model, weights=initial_weights)
     data = make_data(config, text, ranks, seed)
     policy = make_backend(config, ranks, weights=initial_weights, seed=derive(seed, "init"))

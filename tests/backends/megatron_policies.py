@@ -18,6 +18,7 @@ from transformers import (
 
 from abrun.backends.megatron import check
 from abrun.backends.ranks import make_ranks
+from abrun.models import published
 from abrun.recipe import Policy
 from tests.backends.policies import CPU
 
@@ -58,6 +59,11 @@ def network(kind: str = "qwen2", **changes: Any) -> Any:
     return made.train()
 
 
+def weights_of(made: Any) -> dict[str, Tensor]:
+    """As a checkpoint has them."""
+    return dict(published(made, made.named_parameters()))
+
+
 def make_backend(
     kind: str = "qwen2",
     *,
@@ -76,7 +82,7 @@ def make_backend(
     return MegatronBackend(
         partial(network, kind, **(changes or {})),
         settings,
-        make_ranks(CPU, settings.backend.shape),
+        make_ranks(CPU, settings.backend.shape, expert_parallel=settings.backend.expert_groups),
         temperature=temperature,
         top_p=top_p,
         trainable=trainable,
@@ -105,11 +111,5 @@ def gradients(backend: Any) -> dict[str, Tensor]:
 
     with standing_in(CPU):
         finalize_model_grads([backend._sharded.module], None, force_all_reduce=True)
-    parameters = dict(backend.model.named_parameters())
-    kept = {name: parameter.data for name, parameter in parameters.items()}
-    for parameter in parameters.values():
-        parameter.data = parameter.main_grad
-    found = {name: gradient.clone() for name, gradient in backend.weights()}
-    for name, parameter in parameters.items():
-        parameter.data = kept[name]
-    return found
+    of_stage = backend._names.whole(lambda name: backend.model.get_parameter(name).main_grad)
+    return {name: gradient.clone() for name, gradient in backend._stages.each_from_its_stage(of_stage)}

@@ -14,7 +14,7 @@ from abrun.backends.megatron import library
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.recipe import Policy, megatron_refusal
-from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw
+from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
 from tests.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny
 from tests.test_implementations import verifier
 from tests.train.runs import make_run, run_config, train_here
@@ -27,7 +27,7 @@ KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_back_to_the_bit(kind: str, group: None) -> None:
-    found, expected = dict(make_backend(kind).weights()), dict(network(kind).named_parameters())
+    found, expected = dict(make_backend(kind).weights()), weights_of(network(kind))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
@@ -108,7 +108,7 @@ def plain_training(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
-    return norms, dict(plain.named_parameters())
+    return norms, weights_of(plain)
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
@@ -148,6 +148,19 @@ def test_a_resumed_run_goes_on_to_the_bit(dtype: str, distributed: bool, group: 
         assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
+def test_masters_in_float32_are_loaded_trained_and_exported(distributed: bool, group: None) -> None:
+    settings: dict[str, Any] = {"dtype": "bfloat16", "cut": {"distributed_optimizer": distributed}}
+    backend, expected = make_backend(**settings), weights_of(network())
+    for name, weight in backend.weights():
+        assert torch.equal(weight, expected[name]), name
+    for step in range(3):  # too small for bfloat16
+        backend.forward_backward(some_batch(step), WeightedLoss(10.0))
+        backend.optimizer_step(1e-6)
+    moved = [not torch.equal(weight, expected[name]) for name, weight in backend.weights()]
+    assert all(moved)
+
+
 def test_bfloat16_computes_near(group: None) -> None:
     batch, found = some_batch(), []
     for dtype in ("float32", "bfloat16"):
@@ -162,7 +175,7 @@ def test_bfloat16_computes_near(group: None) -> None:
 def test_decoding_from_a_cache_is_the_hugging_face_model(kind: str, group: None) -> None:
     backend = make_backend(kind, temperature=1.3, optimizer=OPTIMIZER)
     train(backend)
-    weights = dict(backend.weights())
+    weights = dict(backend._whole())
     plain = network(kind)
     plain.load_state_dict(weights, strict=False)
     ids = torch.tensor([[5, 6, 7, 8]])

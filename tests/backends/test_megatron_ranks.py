@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw
+from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
 from tests.backends.policies import WeightedLoss, plain_logprobs, plain_loss, some_batch
 from tests.spawn import run_ranks
 
@@ -105,7 +105,7 @@ def one_process(kind: str) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
-    return found | {"losses": losses, "norms": norms, "weights": dict(plain.named_parameters())}
+    return found | {"losses": losses, "norms": norms, "weights": weights_of(plain)}
 
 
 def assert_near(found: dict[str, Any], expected: dict[str, Any], **tolerance: Any) -> None:
@@ -115,7 +115,7 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any], **tolerance: An
 
 
 def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
-    expected, before = one_process(kind), dict(network(kind).named_parameters())
+    expected, before = one_process(kind), weights_of(network(kind))
     for found in of_ranks:
         rows = found["rows"]
         torch.testing.assert_close(found["logprobs"], expected["logprobs"][rows], rtol=1e-5, atol=2e-5)

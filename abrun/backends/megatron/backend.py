@@ -14,17 +14,17 @@ from abrun.backends.head import IGNORED, Head, check_available
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.decoding import NetworkDecoder, Skeleton
 from abrun.backends.megatron.groups import is_last_stage, join
-from abrun.backends.megatron.library import quiet
+from abrun.backends.megatron.library import dtype_of, quiet
 from abrun.backends.megatron.names import Names
 from abrun.backends.megatron.network import make_network
 from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
 from abrun.backends.megatron.value_model import MegatronValueModel
-from abrun.backends.packing import Packing, microbatches, packing_of
+from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
 from abrun.kernels import TokenLoss
-from abrun.models import check_decoding, facts_of, load_network, save_network
+from abrun.models import check_decoding, facts_of, load_network, published, save_network
 from abrun.recipe import Megatron, OwnRunConfig, Policy, Ppo
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge
@@ -66,42 +66,38 @@ class MegatronBackend:
     ) -> None:
         assert isinstance(policy.backend, Megatron)
         check_available(policy.logprobs, ranks.device)
-        if top_p < 1 and ranks.tensor is not None:
-            raise RecipeError(
-                f"rollout.top_p: got {top_p:g} with policy.backend.tensor_parallel {ranks.tensor.size()}, "
-                "whose ranks hold a part of the vocabulary each; use top_p: 1.0"
-            )
         self.settings, self.ranks = policy, ranks
         with standing_in(ranks.device), quiet():
             join(ranks, policy.backend)
         network = load()
         facts = facts_of(network)
         self.model = self._network(network, head=True)
-        settings: dict[str, Any] = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "scale": facts.logit_scale,
-            "softcap": facts.logit_softcap,
-        }
-        shared = {"group": ranks.tensor, "vocab_size": network.config.vocab_size}
-        self._head = Head(policy.logprobs, **settings, **shared)
-        self._whole_head = Head(policy.logprobs, **settings)
-        self._load = load
-        self._names = Names(self.model, network.config)
-        self._skeleton = Skeleton(network)
         self._sharded = Sharded(
             self.model,
             policy.optimizer if trainable else None,
             distributed=policy.backend.distributed_optimizer,
             device=ranks.device,
         )
+        self._names = Names(self.model, network.config)
+        self._names.load(dict(network.named_parameters()).__getitem__, self._sharded.assign)
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "scale": facts.logit_scale,
+            "softcap": facts.logit_softcap,
+        }
+        shared: dict[str, Any] = {"group": ranks.tensor, "vocab_size": network.config.vocab_size}
+        self._head = Head(policy.logprobs, **settings, **shared)
+        self._whole_head = Head(policy.logprobs, **settings)
+        self._load = load
+        self._skeleton = Skeleton(network)
         self._stages = Stages(policy.backend, ranks)
 
     def logprobs(self, batch: Sequences) -> Tensor:
         found: list[Tensor] = []
 
         def forward(microbatch: Sequences) -> Tensor:
-            packing = self._packing_of(microbatch)
+            packing = packing_for(microbatch, self.settings, self.ranks)
             hidden = self._stages.hidden_states(self._sharded.module, microbatch.token_ids, packing)
             if is_last_stage():
                 logprobs, _ = self._judged(microbatch, packing, hidden)
@@ -114,11 +110,16 @@ class MegatronBackend:
         out = torch.cat(found) if found else torch.zeros(batch.token_ids.shape, device=self.ranks.device)
         return self._stages.tensor_from_last(out)
 
+    def routed_logprobs(self, batch: Sequences) -> tuple[Tensor, Tensor]:
+        raise RecipeError(
+            "policy.replay_routing: got true with policy.backend.type 'megatron', not built yet; use false"
+        )
+
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         found: list[MetricParts] = []
 
         def forward(microbatch: B) -> Tensor:
-            packing = self._packing_of(microbatch)
+            packing = packing_for(microbatch, self.settings, self.ranks)
             hidden = self._stages.hidden_states(self._sharded.module, microbatch.token_ids, packing)
             if not is_last_stage():
                 return hidden
@@ -134,31 +135,28 @@ class MegatronBackend:
         return self._sharded.step(learning_rate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._stages.each_from_its_stage(self._names.whole())
+        yield from published(self._skeleton.network, self._whole())
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
         """A copy with whole weights on every rank; no collective runs inside."""
-        yield NetworkDecoder(self._skeleton.filled(self.weights(), self.ranks.device), self._whole_head)
+        dtype = dtype_of(self.settings.dtype)
+        yield NetworkDecoder(self._skeleton.filled(self._whole(), dtype, self.ranks.device), self._whole_head)
 
     def save(self, directory: Path) -> None:
         weights = {}
-        for name, weight in self.weights():
+        for name, weight in self._whole():
             if self.ranks.is_first:
                 weights[name] = weight.cpu()
         if self.ranks.is_first:
             save_network(self._skeleton.network, directory, weights.items())
 
     def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
-        own = settings.value_backbone == "own"
-        return MegatronValueModel(
-            settings,
-            self.settings,
-            self.ranks,
-            self._stages,
-            self._network(self._load(), head=False) if own else self._sharded.module,
-            seed=seed,
-        )
+        parts = settings, self.settings, self.ranks, self._stages
+        if settings.value_backbone == "shared":
+            return MegatronValueModel(*parts, self._sharded.module, None, seed=seed)
+        network = self._load()
+        return MegatronValueModel(*parts, self._network(network, head=False), network, seed=seed)
 
     def local_state(self) -> dict[str, Tensor]:
         return self._sharded.local_state()
@@ -170,15 +168,17 @@ class MegatronBackend:
         return self._sharded.resident_tensors()
 
     def _network(self, network: Any, *, head: bool) -> GPTModel:
-        """This rank's part of a transformers network, with its weights."""
+        """This rank's part of a transformers network, without its weights."""
         assert isinstance(self.settings.backend, Megatron)
         on_cpu = self.ranks.device.type == "cpu"
         with standing_in(self.ranks.device), quiet():
-            model = make_network(
+            return make_network(
                 network, facts_of(network), self.settings, self.settings.backend, on_cpu=on_cpu, head=head
             )
-        Names(model, network.config).load(dict(network.named_parameters()).__getitem__)
-        return model
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters under the network's own names, whole, one after the other. Collective."""
+        return self._stages.each_from_its_stage(self._names.whole(self._sharded.master))
 
     def _loss(
         self, batch: B, packing: Packing | None, hidden: Tensor, objective: Objective[B]
@@ -216,6 +216,3 @@ class MegatronBackend:
         if model.share_embeddings_and_output_weights:
             return model.shared_embedding_or_output_weight()
         return model.output_layer.weight
-
-    def _packing_of(self, batch: Sequences) -> Packing | None:
-        return packing_of(batch.token_mask) if self.settings.packing else None

@@ -21,8 +21,8 @@ class Skeleton:
         self.network: Any = network.to("meta")
         self.network.tie_weights()
 
-    def filled(self, weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Any:
-        """A copy on `device`, in evaluation mode, filled tensor by tensor in the dtype of each."""
+    def filled(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Any:
+        """A copy on `device`, in evaluation mode, filled tensor by tensor."""
         network = copy.deepcopy(self.network)
         modules = dict(network.named_modules())
         for name, buffer in self._buffers.items():
@@ -31,7 +31,7 @@ class Skeleton:
         missing = dict(network.named_parameters())
         for name, weight in weights:
             owner, _, last = name.rpartition(".")
-            setattr(modules[owner], last, nn.Parameter(weight.clone(), requires_grad=False))
+            setattr(modules[owner], last, nn.Parameter(weight.to(dtype, copy=True), requires_grad=False))
             del missing[name]
         network.tie_weights()
         assert not missing, f"no weights for {sorted(missing)}"

@@ -17,6 +17,7 @@ from abrun.backends.megatron.network import head_width
 
 Take = Callable[[str], Tensor]  # a whole tensor by its Hugging Face name
 
+OF_HEAD = "value_head"  # of a critic, which no Hugging Face network has
 LAYER, EXPERT = "decoder.layers.", "mlp.experts.local_experts."
 
 
@@ -37,11 +38,13 @@ class Names:
         self._config = config
         self._groups, self._width = config.num_key_value_heads, head_width(config)
         self._tensor, self._experts = tensor_group(), expert_group()
-        self._named: dict[str, Tensor] = dict(model.named_parameters())
+        self._named: dict[str, Tensor] = {
+            name: p for name, p in model.named_parameters() if not name.startswith(OF_HEAD)
+        }
 
     @torch.no_grad()
-    def load(self, take: Take) -> None:
-        """Fill this rank's parameters, one by one."""
+    def load(self, take: Take, assign: Callable[[str, Tensor], None]) -> None:
+        """Take each tensor that this rank needs, and assign its part to a parameter by its name."""
         for name, parameter in self._named.items():
             place = self._place(name)
             parts = [take(source) for source in place.sources]
@@ -52,18 +55,18 @@ class Names:
                 whole = torch.cat(parts)
             mine = _shard(whole, place, len(parameter), self._tensor)
             assert mine.shape == parameter.shape, f"{name}: {list(mine.shape)}, not {list(parameter.shape)}"
-            parameter.copy_(mine)
+            assign(name, mine)
 
     @torch.no_grad()
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's weights. Collective over its tensor-parallel and expert-parallel ranks."""
-        for name, parameter in self._named.items():
+    def whole(self, mine: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """This stage's weights, from this rank's part of each. Collective over the stage's ranks."""
+        for name in self._named:
             place = self._place(name)
             if EXPERT in name:
                 if f"{EXPERT}0." in name:
-                    yield place.sources[0], self._all_experts(name)
+                    yield place.sources[0], self._all_experts(name, mine)
             elif not self._is_copy(name):
-                whole = _unshard(_gathered(parameter, self._tensor), place)
+                whole = _unshard(_gathered(mine(name), self._tensor), place)
                 if "linear_qkv" in name:
                     parts: Sequence[Tensor] = self._split_heads(whole)
                 elif place.shared == "rows_of_halves":
@@ -76,10 +79,10 @@ class Names:
         """Whether this is the last stage's copy of the embedding, which the first stage gives."""
         return name == "output_layer.weight" and self._config.tie_word_embeddings
 
-    def _all_experts(self, of_first: str) -> Tensor:  # [E, ...]
+    def _all_experts(self, of_first: str, mine: Callable[[str], Tensor]) -> Tensor:  # [E, ...]
         before, _, after = of_first.partition(f"{EXPERT}0.")
         count = self._config.num_experts // self._experts.size()
-        local = torch.stack([self._named[f"{before}{EXPERT}{index}.{after}"] for index in range(count)])
+        local = torch.stack([mine(f"{before}{EXPERT}{index}.{after}") for index in range(count)])
         return torch.cat(_gathered(local, self._experts))
 
     def _joined_heads(self, parts: Sequence[Tensor]) -> Tensor:  # [G * Q * D, ...] and twice [G * D, ...]

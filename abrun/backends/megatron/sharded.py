@@ -9,6 +9,7 @@ from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -37,7 +38,7 @@ class Sharded:
         device: torch.device,
         replicated: bool = False,
     ) -> None:
-        self._replicated = replicated
+        self._replicated, self._distributed = replicated, distributed
         self.module: Any = module  # what the schedule calls
         self._device, self._named = device, dict(module.named_parameters())
         self._optimizer: Any = None
@@ -54,6 +55,44 @@ class Sharded:
             )
             self.module = DistributedDataParallel(module.config, reduction, module)
             self._optimizer = _adamw(self.module, optimizer, distributed)
+
+    @torch.no_grad()
+    def assign(self, name: str, value: Tensor) -> None:
+        """Set this rank's part of a parameter, and where that is not float32, of its master."""
+        parameter: Any = self._named[name]
+        parameter.copy_(value)
+        main = getattr(parameter, "main_param", None)
+        if main is not None:
+            main.copy_(value.flatten()[self._own(parameter)].view_as(main))
+
+    @torch.no_grad()
+    def master(self, name: str) -> Tensor:
+        """This rank's part of a parameter as it is trained, in float32. Collective over replicas."""
+        parameter: Any = self._named[name]
+        if not hasattr(parameter, "main_param"):
+            return parameter.detach()
+        whole = torch.zeros(parameter.numel(), device=parameter.device)
+        if parameter.main_param is not None:
+            whole[self._own(parameter)] = parameter.main_param.detach().flatten()
+        if self._distributed:  # each rank has some, and adding up bits keeps every one of them
+            dist.all_reduce(whole.view(torch.int32), group=self._optimizer_of(parameter).data_parallel_group)
+        return whole.view_as(parameter)
+
+    def _own(self, parameter: Tensor) -> slice:
+        """The elements whose master this rank has."""
+        if not self._distributed:
+            return slice(None)
+        span = self._optimizer_of(parameter)._get_model_param_range_map(parameter)["param"]
+        return slice(span.start, span.end)
+
+    def _optimizer_of(self, parameter: Tensor) -> Any:
+        """Of the experts', or of all others."""
+        is_expert = not getattr(parameter, "allreduce", True)
+        return next(
+            each
+            for each in self._optimizer.chained_optimizers
+            if each.param_groups and each.param_groups[0]["is_expert_parallel"] == is_expert
+        )
 
     def step(self, learning_rate: float) -> float:
         """Reduce, clip, step, zero the gradients. Returns the global gradient's L2 norm before clipping."""

@@ -6,16 +6,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from abrun.backends import B, ValueObjective
 from abrun.backends.megatron.groups import is_last_stage
+from abrun.backends.megatron.names import OF_HEAD, Names
 from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
-from abrun.backends.packing import Packing, microbatches, packing_of
+from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
 from abrun.recipe import Megatron, Policy, Ppo
@@ -47,7 +47,8 @@ class ValueHead(MegatronModule):
 class MegatronValueModel:
     """See abrun.backends.ValueModel.
 
-    `backbone`: a network of its own, or the policy's module, on whose hidden states the head then stands.
+    `backbone`: one of its own, with the weights of the transformers `network`; or the policy's module, on
+    whose hidden states the head then stands, without a `network`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class MegatronValueModel:
         ranks: Ranks,
         stages: Stages,
         backbone: Any,
+        network: Any,
         *,
         seed: int,
     ) -> None:
@@ -69,9 +71,9 @@ class MegatronValueModel:
         self._settings, self._policy, self._ranks, self._stages = settings, policy, ranks, stages
         self.head = ValueHead(backbone.config, ranks.device, seed=seed)
         self._coefficient = 1.0
-        own = isinstance(backbone, GPTModel)
+        own = network is not None
         if own:
-            backbone.value_head = self.head  # one module, so that one norm is clipped
+            backbone.add_module(OF_HEAD, self.head)  # one module, so that one norm is clipped
         else:
             self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
         self._sharded = Sharded(
@@ -81,13 +83,16 @@ class MegatronValueModel:
             device=ranks.device,
             replicated=not own,
         )
+        if own:
+            names = Names(backbone, network.config)
+            names.load(dict(network.named_parameters()).__getitem__, self._sharded.assign)
         self._backbone: Any = self._sharded.module if own else backbone
 
     def values(self, batch: Sequences) -> Tensor:
         found: list[Tensor] = []
 
         def forward(microbatch: Sequences) -> Tensor:
-            packing = self._packing_of(microbatch)
+            packing = packing_for(microbatch, self._policy, self._ranks)
             hidden = self._stages.hidden_states(self._backbone, microbatch.token_ids, packing)
             if is_last_stage():
                 values = self._values(microbatch, packing, hidden)
@@ -105,7 +110,7 @@ class MegatronValueModel:
         alone = self._coefficient == 0 and self._ranks.pipeline is None
 
         def forward(microbatch: B) -> Tensor:
-            packing = self._packing_of(microbatch)
+            packing = packing_for(microbatch, self._policy, self._ranks)
             with torch.no_grad() if alone else nullcontext():
                 hidden = self._stages.hidden_states(self._backbone, microbatch.token_ids, packing)
             if not is_last_stage():
@@ -140,6 +145,3 @@ class MegatronValueModel:
         values = self.head(self._stages.for_everyone(hidden, length))
         values = values if packing is None else packing.unpack(values)
         return right_shifted(values) if self._settings.right_shift else values
-
-    def _packing_of(self, batch: Sequences) -> Packing | None:
-        return packing_of(batch.token_mask) if self._policy.packing else None
