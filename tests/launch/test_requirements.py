@@ -1,5 +1,6 @@
 """What a machine can run at once."""
 
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -155,6 +156,18 @@ def test_the_module_of_a_verifier_has_to_be_here(tmp_path: Path, monkeypatch: py
         line = refused(make_plan(load_recipe(SMALL, [task])), Machine(gpus=(), cores=1))
         expected = part and f"task.verifier: got '{module}:judge', no module {part}"
         assert line is None if not expected else expected in (line or "")
+
+
+def test_a_backend_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.backend={type: megatron}"]))
+    assert refused(plan, Machine(gpus=(), cores=1)) is None
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    expected = "policy.backend.type: got 'megatron' without the package megatron-core; pip install"
+    assert expected in (refused(plan, Machine(gpus=(), cores=1)) or "")
 
 
 def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None:
