@@ -36,7 +36,6 @@ class Layout(Section):
     context_parallel: Count = 1
     expert_parallel: Count = 1  # a layer's experts over so many ranks, which may be of several replicas
     sequence_parallel: bool = False  # what tensor-parallel ranks would all hold, cut over them by tokens
-    distributed_optimizer: bool = True  # its state cut over the data-parallel ranks, not on each of them
 
     @property
     def shape(self) -> dict[str, int]:

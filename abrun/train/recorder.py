@@ -17,7 +17,15 @@ from abrun.recipe import OwnRunConfig, Policy
 from abrun.store import RunRecord, RunWriter
 from abrun.train.wandb_mirror import WandbMirror
 
-RECORDED_PACKAGES = ("abrun", "triton", "transformers", "safetensors", "numpy", "math-verify")
+RECORDED_PACKAGES = (
+    "abrun",
+    "triton",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "math-verify",
+    "megatron-core",
+)
 
 
 class Recorder:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from abrun.rl.metrics import MetricParts, all_reduce
 from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
 from tests.backends.policies import WeightedLoss, plain_logprobs, plain_loss, some_batch
 from tests.spawn import run_ranks
@@ -61,6 +62,18 @@ FOUR: dict[str, Case] = {
 }
 
 
+class WithExtremes(WeightedLoss):
+    """And the largest and the smallest log-prob, neither of which is 0 where a stage has none."""
+
+    def metrics(self, batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> MetricParts:
+        known = logprobs[batch.token_mask].double()
+        return MetricParts(
+            sums=super().metrics(batch, logprobs, entropy).sums,
+            maxima={"largest": known.amax()},
+            minima={"smallest": known.amin()},
+        )
+
+
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
     return [train(*case) for case in cases]
 
@@ -77,9 +90,11 @@ def train(kind: str, world_size: int, cut: dict[str, Any], policy: dict[str, Any
     for step, learning_rate in enumerate(LEARNING_RATES):
         batch = some_batch(step)
         num_tokens = float(batch.token_mask.sum())
-        parts = backend.forward_backward(batch[found["rows"]], WeightedLoss(num_tokens))
-        losses.append(backend.ranks.total(float(parts.sums["loss"]))[0])
+        parts = backend.forward_backward(batch[found["rows"]], WithExtremes(num_tokens))
+        metrics = all_reduce(parts, backend.ranks.data)
+        losses.append(metrics["loss"])
         if step == 0:
+            found["extremes"] = [metrics["largest"], metrics["smallest"]]
             found["gradients"] = gradients(backend)
             backend._sharded.module.zero_grad_buffer()
             backend.forward_backward(batch[found["rows"]], WeightedLoss(num_tokens))
@@ -92,6 +107,8 @@ def one_process(kind: str) -> dict[str, Any]:
     plain, losses, norms = network(kind), [], []
     with torch.no_grad():
         found: dict[str, Any] = {"logprobs": plain_logprobs(plain, some_batch(), 0.7)[0]}
+    known = found["logprobs"][some_batch().token_mask]
+    found["extremes"] = [float(known.amax()), float(known.amin())]
     optimizer = plain_adamw(plain, OPTIMIZER)
     for step, learning_rate in enumerate(LEARNING_RATES):
         optimizer.zero_grad()
@@ -120,6 +137,7 @@ def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
         rows = found["rows"]
         torch.testing.assert_close(found["logprobs"], expected["logprobs"][rows], rtol=1e-5, atol=2e-5)
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
+        assert found["extremes"] == pytest.approx(expected["extremes"], rel=1e-4)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert min(found["norms"]) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
         assert_near(found["gradients"], expected["gradients"], rtol=1e-4, atol=2e-6)

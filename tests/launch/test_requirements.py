@@ -1,5 +1,6 @@
 """What a machine can run at once."""
 
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -157,6 +158,18 @@ def test_the_module_of_a_verifier_has_to_be_here(tmp_path: Path, monkeypatch: py
         assert line is None if not expected else expected in (line or "")
 
 
+def test_a_backend_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.backend={type: megatron}"]))
+    assert refused(plan, Machine(gpus=(), cores=1)) is None
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    expected = "policy.backend.type: got 'megatron' without the package megatron-core; pip install"
+    assert expected in (refused(plan, Machine(gpus=(), cores=1)) or "")
+
+
 def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None:
     plan = make_plan(
         load_recipe(
@@ -172,9 +185,8 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None
     lines = refusals(plan, Machine(gpus=("0", "1"), cores=1), None)
     assert [line.split(": got ")[0] for line in lines] == [
         "arms baseline, treatment, other: rollout.engine",
-        "arms treatment, other: policy.backend.context_parallel",
-        "arm other: policy.backend.tensor_parallel",
+        "arm treatment: policy.backend.context_parallel",
         "arms baseline, treatment, other: cluster.nodes",
         "arms baseline, treatment, other: cluster.gpus_per_node",
     ]
-    assert all("not built yet; this version takes" in line for line in lines[:3])
+    assert all("not built yet; this version takes" in line for line in lines[:2])

@@ -39,7 +39,7 @@ def filled(network: Any) -> Any:
 @pytest.mark.parametrize("files", ["one", "several"])
 def test_it_is_the_network_that_transformers_loads(files: str, checkpoint: Path, tmp_path: Path) -> None:
     folder, tokens = tmp_path / "saved", torch.arange(5, 20)[None]
-    whole: Any = AutoModelForCausalLM.from_pretrained(checkpoint).to(torch.bfloat16)
+    whole: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     whole.generation_config.eos_token_id = 7
     whole.save_pretrained(folder, max_shard_size="20KB" if files == "several" else "1GB")
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (files == "several")
@@ -57,7 +57,8 @@ def test_it_is_the_network_that_transformers_loads(files: str, checkpoint: Path,
 
 def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    whole = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY | EXPERTS, pad_token_id=0))
+    settings: dict[str, Any] = TINY | EXPERTS
+    whole = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, pad_token_id=0))
     whole.save_pretrained(tmp_path)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "model.safetensors")
     network = opened(tmp_path)

@@ -16,30 +16,35 @@ PPO = "algorithm={type: ppo, prompts_per_step: 8, value_optimizer: {learning_rat
 CUTS = {
     "tensor": "{type: megatron, tensor_parallel: 2, sequence_parallel: true}",
     "pipeline": "{type: megatron, pipeline_parallel: 2}",
+    "experts": "{type: megatron, expert_parallel: 2}",
 }
 
 
 def config_of(task: str, algorithm: str, *more: str) -> OwnRunConfig:
-    model = "model={preset: qwen2-wide-vocab}"  # which has an even number of layers
-    return run_config("steps=4", "checkpoint={every: 2, final_weights: true}", model, task, algorithm, *more)
+    return run_config("steps=4", "checkpoint={every: 2, final_weights: true}", task, algorithm, *more)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_two_ranks_take_the_steps_of_one_of_dtensor(cut: str, tmp_path: Path) -> None:
-    """PPO with a value model of its own, what is sampled included."""
+    """PPO with a value model of its own, what is sampled included.
+
+    To rounding, which AdamW makes steps of where a gradient is nearly 0.
+    """
     task = f"task={verifier(tmp_path)}"
-    alone = make_run(tmp_path / "dtensor", config_of(task, PPO))
+    model = "qwen3-moe-tiny" if cut == "experts" else "qwen2-wide-vocab"  # with an even number of layers
+    model = f"model={{preset: {model}}}"
+    alone = make_run(tmp_path / "dtensor", config_of(task, PPO, model))
     run_to_end(alone)
     backend = f"policy.backend={CUTS[cut]}"
-    together = make_run(tmp_path / "megatron", config_of(task, PPO, backend, "cluster.cpu_ranks=2"))
+    together = make_run(tmp_path / "megatron", config_of(task, PPO, model, backend, "cluster.cpu_ranks=2"))
     run_to_end(together, ranks=2)
     expected, found = metrics_by_step(alone), metrics_by_step(together)
     assert found.keys() == expected.keys() == {1, 2, 3, 4}
     for step, row in expected.items():
         for key, value in row.items():
-            if not key.startswith(("timing/", "performance/", "memory/")):
-                assert found[step][key] == pytest.approx(value, rel=1e-3, abs=1e-5), (step, key)
+            if not key.startswith(("timing/", "performance/", "memory/", "train/moe/")):
+                assert found[step][key] == pytest.approx(value, rel=1e-3, abs=1e-4), (step, key)
     assert all(row["train/grad_norm"] > 0 for row in expected.values())
     weights = [load_file(store.RunDir(run).final_weights / "model.safetensors") for run in (alone, together)]
     assert weights[0].keys() == weights[1].keys()
