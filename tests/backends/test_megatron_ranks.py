@@ -74,6 +74,9 @@ class WithExtremes(WeightedLoss):
         )
 
 
+MASTERS: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3_moe": EXPERTS}
+
+
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
     return [train(*case) for case in cases]
 
@@ -146,8 +149,14 @@ def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
         assert all(torch.equal(weight, before[name]) for name, weight in found["exported"].items())
 
 
+def masters(kind: str, cut: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of a policy that computes in bfloat16, each rank with a part of its masters."""
+    return {name: weight.clone() for name, weight in make_backend(kind, cut=cut, dtype="bfloat16").weights()}
+
+
 def on_both(rank: int, world_size: int) -> list[Any]:
-    return [*on_ranks(rank, world_size, list(TWO.values())), faulty()]
+    cases = on_ranks(rank, world_size, list(TWO.values()))
+    return [*cases, {kind: masters(kind, cut) for kind, cut in MASTERS.items()}, faulty()]
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +214,14 @@ def faulty() -> dict[str, list[float]]:
         patch.setattr(sharded, "finalize_model_grads", lambda modules, _: None)
         found["gradients of ranks not added up"] = one_step({})
     return found
+
+
+def test_masters_that_ranks_share_are_exported_to_the_bit(on_two: list[Any]) -> None:
+    for of_rank in on_two:
+        for kind, found in of_rank[-2].items():
+            expected = weights_of(network(kind))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def test_what_would_be_wrong_is_seen(on_two: list[Any]) -> None:
