@@ -111,3 +111,51 @@ def test_ppo_packed_in_bfloat16(backbone: str, tmp_path: Path, warm_weights: Pat
             assert row[f"memory/{phase}/peak_allocated_bytes"] > 1_000_000
     for key in ("train/critic/values_mean", "train/critic/returns_mean", "train/entropy"):
         assert rows["gpu"][1][key] == pytest.approx(rows["cpu"][1][key], rel=0.15, abs=0.05), key
+
+
+MEGATRON = "{type: megatron, tensor_parallel: 2, sequence_parallel: true}"
+EXPERTS = (
+    "model.preset=qwen3-moe-tiny",
+    "algorithm.entropy_coefficient=0.05",
+    "algorithm.kl_coefficient=0.1",
+)
+WIDE = ("model.preset=qwen2-wide-vocab", "algorithm.entropy_coefficient=0.05")  # an even number of layers
+LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "context": ("{context_parallel: 2}", ()),
+    "tensor": ("{tensor_parallel: 2}", ()),
+    "sequence": ("{tensor_parallel: 2, sequence_parallel: true}", ()),
+    "experts": ("{expert_parallel: 2}", EXPERTS),
+    "megatron, data": ("{type: megatron}", ()),
+    "megatron, sequence": (MEGATRON, ()),
+    "megatron, pipeline": ("{type: megatron, pipeline_parallel: 2}", WIDE),
+    "megatron, experts": ("{type: megatron, expert_parallel: 2}", EXPERTS),
+}
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_over_nccl_takes_the_first_step_of_one_gpu(
+    layout: str, dtype: str, tmp_path: Path, warm_weights: Path
+) -> None:
+    """Policy gradient, entropy bonus and sampling; in bfloat16 to its rounding. Prints what differs."""
+    backend, model = LAYOUTS[layout]
+    settings = (
+        "steps=1",
+        "policy.packing=true",
+        f"policy.dtype={dtype}",
+        "policy.logprobs={impl: triton}",
+        *model,
+    )
+    rows = {}
+    for name, more in {"one": (), "two": (f"policy.backend={backend}",)}.items():
+        config = gpu_config(*settings, *more, gpus=len(more) + 1)
+        weights = None if model else warm_weights
+        directory = make_run(tmp_path / name, config, initial_weights=weights)
+        rows[name] = torchrun(directory, len(more) + 1)[1]
+    keys = ("train/loss", "train/grad_norm", "train/entropy", "train/token_mult_prob_error")
+    found = {key: (rows["two"][key], rows["one"][key]) for key in keys}
+    print(layout, dtype, {key: f"{two:.6g} {one:.6g}" for key, (two, one) in found.items()})
+    rel, absolute = (1e-3, 1e-5) if dtype == "float32" else (0.1, 0.02)
+    for key, (two, one) in found.items():
+        assert two == pytest.approx(one, rel=rel, abs=absolute), key
