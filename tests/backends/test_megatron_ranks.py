@@ -144,7 +144,7 @@ def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert min(found["norms"]) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
         assert_near(found["gradients"], expected["gradients"], rtol=1e-4, atol=2e-6)
-        assert_near(found["weights"], expected["weights"], rtol=1e-4, atol=5e-5)
+        assert_near(found["weights"], expected["weights"], rtol=1e-4, atol=2e-4)
         assert found["exported"].keys() == before.keys()
         assert all(torch.equal(weight, before[name]) for name, weight in found["exported"].items())
 

@@ -106,7 +106,7 @@ def check(backbone: str, found: dict[str, Any]) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     for name, weight in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=5e-5)
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=2e-4)
 
 
 def head_of_two(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

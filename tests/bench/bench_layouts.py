@@ -1,4 +1,4 @@
-"""Weak scaling: tokens a second and GPU, utilisation and peak memory of a training step, by backend and layout.
+"""Weak scaling: tokens a second and GPU, utilisation and peak memory of a step, by backend and layout.
 
     python tests/bench/bench_layouts.py                    # 2 GPUs, Qwen2.5-1.5B's architecture in bfloat16
     python tests/bench/bench_layouts.py --device cpu       # the script's own logic, on a tiny model

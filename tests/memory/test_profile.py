@@ -74,7 +74,9 @@ def test_what_does_not_fit_the_model_is_one_line(tmp_path: Path) -> None:
 
 def test_what_is_not_built_is_refused_before_any_arm_is_measured(tmp_path: Path) -> None:
     path = Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml"
-    recipe = load_recipe(path, ["arms.treatment.policy.backend={context_parallel: 2}", "cluster.cpu_ranks=2"])
+    recipe = load_recipe(
+        path, ["arms.treatment.policy.backend={type: megatron, context_parallel: 2}", "cluster.cpu_ranks=2"]
+    )
     with pytest.raises(
         LaunchError, match=r"arms\.treatment: policy\.backend\.context_parallel: got 2, not built"
     ):
