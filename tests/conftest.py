@@ -1,5 +1,5 @@
 """Without a GPU the Triton kernels run in Triton's interpreter: said before anything imports triton, and
-inherited by every process that a test starts."""
+inherited by every process that a test starts. So is that each has one thread: ranks share few cores."""
 
 import importlib.util
 import os
@@ -9,6 +9,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)  # this process has read its environment
 
 TRITON_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 needs_interpreter = pytest.mark.skipif(

@@ -131,6 +131,7 @@ def on_two() -> list[list[dict[str, Any]]]:
     return run_ranks(on_ranks, 2, timeout_s=250)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TWO)
 def test_two_ranks_train_as_one_process(case: str, on_two: list[list[dict[str, Any]]]) -> None:
     index = list(TWO).index(case)

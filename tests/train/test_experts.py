@@ -19,7 +19,8 @@ MIXTURE = (
 SPREAD = ("cluster.cpu_ranks=2", "policy.backend.expert_parallel=2", "policy.micro_batch_size=3")
 
 
-@pytest.mark.parametrize("replayed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replayed", [True, False])
 def test_experts_over_two_ranks_are_rounding(replayed: bool, tmp_path: Path, group: None) -> None:
     """Rollouts, a reference, two updates a step on recorded routes, a balanced router, an export."""
     mixture = (*MIXTURE, f"policy.replay_routing={str(replayed).lower()}", "policy.packing=true")

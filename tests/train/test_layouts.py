@@ -26,8 +26,7 @@ ALGORITHMS = {
 }
 
 
-# Of each layout one algorithm by default.
-QUICK = {("context", "grpo"), ("sequence", "ppo")}
+QUICK = {("context", "grpo")}
 CASES = [
     pytest.param(layout, name, marks=() if (layout, name) in QUICK else pytest.mark.slow)
     for layout in LAYOUTS
