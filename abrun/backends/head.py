@@ -3,6 +3,7 @@
 Letters: T tokens in any shape, H hidden states, V vocabulary, P ranks that share it.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -83,6 +84,25 @@ class Head:
         """The network's own, which no temperature has touched; of the whole vocabulary on every rank."""
         return self._logits(hidden, self._shard(weight))
 
+    def decode(
+        self,
+        base: Any,
+        weight: Tensor,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        cache: Any,
+    ) -> tuple[Tensor, Any]:
+        """The next tokens' logits on a transformers body, and its cache; see abrun.backends.Decoder."""
+        output = base(
+            input_ids=token_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return self.logits(output.last_hidden_state[:, -1], weight), output.past_key_values
+
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         dtype = self._dtype or weight.dtype
         logits = nn.functional.linear(hidden.to(dtype), weight.to(dtype)).float() * self._scale
@@ -109,6 +129,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.narrow(-1, ctx.rank * ctx.size, ctx.size), None
+
+
+def initial_value_weight(hidden_size: int, seed: int) -> Tensor:  # [1, H]
+    """A value head's: of standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), alike on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return nn.init.normal_(
+        torch.empty(1, hidden_size), std=1 / math.sqrt(hidden_size + 1), generator=generator
+    )
 
 
 def padded_shard(weight: Tensor, vocab_size: int, num_shards: int) -> Tensor:

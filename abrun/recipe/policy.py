@@ -54,7 +54,7 @@ class Layout(Section):
 
     def ranks_of_experts(self, ranks: int) -> int:
         """How many of a run's ranks all of a layer's experts can be spread over, copies included."""
-        raise NotImplementedError
+        return ranks // self.tensor_parallel  # tensor-parallel ranks have the same tokens
 
     @model_validator(mode="after")
     def _sequence_parallel_goes_with_tensor_parallel(self) -> Self:
@@ -79,9 +79,6 @@ class Dtensor(Layout):
                 "which type 'dtensor' does not combine; use sequence_parallel: false, or type: megatron"
             )
         return self
-
-    def ranks_of_experts(self, ranks: int) -> int:
-        return ranks // self.tensor_parallel  # tensor-parallel ranks have the same tokens
 
 
 class Megatron(Layout):

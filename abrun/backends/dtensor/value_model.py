@@ -1,6 +1,5 @@
 """PPO's value model on the dtensor backend: a scalar head on a backbone, its own or the policy's."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, materialise, shard, shard_layers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
+from abrun.backends.head import initial_value_weight
 from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
 from abrun.models import facts_of
@@ -146,9 +146,7 @@ class DtensorValueModel:
 
 
 def _head(hidden_size: int, seed: int) -> ValueHead:
-    """Weights of standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), alike on every rank."""
     head = ValueHead(hidden_size, 1)
-    generator = torch.Generator().manual_seed(seed)
-    nn.init.normal_(head.weight, std=1 / math.sqrt(hidden_size + 1), generator=generator)
+    head.weight = nn.Parameter(initial_value_weight(hidden_size, seed))
     nn.init.zeros_(head.bias)
     return head

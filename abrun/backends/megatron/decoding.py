@@ -47,12 +47,5 @@ class NetworkDecoder:
     def __call__(
         self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
     ) -> tuple[Tensor, Any]:
-        output = self._facts.base(
-            input_ids=token_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = self._head.logits(output.last_hidden_state[:, -1], self._facts.head.weight)
-        return logits, output.past_key_values
+        weight = self._facts.head.weight
+        return self._head.decode(self._facts.base, weight, token_ids, attention_mask, position_ids, cache)

@@ -1,6 +1,5 @@
 """PPO's value model on megatron-core: a scalar head on a backbone, its own or the policy's."""
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from abrun.backends import B, ValueObjective
+from abrun.backends.head import initial_value_weight
 from abrun.backends.megatron.groups import is_last_stage
 from abrun.backends.megatron.names import OF_HEAD, Names
 from abrun.backends.megatron.sharded import Sharded
@@ -34,10 +34,7 @@ class ValueHead(MegatronModule):
         super().__init__(config=config)
         if not is_last_stage():
             return
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.empty(1, config.hidden_size)
-        nn.init.normal_(weight, std=1 / math.sqrt(config.hidden_size + 1), generator=generator)
-        self.weight = nn.Parameter(weight.to(device))
+        self.weight = nn.Parameter(initial_value_weight(config.hidden_size, seed).to(device))
         self.bias = nn.Parameter(torch.zeros(1, device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [...]
