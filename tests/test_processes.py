@@ -64,3 +64,10 @@ def test_many_threads_start_processes_at_once() -> None:
     for thread in threads:
         thread.join()
     assert statuses == [0] * 40
+
+
+def test_a_process_is_started_once_it_runs_not_once_it_ends() -> None:
+    process = start(["sleep", "5"], os.environ, dies_by=signal.SIGKILL)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
