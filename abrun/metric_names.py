@@ -196,6 +196,8 @@ METRICS = (
     _metric(
         f"{MEMORY}<phase>/peak_reserved_bytes", "largest rank", unit="bytes", algorithms=EVERY, needs="GPUs"
     ),
+    _metric(f"{MEMORY}allocator_retries", "largest rank", algorithms=EVERY, needs="GPUs"),
+    _metric(f"{MEMORY}inactive_bytes", "largest rank", unit="bytes", algorithms=EVERY, needs="GPUs"),
 )
 
 

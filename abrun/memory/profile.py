@@ -14,6 +14,7 @@ from rich.table import Table
 from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.probe import probe
+from abrun.metric_names import is_peak_memory
 from abrun.recipe import BASELINE, Declared, Dpo, OwnRunConfig, not_built
 
 
@@ -96,7 +97,7 @@ def measure_recipe(
     for arm, config in configs.items():
         job = {"lengths": list(lengths), "num_sequences": num_sequences}
         rows = probe("abrun.memory.measure", output / "arms" / arm, config, job)
-        kind = next((key.rsplit("/", 1)[1] for row in rows for key in row if key.startswith("memory/")), kind)
+        kind = next((key.rsplit("/", 1)[1] for row in rows for key in row if is_peak_memory(key)), kind)
         measured[arm] = [_peaks(arm, row) for row in rows]
     profile = MemoryProfile(
         name=recipe.name,

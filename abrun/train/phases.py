@@ -80,6 +80,7 @@ class Phases:
         self._resident = resident
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
+        self._num_retries = 0
         self._started = time.perf_counter()
         self.interrupted: str | None = None  # the phase that an error has ended
 
@@ -119,13 +120,24 @@ class Phases:
             self._raise(phase, "peak_live_tensor_bytes", self._tracker.peak_bytes)
 
     def collect(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds (`timing/train/...`) and peak bytes (`memory/...`) since the last call."""
+        """Seconds (`timing/train/...`) and counters of memory (`memory/...`) since the last call."""
         now = time.perf_counter()
         seconds = {f"timing/train/{phase}_s": value for phase, value in self._seconds.items()}
         seconds["timing/train/total_step_time_s"] = now - self._started
-        peaks = {key: float(value) for key, value in self._peaks.items()}
+        peaks = {key: float(value) for key, value in (self._peaks | self._fragmentation()).items()}
         self._seconds, self._peaks, self._started = {}, {}, now
         return seconds, peaks
+
+    def _fragmentation(self) -> dict[str, int]:
+        """How often the allocator had to give its cache back, and what of split blocks lies idle now."""
+        if self._tracker is not None:
+            return {}
+        counters = torch.cuda.memory_stats(self._device)
+        before, self._num_retries = self._num_retries, counters["num_alloc_retries"]
+        return {
+            "memory/allocator_retries": self._num_retries - before,
+            "memory/inactive_bytes": counters["inactive_split_bytes.all.current"],
+        }
 
     def _raise(self, phase: str, kind: str, num_bytes: int) -> None:
         key = f"memory/{phase}/{kind}"

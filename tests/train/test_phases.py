@@ -153,6 +153,12 @@ def test_phases_on_cuda_report_the_allocators_own_peaks() -> None:
         large = torch.zeros(1 << 20, device=device)
         del large
     peaks = phases.collect()[1]
-    assert set(peaks) == {"memory/logprobs/peak_allocated_bytes", "memory/logprobs/peak_reserved_bytes"}
+    assert set(peaks) == {
+        "memory/logprobs/peak_allocated_bytes",
+        "memory/logprobs/peak_reserved_bytes",
+        "memory/allocator_retries",
+        "memory/inactive_bytes",
+    }
+    assert peaks["memory/allocator_retries"] == 0 <= peaks["memory/inactive_bytes"]
     assert peaks["memory/logprobs/peak_allocated_bytes"] == base + (4 << 20)
     assert peaks["memory/logprobs/peak_reserved_bytes"] >= 4 << 20
