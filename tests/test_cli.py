@@ -216,11 +216,13 @@ def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run:
         "cluster.nodes=2",
         "--set",
         "arms.treatment.policy.backend={type: megatron, context_parallel: 2}",
+        "--set",
+        "arms.treatment.model={path: /no/such/folder}",
     ]
     code, output, _ = run("launch", SMALL, "--dry-run", *changes)
     lines = output.splitlines()
     assert code == 0 and [line.split(": got ")[0] for line in lines[-3:-1]] == [
-        "- arm treatment: policy.backend.context_parallel",
+        "- arm treatment: model.path",
         "- arms baseline, treatment: cluster.nodes",
     ]
     assert lines[-1] == "This machine cannot run small: 2 reasons, listed above."

@@ -4,6 +4,7 @@ Letters: T tokens of this rank, K keys (the stream's: T without context parallel
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,11 +81,7 @@ def _attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:  # [B, S, heads, D]
-    """Causal attention inside each sequence of a stream; without a packing, transformers' own.
-
-    FlashAttention's kernel for sequences of different lengths takes half precision on a GPU; anything else
-    goes sequence by sequence. The result is the same to rounding.
-    """
+    """Causal attention inside each sequence of a stream; without a packing, transformers' own."""
     if packing is None:
         if attention_mask is not None and attention_mask.numel() == 0:
             raise RecipeError(
@@ -92,17 +89,36 @@ def _attention(
                 "sequences on; use packing: false"
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
+
+    def of_span(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **settings)[0]
+
+    return attend_in_stream(query, key, value, packing, scaling, of_span), None
+
+
+def attend_in_stream(
+    query: Tensor,  # [1, heads, T, D]
+    key: Tensor,  # [1, key heads, T, D]
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    of_span: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:  # [1, T, heads, D]
+    """Causal attention of this rank's tokens inside each sequence; where ranks share the stream, collective.
+
+    FlashAttention's kernel for sequences of different lengths takes half precision on a GPU; anything else
+    goes span by span, [1, queries, heads, D] each. The result is the same to rounding.
+    """
     if packing.split is not None:
         key, value = packing.split.keys_of_all(torch.stack([key, value]))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _by_kernel(query, key, value, packing.spans, scaling)[None], None
+        return _by_kernel(query, key, value, packing.spans, scaling)[None]
     outputs = []
     for span in packing.spans.each:
         q = query[:, :, span.query : span.query_stop]
         k, v = (states[:, :, span.key : span.key_stop] for states in (key, value))
-        mask = _mask(span, query.device)
-        outputs.append(sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **settings)[0])
-    return torch.cat(outputs, dim=1), None
+        outputs.append(of_span(q, k, v, _mask(span, query.device)))
+    return torch.cat(outputs, dim=1)
 
 
 def _by_kernel(

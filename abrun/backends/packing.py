@@ -34,6 +34,11 @@ class Packing:
     spans: Spans  # what this rank's tokens attend to
     split: ContextSplit | None = None  # which of the stream's tokens are this rank's; None: all
 
+    @property
+    def num_own(self) -> int:
+        """Tokens that this rank computes on."""
+        return self.starts[-1] if self.split is None else len(self.split.own)
+
     def pack(self, rows: Tensor) -> Tensor:  # [B, S, ...] -> [1, T, ...]
         return rows.flatten(0, 1)[self.index][None]
 

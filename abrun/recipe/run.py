@@ -260,19 +260,11 @@ class OwnRunConfig(RunConfig):
             )
 
 
-# Of a backend that is built.
-NOT_BUILT = {"megatron": ("context_parallel",)}
-
-
 def not_built(config: OwnRunConfig) -> list[str]:
     """What a run asks for that a recipe can say and this version's trainer cannot do, a line each."""
     backend, engine, lines = config.policy.backend, config.rollout.engine, []
     if backend.type not in BACKENDS:
         lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
-    for name in NOT_BUILT.get(backend.type, ()):
-        size = getattr(backend, name)
-        if size > 1:
-            lines.append(f"policy.backend.{name}: got {size}, not built yet; this version takes 1")
     for name in ("router_aux_loss_coefficient", "replay_routing"):
         if getattr(config.policy, name) and backend.type != "dtensor":
             lines.append(f"policy.{name}: got it with policy.backend.type {backend.type!r}, not built yet")

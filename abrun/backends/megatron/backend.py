@@ -188,6 +188,8 @@ class MegatronBackend:
             logprobs, entropy = self._judged(batch, packing, hidden)
             return objective.losses(batch, logprobs, entropy).sum(), logprobs, entropy
         tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
+        if packing and packing.split:
+            tokens = tokens.mapped(packing.split.cut)
 
         def losses(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
             return objective.losses(tokens[part], logprobs, entropy)
@@ -202,9 +204,16 @@ class MegatronBackend:
         ids, mask = batch.token_ids, batch.token_mask
         if packing is not None:
             ids, mask = packing.pack(ids), packing.pack(mask)
-        hidden = self._stages.for_vocabulary(hidden, ids.shape[1])
         target = torch.where(mask, ids, IGNORED)[:, 1:]
-        *loss, logprobs, entropy = self._head.judge(hidden[:, :-1], self._weight(), target, token_loss)
+        split = packing.split if packing else None
+        if split is None:
+            hidden = self._stages.for_vocabulary(hidden, ids.shape[1])[:, :-1]
+        else:
+            target = split.cut(target, IGNORED)
+            hidden = self._stages.for_vocabulary(hidden, target.shape[1])
+        *loss, logprobs, entropy = self._head.judge(hidden, self._weight(), target, token_loss)
+        if split is not None:
+            logprobs, entropy = (split.whole(each)[:, : ids.shape[1] - 1] for each in (logprobs, entropy))
         logprobs, entropy = (nn.functional.pad(each, (1, 0)) for each in (logprobs, entropy))
         if packing is not None:
             logprobs, entropy = packing.unpack(logprobs), packing.unpack(entropy)

@@ -13,7 +13,11 @@ _joined: tuple[Any, Megatron] | None = None  # the process group that was cut, a
 
 
 def join(ranks: Ranks, settings: Megatron) -> None:
-    """Cut the run's process group as the recipe says, unless it is. Collective."""
+    """Cut the run's process group as the recipe says, unless it is. Collective.
+
+    megatron-core refuses context parallelism without Transformer Engine: to it the ranks of a context are
+    replicas with other tokens, over which gradients are added up and the optimizer's state is cut.
+    """
     global _joined
     if _joined == (dist.group.WORLD, settings) and parallel_state.model_parallel_is_initialized():
         return
@@ -28,7 +32,8 @@ def join(ranks: Ranks, settings: Megatron) -> None:
     )
     if ranks.device.type == "cuda":  # whose generators megatron-core swaps around what it may drop
         model_parallel_cuda_manual_seed(0)
-    assert parallel_state.get_data_parallel_rank() == ranks.data.rank(), "samples are shared otherwise"
+    replica = ranks.weights.get_local_rank()
+    assert parallel_state.get_data_parallel_rank() == replica, "samples are shared otherwise"
     assert parallel_state.get_tensor_model_parallel_rank() == (ranks.tensor.rank() if ranks.tensor else 0)
     assert parallel_state.get_pipeline_model_parallel_rank() == (
         ranks.pipeline.rank() if ranks.pipeline else 0

@@ -3,8 +3,7 @@
 Letters: S positions, B sequences, D width of a head; megatron-core puts positions first, [S, B, ...].
 """
 
-from dataclasses import fields
-from itertools import pairwise
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
-from abrun.backends.attention import SHARED_HEADS
+from abrun.backends.attention import attend_in_stream
 from abrun.backends.megatron.groups import is_last_stage, tensor_group
 from abrun.backends.megatron.library import dtype_of
+from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
 from abrun.models import Facts
 from abrun.recipe import Megatron, Policy
@@ -70,6 +69,36 @@ class RMSNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@dataclass(kw_only=True)
+class Passing(PackedSeqParams):
+    """What of a microbatch goes with its hidden states to every layer, in recomputation, too.
+
+    megatron-core hands it on as it is, and reads nothing of it: our rotary embedding and attention do.
+    """
+
+    positions: Tensor  # [S] int64, each token's place in its sequence
+    packing: Packing | None = None  # of a stream; what follows its own tokens is padding
+
+
+class Rotary(nn.Module):
+    """The family's own frequencies, however it stretches them, at each token's own position."""
+
+    def __init__(self, frequencies: Tensor) -> None:  # [D / 2]
+        super().__init__()
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def get_rotary_seq_len(
+        self, context: Any, decoder: Any, hidden: Any, config: Any, packed_seq_params: Passing
+    ) -> Tensor:
+        """What megatron-core asks before `forward`, and then calls it with: positions, not their number."""
+        return packed_seq_params.positions
+
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:  # [S] -> [S, 1, 1, D]
+        frequencies: Any = self.frequencies
+        angles = torch.outer(positions.to(frequencies.dtype), frequencies)
+        return torch.cat([angles, angles], dim=1)[:, None, None]
+
+
 class CausalAttention(MegatronModule):
     """Attention through torch's kernels; megatron-core's own holds all S x S scores."""
 
@@ -79,37 +108,30 @@ class CausalAttention(MegatronModule):
 
     def forward(
         self,
-        query: Tensor,  # [S, B, heads, D], or [T, heads, D] packed
-        key: Tensor,  # [..., key heads, D]
+        query: Tensor,  # [S, B, heads, D]; of a stream B is 1
+        key: Tensor,  # [S, B, key heads, D]
         value: Tensor,
         attention_mask: Tensor | None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: Passing,
         **_: Any,
-    ) -> Tensor:  # [S, B, heads * D], or [T, heads * D] packed
+    ) -> Tensor:  # [S, B, heads * D]
         """Rows are padded right, so no real token sees padding and no mask is needed."""
         assert attention_mask is None
-        if packed_seq_params is not None:
-            return self._packed(query, key, value, packed_seq_params).flatten(1)
+        packing = packed_seq_params.packing
         q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        return self._causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        if packing is None:
+            return self._causal(q, k, v).transpose(0, 1).flatten(2)
+        own = packing.num_own
+        q, k, v = (states[:, :, :own] for states in (q, k, v))
+        found = attend_in_stream(q, k, v, packing, self._scale, self._causal)
+        return F.pad(found.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, len(query) - own))
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # [B, heads, S, D]
+    def _causal(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:  # [B, S, heads, D]
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self._scale, enable_gqa=True
-        )
-
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Inside each sequence of the stream; see abrun.backends.packing."""
-        starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        if query.is_cuda and query.dtype == torch.bfloat16:
-            causal: Any = {"window_size": (-1, 0), "scale": self._scale} | SHARED_HEADS
-            output: Any = varlen_attn(query, key, value, starts, starts, longest, longest, **causal)
-            return output
-        outputs = []
-        for start, stop in pairwise(starts.tolist()):
-            q, k, v = (states[None, start:stop].transpose(1, 2) for states in (query, key, value))
-            outputs.append(self._causal(q, k, v)[0].transpose(0, 1))
-        return torch.cat(outputs)
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
+        ).transpose(1, 2)
 
 
 def make_network(
@@ -148,9 +170,8 @@ def make_network(
         share_embeddings_and_output_weights=head and network.config.tie_word_embeddings,
         position_embedding_type="rope",
     )
-    # The family's own frequencies, however it stretches them.
-    rotary, family = model.rotary_pos_emb, _rotary(facts)
-    rotary.inv_freq = family.inv_freq.detach().clone().to(rotary.inv_freq.device)
+    device = next(model.parameters()).device
+    model.rotary_pos_emb = Rotary(_rotary(facts).inv_freq.detach().clone().to(device))
     base: Any = facts.base
     padding = base.get_input_embeddings().padding_idx
     if model.pre_process and padding is not None:

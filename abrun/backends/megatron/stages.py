@@ -5,13 +5,11 @@ Letters: B sequences, S positions, H hidden size; T tokens of a packed stream.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -24,6 +22,7 @@ from abrun import progress
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.groups import tensor_group
 from abrun.backends.megatron.library import quiet
+from abrun.backends.megatron.network import Passing
 from abrun.backends.packing import Packing
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Megatron
@@ -67,22 +66,19 @@ class Stages:
             )
 
     def hidden_states(self, module: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
-        """What this stage's last layer gives, of right-padded rows [B, S] or, packed, of their stream [1, T].
+        """What this stage's last layer gives, of right-padded rows [B, S] or, packed, of own tokens [1, T/P].
 
         With sequence parallelism the rows are padded to a multiple of the tensor-parallel ranks, and the
         states are this rank's part of the tokens; `for_vocabulary` and `for_everyone` make them whole.
         """
-        if packing is not None:
-            token_ids = packing.pack(token_ids)
-        extra = (
-            -token_ids.shape[1] % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
-        )
-        hidden = module(
-            pad(token_ids, (0, extra)),
-            None,
-            None,
-            packed_seq_params=None if packing is None else _packed(packing, extra),
-        )
+        if packing is None:
+            positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        else:
+            token_ids = packing.own(packing.pack(token_ids))
+            positions = packing.own(packing.position_ids)[0]
+        extra = self._extra(token_ids.shape[1])
+        passing = Passing(positions=pad(positions, (0, extra)), packing=packing)
+        hidden = module(pad(token_ids, (0, extra)), None, None, packed_seq_params=passing)
         return hidden.contiguous()  # which sending it to the next stage needs
 
     def for_vocabulary(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
@@ -143,6 +139,10 @@ class Stages:
             dist.broadcast(tensor, src=self._last(), group=self._ranks.pipeline)
         return tensor
 
+    def _extra(self, length: int) -> int:
+        """Tokens that pad so many to a multiple of the ranks that cut them."""
+        return -length % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
+
     def _number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=torch.float64, device=self._ranks.device)
 
@@ -164,17 +164,3 @@ def _as_it_is(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tens
 
 def _numbers(values: dict[str, Tensor]) -> dict[str, float]:
     return {key: float(value) for key, value in values.items()}
-
-
-def _packed(packing: Packing, extra: int) -> PackedSeqParams:
-    """The sequences of a stream, and what pads it as one more."""
-    starts = [*packing.starts, packing.starts[-1] + extra] if extra else packing.starts
-    longest = max(stop - start for start, stop in pairwise(starts))
-    on_device = torch.tensor(starts, dtype=torch.int32, device=packing.index.device)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=on_device,
-        cu_seqlens_kv=on_device,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )

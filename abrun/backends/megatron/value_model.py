@@ -138,7 +138,7 @@ class MegatronValueModel:
 
     def _values(self, batch: Sequences, packing: Packing | None, hidden: Tensor) -> Tensor:
         """Values [B, S] float32 of the last stage's states: shifted as rows, so that none sees another's."""
-        length = batch.token_ids.shape[1] if packing is None else packing.starts[-1]
+        length = batch.token_ids.shape[1] if packing is None else packing.num_own
         values = self.head(self._stages.for_everyone(hidden, length))
-        values = values if packing is None else packing.unpack(values)
+        values = values if packing is None else packing.unpack(packing.whole(values))
         return right_shifted(values) if self._settings.right_shift else values
