@@ -217,7 +217,7 @@ def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run:
         "--set",
         "arms.treatment.policy.backend={type: megatron, context_parallel: 2}",
         "--set",
-        "arms.treatment.model={path: /no/such/folder}",
+        "arms.treatment.model={preset: null, path: /no/such/folder}",
     ]
     code, output, _ = run("launch", SMALL, "--dry-run", *changes)
     lines = output.splitlines()
