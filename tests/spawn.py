@@ -1,5 +1,6 @@
 """Run a function as several ranks of a gloo process group, each in a process of its own."""
 
+import multiprocessing
 import os
 import tempfile
 import time
@@ -11,7 +12,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+# Children are forked from a server that has done the slow imports: each starts in milliseconds, and is a
+# process that can be killed like any other.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(
+    [
+        "abrun.train.__main__",
+        "abrun.train.grpo",
+        "abrun.train.ppo",
+        "abrun.train.sft",
+        "abrun.backends.megatron.backend",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    ]
+)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -23,12 +38,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     RuntimeError with the rank's traceback when one fails, TimeoutError when they take too long; no process
     outlives the call.
     """
-    context = mp.get_context("spawn")
     # The parent serves the store, on a port it holds from the start: nobody can take it in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(
+            processes.Process(
                 target=_run_rank, args=(function, rank, world_size, args, store.port, folder), daemon=True
             )
             for rank in range(world_size)

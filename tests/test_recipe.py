@@ -29,7 +29,6 @@ from abrun.recipe import (
     load_recipe,
     merge,
     nested,
-    not_built,
     parse_primary,
     stored_recipe,
 )
@@ -329,10 +328,6 @@ def test_what_only_a_mixture_of_experts_has_is_asked_of_no_other_model() -> None
         assert (
             f"policy.{name}: got" in line and f"'qwen2-tiny', which has no experts; use {name}: {off}" in line
         )
-        mixture = own(
-            SMALL, "model.preset=qwen3-moe-tiny", f"policy.{setting}", "policy.backend.type=megatron"
-        )
-        assert any(f"policy.{name}: " in line for line in not_built(own_run(mixture, "baseline")))
     sft = ["algorithm={type: sft, batch_size: 8}", "compare.primary.0.metric=train/loss"]
     line = refused(SMALL, *sft, "model.preset=qwen3-moe-tiny", "policy.replay_routing=true")
     assert "policy.replay_routing: got true with algorithm.type 'sft'" in line

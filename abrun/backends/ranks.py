@@ -83,6 +83,12 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    @property
+    def everyone(self) -> ProcessGroup:
+        """Every rank at all."""
+        group: Any = dist.group.WORLD
+        return group
+
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier()

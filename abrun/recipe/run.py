@@ -265,9 +265,6 @@ def not_built(config: OwnRunConfig) -> list[str]:
     backend, engine, lines = config.policy.backend, config.rollout.engine, []
     if backend.type not in BACKENDS:
         lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
-    for name in ("router_aux_loss_coefficient", "replay_routing"):
-        if getattr(config.policy, name) and backend.type != "dtensor":
-            lines.append(f"policy.{name}: got it with policy.backend.type {backend.type!r}, not built yet")
     if engine not in ENGINES:
         lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines

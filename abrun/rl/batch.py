@@ -47,8 +47,8 @@ class Sequences:
             yield part.mapped(lambda tensor, length=length: tensor[:, :length] if tensor.ndim > 1 else tensor)
 
     def predicted_tokens(self) -> Self:
-        """All tokens but each sequence's first, flattened: every tensor is [B * (S - 1)], a token a row."""
-        return self.mapped(lambda tensor: tensor[:, 1:].flatten(0, 1))
+        """All tokens but each sequence's first, flattened: every tensor is [B * (S - 1)], without routes."""
+        return replace(self, routes=None).mapped(lambda tensor: tensor[:, 1:].flatten(0, 1))
 
     def __getitem__(self, rows: slice | Tensor) -> Self:
         return self.mapped(lambda tensor: tensor[rows])

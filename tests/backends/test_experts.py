@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from abrun.backends.dtensor import DtensorBackend, experts, fsdp, routing
+from abrun.backends import routing
+from abrun.backends.dtensor import DtensorBackend, experts, fsdp
 from abrun.backends.dtensor.experts import Dispatched
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError

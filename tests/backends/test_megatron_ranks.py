@@ -25,7 +25,6 @@ SEQUENCE = tensor(2, sequence_parallel=True)
 EXPERTS = {"expert_parallel": 2}
 PACKED = {"packing": True, "micro_batch_tokens": 20}
 PIPELINE = {"pipeline_parallel": 2}
-CONTEXT = {"context_parallel": 2}
 WHOLE = {"distributed_optimizer": False}  # optimizer, on each data-parallel rank
 
 Case = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, ranks, how they are cut, the policy's settings
@@ -38,7 +37,6 @@ TWO: dict[str, Case] = {
     "pp2-untied": ("llama", 2, PIPELINE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 1}),
     "ep2": ("qwen3_moe", 2, EXPERTS, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "ep2-tp2": ("qwen3_moe", 2, EXPERTS | SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
-    "cp2": ("qwen3", 2, CONTEXT, {"logprobs": CHUNKED, "micro_batch_size": 3}),
 }
 MORE_OF_TWO: dict[str, Case] = {
     "tp2-dense": ("llama", 2, tensor(2) | WHOLE, {}),

@@ -12,8 +12,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.dtensor.routing import Load, Routing
+from abrun.backends.dtensor.routing import Routing
 from abrun.backends.packing import sequence_lengths
+from abrun.backends.routing import Load
 from abrun.errors import RecipeError
 from abrun.models import experts_of
 from abrun.models.families import SOFTMAX_ROUTERS

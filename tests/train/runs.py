@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,23 +20,11 @@ from abrun import store
 from abrun.layout import RunName
 from abrun.metric_names import find
 from abrun.recipe import OwnRunConfig, load_recipe, merge, nested
+from tests.spawn import processes
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 SHORT = ("steps=12", "algorithm.prompts_per_step=4", "checkpoint.every=3", "warm_start=null")
 VOLATILE = ("timing/", "performance/")
-
-# Children are forked from a server that has done the slow imports: each starts in milliseconds, and is a
-# process that can be killed like any other.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "abrun.train.__main__",
-        "abrun.train.grpo",
-        "abrun.train.ppo",
-        "abrun.train.sft",
-        "transformers.models.qwen2.modeling_qwen2",
-    ]
-)
 
 
 def run_config(*overrides: str, arm: str = "baseline") -> OwnRunConfig:
@@ -145,7 +132,7 @@ class Trainer:
         self.processes = []
         for rank in range(ranks):
             rank_env = dict(env or {}) | (_rank_env(rank, ranks, self._store.port) if self._store else {})
-            process = _context.Process(target=_run_main, args=(directory, rank_env, path), daemon=True)
+            process = processes.Process(target=_run_main, args=(directory, rank_env, path), daemon=True)
             process.start()
             self.processes.append(process)
 

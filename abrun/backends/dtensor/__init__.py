@@ -20,12 +20,13 @@ from abrun.backends import B, Decoder, Objective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import ShardedParameters, materialise, shard, shard_layers
-from abrun.backends.dtensor.routing import Load, Routing, check_routing
+from abrun.backends.dtensor.routing import Routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import IGNORED, Head, check_available
 from abrun.backends.packing import Packing, microbatches, packing_for, sequence_lengths
 from abrun.backends.ranks import Ranks
+from abrun.backends.routing import Load, check_routing, route_dtype
 from abrun.kernels import TokenLoss
 from abrun.models import (
     Facts,
@@ -151,7 +152,7 @@ class DtensorBackend:
         if policy.activation_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         self._routing = Routing(network)
-        check_routing(policy, network, self._routing)
+        check_routing(policy, network, self._routing.num_layers)
         self._experts = spread_experts(network, ranks, policy.dtype)
         shard_layers(facts.layers, ranks.weights, policy.dtype)
         # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
@@ -261,7 +262,10 @@ class DtensorBackend:
         shape, routing = batch.token_ids.shape, self._routing
         out = torch.zeros(shape, device=self.ranks.device)
         routes = torch.zeros(
-            *shape, routing.num_layers * routing.top_k, dtype=routing.route_dtype, device=self.ranks.device
+            *shape,
+            routing.num_layers * routing.top_k,
+            dtype=route_dtype(routing.num_experts),
+            device=self.ranks.device,
         )
         loads, start = [], 0
         with torch.no_grad():

@@ -17,17 +17,18 @@ from abrun.backends.megatron.groups import is_last_stage, join
 from abrun.backends.megatron.library import dtype_of, quiet
 from abrun.backends.megatron.names import Names
 from abrun.backends.megatron.network import make_network
+from abrun.backends.megatron.routing import Routed, Routing
 from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
 from abrun.backends.megatron.value_model import MegatronValueModel
 from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
-from abrun.errors import RecipeError
+from abrun.backends.routing import Load, check_routing
 from abrun.kernels import TokenLoss
 from abrun.models import check_decoding, facts_of, load_network, published, save_network
 from abrun.recipe import Megatron, OwnRunConfig, Policy, Ppo
 from abrun.rl.batch import Sequences
-from abrun.rl.metrics import MetricParts, merge
+from abrun.rl.metrics import MetricParts, merge, together
 
 
 def make_backend(
@@ -72,6 +73,8 @@ class MegatronBackend:
         network = load()
         facts = facts_of(network)
         self.model = self._network(network, head=True)
+        self._routing = Routing(self.model, ranks)
+        check_routing(policy, network, self._routing.num_layers)
         self._sharded = Sharded(
             self.model,
             policy.optimizer if trainable else None,
@@ -94,33 +97,21 @@ class MegatronBackend:
         self._stages = Stages(policy.backend, ranks)
 
     def logprobs(self, batch: Sequences) -> Tensor:
-        found: list[Tensor] = []
-
-        def forward(microbatch: Sequences) -> Tensor:
-            packing = packing_for(microbatch, self.settings, self.ranks)
-            hidden = self._stages.hidden_states(self._sharded.module, microbatch.token_ids, packing)
-            if is_last_stage():
-                logprobs, _ = self._judged(microbatch, packing, hidden)
-                found.append(nn.functional.pad(logprobs, (0, batch.token_ids.shape[1] - logprobs.shape[1])))
-            return hidden
-
-        parts = list(microbatches(batch, self.settings, self.ranks.data))
-        with torch.no_grad():
-            self._stages.run(self._sharded.module, parts, forward, backward=False)
-        out = torch.cat(found) if found else torch.zeros(batch.token_ids.shape, device=self.ranks.device)
-        return self._stages.tensor_from_last(out)
+        return self._passed(batch)[0]
 
     def routed_logprobs(self, batch: Sequences) -> tuple[Tensor, Tensor]:
-        raise RecipeError(
-            "policy.replay_routing: got true with policy.backend.type 'megatron', not built yet; use false"
-        )
+        logprobs, routed = self._passed(batch)
+        return logprobs, self._routing.record(routed, batch.token_ids.shape)
 
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
+        coefficient = self.settings.router_aux_loss_coefficient
+        balance = (coefficient, self._whole_load(batch)) if coefficient else None
         found: list[MetricParts] = []
+        routed: list[Routed] = []
 
         def forward(microbatch: B) -> Tensor:
             packing = packing_for(microbatch, self.settings, self.ranks)
-            hidden = self._stages.hidden_states(self._sharded.module, microbatch.token_ids, packing)
+            hidden = self._hidden_states(microbatch, packing, routed, balance)
             if not is_last_stage():
                 return hidden
             loss, logprobs, entropy = self._loss(microbatch, packing, hidden, objective)
@@ -129,7 +120,8 @@ class MegatronBackend:
 
         parts = list(microbatches(batch, self.settings, self.ranks.data))
         self._stages.run(self._sharded.module, parts, forward, backward=True)
-        return self._stages.metrics_from_last(merge(found) if found else None)
+        metrics = self._stages.metrics_from_last(merge(found) if found else None)
+        return together(metrics, self._routing.load(routed).metrics()) if routed else metrics
 
     def optimizer_step(self, learning_rate: float) -> float:
         return self._sharded.step(learning_rate)
@@ -179,6 +171,44 @@ class MegatronBackend:
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters under the network's own names, whole, one after the other. Collective."""
         return self._stages.each_from_its_stage(self._names.whole(self._sharded.master))
+
+    def _passed(self, batch: Sequences) -> tuple[Tensor, list[Routed]]:
+        """Log-probs [B, S], and what routers made of all microbatches, without gradient."""
+        found: list[Tensor] = []
+        routed: list[Routed] = []
+
+        def forward(microbatch: Sequences) -> Tensor:
+            packing = packing_for(microbatch, self.settings, self.ranks)
+            hidden = self._hidden_states(microbatch, packing, routed)
+            if is_last_stage():
+                logprobs, _ = self._judged(microbatch, packing, hidden)
+                found.append(nn.functional.pad(logprobs, (0, batch.token_ids.shape[1] - logprobs.shape[1])))
+            return hidden
+
+        parts = list(microbatches(batch, self.settings, self.ranks.data))
+        with torch.no_grad():
+            self._stages.run(self._sharded.module, parts, forward, backward=False)
+        out = torch.cat(found) if found else torch.zeros(batch.token_ids.shape, device=self.ranks.device)
+        return self._stages.tensor_from_last(out), routed
+
+    def _whole_load(self, batch: Sequences) -> Load:
+        """Of the global batch, before its first gradient: a pass more, as no part of it knows the others."""
+        return self._routing.load(self._passed(batch)[1])
+
+    def _hidden_states(
+        self,
+        batch: Sequences,
+        packing: Packing | None,
+        routed: list[Routed],
+        balance: tuple[float, Load] | None = None,
+    ) -> Tensor:
+        """What this stage gives; with experts, what routers make of the microbatch joins `routed`."""
+        of_routers = None
+        if self._routing.num_layers:
+            places = self._stages.places(batch.token_mask, packing)
+            of_routers = self._routing.of(batch, places, balance)
+            routed.append(of_routers)
+        return self._stages.hidden_states(self._sharded.module, batch.token_ids, packing, of_routers)
 
     def _loss(
         self, batch: B, packing: Packing | None, hidden: Tensor, objective: Objective[B]

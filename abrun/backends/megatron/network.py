@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from abrun.backends.attention import attend_in_stream
 from abrun.backends.megatron.groups import is_last_stage, tensor_group
 from abrun.backends.megatron.library import dtype_of
+from abrun.backends.megatron.routing import Routed
 from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
 from abrun.models import Facts
@@ -78,6 +79,7 @@ class Passing(PackedSeqParams):
 
     positions: Tensor  # [S] int64, each token's place in its sequence
     packing: Packing | None = None  # of a stream; what follows its own tokens is padding
+    routed: Routed | None = None  # what routers are told; None: nothing
 
 
 class Rotary(nn.Module):

@@ -23,7 +23,8 @@ from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.groups import tensor_group
 from abrun.backends.megatron.library import quiet
 from abrun.backends.megatron.network import Passing
-from abrun.backends.packing import Packing
+from abrun.backends.megatron.routing import Routed
+from abrun.backends.packing import Packing, sequence_lengths
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Megatron
 from abrun.rl.metrics import MetricParts
@@ -65,7 +66,9 @@ class Stages:
                 forward_only=not backward,
             )
 
-    def hidden_states(self, module: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
+    def hidden_states(
+        self, module: Any, token_ids: Tensor, packing: Packing | None, routed: Routed | None = None
+    ) -> Tensor:
         """What this stage's last layer gives, of right-padded rows [B, S] or, packed, of own tokens [1, T/P].
 
         With sequence parallelism the rows are padded to a multiple of the tensor-parallel ranks, and the
@@ -77,9 +80,23 @@ class Stages:
             token_ids = packing.own(packing.pack(token_ids))
             positions = packing.own(packing.position_ids)[0]
         extra = self._extra(token_ids.shape[1])
-        passing = Passing(positions=pad(positions, (0, extra)), packing=packing)
+        passing = Passing(positions=pad(positions, (0, extra)), packing=packing, routed=routed)
         hidden = module(pad(token_ids, (0, extra)), None, None, packed_seq_params=passing)
         return hidden.contiguous()  # which sending it to the next stage needs
+
+    def places(self, token_mask: Tensor, packing: Packing | None) -> Tensor:  # [B, S] bool -> [T] int64
+        """Where the tokens of this rank's layers stand in the flattened rows; -1: padding."""
+        if packing is None:
+            rows = torch.arange(token_mask.numel(), device=token_mask.device).view(token_mask.shape)
+            positions = torch.arange(token_mask.shape[1], device=token_mask.device)
+            places = torch.where(positions < sequence_lengths(token_mask)[:, None], rows, -1)
+        else:
+            split = packing.split
+            places = packing.index[None] if split is None else split.cut(packing.index[None], -1)
+        places = pad(places, (0, self._extra(places.shape[1])), value=-1).t()  # positions first
+        if self._settings.sequence_parallel:
+            places = places.chunk(tensor_group().size())[tensor_group().rank()]
+        return places.flatten()
 
     def for_vocabulary(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
         """The last stage's states for a head whose vocabulary is cut over the tensor-parallel ranks.
