@@ -10,6 +10,7 @@ from tests.train.test_ppo import PPO, SHARED
 
 LAYOUTS = {
     "context": (2, "{context_parallel: 2}"),
+    "megatron context": (2, "{type: megatron, context_parallel: 2}"),
     "sequence": (2, "{tensor_parallel: 2, sequence_parallel: true}"),
     "tensor": (2, "{tensor_parallel: 2}"),
     "both": (4, "{tensor_parallel: 2, sequence_parallel: true, context_parallel: 2}"),

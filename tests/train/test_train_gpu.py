@@ -128,6 +128,11 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "megatron, data": ("{type: megatron}", ()),
     "megatron, sequence": (MEGATRON, ()),
     "megatron, pipeline": ("{type: megatron, pipeline_parallel: 2}", WIDE),
+    "megatron, context": ("{type: megatron, context_parallel: 2}", ()),
+    "megatron, context, experts": (
+        "{type: megatron, context_parallel: 2, expert_parallel: 2}",
+        (*EXPERTS, "policy.router_aux_loss_coefficient=0.01", "policy.replay_routing=true"),
+    ),
     "megatron, experts": ("{type: megatron, expert_parallel: 2}", EXPERTS),
 }
 
