@@ -81,8 +81,7 @@ class MegatronValueModel:
             replicated=not own,
         )
         if own:
-            names = Names(backbone, network.config)
-            names.load(dict(network.named_parameters()).__getitem__, self._sharded.assign)
+            Names(backbone, network.config).load(network, self._sharded.assign)
         self._backbone: Any = self._sharded.module if own else backbone
 
     def values(self, batch: Sequences) -> Tensor:
