@@ -33,7 +33,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 def hidden_states_as_they_are(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
     """What GPTModel does with its last hidden states, in place of its LM head: a head of our own follows.
 
-    See megatron.core.tensor_parallel.ColumnParallelLinear.
+    See megatron.core.tensor_parallel.ColumnParallelLinear. The versions that have an argument for it
+    (`output_processor`) hand over what this gets, and 0.16 and 0.17 have none: so there is one way for all.
     """
     asked = [name for name, value in unused.items() if value is not None]
     assert not asked, f"this megatron-core asks its output layer for {asked}"
@@ -155,6 +156,7 @@ def make_network(
     padding = base.get_input_embeddings().padding_idx
     if model.pre_process and padding is not None:
         model.embedding.word_embeddings.register_forward_hook(PaddingIsConstant(padding, settings))
+    assert not getattr(config, "use_mup", False), "logits are scaled by the head, not here"
     if is_last_stage() and head:
         model.output_layer.forward = hidden_states_as_they_are
     elif is_last_stage():
