@@ -256,6 +256,15 @@ def refused(path: Path, *overrides: str) -> str:
             ["policy.backend.sequence_parallel", "true", "expert_parallel 2", "type: megatron"],
         ),
         (
+            "arms.treatment={policy.backend: {type: megatron}, "
+            "algorithm: {type: ppo, value_head_dtype: bfloat16}}",
+            ["algorithm.value_head_dtype", "'bfloat16'", "'megatron'", "use float32"],
+        ),
+        (
+            "policy.backend={type: megatron, overlap_param_gather: true}",
+            ["policy.backend.overlap_param_gather", "unknown key"],
+        ),
+        (
             "policy.backend={type: megatron, expert_parallel: 4}",
             ["policy.backend.expert_parallel", "4", "2 ranks", "divisor of 2"],
         ),

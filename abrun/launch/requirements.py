@@ -2,32 +2,40 @@
 
 import importlib.machinery
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.plan import Plan, PlannedRun
 from abrun.recipe import (
+    ARCHITECTURES,
     Arithmetic,
     CommandRunConfig,
+    Megatron,
+    Model,
     OwnRunConfig,
     RunConfig,
     WordProblems,
     invocation,
+    megatron_misfit,
     megatron_refusal,
     not_built,
     unset_variables,
 )
+from abrun.regular_files import read_regular
 
 if TYPE_CHECKING:
     from abrun.tasks.problems import FileConfig
+
+LARGEST_CONFIG = 2**24  # bytes of a model's config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +119,7 @@ def _missing(config: RunConfig) -> Iterator[str]:
     elif isinstance(config, OwnRunConfig):
         yield from _missing_files(config)
         yield from _missing_kernel(config)
-        wrong = megatron_refusal() if config.policy.backend.type == "megatron" else None
-        if wrong:
-            yield wrong
+        yield from _misfit(config)
 
 
 def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[str]:
@@ -158,6 +164,25 @@ def _missing_files(config: OwnRunConfig) -> Iterator[str]:
         yield from _missing_verifier(getattr(task, "verifier", None))
     if weights and weights[0] in "/.~" and not Path(weights).expanduser().is_dir():
         yield f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
+
+
+def _misfit(config: OwnRunConfig) -> Iterator[str]:
+    """Why megatron-core cannot run here, or cannot train the model, as far as is known without loading it."""
+    backend = config.policy.backend
+    if isinstance(backend, Megatron):
+        wrong = megatron_refusal() or megatron_misfit(_shape(config.model), backend)
+        yield from [wrong] if wrong else []
+
+
+def _shape(model: Model) -> Mapping[str, Any]:
+    """What is known of a model: the fields of a preset's or a folder's configuration; of the hub's, none."""
+    if model.preset:
+        return ARCHITECTURES[model.preset]
+    try:
+        found = json.loads(read_regular(Path(model.path or "").expanduser() / "config.json", LARGEST_CONFIG))
+    except (OSError, ValueError):  # which the trainer will say
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _unreadable_problems(task: "FileConfig", path: str, field: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.content import content_of, weights_hash
 from abrun.models.families import PLAIN_DECODERS, Facts, experts_of, facts_of, persistent_buffers, routers_of
+from abrun.models.parts import part_of
 from abrun.models.presets import (
     ARCHITECTURES,
     EOS,
@@ -32,6 +33,7 @@ __all__ = [
     "load_network",
     "load_text",
     "open_network",
+    "part_of",
     "persistent_buffers",
     "published",
     "routers_of",

@@ -94,6 +94,12 @@ def open_parts(source: str) -> Any | None:
     return network
 
 
+def part_of(network: Any, name: str, part: tuple[slice, ...]) -> Tensor:
+    """A part of a network's parameter; read, where it is in the network's `checkpoint` yet."""
+    checkpoint = getattr(network, "checkpoint", None)
+    return network.get_parameter(name).detach()[part] if checkpoint is None else checkpoint.read(name, part)
+
+
 def check_twin(network: Any, *, decodes: bool) -> None:
     """Try out a family on a small network with random weights: the checks need one that computes."""
     with torch.random.fork_rng(devices=[]):

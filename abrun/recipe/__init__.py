@@ -26,8 +26,9 @@ from abrun.recipe.command import (
     secrets_of,
     unset_variables,
 )
-from abrun.recipe.megatron import MEGATRON_VERSIONS, megatron_refusal
+from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
 from abrun.recipe.policy import DIMENSIONS, Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
+from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.reading import dotted, merge, nested, overridden, read_with_defaults
 from abrun.recipe.refusals import shortened, unknown, validated
 from abrun.recipe.run import (
@@ -54,8 +55,10 @@ from abrun.recipe.tasks import (
 )
 
 __all__ = [
+    "ARCHITECTURES",
     "BASELINE",
     "DIMENSIONS",
+    "MEGATRON_FAMILIES",
     "MEGATRON_VERSIONS",
     "NAME",
     "Arithmetic",
@@ -100,6 +103,7 @@ __all__ = [
     "dotted",
     "invocation",
     "load_recipe",
+    "megatron_misfit",
     "megatron_refusal",
     "merge",
     "nested",

@@ -4,10 +4,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.section import Count, Fraction, NonNegative, Positive, Section
 
 # The presets with experts: how many a layer has.
-PRESET_EXPERTS = {"qwen3-moe-tiny": 8}
+PRESET_EXPERTS = {
+    name: shape["num_experts"] for name, shape in ARCHITECTURES.items() if "num_experts" in shape
+}
 
 
 class Model(Section):

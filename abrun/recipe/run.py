@@ -167,6 +167,12 @@ class OwnRunConfig(RunConfig):
                 f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
                 f"use top_p: 1.0, or impl: logits{' with one_pass: false' * self.policy.logprobs.one_pass}"
             )
+        head_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
+        if self.policy.backend.type == "megatron" and head_dtype != "float32":
+            raise ValueError(
+                f"algorithm.value_head_dtype: got {head_dtype!r} with policy.backend.type 'megatron', whose "
+                "masters are float32; use float32"
+            )
         if self.planted_fault and not isinstance(self.algorithm, PolicyGradientSettings):
             raise ValueError("planted_fault: only algorithm.type grpo and ppo have advantages; drop it")
         return self

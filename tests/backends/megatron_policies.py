@@ -1,5 +1,6 @@
 """Small policies of the families that the megatron backend builds, alike on every rank."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -72,15 +73,16 @@ def make_backend(
     trainable: bool = True,
     changes: dict[str, Any] | None = None,
     cut: dict[str, Any] | None = None,
+    load: Callable[[], Any] | None = None,
     **policy: Any,
 ) -> Any:
-    """On the ranks of the process group, cut as `cut` says."""
+    """On the ranks of the process group, cut as `cut` says; of a small network, or of what `load` makes."""
     check()
     from abrun.backends.megatron.backend import MegatronBackend
 
     settings = Policy.model_validate({"backend": {"type": "megatron", **(cut or {})}, **policy})
     return MegatronBackend(
-        partial(network, kind, **(changes or {})),
+        load or partial(network, kind, **(changes or {})),
         settings,
         make_ranks(CPU, settings.backend.shape, expert_parallel=settings.backend.expert_groups),
         temperature=temperature,

@@ -1,6 +1,7 @@
 """The megatron backend on one rank, against autograd and torch.optim.AdamW on the Hugging Face model."""
 
 import importlib.metadata
+import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -278,7 +279,7 @@ def test_a_family_that_megatron_does_not_build_is_refused(group: None) -> None:
 
     settings = Policy.model_validate({"backend": {"type": "megatron"}})
     with pytest.raises(
-        RecipeError, match=r"got 'megatron' with Gemma2\w+, which it does not build \(its family"
+        RecipeError, match=r"got 'megatron' with a gemma2 model, which it does not build; use"
     ):
         MegatronBackend(partial(tiny, "gemma2"), settings, make_ranks(CPU, {}))
 
@@ -298,15 +299,20 @@ def test_stretched_rotary_embeddings_are_the_familys_own(scaling: str, group: No
 
 
 def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version, its absence, or a signature that is not the one this backend calls."""
-    found = {"0.19.2": "with megatron-core 0.19.2, not one of >=0.16.1,<0.17", "0.16.1": None}
-    for version, expected in found.items():
-        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
-        refusal = megatron_refusal()
-        assert refusal is None if expected is None else expected in (refusal or "")
-    monkeypatch.setitem(library.CALLED, "megatron.core.models.gpt:GPTModel.forward", ("is_spec_decode",))
-    with pytest.raises(RecipeError, match=r"megatron-core 0\.16\.1, whose GPTModel\.forward has no is_spec"):
+    """A version, its absence or that of what it imports, or a signature that this backend does not call."""
+    installed = importlib.metadata.version("megatron-core")
+    monkeypatch.setitem(library.CALLED, "megatron.core.models.gpt:GPTModel.forward", ("renamed",))
+    with pytest.raises(RecipeError, match=rf"core {installed}, whose GPTModel\.forward has no renamed"):
         library.check()
+    for version in ("0.16.1", "0.17.0", "0.19.2"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        assert megatron_refusal() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda _: None)
+        assert "megatron-core 0.19.2, which imports the missing package triton" in (megatron_refusal() or "")
+    for version in ("0.16.0", "0.20.0", "0.20.0rc0"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        assert f"with megatron-core {version}, not one of >=0.16.1,<0.20" in (megatron_refusal() or "")
 
     def missing(_: str) -> str:
         raise importlib.metadata.PackageNotFoundError

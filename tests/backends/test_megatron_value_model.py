@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from abrun.errors import RecipeError
 from abrun.recipe import Ppo
 from tests.backends.megatron_policies import make_backend, network, plain_adamw
 from tests.backends.policies import Advised, WeightedLoss, plain_loss, some_batch
@@ -163,9 +162,3 @@ def test_it_goes_on_from_its_state_to_the_bit(group: None) -> None:
                 critic.optimizer_step(0.01)
         found.append(critic.values(some_batch()))
     assert torch.equal(*found)
-
-
-def test_a_head_in_bfloat16_is_refused_in_one_line(group: None) -> None:
-    settings = Ppo.model_validate({"type": "ppo", "value_head_dtype": "bfloat16"})
-    with pytest.raises(RecipeError, match=r"^algorithm\.value_head_dtype: got 'bfloat16' .* use float32$"):
-        make_backend().make_value_model(settings, seed=3)

@@ -1,8 +1,10 @@
 """What a machine can run at once."""
 
 import importlib.metadata
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +170,51 @@ def test_a_backend_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.metadata, "version", version)
     expected = "policy.backend.type: got 'megatron' without the package megatron-core; pip install"
     assert expected in (refused(plan, Machine(gpus=(), cores=1)) or "")
+
+
+@pytest.mark.parametrize(
+    "model, cut, expected",
+    [
+        (
+            {"preset": "qwen2-tiny"},
+            "pipeline_parallel: 2",
+            "pipeline_parallel: got 2 with a model of 3 layers",
+        ),
+        (
+            {"preset": "qwen3-moe-tiny"},
+            "tensor_parallel: 2",
+            "expert_parallel: got 1 with tensor_parallel 2 and a model of experts",
+        ),
+        (
+            {"model_type": "cohere", "logit_scale": 0.0625},
+            "tensor_parallel: 2",
+            "type: got 'megatron' with a cohere model, which it does not build; use type: dtensor",
+        ),
+        ({"num_key_value_heads": 1}, "tensor_parallel: 2", "tensor_parallel: got 2 with a model of 1 key"),
+        ({}, "expert_parallel: 2", "expert_parallel: got 2 with a qwen2 model, which has no experts; use 1"),
+        ({"model_type": "qwen3_moe", "num_local_experts": 6}, "expert_parallel: 2", None),
+        (
+            {"model_type": "qwen3_moe", "num_local_experts": 5},
+            "expert_parallel: 2",
+            "expert_parallel: got 2 with a model of 5 experts; use a divisor of 5",
+        ),
+    ],
+    ids=["layers", "experts cut", "family", "key heads", "no experts", "fits", "experts"],
+)
+def test_a_model_that_megatron_cannot_cut_so_is_known_before_it_is_loaded(
+    model: dict[str, Any], cut: str, expected: str | None, tmp_path: Path
+) -> None:
+    source: dict[str, Any] = model
+    if "preset" not in model:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **model}))
+        source = {"path": str(tmp_path)}
+    settings = [
+        f"model={json.dumps(source)}",
+        f"policy.backend={{type: megatron, {cut}}}",
+        "cluster.cpu_ranks=2",
+    ]
+    line = refused(make_plan(load_recipe(SMALL, settings)), Machine(gpus=(), cores=2))
+    assert line is None if expected is None else f": policy.backend.{expected}" in (line or "")
 
 
 def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None:

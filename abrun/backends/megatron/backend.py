@@ -25,7 +25,7 @@ from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing
 from abrun.kernels import TokenLoss
-from abrun.models import check_decoding, facts_of, load_network, published, save_network
+from abrun.models import facts_of, open_network, published, save_network
 from abrun.recipe import Megatron, OwnRunConfig, Policy, Ppo
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge, together
@@ -38,10 +38,8 @@ def make_backend(
     temperature, top_p = config.trained_distribution
 
     def load() -> Any:
-        network = load_network(config.model, weights=weights, seed=seed)
-        if trainable and config.decodes:
-            check_decoding(network, facts_of(network))
-        return network
+        decodes = trainable and config.decodes
+        return open_network(config.model, weights=weights, seed=seed, decodes=decodes)
 
     return MegatronBackend(
         load, config.policy, ranks, temperature=temperature, top_p=top_p, trainable=trainable
@@ -51,7 +49,9 @@ def make_backend(
 class MegatronBackend:
     """See abrun.backends.Backend.
 
-    `load` makes a transformers network with the run's initial weights, on the CPU and alike on every rank.
+    `load` makes a transformers network with the run's initial weights, on the CPU and alike on every rank, or
+    on the meta device with a `checkpoint` to read them from: the policy's, and that of a value model with a
+    backbone of its own.
     Log-probs are of the distribution that a sampler at `temperature` and `top_p` draws from.
     """
 
@@ -82,7 +82,7 @@ class MegatronBackend:
             device=ranks.device,
         )
         self._names = Names(self.model, network.config)
-        self._names.load(dict(network.named_parameters()).__getitem__, self._sharded.assign)
+        self._names.load(network, self._sharded.assign)
         settings: dict[str, Any] = {
             "temperature": temperature,
             "top_p": top_p,

@@ -18,6 +18,7 @@ class Skeleton:
         # What a checkpoint has not, such as the frequencies of rotary embeddings, is kept.
         stored = network.state_dict().keys()
         self._buffers = {name: b.clone() for name, b in network.named_buffers() if name not in stored}
+        vars(network).pop("checkpoint", None)  # and its files
         self.network: Any = network.to("meta")
         self.network.tie_weights()
 

@@ -83,7 +83,7 @@ def _parameters(name: str) -> set[str]:
 
 
 def _complete_experts() -> None:
-    """0.16.1 looks this name up in a router's forward pass, and defines it with Transformer Engine alone."""
+    """0.16 looks this name up in a router's forward pass, and defines it with Transformer Engine alone."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from abrun.backends.megatron.groups import expert_group, tensor_group
 from abrun.backends.megatron.network import head_width
-
-Take = Callable[[str], Tensor]  # a whole tensor by its Hugging Face name
+from abrun.models import part_of
 
 OF_HEAD = "value_head"  # of a critic, which no Hugging Face network has
 LAYER, EXPERT = "decoder.layers.", "mlp.experts.local_experts."
@@ -43,17 +42,14 @@ class Names:
         }
 
     @torch.no_grad()
-    def load(self, take: Take, assign: Callable[[str, Tensor], None]) -> None:
-        """Take each tensor that this rank needs, and assign its part to a parameter by its name."""
+    def load(self, network: Any, assign: Callable[[str, Tensor], None]) -> None:
+        """Assign this rank's part of each parameter by its name; nothing else of the `network` is read."""
         for name, parameter in self._named.items():
             place = self._place(name)
-            parts = [take(source) for source in place.sources]
-            whole = parts[0] if place.expert is None else parts[0][place.expert]
-            if "linear_qkv" in name:
-                whole = self._joined_heads(parts)
-            elif place.shared == "rows_of_halves":
-                whole = torch.cat(parts)
-            mine = _shard(whole, place, len(parameter), self._tensor)
+            parts = [self._own_part(network, source, place) for source in place.sources]
+            mine = self._joined_heads(parts) if "linear_qkv" in name else torch.cat(parts)
+            padding = len(parameter) - len(mine)  # of the vocabulary, on the last ranks
+            mine = torch.cat([mine, mine.new_zeros(padding, *mine.shape[1:])]) if padding else mine
             assert mine.shape == parameter.shape, f"{name}: {list(mine.shape)}, not {list(parameter.shape)}"
             assign(name, mine)
 
@@ -85,9 +81,23 @@ class Names:
         local = torch.stack([mine(f"{before}{EXPERT}{index}.{after}") for index in range(count)])
         return torch.cat(_gathered(local, self._experts))
 
-    def _joined_heads(self, parts: Sequence[Tensor]) -> Tensor:  # [G * Q * D, ...] and twice [G * D, ...]
-        """[G * (Q + 2) * D, ...]: of each group its queries, then its key and its value."""
-        split = [part.view(self._groups, -1, self._width, *part.shape[1:]) for part in parts]
+    def _own_part(self, network: Any, source: str, place: Place) -> Tensor:
+        shape = network.get_parameter(source).shape
+        part = [slice(0, size) for size in shape]
+        if place.expert is not None:
+            part[0] = slice(place.expert, place.expert + 1)
+            return part_of(network, source, tuple(part))[0]
+        if place.shared != "not":
+            dim = 1 if place.shared == "columns" else 0
+            size = -(-shape[dim] // self._tensor.size())
+            start = min(self._tensor.rank() * size, shape[dim])
+            part[dim] = slice(start, min(start + size, shape[dim]))
+        return part_of(network, source, tuple(part))
+
+    def _joined_heads(self, parts: Sequence[Tensor]) -> Tensor:  # [g * Q * D, ...] and twice [g * D, ...]
+        """[g * (Q + 2) * D, ...]: of each of this rank's g groups its queries, then its key and its value."""
+        groups = self._groups // self._tensor.size()
+        split = [part.view(groups, -1, self._width, *part.shape[1:]) for part in parts]
         return torch.cat(split, dim=1).flatten(0, 2)
 
     def _split_heads(self, joined: Tensor) -> Sequence[Tensor]:
@@ -132,19 +142,6 @@ _IN_LAYER = {
     "mlp.linear_fc2.weight": Place(("mlp.down_proj.weight",), "columns"),
     "mlp.router.weight": Place(("mlp.gate.weight",)),
 }
-
-
-def _shard(whole: Tensor, place: Place, num_rows: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part; rows that the whole lacks, of a padded vocabulary, are 0."""
-    if place.shared == "not":
-        return whole
-    size, rank = group.size(), group.rank()
-    if place.shared == "columns":
-        return whole.chunk(size, dim=1)[rank]
-    if place.shared == "rows_of_halves":
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    mine = whole[rank * num_rows : (rank + 1) * num_rows]
-    return torch.cat([mine, mine.new_zeros(num_rows - len(mine), *mine.shape[1:])])
 
 
 def _unshard(shards: Sequence[Tensor], place: Place) -> Tensor:

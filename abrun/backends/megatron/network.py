@@ -24,16 +24,14 @@ from abrun.backends.megatron.routing import Routed
 from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
 from abrun.models import Facts
-from abrun.recipe import Megatron, Policy
-
-# Families that are what GPTModel computes, apart from what `_refuse_what_differs` looks for.
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+from abrun.recipe import MEGATRON_FAMILIES, Megatron, Policy, megatron_misfit
 
 
 def hidden_states_as_they_are(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
     """What GPTModel does with its last hidden states, in place of its LM head: a head of our own follows.
 
-    See megatron.core.tensor_parallel.ColumnParallelLinear.
+    See megatron.core.tensor_parallel.ColumnParallelLinear. The versions that have an argument for it
+    (`output_processor`) hand over what this gets, and 0.16 and 0.17 have none: so there is one way for all.
     """
     asked = [name for name, value in unused.items() if value is not None]
     assert not asked, f"this megatron-core asks its output layer for {asked}"
@@ -146,8 +144,10 @@ def make_network(
     Its output is hidden states, on the last stage [B, S, H] (with sequence parallelism [B, S / tensor ranks,
     H]). Raises RecipeError for what cannot be built or cut so.
     """
+    misfit = megatron_misfit(network.config.to_dict(), settings)
+    if misfit:
+        raise RecipeError(misfit)
     _refuse_what_differs(network, facts)
-    _refuse_uneven_cuts(network.config, settings)
     config = _transformer_config(network.config, policy, settings, on_cpu=on_cpu)
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -178,6 +178,7 @@ def make_network(
     padding = base.get_input_embeddings().padding_idx
     if model.pre_process and padding is not None:
         model.embedding.word_embeddings.register_forward_hook(PaddingIsConstant(padding, settings))
+    assert not getattr(config, "use_mup", False), "logits are scaled by the head, not here"
     if is_last_stage() and head:
         model.output_layer.forward = hidden_states_as_they_are
     elif is_last_stage():
@@ -272,11 +273,10 @@ def _uninitialised(weight: Tensor) -> Tensor:
 
 
 def _refuse_what_differs(network: Any, facts: Facts) -> None:
-    """Raises RecipeError for a family that GPTModel, as it is set up here, does not compute."""
+    """Raises RecipeError for a model that GPTModel, as it is set up here, does not compute."""
     config, kind = network.config, type(network).__name__
     layers = config.num_hidden_layers
     differences = {
-        "its family": config.model_type not in FAMILIES,
         "attention_bias": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
         "sliding attention": set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -292,34 +292,5 @@ def _refuse_what_differs(network: Any, facts: Facts) -> None:
         if differs:
             raise RecipeError(
                 f"policy.backend.type: got 'megatron' with {kind}, which it does not build ({what}); use "
-                f"type: dtensor, or a model of {', '.join(FAMILIES)}"
-            )
-
-
-def _refuse_uneven_cuts(config: Any, settings: Megatron) -> None:
-    """Raises RecipeError where the model's sizes are no multiples of the ranks that share them."""
-    tensor, pipeline, expert = "tensor_parallel", "pipeline_parallel", "expert_parallel"
-    sizes = [
-        (tensor, settings.tensor_parallel, config.num_attention_heads, "attention heads"),
-        (tensor, settings.tensor_parallel, config.num_key_value_heads, "key and value heads"),
-        (tensor, settings.tensor_parallel, config.intermediate_size, "columns of its MLP"),
-        (pipeline, settings.pipeline_parallel, config.num_hidden_layers, "layers"),
-    ]
-    if config.model_type == "qwen3_moe" and settings.tensor_parallel > 1 and settings.expert_parallel == 1:
-        raise RecipeError(
-            f"policy.backend.expert_parallel: got 1 with tensor_parallel {settings.tensor_parallel} and a "
-            "model of experts, each of which stays whole on a rank; use 2 or more, or tensor_parallel: 1"
-        )
-    if settings.expert_parallel > 1:
-        experts = getattr(config, "num_experts", None) if config.model_type == "qwen3_moe" else None
-        if not experts:
-            raise RecipeError(
-                f"policy.backend.{expert}: got {settings.expert_parallel} with a {config.model_type} model, "
-                "which has no experts; use 1"
-            )
-        sizes.append((expert, settings.expert_parallel, experts, "experts"))
-    for field, ranks, size, what in sizes:
-        if size % ranks:
-            raise RecipeError(
-                f"policy.backend.{field}: got {ranks} with a model of {size} {what}; use a divisor of {size}"
+                f"type: dtensor, or a model of {', '.join(MEGATRON_FAMILIES)}"
             )

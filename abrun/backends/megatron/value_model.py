@@ -17,7 +17,6 @@ from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
 from abrun.backends.packing import Packing, microbatches, packing_for
 from abrun.backends.ranks import Ranks
-from abrun.errors import RecipeError
 from abrun.recipe import Megatron, Policy, Ppo
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge
@@ -60,11 +59,6 @@ class MegatronValueModel:
         seed: int,
     ) -> None:
         assert isinstance(policy.backend, Megatron)
-        if settings.value_head_dtype != "float32":
-            raise RecipeError(
-                f"algorithm.value_head_dtype: got {settings.value_head_dtype!r} with policy.backend.type "
-                "'megatron', whose masters are float32; use float32"
-            )
         self._settings, self._policy, self._ranks, self._stages = settings, policy, ranks, stages
         self.head = ValueHead(backbone.config, ranks.device, seed=seed)
         self._coefficient = 1.0
@@ -81,8 +75,7 @@ class MegatronValueModel:
             replicated=not own,
         )
         if own:
-            names = Names(backbone, network.config)
-            names.load(dict(network.named_parameters()).__getitem__, self._sharded.assign)
+            Names(backbone, network.config).load(network, self._sharded.assign)
         self._backbone: Any = self._sharded.module if own else backbone
 
     def values(self, batch: Sequences) -> Tensor:

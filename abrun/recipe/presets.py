@@ -1,0 +1,55 @@
+"""Architectures with random weights, in the fields of Hugging Face's configurations."""
+
+from typing import Any
+
+# Every preset reads with one tokenizer, of characters; a larger vocabulary has tokens that no text contains.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2-tiny": {
+        "model_type": "qwen2",
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe-tiny": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    # As much LM head for its body as a real small model has: what memory-profile can show on a laptop.
+    "qwen2-wide-vocab": {
+        "model_type": "qwen2",
+        "vocab_size": 32_768,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    # The shape of Qwen2.5-1.5B, for measurements on a GPU without its weights.
+    "qwen2.5-1.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+    },
+}
