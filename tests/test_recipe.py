@@ -252,10 +252,6 @@ def refused(path: Path, *overrides: str) -> str:
             ["policy.backend.sequence_parallel", "false", "expert_parallel 2", "sequence_parallel: true"],
         ),
         (
-            "policy.backend={expert_parallel: 2, tensor_parallel: 2, sequence_parallel: true}",
-            ["policy.backend.sequence_parallel", "true", "expert_parallel 2", "type: megatron"],
-        ),
-        (
             "arms.treatment={policy.backend: {type: megatron}, "
             "algorithm: {type: ppo, value_head_dtype: bfloat16}}",
             ["algorithm.value_head_dtype", "'bfloat16'", "'megatron'", "use float32"],
