@@ -22,6 +22,19 @@ CALLED = {
         "expert_tensor_parallel_size",
         "create_gloo_process_groups",
     ),
+    "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec": (
+        "num_experts",
+        "qk_layernorm",
+        "normalization",
+    ),
+    "megatron.core.models.gpt:GPTModel": (
+        "vocab_size",
+        "max_sequence_length",
+        "pre_process",
+        "post_process",
+        "share_embeddings_and_output_weights",
+        "position_embedding_type",
+    ),
     "megatron.core.models.gpt:GPTModel.forward": (
         "input_ids",
         "position_ids",
@@ -36,6 +49,8 @@ CALLED = {
     ),
     "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": ("tensor_parallel_output_grad",),
     "megatron.core.distributed:finalize_model_grads": ("model", "num_tokens"),
+    "megatron.core.optimizer:get_megatron_optimizer": ("use_gloo_process_groups",),
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._get_model_param_range_map": ("param",),
     "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining": (
         "forward_step_func",
         "num_microbatches",
