@@ -14,11 +14,12 @@ from abrun.rl.losses import gspo_loss, loss_weights
 from abrun.rl.metrics import MetricParts, all_reduce
 from abrun.rl.values import right_shifted
 from tests.backends.megatron_policies import gradients, make_backend, network
-from tests.backends.policies import Advised, plain_logprobs, some_batch
+from tests.backends.policies import Advised, WeightedLoss, plain_logprobs, some_batch
 from tests.backends.test_megatron_ranks import (
     CHUNKED,
     EXPERTS,
     ONE_PASS,
+    OPTIMIZER,
     PACKED,
     PIPELINE,
     SEQUENCE,
@@ -29,7 +30,6 @@ from tests.backends.test_megatron_ranks import (
     on_ranks,
     one_process,
     tensor,
-    train,
 )
 from tests.backends.test_megatron_value_model import Plain
 from tests.backends.test_megatron_value_model import check as check_values
@@ -200,11 +200,14 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 def with_fault(fault: str | None) -> list[float]:
-    """The first loss and gradient norm of the first case."""
+    """Loss and gradient norm of a step."""
     kind, _, cut, policy = TWO["rows"]
+    batch = some_batch()
     with FAULTS[fault]() if fault else nullcontext():
-        found = train(kind, 2, cut, policy)
-    return [found["losses"][0], found["norms"][0]]
+        backend = make_backend(kind, temperature=0.7, cut=cut, optimizer=OPTIMIZER, **policy)
+        share = batch[backend.ranks.share(len(batch))]
+        parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
+        return [all_reduce(parts, backend.ranks.data)["loss"], backend.optimizer_step(0.0)]
 
 
 def shifted_in_slices() -> dict[str, Any]:

@@ -30,15 +30,15 @@ WHOLE = {"distributed_optimizer": False}  # optimizer, on each data-parallel ran
 Case = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, ranks, how they are cut, the policy's settings
 TWO: dict[str, Case] = {
     "tp2": ("qwen2", 2, tensor(2), {"logprobs": CHUNKED, "micro_batch_size": 3}),
-    "tp2-sequence": ("qwen3", 2, SEQUENCE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
     "tp2-sequence-packed": ("qwen2", 2, SEQUENCE, PACKED),
     "dp2": ("llama", 2, {}, {"micro_batch_size": 3}),
     "pp2-tied": ("qwen2", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
-    "pp2-untied": ("llama", 2, PIPELINE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 1}),
-    "ep2": ("qwen3_moe", 2, EXPERTS, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "ep2-tp2": ("qwen3_moe", 2, EXPERTS | SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
 }
 MORE_OF_TWO: dict[str, Case] = {
+    "tp2-sequence": ("qwen3", 2, SEQUENCE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
+    "pp2-untied": ("llama", 2, PIPELINE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 1}),
+    "ep2": ("qwen3_moe", 2, EXPERTS, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "tp2-dense": ("llama", 2, tensor(2) | WHOLE, {}),
     "tp2-one-pass": ("qwen3", 2, tensor(2), {"logprobs": ONE_PASS}),
     "tp2-sequence-dense": ("qwen2", 2, SEQUENCE, {"micro_batch_size": 3}),

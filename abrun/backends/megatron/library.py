@@ -56,6 +56,8 @@ CALLED = {
         "num_microbatches",
         "forward_only",
     ),
+    "megatron.core.transformer.moe.router:TopKRouter.routing": ("logits",),
+    "megatron.core.models.common.embeddings:RotaryEmbedding.get_rotary_seq_len": ("packed_seq_params",),
 }
 
 
