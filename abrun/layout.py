@@ -10,6 +10,7 @@ LAUNCH = "launch.json"
 ENVIRONMENT = "environment.json"
 HEARTBEAT = "heartbeat.json"
 RESULT = "result.json"
+FINAL_SAMPLE = "final-sample.safetensors"
 METRICS = "metrics.jsonl"
 METRICS_CACHE = "metrics.npz"
 EVENTS = "events.jsonl"
@@ -24,6 +25,7 @@ RUN_FILES = (
     ENVIRONMENT,
     HEARTBEAT,
     RESULT,
+    FINAL_SAMPLE,
     METRICS,
     METRICS_CACHE,
     EVENTS,

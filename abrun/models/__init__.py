@@ -1,7 +1,7 @@
 """Models: presets with random weights, and Hugging Face checkpoints (a local folder or a hub name)."""
 
 from abrun.models.checks import check_decoding, check_network
-from abrun.models.content import content_of, weights_hash
+from abrun.models.content import content_of, sample_of, weights_hash
 from abrun.models.families import PLAIN_DECODERS, Facts, experts_of, facts_of, persistent_buffers, routers_of
 from abrun.models.presets import (
     ARCHITECTURES,
@@ -35,6 +35,7 @@ __all__ = [
     "persistent_buffers",
     "published",
     "routers_of",
+    "sample_of",
     "save_network",
     "weights_hash",
 ]

@@ -18,7 +18,7 @@ from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import told
-from abrun.regular_files import open_regular
+from abrun.regular_files import open_regular, read_regular
 from abrun.store.files import (
     PRIVATE,
     damage,
@@ -61,11 +61,12 @@ from abrun.store.records import (
 from abrun.store.writer import RunWriter
 
 if TYPE_CHECKING:
-    from abrun.series import Series
+    from abrun.series import Array, Series
     from abrun.store.metrics import ValidationRow
 
 STALLED_AFTER_S = 600.0
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+MOST_SAMPLE = 1 << 28  # bytes
 MOST_RECORD = 1 << 21  # bytes of what a run was started with: all of it is shown
 
 
@@ -376,6 +377,23 @@ class RunDir:
                 step, attempt = row["step"], row.get("attempt", 1)
                 newest[step] = max(attempt, newest.get(step, 0))
         return newest
+
+    @property
+    def final_weights_hash(self) -> str | None:
+        """Of what was trained; None of a run that has not finished, or did not say."""
+        found = read_json_or_empty(self.path / layout.RESULT).get("final_weights_hash")
+        return found if isinstance(found, str) else None
+
+    def final_sample(self) -> "dict[str, Array]":
+        """Some of the final weights, float32, by tensor; none where there are none that read."""
+        from safetensors import SafetensorError, numpy  # and numpy itself, which status does without
+
+        path = self.path / layout.FINAL_SAMPLE
+        try:
+            sample = numpy.load(read_regular(path, MOST_SAMPLE))
+        except (OSError, ValueError, KeyError, SafetensorError):
+            return {}
+        return {name: values for name, values in sample.items() if values.dtype == "float32"}
 
     def missing_steps(self, num_steps: int) -> str | None:
         """Which of the steps that a finished run of our own has to have are not recorded, or do not read."""

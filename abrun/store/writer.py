@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from abrun import layout
 from abrun.errors import StoreError
 from abrun.redaction import redacted, told
-from abrun.store.files import write_json
+from abrun.store.files import write_file, write_json
 from abrun.store.lines import LineWriter
 from abrun.store.records import Attempt, Status, attempt_file
 
@@ -75,6 +75,11 @@ class RunWriter:
         for lines in (self._metrics, self._events, self._validations):
             if lines:
                 lines.sync()
+
+    def final_sample(self, content: bytes) -> None:
+        """Some of the final weights, by tensor, as safetensors."""
+        self.check_fence()
+        write_file(self.run.path / layout.FINAL_SAMPLE, content)
 
     def finish(self, step: int, weights: Mapping[str, Any] | None = None, /, **details: Any) -> None:
         """Write result.json: from now on the run is finished.

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
+from torch import Tensor
 
 from abrun.backends import Backend
-from abrun.models import content_of, weights_hash
+from abrun.models import content_of, sample_of, weights_hash
 from abrun.recipe import OwnRunConfig, Policy
 from abrun.store import RunRecord, RunWriter
 from abrun.train.wandb_mirror import WandbMirror
@@ -88,20 +90,27 @@ class Recorder:
 
         `final_weights`: its files' checksums.
         """
-        weights: dict[str, Any] = {"final_weights_hash": policy_hash(policy)}
+        sample: dict[str, Tensor] = {}
+        weights: dict[str, Any] = {"final_weights_hash": policy_hash(policy, sample)}
         weights |= {} if final_weights is None else {"final_weights": final_weights}
         if self._writer:
             if self._mirror:
                 self._mirror.finish()
+            self._writer.final_sample(save(sample))
             self._writer.finish(step, weights)
 
 
-def policy_hash(policy: Backend) -> str:
-    """Says whether two policies have the same weights, on any backend and in any layout. Collective."""
+def policy_hash(policy: Backend, sample: dict[str, Tensor] | None = None) -> str:
+    """Says whether two policies have the same weights, on any backend and in any layout. Collective.
+
+    `sample` is filled on the first rank: of each tensor its abrun.models.sample_of.
+    """
     ranks, own = policy.ranks, 0
     for number, (name, weight) in enumerate(policy.weights()):
         if number % ranks.size == ranks.rank:
             own += content_of(name, weight)
+        if sample is not None and ranks.is_first:
+            sample[name] = sample_of(name, weight)
     return weights_hash(ranks.of_all(own))
 
 

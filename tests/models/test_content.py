@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from abrun.models import content, content_of, weights_hash
+from abrun.models import content, content_of, sample_of, weights_hash
 
 WEIGHT = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
 
@@ -43,3 +43,16 @@ def test_the_order_and_the_rank_of_a_tensor_do_not() -> None:
     a, b, c = (content_of(name, WEIGHT) for name in "abc")
     whole = weights_hash([a, b, c])
     assert len(whole) == 16 and whole == weights_hash([(a + c) % 2**64, b]) != weights_hash([a, b])
+
+
+def test_a_sample_has_what_the_tensor_has_wherever_it_lies() -> None:
+    large = torch.randn(200, 300, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(sample_of("a", WEIGHT), WEIGHT.flatten()), "a small tensor whole"
+    sample, again = sample_of("a", large), sample_of("a", large.T.contiguous().T)
+    assert len(sample) == content.SAMPLED and torch.equal(sample, again)
+    changed = large.clone()
+    changed.view(-1)[::2] += 1
+    moved = sample_of("a", changed) - sample
+    assert 90 < int(moved.round().sum()) < 166, "places are spread: about half of them are even"
+    assert len({int((large.flatten() == value).nonzero()[0]) // 300 for value in sample}) > 100
+    assert not torch.equal(sample_of("b", large), sample)

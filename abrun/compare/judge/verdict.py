@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from abrun.compare.judge.claims import PrimaryResult, judge_primary, resolved_margin, with_holm
 from abrun.compare.judge.divergence import Divergence, divergence
+from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings
 from abrun.compare.judge.step_one import StepOne, shares_prompts, step_one
 from abrun.compare.judge.summaries import difference_unit
@@ -45,6 +46,7 @@ class ArmVerdict:
     coverage: dict[str, int]
     step_one: list[StepOne]
     divergence: list[Divergence]
+    final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
     primaries: list[PrimaryResult]
     guards: list[Guard]
     savings: list[Saving]
@@ -120,6 +122,7 @@ def judge_arm(
     unread = step_one_unread(experiment, arm, first_steps)
     first_steps = [] if unread else first_steps
     diverged = divergence(arm, pairs, primaries)
+    ended = final_weights(arm, pairs)
     verdict, reasons = decide(invalid, first_steps, guards, results, reads_step_one=unread is None)
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
@@ -134,6 +137,7 @@ def judge_arm(
         coverage=coverage(pairs),
         step_one=first_steps,
         divergence=diverged,
+        final_weights=[ended] if ended else [],
         primaries=list(results),
         guards=guards,
         savings=savings,

@@ -6,13 +6,14 @@ from typing import Any
 
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.divergence import Divergence
+from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.experiment import Experiment
 
 SCHEMA_VERSION = 2
-_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "savings")
+_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "savings")
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "precision")
 
 
@@ -54,6 +55,7 @@ class VerdictFile:
     guards: list[Guard]
     step_one: list[StepOne]
     divergence: list[Divergence]
+    final_weights: list[FinalWeights]
     savings: list[Saving]
     arms: dict[str, ArmSection]
     not_tested: list[str]

@@ -1,7 +1,7 @@
 """What is compared, whichever source it came from: runs as arrays, paired by seed."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ class RecordedRun:
     config: Mapping[str, Any] | None = None  # resolved, dotted; None: the source does not say
     environment: Mapping[str, Any] | None = None  # versions, devices, prompts; None: the source does not say
     metrics: Mapping[str, Series]
+    final_weights_hash: str | None = None  # None: the source does not say
+    final_sample: Callable[[], Mapping[str, Array]] = dict  # some of the final weights, read when asked for
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
 

@@ -82,6 +82,8 @@ def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> Reco
         config=shown_tree(_config(record)) if record else None,
         environment=shown_tree(run.environment()),
         metrics={shown(metric): series for metric, series in metrics.items()},
+        final_weights_hash=run.final_weights_hash,
+        final_sample=run.final_sample,
     )
 
 

@@ -273,6 +273,9 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
         yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
         yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])
         yield f"{mark}divergence", _divergence([one for one in content["divergence"] if one["arm"] == arm])
+        for one in content["final_weights"]:
+            if one["arm"] == arm:
+                yield f"{mark}final weights", _final_weights(one)
         savings = [one for one in content["savings"] if one["arm"] == arm and "," not in one["quantity"]]
         if savings:
             yield f"{mark}treatment / baseline", "; ".join(_saving(one) for one in savings)
@@ -335,6 +338,18 @@ def _against_noise(one: Content) -> str:
         treatment = f"the arms part at step {outside}" if outside else "and so does the treatment"
         return f"{one['metric']}: the baseline repeats bit for bit, {treatment}"
     return f"{one['metric']}: {one['ratio']:.2g}x the A/A noise floor, {since}"
+
+
+def _final_weights(one: Content) -> str:
+    equal = f"equal bit for bit in {one['num_equal']} of {one['num_pairs']} pairs"
+    if one["num_equal"] == one["num_pairs"] or one["seed"] is None:
+        return equal
+    floor = one["aa_largest_difference"]
+    against = "" if floor is None else f"; A/A: {floor:.2g}"
+    return (
+        f"{equal}; largest difference of {one['num_sampled']:,} sampled: {one['largest_difference']:.2g} "
+        f"(seed {one['seed']}{against}), {one['relative_difference']:.2g} of the largest in {one['tensor']}"
+    )
 
 
 def _saving(one: Content) -> str:

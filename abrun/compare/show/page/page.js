@@ -326,6 +326,42 @@ function stepOne() {
   );
 }
 
+function finalWeights() {
+  const list = content.final_weights || [];
+  if (!list.length) return null;
+  return section(
+    "final-weights",
+    "Final weights",
+    el(
+      "p",
+      { class: "intro" },
+      "Whether the trained weights are the same to the bit, by a hash of all of them; and where they are not, the largest difference of sampled weights: a bound from below. This is a diagnosis; no verdict hangs on it.",
+    ),
+    table(
+      "Final weights",
+      withArm([
+        ["pairs equal bit for bit"],
+        ["largest difference", "right"],
+        ["A/A", "right"],
+        ["relative to its tensor's largest weight", "right"],
+        ["tensor"],
+        ["weights sampled", "right"],
+        ["seed", "right"],
+      ]),
+      list.map((one) => [
+        ...armCell(one),
+        `${one.num_equal} of ${one.num_pairs}`,
+        number(one.largest_difference, 2),
+        number(one.aa_largest_difference, 2),
+        number(one.relative_difference, 2),
+        one.tensor === null ? "" : el("span", { class: "name" }, one.tensor),
+        number(one.num_sampled, 9),
+        one.seed === null ? "" : String(one.seed),
+      ]),
+    ),
+  );
+}
+
 function divergence() {
   const list = content.divergence || [];
   const outside = (one) => {
@@ -739,6 +775,7 @@ const body = [
   guards(),
   stepOne(),
   divergence(),
+  finalWeights(),
   savings(),
   others(),
   bullets(

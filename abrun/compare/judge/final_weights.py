@@ -1,0 +1,112 @@
+"""How far apart the arms' weights end: by their hash, all of them; by their sample, how far. Never gating."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.series import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalWeights:
+    """The pair that ends farthest apart. Differences are of sampled weights, float32, without unit."""
+
+    arm: str
+    num_pairs: int  # of which both runs say what they ended with
+    num_equal: int  # of them: the hashes of all weights are the same
+    seed: int | None  # None from here on: all are equal, or no unequal pair has samples
+    num_sampled: int | None
+    largest_difference: float | None  # |treatment - baseline|
+    relative_difference: float | None  # the largest over tensors, relative to the tensor's largest weight
+    tensor: str | None  # that has the relative one
+    num_reruns: int
+    aa_largest_difference: float | None  # among same-seed baseline reruns; None: there are none
+
+
+class _Distance(NamedTuple):
+    num_sampled: int
+    largest: float
+    relative: float
+    tensor: str
+
+
+def final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
+    """None where no finished pair says what it ended with."""
+    known = [
+        pair
+        for pair in pairs
+        if pair.finished and pair.baseline.final_weights_hash and pair.treatment.final_weights_hash
+    ]
+    if not known:
+        return None
+    unequal = [pair for pair in known if not _equal(pair.baseline, pair.treatment)]
+    found = [(one, pair) for pair in unequal if (one := _distance(pair.baseline, pair.treatment))]
+    farthest, of = max(found, key=lambda both: _order(both[0].largest), default=(None, None))
+    floors = [
+        floor
+        for pair in known
+        for rerun in pair.reruns
+        if rerun.finished and (floor := _floor(pair.baseline, rerun)) is not None
+    ]
+    return FinalWeights(
+        arm=arm,
+        num_pairs=len(known),
+        num_equal=len(known) - len(unequal),
+        seed=of.seed if of else None,
+        num_sampled=farthest.num_sampled if farthest else None,
+        largest_difference=farthest.largest if farthest else None,
+        relative_difference=farthest.relative if farthest else None,
+        tensor=farthest.tensor if farthest else None,
+        num_reruns=len(floors),
+        aa_largest_difference=max(floors, key=_order, default=None),
+    )
+
+
+def _equal(left: RecordedRun, right: RecordedRun) -> bool:
+    return left.final_weights_hash == right.final_weights_hash
+
+
+def _floor(baseline: RecordedRun, rerun: RecordedRun) -> float | None:
+    if rerun.final_weights_hash and _equal(baseline, rerun):
+        return 0.0
+    distance = _distance(baseline, rerun)
+    return distance.largest if distance else None
+
+
+def _distance(baseline: RecordedRun, treatment: RecordedRun) -> _Distance | None:
+    """None where one of them has no sample, or the two are of other tensors."""
+    left, right = baseline.final_sample(), treatment.final_sample()
+    if not left or {name: one.shape for name, one in left.items()} != {
+        name: one.shape for name, one in right.items()
+    }:
+        return None
+    largest, relative = _largest(left, right), _largest(left, right, relative=True)
+    tensor = max(relative, key=lambda name: _order(relative[name]))
+    return _Distance(
+        num_sampled=sum(one.size for one in left.values()),
+        largest=max(largest.values(), key=_order),
+        relative=relative[tensor],
+        tensor=tensor,
+    )
+
+
+def _largest(
+    left: Mapping[str, Array], right: Mapping[str, Array], *, relative: bool = False
+) -> dict[str, float]:
+    """By tensor; NaN where one of them has a NaN that the other has not."""
+    found = {}
+    for name, a in left.items():
+        a, b = a.astype(np.float64), right[name].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(b - a))
+        difference = float(apart.max(initial=0.0))
+        size = float(np.abs(np.concatenate([a, b])).max(initial=0.0)) if relative and difference else 1.0
+        found[name] = difference / size if difference else 0.0
+    return found
+
+
+def _order(value: float) -> float:
+    return np.inf if np.isnan(value) else value

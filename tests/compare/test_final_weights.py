@@ -1,0 +1,97 @@
+"""How far apart the arms' final weights are, and what is said where that is not known."""
+
+import json
+import math
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.compare.simulate import edit
+
+WEIGHTS = {"a": np.array([0.5, -2.0, 0.0], np.float32), "b": np.array([1e-3, 0.0], np.float32)}
+
+
+def ended_with(directory, weights, digest=None):
+    digest = digest or repr(sorted((name, one.tolist()) for name, one in weights.items()))
+    edit(directory / "result.json", lambda content: content.update(final_weights_hash=digest))
+    save_file(weights, directory / "final-sample.safetensors")
+
+
+def everywhere(experiment_dir, weights):
+    for result in experiment_dir.glob("*/*/result.json"):
+        ended_with(result.parent, weights)
+
+
+def found(comparison):
+    (one,) = comparison.content.final_weights
+    return one
+
+
+def changed(name, place, value):
+    weights = {key: one.copy() for key, one in WEIGHTS.items()}
+    weights[name][place] = value
+    return weights
+
+
+def test_the_pair_that_ends_farthest_apart(simulated, judged):
+    experiment_dir = simulated()
+    everywhere(experiment_dir, WEIGHTS)
+    ended_with(experiment_dir / "treatment/seed-1", changed("a", 1, -2.25))
+    ended_with(experiment_dir / "treatment/seed-2", changed("b", 1, 5e-4))
+    ended_with(experiment_dir / "baseline/seed-0-aa1", changed("a", 0, 0.75))
+    one = found(judged(experiment_dir))
+    assert (one.num_pairs, one.num_equal, one.seed, one.num_sampled) == (5, 3, 1, 5)
+    assert (one.largest_difference, one.relative_difference, one.tensor) == (0.25, 0.25 / 2.25, "a")
+    assert (one.num_reruns, one.aa_largest_difference) == (2, 0.25)
+    line = (experiment_dir / "report/report.md").read_text()
+    assert (
+        "equal bit for bit in 3 of 5 pairs; largest difference of 5 sampled: 0.25 (seed 1; A/A: 0.25)" in line
+    )
+
+
+def test_a_small_tensor_has_its_own_scale(simulated, judged):
+    experiment_dir = simulated()
+    everywhere(experiment_dir, WEIGHTS)
+    both = changed("b", 0, 2e-3) | {"a": changed("a", 1, -2.01)["a"]}
+    ended_with(experiment_dir / "treatment/seed-0", both)
+    one = found(judged(experiment_dir))
+    assert math.isclose(one.largest_difference, 0.01, rel_tol=1e-5)
+    assert (one.tensor, round(one.relative_difference, 6)) == ("b", 0.5)
+
+
+def test_equal_weights_and_nothing_else_to_say(simulated, judged):
+    experiment_dir = simulated(controls={"aa_reruns": 0})
+    everywhere(experiment_dir, WEIGHTS)
+    one = found(judged(experiment_dir))
+    assert (one.num_equal, one.seed, one.largest_difference, one.aa_largest_difference) == (
+        5,
+        None,
+        None,
+        None,
+    )
+    assert "equal bit for bit in 5 of 5 pairs" in (experiment_dir / "report/report.md").read_text()
+
+
+def test_hashes_alone_a_damaged_sample_and_other_models(simulated, judged):
+    experiment_dir = simulated()
+    everywhere(experiment_dir, WEIGHTS)
+    for seed, weights in enumerate((WEIGHTS, {"a": WEIGHTS["a"]}, {**WEIGHTS, "b": WEIGHTS["b"][:1]})):
+        ended_with(experiment_dir / f"treatment/seed-{seed}", weights, digest="another")
+    (experiment_dir / "treatment/seed-0/final-sample.safetensors").write_bytes(b"{not" * 9)
+    one = found(judged(experiment_dir))
+    assert (one.num_equal, one.num_pairs, one.seed) == (2, 5, None)
+
+
+def test_a_weight_that_is_no_number_is_the_farthest(simulated, judged):
+    experiment_dir = simulated()
+    everywhere(experiment_dir, WEIGHTS)
+    ended_with(experiment_dir / "treatment/seed-3", changed("a", 0, np.nan))
+    ended_with(experiment_dir / "treatment/seed-4", changed("a", 0, 100.0))
+    one = found(judged(experiment_dir))
+    assert one.seed == 3 and math.isnan(one.largest_difference)
+    written = json.loads((experiment_dir / "report/verdict.json").read_text())
+    assert written["final_weights"][0]["largest_difference"] == "NaN"
+
+
+def test_runs_that_do_not_say(simulated, judged):
+    assert judged(simulated()).content.final_weights == []
