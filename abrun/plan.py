@@ -219,7 +219,7 @@ def _warm_start_run(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
             # At its start and its end alone: how often the runs validate does not make another warm start.
             "validation": validation and validation.model_copy(update={"every": warm_start.steps}),
             "warm_start": None,
-            "checkpoint": baseline.checkpoint.model_copy(update={"final_weights": True}),
+            "checkpoint": baseline.checkpoint.model_copy(update={"final_weights": True, "start_from": None}),
             "steps": warm_start.steps,
             "wandb": None,
             "planted_fault": None,

@@ -154,6 +154,9 @@ class PlainBackend:
     def local_state(self) -> dict[str, Tensor]:
         return dict(self.weights())
 
+    def pieces(self) -> None:
+        return None
+
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         for name, weight in self.weights():
             weight.copy_(state[name])

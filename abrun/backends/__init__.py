@@ -3,13 +3,14 @@
 Letters: B sequences, S positions, V vocabulary; entry t of a per-token tensor belongs to token t.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from abrun.backends.pieces import Piece
 from abrun.backends.ranks import Ranks
 from abrun.implementations import BACKENDS, load
 from abrun.recipe import OwnRunConfig, Ppo
@@ -61,6 +62,13 @@ class Trained(Protocol):
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `local_state` of the same rank of an equal layout gave."""
+        ...
+
+    def pieces(self) -> Mapping[str, Piece] | None:
+        """Of what whole tensor each is a part that `local_state` gives, or will after a step.
+
+        The same names in every layout. None: the backend's checkpoints are for its own layout alone.
+        """
         ...
 
     def resident_tensors(self) -> Sequence[Tensor]:

@@ -48,7 +48,7 @@ def _runs(plan: Plan) -> list[RenderableType]:
         for key, config in plan.warm_starts.items()
     ]
     for number, run in enumerate(plan.runs[:MOST_ROWS], 1):
-        begins = f"warm start {run.warm_start[:8]}" if run.warm_start else _start(run.config)
+        begins = _start(run.config, run.warm_start)
         rows.append(
             (str(number), str(run.name), str(run.config.steps), _occupies(run.config.cluster), begins)
         )
@@ -93,8 +93,12 @@ def _ranks(arms: Sequence[str], config: OwnRunConfig) -> list[RenderableType]:
     ]
 
 
-def _start(config: RunConfig) -> str:
+def _start(config: RunConfig, warm_start: str | None = None) -> str:
     if isinstance(config, OwnRunConfig):
+        if config.checkpoint.start_from is not None:
+            return f"checkpoint {config.checkpoint.start_from}"
+        if warm_start is not None:
+            return f"warm start {warm_start[:8]}"
         return f"preset {config.model.preset}" if config.model.preset else str(config.model.path)
     return "its own command"
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from abrun.errors import LaunchError, RecipeError
+from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.plan import Plan, PlannedRun
 from abrun.recipe import (
     Arithmetic,
@@ -158,6 +158,26 @@ def _missing_files(config: OwnRunConfig) -> Iterator[str]:
         yield from _missing_verifier(getattr(task, "verifier", None))
     if weights and weights[0] in "/.~" and not Path(weights).expanduser().is_dir():
         yield f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
+    if config.checkpoint.start_from is not None:
+        yield from _not_to_start_from(config.checkpoint.start_from, config.steps)
+
+
+def _not_to_start_from(folder: str, num_steps: int) -> Iterator[str]:
+    from abrun import store
+
+    try:
+        step = store.saved_state(Path(folder).expanduser()).step
+    except StoreError as error:
+        yield (
+            f"checkpoint.start_from: got {folder!r}, which is no checkpoint ({error}); give a folder such as "
+            "runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050"
+        )
+        return
+    if step >= num_steps:
+        yield (
+            f"checkpoint.start_from: got {folder!r}, of step {step}, and steps {num_steps}, counted from the "
+            f"start of that run; use steps: {step + 1} or more"
+        )
 
 
 def _unreadable_problems(task: "FileConfig", path: str, field: str) -> Iterator[str]:

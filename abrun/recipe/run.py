@@ -29,6 +29,8 @@ class Checkpoint(Section):
     every: Count = 50
     keep: Count = 2
     final_weights: bool = False  # also keep the trained model, as a Hugging Face checkpoint
+    # Another run's (.../checkpoints/step-000050), in any layout, to go on from: weights, optimizer and step
+    start_from: str | None = None
 
 
 class Cluster(Section):

@@ -61,8 +61,10 @@ from abrun.store.files import (
 )
 from abrun.store.lines import NOT_METRICS, LineReader, LineWriter, read_lines
 from abrun.store.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of
-from abrun.store.records import Attempt, Launch, RunRecord, RunState, Status
+from abrun.store.records import Attempt, Launch, RunRecord, RunState, Status, started_after
 from abrun.store.rundir import SCHEMA_VERSION, RunDir
+from abrun.store.saved import STATE as SAVED_STATE
+from abrun.store.saved import SavedState, saved_state
 from abrun.store.writer import STOPPED, FencedError, RunWriter
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "LOCK",
     "NOT_METRICS",
     "REFERENCE",
+    "SAVED_STATE",
     "SCHEMA_VERSION",
     "STOPPED",
     "WARM_STARTS",
@@ -84,6 +87,7 @@ __all__ = [
     "RunRecord",
     "RunState",
     "RunWriter",
+    "SavedState",
     "Status",
     "TakenOverError",
     "can_fork",
@@ -107,6 +111,8 @@ __all__ = [
     "readable",
     "run_dir",
     "run_state",
+    "saved_state",
+    "started_after",
     "sync_file",
     "sync_folder",
     "warm_start_states",

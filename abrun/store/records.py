@@ -133,6 +133,13 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
 
 
+def started_after(environment: Mapping[str, Any] | None) -> int:
+    """The step that a run began after, by its environment.json: 0, or that of a checkpoint of another run."""
+    origin = (environment or {}).get("started_from")
+    step = origin.get("step") if isinstance(origin, Mapping) else 0
+    return step if type(step) is int else 0
+
+
 def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
     """Raises StoreError for a file that says that it is of another form than this version's."""
     version = content.get("schema_version", SCHEMA_VERSION)

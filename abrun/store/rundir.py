@@ -57,6 +57,7 @@ from abrun.store.records import (
     read_attempt,
     record_in,
     refuse_other_schema,
+    started_after,
 )
 from abrun.store.writer import RunWriter
 
@@ -395,14 +396,19 @@ class RunDir:
             return {}
         return {name: values for name, values in sample.items() if values.dtype == "float32"}
 
+    @property
+    def first_step(self) -> int:
+        """The step that the run began after: 0, or that of the checkpoint it started from."""
+        return started_after(self.environment())
+
     def missing_steps(self, num_steps: int) -> str | None:
         """Which of the steps that a finished run of our own has to have are not recorded, or do not read."""
-        recorded = self.step_attempts()
-        missing = [step for step in range(1, num_steps + 1) if step not in recorded]
+        recorded, planned = self.step_attempts(), range(self.first_step + 1, num_steps + 1)
+        missing = [step for step in planned if step not in recorded]
         if not missing:
             bad = bad_lines(self.path / layout.METRICS, is_row)
             return f"{layout.METRICS}, line {min(bad)}: is no row" if bad else None
-        return f"{layout.METRICS} lacks {len(missing)} of {num_steps} steps, from step {missing[0]} on"
+        return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
 
     def final_weights_damage(self) -> str | None:
         """What is wrong with the trained model of a finished run that was to keep it; None: nothing."""

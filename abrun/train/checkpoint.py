@@ -1,7 +1,8 @@
 """Training state on disk: safetensors and JSON only, complete or not there, and known to be what was written.
 
     checkpoints/step-000050/state.json              run, step, attempt, ranks, checksums of the files
-    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer and random-number states
+    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer and random-number states;
+                                                    which pieces of whole tensors these are
 
 A folder gets its name by a rename after every rank has written its file and all of it is on the disk, so a
 run killed at any moment, with the power or without, finds the last complete one. Data order and sampling are
@@ -20,17 +21,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from abrun import store
+from abrun.backends.pieces import Piece, as_metadata
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, StoreError
-from abrun.store import RunWriter
-
-STATE = "state.json"
+from abrun.store import SAVED_STATE, RunWriter, SavedState
 
 
 class Stateful(Protocol):
@@ -40,16 +39,7 @@ class Stateful(Protocol):
 
     def load_local_state(self, state: dict[str, Tensor]) -> None: ...
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What a checkpoint says of itself: `state.json`."""
-
-    run: str  # RunDir.identity
-    step: int
-    num_ranks: int
-    attempt: int  # which wrote it
-    files: dict[str, dict[str, Any]]  # by name, each a store.fingerprint
+    def pieces(self) -> Mapping[str, Piece] | None: ...
 
 
 class _Unsound(Exception):
@@ -72,19 +62,20 @@ def save(
     with _together(ranks, partial) as shared:
         state = {name: tensor.contiguous() for name, tensor in (trained.local_state() | _rng_state()).items()}
         path = partial / f"rank-{ranks.rank}.safetensors"
-        save_file(state, path)
+        pieces = trained.pieces()
+        save_file(state, path, as_metadata(pieces, state) if pieces is not None else None)
         shared.mine = {path.name: _synced(path)}
     with _together(ranks, partial):
         if writer:
             files = {name: of for by_name in shared.of_all for name, of in by_name.items()}
-            content = State(
+            content = SavedState(
                 run=writer.run.identity(),
                 step=step,
                 num_ranks=ranks.size,
                 attempt=writer.attempt,
                 files=files,
             )
-            store.write_json(partial / STATE, asdict(content))
+            store.write_json(partial / SAVED_STATE, asdict(content))
             writer.sync()
             _publish(partial, directory / f"step-{step:06d}", writer)
             complete = _complete(directory)
@@ -93,8 +84,12 @@ def save(
                 _remove(complete[old])
 
 
-def restore(directory: Path, trained: Stateful, ranks: Ranks, writer: RunWriter | None) -> int:
-    """Load the newest checkpoint that every rank finds sound. Returns its step, or 0 for a start. Collective.
+def restore(
+    directory: Path, trained: Stateful, ranks: Ranks, writer: RunWriter | None, *, first: int = 0
+) -> int:
+    """Load the newest checkpoint that every rank finds sound; `first` is the step that the run began after.
+
+    Returns its step, or `first` where there is none. Collective.
 
     One whose steps are not all recorded, or were recorded anew by a later attempt, is passed over. Raises
     StoreError where there are checkpoints and none of them is sound.
@@ -109,7 +104,7 @@ def restore(directory: Path, trained: Stateful, ranks: Ranks, writer: RunWriter 
         tensors, unrecorded, wrong = {}, None, None
         try:
             state = _state_of(complete[step], step, ranks.size, run)
-            unrecorded = _unrecorded(state, recorded)
+            unrecorded = _unrecorded(state, recorded, first)
             if unrecorded is None:
                 tensors = _tensors_of(complete[step], state, ranks.rank, trained)
         except _Unsound as error:
@@ -129,7 +124,7 @@ def restore(directory: Path, trained: Stateful, ranks: Ranks, writer: RunWriter 
             f"{directory}: no checkpoint here is sound ({damages[0]}); "
             "remove this folder to start the run again"
         )
-    return 0
+    return first
 
 
 def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer: RunWriter | None) -> Any:
@@ -237,32 +232,25 @@ def _complete(directory: Path) -> dict[int, Path]:
     return {step: path for step, path in named.items() if os.path.lexists(path)}
 
 
-def _state_of(path: Path, step: int, num_ranks: int, run: str) -> State:
+def _state_of(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
     """Raises _Unsound, and StoreError where as it says it is another number of ranks' own."""
     try:
-        state = _JSON.validate_python(store.read_json(path / STATE))
+        state = store.saved_state(path)
     except StoreError as error:
-        raise _Unsound(f"{STATE} {str(error).removeprefix(f'{path / STATE}: ')}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise _Unsound(f"{STATE} {field}: got {str(first['input'])[:80]!r}; {first['msg']}") from None
+        raise _Unsound(str(error)) from None
     if state.run != run:
-        raise _Unsound(f"{STATE} run: got {state.run[:80]!r}; this run is {run!r}")
+        raise _Unsound(f"{SAVED_STATE} run: got {state.run[:80]!r}; this run is {run!r}")
     if state.step != step:
-        raise _Unsound(f"{STATE} step: got {state.step}; the folder is of step {step}")
-    expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
-    if state.files.keys() != expected or len(expected) != state.num_ranks:
-        raise _Unsound(f"{STATE} files: got {len(expected)} for {state.num_ranks} ranks")
+        raise _Unsound(f"{SAVED_STATE} step: got {state.step}; the folder is of step {step}")
     if state.num_ranks != num_ranks:
         raise StoreError(
-            f"{path}: was written by {state.num_ranks} ranks and this run has {num_ranks}; "
-            "resume with as many, or remove the checkpoint to start again"
+            f"{path}: was written by {state.num_ranks} ranks and this run has {num_ranks}; resume with as "
+            "many, or begin another run from it (checkpoint.start_from)"
         )
     return state
 
 
-def _tensors_of(path: Path, state: State, rank: int, trained: Stateful) -> dict[str, Tensor]:
+def _tensors_of(path: Path, state: SavedState, rank: int, trained: Stateful) -> dict[str, Tensor]:
     """A rank's file, which is as it was written, and fits. Raises _Unsound."""
     name = f"rank-{rank}.safetensors"
     wrong = store.damage(path / name, state.files[name])
@@ -281,9 +269,9 @@ def _tensors_of(path: Path, state: State, rank: int, trained: Stateful) -> dict[
     return tensors
 
 
-def _unrecorded(state: State, recorded: Mapping[int, int]) -> str | None:
+def _unrecorded(state: SavedState, recorded: Mapping[int, int], first: int) -> str | None:
     """Why what is recorded of the steps is not what led to a checkpoint; None where it is."""
-    for step in range(1, state.step + 1):
+    for step in range(first + 1, state.step + 1):
         if step not in recorded:
             return f"step {step} is not recorded in metrics.jsonl"
         if recorded[step] > state.attempt:
@@ -346,6 +334,3 @@ def _restore_rng(state: Mapping[str, Tensor]) -> None:
     np.random.set_state(found.numpy)
     if found.cuda is not None:
         torch.cuda.set_rng_state(found.cuda)
-
-
-_JSON = TypeAdapter(State)

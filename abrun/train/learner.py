@@ -1,11 +1,12 @@
 """What is trained, and how a step updates it: policy, value model, their learning rates, their state."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from abrun.backends import B, Backend, Objective, ValueModel
+from abrun.backends.pieces import Piece
 from abrun.recipe import Optimizer
 from abrun.rl.metrics import all_reduce, merge
 from abrun.train.phases import Phases
@@ -66,6 +67,14 @@ class Learner:
             of_values = self._value_model.local_state()
             state |= {f"{OF_VALUE_MODEL}{name}": tensor for name, tensor in of_values.items()}
         return state
+
+    def pieces(self) -> Mapping[str, Piece] | None:
+        """See abrun.backends.Trained."""
+        pieces = self._policy.pieces()
+        if self._value_model is None or pieces is None:
+            return pieces
+        of_values = self._value_model.pieces() or {}
+        return {**pieces, **{f"{OF_VALUE_MODEL}{name}": piece for name, piece in of_values.items()}}
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `local_state` of the same rank of an equal run gave."""

@@ -13,6 +13,7 @@ from abrun.errors import AbrunError
 from abrun.recipe import OwnRunConfig
 from abrun.store import RunDir, RunRecord, RunWriter
 from abrun.train import checkpoint
+from abrun.train.branch import Origin, start_from
 from abrun.train.recorder import Recorder
 from abrun.train.setup import Setup, make_setup
 from abrun.train.validation import Validator
@@ -44,9 +45,12 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     recorder = Recorder(writer, config, record)
     recorder.event("started", pid=os.getpid())
     setup = make_setup(config, record.name.seed, run.initial_weights, device)
-    recorder.environment(config, setup.policy, _prompts(setup))
+    origin, folder = None, config.checkpoint.start_from
+    if folder is not None:
+        origin = start_from(folder, setup.learner, setup.ranks, config.steps)
+    recorder.environment(config, setup.policy, _prompts(setup), origin and origin.recorded())
     try:
-        _train(run, setup, make_algorithm(setup), recorder, requests, writer)
+        _train(run, setup, make_algorithm(setup), recorder, requests, writer, origin)
     finally:
         setup.sampler.close()
 
@@ -58,14 +62,16 @@ def _train(
     recorder: Recorder,
     requests: "Requests",
     writer: RunWriter | None,
+    origin: Origin | None,
 ) -> None:
     config, checkpoints, keep = setup.config, run.checkpoints, setup.config.checkpoint.keep
-    saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer)
-    if start:
+    first = origin.step if origin else 0
+    saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer, first=first)
+    if start > first:
         recorder.event("resumed", step=start)
     validator = Validator(setup, config.validation, recorder, algorithm) if config.validation else None
-    if validator and start == 0:
-        recorder.metrics(0, validator.validate(0))
+    if validator and start == first:
+        recorder.metrics(first, validator.validate(first))
     setup.phases.collect()
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)

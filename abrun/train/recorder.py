@@ -41,10 +41,16 @@ class Recorder:
                 config, record, writer.run.path, lambda text: self.event("wandb", message=text)
             )
 
-    def environment(self, config: OwnRunConfig, policy: Backend, prompts: Iterable[str]) -> None:
+    def environment(
+        self,
+        config: OwnRunConfig,
+        policy: Backend,
+        prompts: Iterable[str],
+        started_from: Mapping[str, Any] | None,
+    ) -> None:
         """Record what the run depends on besides its configuration, its policy being the initial one.
 
-        Collective.
+        `started_from`: the checkpoint of another run that it began from. Collective.
         """
         ranks = policy.ranks
         places = ranks.of_all((socket.gethostname(), _device_name(ranks.device)))
@@ -62,6 +68,7 @@ class Recorder:
                 "precision": _precision(config.policy, ranks.device),
                 "prompts_sha256": prompts_sha256(prompts),
                 "initial_weights_hash": initial_weights,
+                "started_from": started_from,
             }
         )
 

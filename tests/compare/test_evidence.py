@@ -26,6 +26,24 @@ def check(comparison, metric):
     return next(one for one in comparison.arms[0].step_one if one.metric == metric)
 
 
+def began_after(experiment_dir, step, of="a" * 64):
+    """As runs that went on from a checkpoint: their first step is a later one than 1."""
+    origin = {"run": "baseline/seed-0 x", "step": step, "sha256": of}
+    for run in {path.parent for path in experiment_dir.glob("*/*/metrics.jsonl")}:
+        edit(run / "environment.json", lambda content: content.update(started_from=origin))
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        write_rows(run, [row for row in rows if row["step"] > step])
+
+
+def test_the_first_step_after_a_shared_checkpoint_is_step_one(simulated, judged):
+    experiment_dir = simulated()
+    began_after(experiment_dir, 10)
+    assert check(judged(experiment_dir), "train/grad_norm").step == 11
+    edit(experiment_dir / "treatment/seed-1/environment.json", lambda content: content.pop("started_from"))
+    (reason,) = judged(experiment_dir).content.reasons
+    assert reason.startswith("the checkpoints that they started from differ between baseline/seed-1 and")
+
+
 @pytest.mark.parametrize(("deviation", "passes"), [(0.9e-4, True), (1.1e-4, False)])
 def test_float32_may_round_a_metric_by_1e_4(simulated, judged, deviation, passes):
     experiment_dir = simulated()

@@ -1,6 +1,7 @@
 """What a machine can run at once."""
 
 import importlib.metadata
+import json
 import os
 from pathlib import Path
 
@@ -120,6 +121,25 @@ def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     on_path = make_plan(load_recipe(FOREIGN, ["trainer.python=python", f"trainer.env.PATH={tmp_path}"]))
     monkeypatch.setenv("PATH", "/nowhere")
     assert refused(on_path, machine) is None, "the command's own PATH counts"
+
+
+def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path) -> None:
+    def line(steps: int) -> str | None:
+        settings = [f"steps={steps}", f"checkpoint.start_from={tmp_path}", "warm_start=null"]
+        return refused(make_plan(load_recipe(SMALL, settings)), Machine(gpus=(), cores=1))
+
+    got = f"checkpoint.start_from: got '{tmp_path}'"
+    missing = line(9)
+    assert missing and f"{got}, which is no checkpoint (state.json no such file" in missing
+    files = {"rank-0.safetensors": {"bytes": 1, "sha256": "0"}}
+    state = {"run": "x", "step": 9, "num_ranks": 1, "attempt": 1, "files": files}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    late = line(9)
+    assert late and f"{got}, of step 9, and steps 9" in late and "use steps: 10 or more" in late
+    assert line(10) is None
+    (tmp_path / "state.json").write_text(json.dumps(state | {"num_ranks": 2}))
+    torn = line(10)
+    assert torn and "state.json files: got 1 for 2 ranks" in torn
 
 
 def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ class OneTensor:
     def local_state(self) -> dict[str, torch.Tensor]:
         return {"weights/x": self.weights}
 
+    def pieces(self) -> None:
+        return None
+
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
         self.weights.copy_(state["weights/x"])
 

@@ -34,6 +34,9 @@ class Walk:
     def local_state(self) -> dict[str, torch.Tensor]:
         return {"place": self.place}
 
+    def pieces(self) -> None:
+        return None
+
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
         self.place.copy_(state["place"])
 

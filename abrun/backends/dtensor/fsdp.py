@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from abrun.backends.pieces import Piece
 from abrun.recipe import Optimizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -150,6 +151,17 @@ class ShardedParameters:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     state[f"optimizer/{key}/{name}"] = _local(value)
         return state
+
+    def pieces(self) -> dict[str, Piece]:
+        """See abrun.backends.Trained."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            own = Piece(tuple(parameter.shape), own_slices(parameter))
+            found[f"weights/{name}"] = own
+            if self._optimizer is not None:
+                of_state = {"step": Piece((), ()), "exp_avg": own, "exp_avg_sq": own}
+                found |= {f"optimizer/{key}/{name}": piece for key, piece in of_state.items()}
+        return found
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         """See abrun.backends.Trained."""

@@ -164,6 +164,9 @@ class MegatronBackend:
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         self._sharded.load_local_state(state)
 
+    def pieces(self) -> None:
+        return None
+
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._sharded.resident_tensors()
 

@@ -17,6 +17,7 @@ from abrun.metric_names import (
     STEP_ONE,
 )
 from abrun.recipe import Compare
+from abrun.store import started_after
 
 # How far rounding alone may move a step-one metric, relative to its scale. float32 sums over a batch in
 # another order differ by 1e-6 to 1e-5; bfloat16 keeps 8 bits (2^-8 = 4e-3) and rounds at every layer.
@@ -47,9 +48,11 @@ def step_one(arm: str, pairs: Sequence[Pair], compare: Compare) -> list[StepOne]
     """T1 for every metric of the list that the first step of some pair has in both arms.
 
     A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`. Nothing
-    where the first recorded step is a later one than 1: updates have been made by then.
+    where the first recorded step is a later one than the runs' first: updates have been made by then.
     """
-    pairs = [pair for pair in pairs if first_step(pair.baseline) <= 1]
+    pairs = [
+        pair for pair in pairs if first_step(pair.baseline) <= 1 + started_after(pair.baseline.environment)
+    ]
     found = (_step_one(arm, pairs, metric, compare) for metric in STEP_ONE)
     return [one for one in found if one]
 

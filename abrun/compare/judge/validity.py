@@ -12,7 +12,7 @@ from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, is
 from abrun.recipe import Primary, dotted
 from abrun.series import Steps, window_bounds
 
-INITIAL_WEIGHTS = "initial_weights_hash"
+INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
 # What of environment.json must not differ between paired runs. Hosts may.
 ENVIRONMENT = {
     "versions": "package versions differ",
@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "devices": "devices differ",
     "prompts_sha256": "the prompt hash differs",
     INITIAL_WEIGHTS: "the initial weights differ",
+    STARTED_FROM: "the checkpoints that they started from differ",
 }
 OF_THE_MACHINE = ("versions", "python", "devices")
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
@@ -166,7 +167,10 @@ def _config_differences(
 
 
 def _declares_other_weights(declared: Iterable[str]) -> bool:
-    return any(key.split(".")[0] in ("model", "task", "warm_start") for key in declared)
+    return any(
+        key.split(".")[0] in ("model", "task", "warm_start") or key == "checkpoint.start_from"
+        for key in declared
+    )
 
 
 def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[str]:
@@ -228,6 +232,8 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
         keys = {"devices": ENVIRONMENT["devices"]}
     if _declares_other_weights(declared):
         keys.pop(INITIAL_WEIGHTS, None)
+    if "checkpoint.start_from" in declared:
+        keys.pop(STARTED_FROM, None)
     for pair in pairs:
         for run in (pair.treatment, *pair.reruns):
             for one in (pair.baseline, run):
