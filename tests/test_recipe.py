@@ -253,10 +253,6 @@ def refused(path: Path, *overrides: str) -> str:
             ["policy.backend.sequence_parallel", "false", "expert_parallel 2", "sequence_parallel: true"],
         ),
         (
-            "policy.backend={expert_parallel: 2, tensor_parallel: 2, sequence_parallel: true}",
-            ["policy.backend.sequence_parallel", "true", "expert_parallel 2", "type: megatron"],
-        ),
-        (
             "policy.backend={type: megatron, expert_parallel: 4}",
             ["policy.backend.expert_parallel", "4", "2 ranks", "divisor of 2"],
         ),

@@ -71,15 +71,6 @@ class Dtensor(Layout):
 
     type: Literal["dtensor"] = "dtensor"
 
-    @model_validator(mode="after")
-    def _routers_see_whole_sequences(self) -> Self:
-        if self.expert_parallel > 1 and self.sequence_parallel:
-            raise ValueError(
-                f"policy.backend.sequence_parallel: got true with expert_parallel {self.expert_parallel}, "
-                "which type 'dtensor' does not combine; use sequence_parallel: false, or type: megatron"
-            )
-        return self
-
 
 class Megatron(Layout):
     """megatron-core: layers and sequences cut over ranks, stages in a pipeline, experts over ranks."""

@@ -210,12 +210,16 @@ FOUR_RANKS = [
 ]
 FOUR_RANKS += [Case(num_experts=6), Case(num_experts=2)]  # of which two copies cannot have some each
 CONTEXT, TENSOR = (("context_parallel", 2),), (("tensor_parallel", 2),)
+SEQUENCE = (*TENSOR, ("sequence_parallel", True))
 FOUR_RANKS += [
     Case(layout=CONTEXT, coefficient=0.1),
     Case(expert_parallel=4, layout=CONTEXT, coefficient=0.1, policy=PACKED),
     Case(expert_parallel=4, layout=(("context_parallel", 4),), idle=True),
     Case(exact=False, layout=TENSOR, coefficient=0.1),
     Case(exact=False, layout=TENSOR, coefficient=0.1, policy=PACKED),
+    Case(exact=False, layout=SEQUENCE, coefficient=0.1),
+    Case(exact=False, layout=SEQUENCE, coefficient=0.1, policy=PACKED),
+    Case(exact=False, layout=SEQUENCE, idle=True, policy=(("activation_checkpointing", True),)),
 ]
 
 
@@ -331,15 +335,36 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 def replayed_over_two_ranks(batch: Any) -> dict[str, Any]:
     """Of ranks that share their sequences and the experts: what they record, and replay."""
-    backend = {"expert_parallel": 2, "context_parallel": 2}
-    policy = Policy.model_validate({"backend": backend, "replay_routing": True, "micro_batch_size": 3})
-    ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=2)
+    return replayed(batch, {"expert_parallel": 2, "context_parallel": 2})
+
+
+def replayed(batch: Any, backend: dict[str, Any]) -> dict[str, Any]:
+    settings = {"replay_routing": True, "packing": True, "micro_batch_size": 3}
+    policy = Policy.model_validate({"backend": backend} | settings)
+    ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=policy.backend.expert_parallel)
     split = DtensorBackend(partial(tiny, "experts"), policy, ranks)
     logprobs, routes = split.routed_logprobs(batch)
     again = batch.at(type(batch), advantages=batch.advantages, routes=routes)
     assert torch.equal(split.logprobs(again), logprobs)
     parts = split.forward_backward(again, WeightedLoss(float(batch.token_mask.sum())))
     return {"routes": routes, "routing metrics": all_reduce(parts, ranks.data)}
+
+
+SPREAD_AND_CUT = {"expert_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}
+
+
+def on_four_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    batch = some_batch()
+    return replayed(batch[slice(4 * (rank // 2), 4 * (rank // 2) + 4)], SPREAD_AND_CUT)
+
+
+@pytest.mark.slow
+def test_routes_are_recorded_and_replayed_where_sequences_are_cut_between_blocks(group: None) -> None:
+    batch = some_batch()
+    alone = make_backend("experts", packing=True)
+    _, routes = alone.routed_logprobs(batch)
+    for rank, found in enumerate(run_ranks(on_four_ranks, 4)):
+        assert torch.equal(found["routes"], routes[4 * (rank // 2) : 4 * (rank // 2) + 4])
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss", "mixtral", "nemotron_h", "olmoe"])

@@ -1,24 +1,45 @@
-"""memory-profile end to end on a CPU: what the fused path saves, where the peak is, and the refusals."""
+"""memory-profile on a CPU: what the fused path saves, where the peak is, and the refusals."""
 
 import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.probe import _run as run_probe
 from abrun.memory.profile import MemoryProfile, Peaks, measure_recipe
 from abrun.processes import Popen, processes_of
-from abrun.recipe import load_recipe
+from abrun.recipe import OwnRunConfig, load_recipe
+from tests.train.runs import single_rank
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = load_recipe(RECIPES / "fused-logprobs-memory.yaml")
 VOCABULARY = 32_768
 
 
-def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path) -> None:
+def measured_here(
+    module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
+    from abrun.launch.probe import ROWS
+    from abrun.memory.measure import _without_groups, measure
+    from abrun.train.setup import make_setup
+
+    assert module == "abrun.memory.measure"
+    directory.mkdir(parents=True)
+    with single_rank():
+        setup = make_setup(_without_groups(config), 0, None, torch.device("cpu"))
+        measure(setup, directory, **job)
+    return store.read_lines(directory / ROWS)
+
+
+def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("abrun.memory.profile.probe", measured_here)
     profile = measure_recipe(RECIPE, tmp_path, lengths=[32, 256])
     peaks = {(p.arm, p.length): p for p in profile.peaks}
     assert list(peaks) == [("baseline", 32), ("treatment", 32), ("baseline", 256), ("treatment", 256)]
@@ -66,6 +87,7 @@ def test_a_length_that_ran_out_of_memory_has_no_ratio() -> None:
     assert profile.table().row_count == 3
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_model_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="sequences of 5000 tokens; this model takes 4096") as raised:
         measure_recipe(RECIPE, tmp_path, lengths=[5000])

@@ -6,8 +6,9 @@ Every parameter is a DTensor over these ranks, so that FSDP, clipping and AdamW 
 products are of plain tensors, each rank's own part. Rows come in whole and hidden states go out whole. What
 enters a block's columns is the same on all ranks, so its gradient is added up there; what leaves its rows is
 a partial sum. With sequence parallelism the states between blocks are cut by positions, [B, S/P, H], and the
-two sums become a gather and a scatter. Positions are filled up to a multiple of P with zeros, which nothing
-reads: attention, and whoever takes the states, cut them off.
+two sums become a gather and a scatter. A router sees all positions on every rank, which then computes the
+same; what it and its experts make of them is cut again. Positions are filled up to a multiple of P with
+zeros, which nothing reads: attention, routers, and whoever takes the states, cut them off.
 """
 
 import logging
@@ -64,6 +65,7 @@ class TensorParallel:
                 self.replicate(parts.mlp.gate)
                 if not experts_are_spread:
                     self.replicate(parts.mlp.experts)
+                self._experts(parts)
             self.replicate(parts.input_layernorm, self._of_states)
             self.replicate(parts.post_attention_layernorm, self._of_states)
         self.replicate(base.norm, self._of_states)
@@ -163,6 +165,25 @@ class TensorParallel:
         self._rows(module.down_proj)
         module.forward = lambda states: forward(self.enter(states))
 
+    def _experts(self, layer: Any) -> None:
+        """A router and its experts: every rank computes the same, of all positions, and takes its own."""
+        of_layer, of_mlp, length = layer.forward, layer.mlp.forward, 0
+
+        def run_layer(hidden_states: Tensor, *, position_embeddings: Any, **settings: Any) -> Any:
+            nonlocal length  # not counting those that fill up
+            length = position_embeddings[0].shape[-2]
+            return of_layer(hidden_states, position_embeddings=position_embeddings, **settings)
+
+        def run(states: Tensor) -> Tensor:
+            if not self._cut:
+                return of_mlp(states)
+            whole: Any = _Joined.apply(states, self.group)
+            output = of_mlp(whole[:, :length].contiguous())
+            own: Any = _Own.apply(nn.functional.pad(output, (0, 0, 0, -length % self.size)), self.group)
+            return own
+
+        layer.forward, layer.mlp.forward = run_layer, run
+
     def _columns(self, module: nn.Module) -> None:
         """Some features of the output."""
         self._distribute(module, Shard(0))
@@ -215,11 +236,6 @@ def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
         raise RecipeError(
             f"{FIELD}: got {size} with {heads} attention heads and {shared} key-value heads; use a divisor "
             f"of {heads} that divides {shared} or is a multiple of it"
-        )
-    if sequence_parallel and getattr(config, "num_experts", None):
-        raise RecipeError(
-            f"policy.backend.sequence_parallel: got true with {kind}, whose routers then see some positions "
-            "alone; use sequence_parallel: false, or type: megatron"
         )
     if sequence_parallel and {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise RecipeError(
@@ -279,3 +295,33 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gathered(gradient, 1, ctx.group) if ctx.cut else gradient, None, None
+
+
+class _Joined(torch.autograd.Function):
+    """The gather of positions for what every rank computes alike; backward each takes its own's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(own, 1, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _own_positions(gradients[0], ctx.group), None
+
+
+class _Own(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_positions(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gathered(gradients[0], 1, ctx.group), None
+
+
+def _own_positions(whole: Tensor, group: ProcessGroup) -> Tensor:  # [B, S, H] -> [B, S/P, H]
+    return whole.chunk(group.size(), dim=1)[group.rank()].contiguous()
