@@ -364,7 +364,7 @@ def test_routes_are_recorded_and_replayed_where_sequences_are_cut_between_blocks
     batch = some_batch()
     alone = make_backend("experts", packing=True)
     _, routes = alone.routed_logprobs(batch)
-    for rank, found in enumerate(run_ranks(on_four_ranks, 4)):
+    for rank, found in enumerate(run_ranks(on_four_ranks, 4, timeout_s=280)):
         assert torch.equal(found["routes"], routes[4 * (rank // 2) : 4 * (rank // 2) + 4])
 
 
