@@ -93,7 +93,7 @@ def plain_losses(network: Any, batch: Pairs) -> dict[str, Tensor]:
     }
 
 
-def gradients_and_metrics(rank: int, world_size: int) -> dict[str, Any]:
+def gradients_and_metrics(rank: int, world_size: int) -> dict[Any, Any]:
     """Of every algorithm and log-prob path, on this rank's pairs, in microbatches of one pair."""
     batch, found = pairs_of_a_batch(), {}
     size = len(batch) // world_size
