@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from abrun.backends.pieces import Piece
+from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.implementations import BACKENDS, load
 from abrun.recipe import OwnRunConfig, Ppo
@@ -64,11 +64,8 @@ class Trained(Protocol):
         """Restore what `local_state` of the same rank of an equal layout gave."""
         ...
 
-    def pieces(self) -> Mapping[str, Piece] | None:
-        """Of what whole tensor each is a part that `local_state` gives, or will after a step.
-
-        The same names in every layout. None: the backend's checkpoints are for its own layout alone.
-        """
+    def pieces(self) -> Mapping[str, Held]:
+        """Of which parts of whole tensors each is made that `local_state` gives, or will after a step."""
         ...
 
     def resident_tensors(self) -> Sequence[Tensor]:

@@ -1,13 +1,17 @@
-"""A run that begins where a checkpoint of another one stopped, in whichever layout that was saved.
+"""A run that begins where a checkpoint of another one stopped, in whichever layout, by either backend.
 
-The files of the checkpoint's ranks say which piece of each whole tensor they hold; each rank of this run
-reads what its own pieces need, and nothing else. Learning rates, sampling and data are functions of the step,
+The files of the checkpoint's ranks say which pieces of whole tensors they hold; each rank of this run reads
+what its own pieces need, and nothing else. Learning rates, sampling and data are functions of the step,
 which goes on.
 """
 
 import contextlib
-from collections.abc import Mapping
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from abrun import store
-from abrun.backends.pieces import Piece, pieces_in
+from abrun.backends.pieces import Held, Piece, held_in
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.train.checkpoint import Stateful
@@ -42,9 +46,14 @@ def start_from(folder: str, trained: Stateful, ranks: Ranks, num_steps: int) -> 
     Raises RecipeError, on every rank alike, where there is none, or one that does not fit.
     """
     path, wrong, found = Path(folder).expanduser(), None, None
+    wanted = trained.pieces()
+    shapes = ranks.of_all({name: piece.shape for held in wanted.values() for name, piece in held.pieces})
     try:
         state, origin = _opened(path, ranks, num_steps)
-        found = _tensors_of([path / name for name in state.files], trained)
+        with contextlib.ExitStack() as opened:
+            saved = _Saved([opened.enter_context(safe_open(path / name, "pt")) for name in state.files])
+            _check_fit(saved.shapes(), functools.reduce(operator.or_, shapes))
+            found = _tensors_of(saved, wanted, trained.local_state())
     except (AbrunError, OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         wrong = " ".join(str(error).split()) or type(error).__name__
     words = next((each for each in ranks.of_all(wrong) if each), None)
@@ -68,45 +77,55 @@ def _opened(path: Path, ranks: Ranks, num_steps: int) -> tuple[store.SavedState,
     return state, Origin(run=state.run, step=state.step, sha256=digest)
 
 
-def _tensors_of(paths: list[Path], trained: Stateful) -> dict[str, Tensor]:
-    """What `load_local_state` takes, from the pieces in these files. Raises ValueError for other models."""
-    pieces = trained.pieces()
-    if pieces is None:
-        raise ValueError("policy.backend.type 'megatron' cannot begin from a checkpoint yet")
-    with contextlib.ExitStack() as opened:
-        files = [opened.enter_context(safe_open(path, "pt")) for path in paths]
-        saved = _Saved(files)
-        _check_fit(saved.shapes(), pieces)
-        held = trained.local_state()
-        return {
-            name: saved.read(name, piece, held[name].dtype if name in held else None)
-            for name, piece in pieces.items()
-            if name in saved.places  # a parameter that never had a gradient has no optimizer state
-        }
+def _tensors_of(saved: "_Saved", wanted: Mapping[str, Held], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `load_local_state` takes. Raises ValueError."""
+    return {
+        name: saved.read_held(held, own[name].dtype if name in own else None)
+        for name, held in wanted.items()
+        if held.pieces[0][0] in saved  # a parameter that never had a gradient has no optimizer state
+    }
 
 
 class _Saved:
     """The tensors of all ranks' files, as pieces of whole ones."""
 
     def __init__(self, files: list[Any]) -> None:
-        self.places: dict[str, dict[str, tuple[Piece, Any]]] = {}
+        # By the whole's name and where the piece is: of ranks that have the same, one is as good as another.
+        self._places: dict[str, dict[str, tuple[Piece, Callable[[tuple[slice, ...]], Tensor]]]] = {}
+        joined: dict[str, _Joined] = {}
+        latest: dict[str, list[Tensor]] = {}
         for file in files:
-            for name, piece in pieces_in(file.metadata()).items():
-                # Of ranks that have the same piece, one is as good as another
-                self.places.setdefault(name, {}).setdefault(repr(piece.slices), (piece, file))
+            for name, held in held_in(file.metadata()).items():
+                if not held.is_piece:
+                    one = joined.setdefault(repr(held.pieces), _Joined(held, latest))
+                    one.spans[held.span] = partial(file.get_tensor, name)
+                for index, (whole, piece) in enumerate(held.pieces):
+                    read = partial(_part_of_file, file, name)
+                    if not held.is_piece:
+                        read = partial(joined[repr(held.pieces)].read, index)
+                    self._places.setdefault(whole, {}).setdefault(repr(piece.slices), (piece, read))
+
+    def __contains__(self, whole: str) -> bool:
+        return whole in self._places
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: next(iter(held.values()))[0].shape for name, held in self.places.items()}
+        return {name: next(iter(there.values()))[0].shape for name, there in self._places.items()}
 
-    def read(self, name: str, wanted: Piece, dtype: torch.dtype | None) -> Tensor:
-        """One piece, put together. `dtype`: which it has to be in; None: as saved."""
+    def read_held(self, held: Held, dtype: torch.dtype | None) -> Tensor:
+        """`dtype`: which it has to be in; None: as saved."""
+        exact = None if held.rounded else dtype
+        found = held.joined([self._read(name, piece, exact) for name, piece in held.pieces])
+        return found if dtype is None else found.to(dtype)
+
+    def _read(self, name: str, wanted: Piece, dtype: torch.dtype | None) -> Tensor:
+        """One piece, put together."""
         own: Tensor | None = None
         num_read = 0
-        for piece, file in self.places[name].values():
+        for piece, read in self._places[name].values():
             part = piece.common(wanted)
             if part is None:
                 continue
-            there = file.get_slice(name)[piece.inside(part)] if part else file.get_tensor(name)
+            there = read(piece.inside(part))
             if dtype is not None and there.dtype != dtype:
                 raise ValueError(f"{name} is {there.dtype}, and {dtype} in this run")
             own = torch.zeros(wanted.size, dtype=there.dtype) if own is None else own
@@ -119,14 +138,43 @@ class _Saved:
         return own
 
 
-def _check_fit(saved: Mapping[str, tuple[int, ...]], pieces: Mapping[str, Piece]) -> None:
+class _Joined:
+    """A tensor of several pieces, or of whose elements each of some files has a span.
+
+    `latest` is shared by all of them: what one was split into last. Its pieces are mostly asked for together.
+    """
+
+    def __init__(self, held: Held, latest: dict[str, list[Tensor]]) -> None:
+        self._held, self._latest = held, latest
+        self.spans: dict[tuple[int, int] | None, Callable[[], Tensor]] = {}
+
+    def read(self, index: int, part: tuple[slice, ...]) -> Tensor:
+        key = repr(self._held.pieces)
+        if key not in self._latest:
+            self._latest.clear()
+            self._latest[key] = self._held.split(self._whole())
+        return self._latest[key][index][part]
+
+    def _whole(self) -> Tensor:
+        if None in self.spans:
+            return self.spans[None]()
+        flat = torch.cat([self.spans[span]() for span in sorted(span for span in self.spans if span)])
+        if len(flat) != math.prod(self._held.shape):
+            raise ValueError(f"{self._held.pieces[0][0]} is not whole")
+        return flat.view(self._held.shape)
+
+
+def _part_of_file(file: Any, name: str, part: tuple[slice, ...]) -> Tensor:
+    return file.get_slice(name)[part] if part else file.get_tensor(name)
+
+
+def _check_fit(saved: Mapping[str, tuple[int, ...]], run: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ValueError where the two are of other models, or another algorithm's parts."""
-    there = {name for name in saved if "weights/" in name}
-    here = {name for name in pieces if "weights/" in name}
+    there, here = ({name for name in names if "weights/" in name} for names in (saved, run))
     for names, words in ((there - here, "which this run lacks"), (here - there, "which it lacks")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"this run and it train other weights: {min(names)}{more}, {words}")
-    for name, piece in pieces.items():
-        if name in saved and saved[name] != piece.shape:
-            raise ValueError(f"{name} has the shape {list(saved[name])}, and {list(piece.shape)} in this run")
+    for name, shape in run.items():
+        if name in saved and saved[name] != shape:
+            raise ValueError(f"{name} has the shape {list(saved[name])}, and {list(shape)} in this run")

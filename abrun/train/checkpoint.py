@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from abrun import store
-from abrun.backends.pieces import Piece, as_metadata
+from abrun.backends.pieces import Held, as_metadata
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, StoreError
 from abrun.store import SAVED_STATE, RunWriter, SavedState
@@ -39,7 +39,7 @@ class Stateful(Protocol):
 
     def load_local_state(self, state: dict[str, Tensor]) -> None: ...
 
-    def pieces(self) -> Mapping[str, Piece] | None: ...
+    def pieces(self) -> Mapping[str, Held]: ...
 
 
 class _Unsound(Exception):
@@ -62,8 +62,7 @@ def save(
     with _together(ranks, partial) as shared:
         state = {name: tensor.contiguous() for name, tensor in (trained.local_state() | _rng_state()).items()}
         path = partial / f"rank-{ranks.rank}.safetensors"
-        pieces = trained.pieces()
-        save_file(state, path, as_metadata(pieces, state) if pieces is not None else None)
+        save_file(state, path, as_metadata(trained.pieces(), state))
         shared.mine = {path.name: _synced(path)}
     with _together(ranks, partial):
         if writer:

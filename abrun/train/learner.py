@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from abrun.backends import B, Backend, Objective, ValueModel
-from abrun.backends.pieces import Piece
+from abrun.backends.pieces import Held
 from abrun.recipe import Optimizer
 from abrun.rl.metrics import all_reduce, merge
 from abrun.train.phases import Phases
@@ -68,13 +68,13 @@ class Learner:
             state |= {f"{OF_VALUE_MODEL}{name}": tensor for name, tensor in of_values.items()}
         return state
 
-    def pieces(self) -> Mapping[str, Piece] | None:
+    def pieces(self) -> Mapping[str, Held]:
         """See abrun.backends.Trained."""
-        pieces = self._policy.pieces()
-        if self._value_model is None or pieces is None:
-            return pieces
-        of_values = self._value_model.pieces() or {}
-        return {**pieces, **{f"{OF_VALUE_MODEL}{name}": piece for name, piece in of_values.items()}}
+        pieces = dict(self._policy.pieces())
+        if self._value_model is not None:
+            for name, held in self._value_model.pieces().items():
+                pieces[f"{OF_VALUE_MODEL}{name}"] = held.under(OF_VALUE_MODEL)
+        return pieces
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `local_state` of the same rank of an equal run gave."""

@@ -1,13 +1,13 @@
 """A run that begins from another run's checkpoint, in the same layout or in any other."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from abrun import store
+from abrun.backends.pieces import Held
 from abrun.errors import RecipeError
 from abrun.recipe import OwnRunConfig
 from abrun.train import checkpoint
@@ -29,8 +29,18 @@ LAYOUTS = {
     "experts": (TWO, "policy.backend={expert_parallel: 2}"),
     "copies": (FOUR, "policy.backend={expert_parallel: 2}"),
     "experts and tensor": (FOUR, "policy.backend={expert_parallel: 2, tensor_parallel: 2}"),
+    "megatron": ("policy.backend={type: megatron}",),
+    "megatron, copies": (TWO, "policy.backend={type: megatron, distributed_optimizer: false}"),
+    "megatron, data": (TWO, "policy.backend={type: megatron}"),
+    "megatron, sequence": (
+        FOUR,
+        "policy.backend={type: megatron, tensor_parallel: 2, sequence_parallel: true}",
+    ),
+    "megatron, pipeline": (TWO, "policy.backend={type: megatron, pipeline_parallel: 2}"),
+    "megatron, experts": (FOUR, "policy.backend={type: megatron, expert_parallel: 2}"),
 }
 MOE = "model.preset=qwen3-moe-tiny"
+EVEN = "model.preset=qwen2-wide-vocab"  # in its number of layers
 
 
 def checkpoint_of(run: Path, step: int) -> str:
@@ -119,21 +129,32 @@ def test_from_layout_to_layout_and_back(tmp_path: Path, trunk: Path, warm_weight
     _is_next(back, context, 3)
 
 
+def test_from_backend_to_backend_and_back(
+    tmp_path: Path, trunk: Path, warm_weights: Path, group: None
+) -> None:
+    megatron = branch(tmp_path / "megatron", trunk, 1, *LAYOUTS["megatron"], weights=warm_weights)
+    train_here(megatron)
+    _is_next(megatron, trunk, 1)
+    back = branch(tmp_path / "back", megatron, 2, weights=warm_weights)
+    train_here(back)
+    _is_next(back, megatron, 2)
+
+
 # --- to the bit ---
 
 
 def taken_and_saved(
     rank: int, size: int, config: OwnRunConfig, folder: str, path: Path
-) -> dict[str, tuple[torch.Tensor, Any]]:
-    """What a rank has after it began there, its part of every tensor and which that is; saved once more."""
+) -> dict[str, tuple[torch.Tensor, Held]]:
+    """What a rank has after it began there, and of which parts that is made; saved once more."""
     setup = make_setup(config, 0, None, torch.device("cpu"))
     start_from(folder, setup.learner, setup.ranks, 99)
     run = store.RunDir(path)
     writer = run.begin_attempt() if rank == 0 else None
     checkpoint.save(run.checkpoints, setup.learner, setup.ranks, step=2, keep=1, writer=writer)
     state, pieces = setup.learner.local_state(), setup.learner.pieces()
-    assert pieces is not None and state.keys() == pieces.keys()
-    return {name: (tensor.clone(), pieces[name].slices) for name, tensor in state.items()}
+    assert state.keys() == pieces.keys()
+    return {name: (tensor.clone(), pieces[name]) for name, tensor in state.items()}
 
 
 CASES = [
@@ -145,6 +166,13 @@ CASES = [
     ("experts", (MOE,)),
     ("copies", (MOE,)),
     ("experts and tensor", (MOE,)),
+    ("megatron", ()),
+    ("megatron, copies", (PPO, "policy.dtype=bfloat16")),
+    ("megatron, data", ()),
+    ("megatron, data", (PPO, "policy.dtype=bfloat16")),
+    ("megatron, sequence", (PPO,)),
+    ("megatron, pipeline", (EVEN, PPO)),
+    ("megatron, experts", (MOE,)),
 ]
 
 
@@ -156,18 +184,18 @@ def test_every_rank_takes_its_part_to_the_bit_and_gives_it_back(
     with_gradients = (*PACKED, *settings, "algorithm.entropy_coefficient=0.05", ALL)
     one = make_run(tmp_path / "one", run_config("steps=2", *with_gradients))
     train_here(one)
-    saved = load_file(Path(checkpoint_of(one, 2)) / "rank-0.safetensors")
-    whole = {name: tensor for name, tensor in saved.items() if not name.startswith("rng/")}
-    assert min(float(whole[name].abs().max()) for name in whole if "/exp_avg_sq/" in name) > 0
-    config, spread = run_config("steps=3", *with_gradients, *LAYOUTS[layout]), tmp_path / "spread"
-    parts = run_ranks(taken_and_saved, config.cluster.ranks, config, checkpoint_of(one, 2), spread)
-    for part in parts:
-        assert part.keys() == whole.keys()
-        assert all(torch.equal(tensor, whole[name][slices]) for name, (tensor, slices) in part.items())
     alone = run_config("steps=3", *with_gradients)
+    whole = taken_and_saved(0, 1, alone, checkpoint_of(one, 2), tmp_path / "again")
+    named = {held.pieces[0][0]: tensor for tensor, held in whole.values()}
+    assert min(float(named[name].abs().max()) for name in named if "/exp_avg_sq/" in name) > 0
+    config, spread = run_config("steps=3", *with_gradients, *LAYOUTS[layout]), tmp_path / "spread"
+    for part in run_ranks(taken_and_saved, config.cluster.ranks, config, checkpoint_of(one, 2), spread):
+        for tensor, held in part.values():
+            expected = held.joined([named[name][piece.slices] for name, piece in held.pieces])
+            assert torch.equal(tensor, expected.to(tensor.dtype))
     back = taken_and_saved(0, 1, alone, checkpoint_of(spread, 2), tmp_path / "back")
     assert back.keys() == whole.keys()
-    assert all(torch.equal(tensor, whole[name]) for name, (tensor, _) in back.items())
+    assert all(torch.equal(tensor, whole[name][0]) for name, (tensor, _) in back.items())
 
 
 # --- what is refused ---

@@ -25,7 +25,7 @@ from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import IGNORED, Head, check_available
 from abrun.backends.packing import Packing, microbatches, packing_for, sequence_lengths
-from abrun.backends.pieces import Piece
+from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing, route_dtype
 from abrun.kernels import TokenLoss
@@ -251,8 +251,8 @@ class DtensorBackend:
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         self._parameters.load_local_state(state)
 
-    def pieces(self) -> dict[str, Piece]:
-        return self._parameters.pieces()
+    def pieces(self) -> dict[str, Held]:
+        return self._parameters.pieces("network.")
 
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._parameters.resident_tensors()

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from abrun.backends.pieces import Piece
+from abrun.backends.pieces import Held, Piece, of_optimizer
 from abrun.recipe import Optimizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -152,15 +152,15 @@ class ShardedParameters:
                     state[f"optimizer/{key}/{name}"] = _local(value)
         return state
 
-    def pieces(self) -> dict[str, Piece]:
-        """See abrun.backends.Trained."""
+    def pieces(self, prefix: str) -> dict[str, Held]:
+        """See abrun.backends.Trained. `prefix`: what Hugging Face's names lack of these parameters'."""
         found = {}
         for name, parameter in self._parameters.items():
-            own = Piece(tuple(parameter.shape), own_slices(parameter))
-            found[f"weights/{name}"] = own
+            own = Held.one(name.removeprefix(prefix), Piece(tuple(parameter.shape), own_slices(parameter)))
+            found[f"weights/{name}"] = own.under("weights/")
             if self._optimizer is not None:
-                of_state = {"step": Piece((), ()), "exp_avg": own, "exp_avg_sq": own}
-                found |= {f"optimizer/{key}/{name}": piece for key, piece in of_state.items()}
+                for key, held in of_optimizer(own).items():
+                    found[f"optimizer/{key}/{name}"] = held.under(f"optimizer/{key}/")
         return found
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:

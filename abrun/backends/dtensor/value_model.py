@@ -13,7 +13,7 @@ from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, materialise, 
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.head import initial_value_weight
 from abrun.backends.packing import Packing, microbatches, packing_for
-from abrun.backends.pieces import Piece
+from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.models import facts_of
 from abrun.recipe import Policy, Ppo
@@ -103,8 +103,8 @@ class DtensorValueModel:
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         self._parameters.load_local_state(state)
 
-    def pieces(self) -> dict[str, Piece]:
-        return self._parameters.pieces()
+    def pieces(self) -> dict[str, Held]:
+        return self._parameters.pieces("base_model.")
 
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._parameters.resident_tensors()

@@ -22,6 +22,7 @@ from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
 from abrun.backends.megatron.value_model import MegatronValueModel
 from abrun.backends.packing import Packing, microbatches, packing_for
+from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing
 from abrun.kernels import TokenLoss
@@ -81,7 +82,7 @@ class MegatronBackend:
             distributed=policy.backend.distributed_optimizer,
             device=ranks.device,
         )
-        self._names = Names(self.model, network.config)
+        self._names = Names(self.model, network)
         self._names.load(network, self._sharded.assign)
         settings: dict[str, Any] = {
             "temperature": temperature,
@@ -156,8 +157,8 @@ class MegatronBackend:
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         self._sharded.load_local_state(state)
 
-    def pieces(self) -> None:
-        return None
+    def pieces(self) -> dict[str, Held]:
+        return self._sharded.pieces(self._names.held)
 
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._sharded.resident_tensors()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from abrun.backends.megatron.groups import expert_group, tensor_group
 from abrun.backends.megatron.network import head_width
+from abrun.backends.pieces import Held, Piece
 from abrun.models import part_of
 
 OF_HEAD = "value_head"  # of a critic, which no Hugging Face network has
@@ -32,10 +33,11 @@ class Place:
 class Names:
     """Of one model on this rank, by its Hugging Face configuration."""
 
-    def __init__(self, model: Any, config: Any) -> None:
+    def __init__(self, model: Any, network: Any) -> None:
         self._model: Any = model
-        self._config = config
-        self._groups, self._width = config.num_key_value_heads, head_width(config)
+        self._config: Any = network.config
+        self._shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
+        self._groups, self._width = self._config.num_key_value_heads, head_width(self._config)
         self._tensor, self._experts = tensor_group(), expert_group()
         self._named: dict[str, Tensor] = {
             name: p for name, p in model.named_parameters() if not name.startswith(OF_HEAD)
@@ -44,14 +46,18 @@ class Names:
     @torch.no_grad()
     def load(self, network: Any, assign: Callable[[str, Tensor], None]) -> None:
         """Assign this rank's part of each parameter by its name; nothing else of the `network` is read."""
-        for name, parameter in self._named.items():
-            place = self._place(name)
-            parts = [self._own_part(network, source, place) for source in place.sources]
-            mine = self._joined_heads(parts) if "linear_qkv" in name else torch.cat(parts)
-            padding = len(parameter) - len(mine)  # of the vocabulary, on the last ranks
-            mine = torch.cat([mine, mine.new_zeros(padding, *mine.shape[1:])]) if padding else mine
-            assert mine.shape == parameter.shape, f"{name}: {list(mine.shape)}, not {list(parameter.shape)}"
-            assign(name, mine)
+        for name in self._named:
+            held = self.held(name)
+            assign(name, held.joined([part_of(network, of, piece.slices) for of, piece in held.pieces]))
+
+    def held(self, name: str) -> Held:
+        """Of what this rank's part of a parameter is made."""
+        place = self._place(name)
+        return Held(
+            pieces=tuple((source, self._own_piece(self._shapes[source], place)) for source in place.sources),
+            shape=tuple(self._named[name].shape),
+            width=self._width if "linear_qkv" in name else None,
+        )
 
     @torch.no_grad()
     def whole(self, mine: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -81,24 +87,16 @@ class Names:
         local = torch.stack([mine(f"{before}{EXPERT}{index}.{after}") for index in range(count)])
         return torch.cat(_gathered(local, self._experts))
 
-    def _own_part(self, network: Any, source: str, place: Place) -> Tensor:
-        shape = network.get_parameter(source).shape
+    def _own_piece(self, shape: tuple[int, ...], place: Place) -> Piece:
         part = [slice(0, size) for size in shape]
         if place.expert is not None:
             part[0] = slice(place.expert, place.expert + 1)
-            return part_of(network, source, tuple(part))[0]
-        if place.shared != "not":
+        elif place.shared != "not":
             dim = 1 if place.shared == "columns" else 0
             size = -(-shape[dim] // self._tensor.size())
             start = min(self._tensor.rank() * size, shape[dim])
             part[dim] = slice(start, min(start + size, shape[dim]))
-        return part_of(network, source, tuple(part))
-
-    def _joined_heads(self, parts: Sequence[Tensor]) -> Tensor:  # [g * Q * D, ...] and twice [g * D, ...]
-        """[g * (Q + 2) * D, ...]: of each of this rank's g groups its queries, then its key and its value."""
-        groups = self._groups // self._tensor.size()
-        split = [part.view(groups, -1, self._width, *part.shape[1:]) for part in parts]
-        return torch.cat(split, dim=1).flatten(0, 2)
+        return Piece(shape, tuple(part))
 
     def _split_heads(self, joined: Tensor) -> Sequence[Tensor]:
         of_groups = joined.view(self._groups, -1, self._width, *joined.shape[1:])

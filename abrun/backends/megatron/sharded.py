@@ -4,7 +4,8 @@ Gradients are sums over tokens, microbatches and ranks, divided by nothing (`cal
 are reduced once an optimizer step, however many passes came before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.library import quiet
+from abrun.backends.pieces import Held, of_optimizer
 from abrun.recipe import Optimizer
 
 
@@ -79,10 +81,13 @@ class Sharded:
         return whole.view_as(parameter)
 
     def _own(self, parameter: Tensor) -> slice:
-        """The elements whose master this rank has."""
+        """The elements whose master this rank has; maybe none."""
         if not self._distributed:
             return slice(None)
-        span = self._optimizer_of(parameter)._get_model_param_range_map(parameter)["param"]
+        try:
+            span = self._optimizer_of(parameter)._get_model_param_range_map(parameter)["param"]
+        except KeyError:
+            return slice(0, 0)
         return slice(span.start, span.end)
 
     def _optimizer_of(self, parameter: Tensor) -> Any:
@@ -126,6 +131,29 @@ class Sharded:
         with torch.no_grad():
             for name, tensor in self.local_state().items():
                 tensor.copy_(state[name])
+
+    def pieces(self, held_of: Callable[[str], Held]) -> dict[str, Held]:
+        """See abrun.backends.Trained; `held_of` says it of a parameter of the module, by its name."""
+        found, trained = {}, {}
+        for name, parameter in self._named.items():
+            held = replace(held_of(name), rounded=hasattr(parameter, "main_param"))
+            found[f"weights/{name}"] = held.under("weights/")
+            trained[self._trained(parameter).data_ptr()] = name, parameter
+        for index, (_, own) in enumerate(self._optimized()):
+            name, parameter = trained[own.data_ptr()]
+            span = self._own(parameter)
+            held = replace(held_of(name), span=(span.start, span.stop) if self._distributed else None)
+            if hasattr(parameter, "main_param"):
+                found[f"optimizer/master/{index}"] = held.under("weights/")
+            for key, of_state in of_optimizer(held).items():
+                found[f"optimizer/{key}/{index}"] = of_state.under(f"optimizer/{key}/")
+        return found
+
+    def _trained(self, parameter: Any) -> Tensor:
+        """What the optimizer has of a parameter: its master, or some of its own elements."""
+        if getattr(parameter, "main_param", None) is not None:
+            return parameter.main_param
+        return parameter.detach().flatten()[self._own(parameter)]
 
     def resident_tensors(self) -> Sequence[Tensor]:
         """See abrun.backends.Trained."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from abrun.backends.megatron.names import OF_HEAD, Names
 from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
 from abrun.backends.packing import Packing, microbatches, packing_for
+from abrun.backends.pieces import Held, Piece
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Megatron, Policy, Ppo
 from abrun.rl.batch import Sequences
@@ -74,8 +76,9 @@ class MegatronValueModel:
             device=ranks.device,
             replicated=not own,
         )
-        if own:
-            Names(backbone, network.config).load(network, self._sharded.assign)
+        self._names = Names(backbone, network) if own else None
+        if self._names is not None:
+            self._names.load(network, self._sharded.assign)
         self._backbone: Any = self._sharded.module if own else backbone
 
     def values(self, batch: Sequences) -> Tensor:
@@ -123,8 +126,18 @@ class MegatronValueModel:
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         self._sharded.load_local_state(state)
 
-    def pieces(self) -> None:
-        return None
+    def pieces(self) -> dict[str, Held]:
+        return self._sharded.pieces(self._held)
+
+    def _held(self, name: str) -> Held:
+        """Of a parameter, by names as the other backend's value model has them."""
+        inside = name.removeprefix(f"{OF_HEAD}.")
+        if inside in ("weight", "bias"):
+            shape = tuple(getattr(self.head, inside).shape)
+            return Held.one(f"head.{inside}", Piece(shape, tuple(slice(0, size) for size in shape)))
+        assert self._names is not None
+        held = self._names.held(name)
+        return replace(held, pieces=tuple((of.removeprefix("model."), piece) for of, piece in held.pieces))
 
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._sharded.resident_tensors()
