@@ -36,6 +36,13 @@ SCRIPT = f"trainer.parameters.script={HERE / 'foreign_trainer.py'}"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 
 
+@pytest.fixture(autouse=True)
+def others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in this process ends all processes below it: not those that were there before."""
+    others = below(os.getpid())
+    monkeypatch.setattr(external_run, "below", lambda pid: below(pid) - others)
+
+
 def plan_of(*overrides: str) -> Plan:
     return make_plan(load_recipe(FOREIGN, [SCRIPT, *overrides]))
 
