@@ -53,6 +53,7 @@ from abrun.recipe.tasks import (
     Validation,
     WordProblems,
 )
+from abrun.recipe.vllm import VLLM_VERSIONS, vllm_refusal
 
 __all__ = [
     "ARCHITECTURES",
@@ -61,6 +62,7 @@ __all__ = [
     "MEGATRON_FAMILIES",
     "MEGATRON_VERSIONS",
     "NAME",
+    "VLLM_VERSIONS",
     "Arithmetic",
     "Checkpoint",
     "Cluster",
@@ -113,6 +115,7 @@ __all__ = [
     "stored_recipe",
     "stored_run",
     "unset_variables",
+    "vllm_refusal",
 ]
 
 BASELINE = "baseline"

@@ -16,7 +16,9 @@ PRESET_EXPERTS = {
 class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
-    preset: Literal["qwen2-tiny", "qwen3-moe-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
+    preset: (
+        Literal["qwen2-tiny", "qwen2-tiny-128", "qwen3-moe-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None
+    ) = None
     path: str | None = None
     system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template
 

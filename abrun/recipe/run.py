@@ -125,11 +125,15 @@ class OwnRunConfig(RunConfig):
         return 1.0, 1.0
 
     @property
-    def decodes(self) -> bool:
-        """Whether completions are sampled from the policy's own modules, to train on or to validate by."""
+    def samples(self) -> bool:
+        """Whether completions are sampled, to train on or to validate by."""
         validates = self.validation is not None and not isinstance(self.task, Completions | Preferences)
-        samples = validates or isinstance(self.algorithm, PolicyGradientSettings)
-        return samples and self.rollout.engine == "torch"
+        return validates or isinstance(self.algorithm, PolicyGradientSettings)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether they are sampled from the policy's own modules."""
+        return self.samples and self.rollout.engine == "torch"
 
     @model_validator(mode="after")
     def _ranks_fit_the_backend(self) -> Self:
@@ -273,6 +277,9 @@ def not_built(config: OwnRunConfig) -> list[str]:
     backend, engine, lines = config.policy.backend, config.rollout.engine, []
     if backend.type not in BACKENDS:
         lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
+    if config.rollout.tensor_parallel > 1:
+        size = config.rollout.tensor_parallel
+        lines.append(f"rollout.tensor_parallel: got {size}, not built yet; this version takes 1")
     if engine not in ENGINES:
         lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines

@@ -53,8 +53,9 @@ class TorchEngine:
     def sleep(self) -> None:
         """Nothing: the cache ends with each call."""
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         """Nothing."""
+        return False
 
     def close(self) -> None:
         """Nothing."""

@@ -16,7 +16,10 @@ OTHERS = {
     ),
     "no task file": (["task={type: gsm8k, path: /nonexistent/train.jsonl}"], "task.path: got '/nonexistent/"),
     "too long": (["rollout.max_new_tokens=2000"], "rollout.max_new_tokens: got 2000"),
-    "an engine to come": (["rollout.engine=vllm"], "rollout.engine: got 'vllm', not built yet"),
+    "a feature to come": (
+        ["model.preset=qwen3-moe-tiny", "policy={backend: {type: megatron}, replay_routing: true}"],
+        "policy.replay_routing: got it with policy.backend.type 'megatron', not built yet",
+    ),
     "too few ranks": (["cluster.cpu_ranks=2"], "asks for 2 ranks and 1 were started"),
 }
 
