@@ -213,12 +213,24 @@ class Policy(Section):
         return self
 
 
+LEAST_TEMPERATURE = 0.01  # of vLLM, which puts it in the place of what is colder
+
+
+def too_cold(temperature: float) -> str:
+    return (
+        f"got {temperature} with engine 'vllm', which samples at {LEAST_TEMPERATURE} or above; use at least "
+        "that, or engine: torch"
+    )
+
+
 class Rollout(Section):
     """How completions are sampled, on the GPUs or cores that train."""
 
     engine: Literal["torch", "vllm"] = "torch"
     tensor_parallel: Count = 1  # ranks that share an engine; with vllm
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # with vllm; None: 0.6
+    # With vllm on GPUs: kernels whose results do not depend on the batch, for the trainer's process, too
+    batch_invariant: bool = False
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Count = 512
@@ -236,4 +248,11 @@ class Rollout(Section):
                 f"rollout.gpu_memory_utilization: got {self.gpu_memory_utilization} with engine 'torch', "
                 "which sets no memory aside; use engine: vllm, or gpu_memory_utilization: null"
             )
+        if self.engine == "torch" and self.batch_invariant:
+            raise ValueError(
+                "rollout.batch_invariant: got true with engine 'torch', which has no such kernels; use "
+                "engine: vllm, or batch_invariant: false"
+            )
+        if self.engine == "vllm" and self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"rollout.temperature: {too_cold(self.temperature)}")
         return self

@@ -5,14 +5,16 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.policy import PRESET_EXPERTS, Model, Policy, Rollout
+from abrun.recipe.environment import Env
+from abrun.recipe.policy import LEAST_TEMPERATURE, PRESET_EXPERTS, Model, Policy, Rollout, too_cold
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
+from abrun.redaction import REFERENCE
 
 
 class WarmStart(Section):
@@ -92,6 +94,18 @@ class OwnTrainer(Section):
     """The trainer that comes with abrun."""
 
     type: Literal["abrun"] = "abrun"
+    env: Env = Field(default={})  # set before anything is imported; all else is inherited
+
+    @field_validator("env")
+    @classmethod
+    def _env_refers_to_nothing(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if REFERENCE.search(value) or "\0" in value:
+                raise ValueError(
+                    f"got {name}: {shortened(value)}; a run of abrun's own trainer inherits the environment: "
+                    "give plain text, or export it and drop it here"
+                )
+        return env
 
 
 class OwnRunConfig(RunConfig):
@@ -192,6 +206,17 @@ class OwnRunConfig(RunConfig):
             raise ValueError(
                 f"validation.path: got {shortened(validation.path)} with task.type {self.task.type!r}, whose "
                 "prompts are generated; use path: null"
+            )
+        if validation and self.rollout.engine == "vllm" and 0 < validation.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"validation.temperature: {too_cold(validation.temperature)}, or 0")
+        return self
+
+    @model_validator(mode="after")
+    def _invariant_kernels_are_there(self) -> Self:
+        if self.rollout.batch_invariant and not self.cluster.gpus_per_node:
+            raise ValueError(
+                "rollout.batch_invariant: got true with cluster.gpus_per_node: 0, and vLLM has no such kernels "
+                "for CPU cores; use batch_invariant: false, or GPUs"
             )
         return self
 

@@ -102,6 +102,8 @@ def start(config: OwnRunConfig, ranks: Ranks, tail: Tail) -> Any:
         raise LaunchError(wrong)
     with apart(ranks.device), failing("start", tail):
         os.environ.update(ALWAYS)
+        if config.rollout.batch_invariant:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         for name, value in UNLESS_SET.items():
             os.environ.setdefault(name, value)
         vllm: Any = importlib.import_module("vllm")
@@ -149,6 +151,8 @@ def _arguments(config: OwnRunConfig, ranks: Ranks) -> dict[str, Any]:
         "enable_sleep_mode": on_gpu,
         "disable_log_stats": True,
     }
+    if config.policy.logprobs.head_dtype:
+        arguments["hf_overrides"] = {"head_dtype": config.policy.logprobs.head_dtype}
     if rollout.batch_size:
         arguments["max_num_seqs"] = rollout.batch_size
     if on_gpu or rollout.gpu_memory_utilization:
