@@ -215,8 +215,8 @@ class OwnRunConfig(RunConfig):
     def _invariant_kernels_are_there(self) -> Self:
         if self.rollout.batch_invariant and not self.cluster.gpus_per_node:
             raise ValueError(
-                "rollout.batch_invariant: got true with cluster.gpus_per_node: 0, and vLLM has no such kernels "
-                "for CPU cores; use batch_invariant: false, or GPUs"
+                "rollout.batch_invariant: got true with cluster.gpus_per_node: 0, and vLLM has no such "
+                "kernels for CPU cores; use batch_invariant: false, or GPUs"
             )
         return self
 

@@ -28,10 +28,8 @@ class Sampler:
             if lost or self._num_updates_synced != self._learner.num_updates:
                 engine.sync(self._policy.weights())
                 self._num_updates_synced = self._learner.num_updates
-        try:
-            yield engine
-        finally:
-            engine.sleep()
+        yield engine
+        engine.sleep()  # not after an error, which ends the run and is to be heard
 
     def close(self) -> None:
         """End what the engine has started, if anything was ever sampled."""

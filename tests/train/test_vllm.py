@@ -92,11 +92,11 @@ def test_training_draws_and_computes_what_it_would_without_vllm(tmp_path: Path) 
 
 
 def test_killed_and_resumed_it_goes_on_with_the_same_samples(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole", "steps=6", "checkpoint.every=2")
+    whole = trained(tmp_path / "whole", "steps=3", "checkpoint.every=1")
     directory = tmp_path / "killed"
-    make_run(directory, run_config(*settings(tmp_path, "steps=6", "checkpoint.every=2")))
+    make_run(directory, run_config(*settings(tmp_path, "steps=3", "checkpoint.every=1")))
     trainer = Trainer(directory)
-    trainer.wait_for_step(3)
+    trainer.wait_for_step(1)
     trainer.send(signal.SIGKILL)
     trainer.wait()
     trainer = Trainer(directory)

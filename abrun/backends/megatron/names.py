@@ -78,7 +78,7 @@ class Names:
                 yield from zip(place.sources, parts, strict=True)
 
     def _is_of_vocabulary(self, name: str) -> bool:
-        """Whether its rows are tokens; the last norm may be longer than the vocabulary, and is none of them."""
+        """Whether its rows are tokens: the last norm's are not, and may be more than those."""
         return LAYER not in name and self._place(name).shared == "rows"
 
     def _is_copy(self, name: str) -> bool:

@@ -4,6 +4,7 @@ It holds a second copy of the weights, whole, which every sync replaces. While t
 vLLM sleeps: its cache and its weights are given away.
 """
 
+import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -72,7 +73,9 @@ class VllmEngine:
         return self._is_asleep
 
     def close(self) -> None:
-        with apart(self._ranks.device), failing("end", self._tail):
+        # After an error the run ends anyway, and that one is to be heard.
+        heard = contextlib.suppress(Exception) if self._tail.has_failed else failing("end", self._tail)
+        with apart(self._ranks.device), heard:
             end(self._llm)
 
     def _generate(self, prompts: list[list[int]], seeds: list[int], temperature: float) -> list[Completion]:

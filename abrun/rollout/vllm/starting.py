@@ -41,6 +41,7 @@ class Tail(logging.Handler):
         super().__init__(logging.INFO)
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self.not_loaded = ""  # what vLLM says of weights that it goes on without
+        self.has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
         line = " ".join(record.getMessage().split())
@@ -58,6 +59,7 @@ def failing(doing: str, tail: Tail) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # some hundred thousand foreign lines: what they raise is theirs
+        tail.has_failed = True
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise LaunchError(
             f"rollout.engine: vllm failed to {doing}: {reason}; last in its log: {str(tail) or 'nothing'}"
