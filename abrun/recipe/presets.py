@@ -16,6 +16,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     # Heads of 32, which vLLM has attention for, on CPU cores and GPUs.
     "qwen2-tiny-128": {
+        "model_type": "qwen2",
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": 3,

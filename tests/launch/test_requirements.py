@@ -233,7 +233,6 @@ def test_a_model_that_megatron_cannot_cut_so_is_known_before_it_is_loaded(
     assert line is None if expected is None else f": policy.backend.{expected}" in (line or "")
 
 
-def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None:
 def pretend(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
     """That these packages are installed, and no others."""
 
