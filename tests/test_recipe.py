@@ -195,6 +195,8 @@ def refused(path: Path, *overrides: str) -> str:
             ["algorithm.batch_size", "7", "2 data-parallel ranks", "of 2"],
         ),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
+        ("rollout.top_k=20", ["rollout.top_k", "20", "chunked", "top_k: null", "impl: logits"]),
+        ("rollout.min_p=0.1", ["rollout.min_p", "0.1", "chunked", "min_p: 0.0", "impl: logits"]),
         (
             "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",
             ["rollout.top_p", "0.9", "'triton'", "top_p: 1.0", "impl: logits with one_pass: false"],

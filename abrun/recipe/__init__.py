@@ -27,7 +27,18 @@ from abrun.recipe.command import (
     unset_variables,
 )
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
-from abrun.recipe.policy import DIMENSIONS, Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
+from abrun.recipe.policy import (
+    DIMENSIONS,
+    NO_FILTERS,
+    Dtensor,
+    Filters,
+    Logprobs,
+    Megatron,
+    Model,
+    Optimizer,
+    Policy,
+    Rollout,
+)
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.reading import dotted, merge, nested, overridden, read_with_defaults
 from abrun.recipe.refusals import shortened, unknown, validated
@@ -62,6 +73,7 @@ __all__ = [
     "MEGATRON_FAMILIES",
     "MEGATRON_VERSIONS",
     "NAME",
+    "NO_FILTERS",
     "VLLM_VERSIONS",
     "Arithmetic",
     "Checkpoint",
@@ -75,6 +87,7 @@ __all__ = [
     "Declared",
     "Dpo",
     "Dtensor",
+    "Filters",
     "Grpo",
     "Gsm8k",
     "Guards",

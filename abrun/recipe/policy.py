@@ -1,5 +1,6 @@
 """The trained model: its weights, where it runs, how it is optimised, how it samples."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -213,6 +214,20 @@ class Policy(Section):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Which tokens a sampler draws from, of a distribution after its temperature; in this order."""
+
+    min_p: float = 0.0  # those at least so many times as likely as the most likely one
+    top_k: int | None = None  # the k most likely ones, and those as likely as the last of them
+    top_p: float = 1.0  # the fewest most likely ones whose probabilities reach it
+
+    @property
+    def drop_tokens(self) -> bool:
+        return self != NO_FILTERS
+
+
+NO_FILTERS = Filters()
 LEAST_TEMPERATURE = 0.01  # of vLLM, which puts it in the place of what is colder
 
 
@@ -232,9 +247,17 @@ class Rollout(Section):
     # With vllm on GPUs: kernels whose results do not depend on the batch, for the trainer's process, too
     batch_invariant: bool = False
     temperature: Positive = 1.0
+    # Which tokens are drawn from, in this order: those so many times as likely as the likeliest, the k most
+    # likely, the fewest most likely ones that reach a probability
+    min_p: Fraction = 0.0
+    top_k: Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Count = 512
     batch_size: Count | None = None  # sequences generated at once on a rank; None: all
+
+    @property
+    def filters(self) -> Filters:
+        return Filters(min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:

@@ -1,5 +1,6 @@
 """What one training run sees: its resolved configuration."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable
@@ -10,11 +11,22 @@ from pydantic import Field, field_validator, model_validator
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.environment import Env
-from abrun.recipe.policy import LEAST_TEMPERATURE, PRESET_EXPERTS, Model, Policy, Rollout, too_cold
+from abrun.recipe.policy import (
+    LEAST_TEMPERATURE,
+    NO_FILTERS,
+    PRESET_EXPERTS,
+    Filters,
+    Model,
+    Policy,
+    Rollout,
+    too_cold,
+)
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
 from abrun.redaction import REFERENCE
+
+FILTERS = tuple(field.name for field in dataclasses.fields(Filters))
 
 
 class WarmStart(Section):
@@ -129,14 +141,14 @@ class OwnRunConfig(RunConfig):
         return self.cluster.ranks // math.prod(self.policy.backend.shape.values())
 
     @property
-    def trained_distribution(self) -> tuple[float, float]:
-        """Temperature and top-p of the distribution whose log-probs are trained: the sampler's, or all of it.
+    def trained_distribution(self) -> tuple[float, Filters]:
+        """Temperature and filters of the distribution that is trained: the sampler's, or all of it.
 
         Imitation and preferences have no sampler, whatever `rollout` says.
         """
         if isinstance(self.algorithm, PolicyGradientSettings):
-            return self.rollout.temperature, self.rollout.top_p
-        return 1.0, 1.0
+            return self.rollout.temperature, self.rollout.filters
+        return 1.0, NO_FILTERS
 
     @property
     def samples(self) -> bool:
@@ -181,11 +193,14 @@ class OwnRunConfig(RunConfig):
         self.algorithm.check_ranks(self.data_parallel)
         if self.warm_start:
             self._check_shares("warm_start.batch_size", self.warm_start.batch_size)
-        if self.trained_distribution[1] < 1 and self.policy.logprobs.impl != "logits":
+        if self.trained_distribution[1].drop_tokens and self.policy.logprobs.impl != "logits":
+            rollout, off = self.rollout, NO_FILTERS
+            name = next(each for each in FILTERS if getattr(rollout, each) != getattr(off, each))
             raise ValueError(
-                f"rollout.top_p: got {self.rollout.top_p} with policy.logprobs.impl "
+                f"rollout.{name}: got {getattr(rollout, name)} with policy.logprobs.impl "
                 f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
-                f"use top_p: 1.0, or impl: logits{' with one_pass: false' * self.policy.logprobs.one_pass}"
+                f"use {name}: {json.dumps(getattr(off, name))}, or impl: logits"
+                f"{' with one_pass: false' * self.policy.logprobs.one_pass}"
             )
         head_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
         if self.policy.backend.type == "megatron" and head_dtype != "float32":

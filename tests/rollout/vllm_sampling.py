@@ -59,7 +59,7 @@ def backend_of(config: OwnRunConfig, seed: int = 2) -> DtensorBackend:
         config.policy,
         make_ranks(torch.device("cuda" if config.cluster.gpus_per_node else "cpu"), {}),
         temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
+        filters=config.rollout.filters,
     )
 
 

@@ -147,9 +147,9 @@ class Trainer:
             raise TimeoutError(f"{self.directory}: still training after {timeout_s} s\n{self.stderr}")
         return self.processes[0].exitcode
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
         """Until metrics.jsonl has a row of `step`, or the trainer ended."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + timeout_s
         while self.running and last_step(self.directory) < step:
             assert time.monotonic() < deadline, f"{self.directory}: no step {step}\n{self.stderr}"
             time.sleep(0.002)

@@ -96,7 +96,7 @@ def test_killed_and_resumed_it_goes_on_with_the_same_samples(tmp_path: Path) -> 
     directory = tmp_path / "killed"
     make_run(directory, run_config(*settings(tmp_path, "steps=3", "checkpoint.every=1")))
     trainer = Trainer(directory)
-    trainer.wait_for_step(1)
+    trainer.wait_for_step(2, 280)
     trainer.send(signal.SIGKILL)
     trainer.wait()
     trainer = Trainer(directory)

@@ -95,6 +95,8 @@ class VllmEngine:
         return library.SamplingParams(
             seed=seed,
             temperature=temperature,
+            min_p=self._rollout.min_p,
+            top_k=self._rollout.top_k or 0,  # 0: all
             top_p=self._rollout.top_p,
             max_tokens=self._rollout.max_new_tokens,
             stop_token_ids=self._end_ids,
