@@ -102,7 +102,11 @@ def test_killed_and_resumed_it_goes_on_with_the_same_samples(tmp_path: Path) -> 
     trainer = Trainer(directory)
     assert trainer.wait(280) == 0, trainer.stderr
     assert "resumed" in events(directory)
-    assert_same_up_to_rounding(metrics_by_step(directory), whole)
+    resumed, expected = (  # a step that was killed before its checkpoint has no time of one
+        {step: {key: row[key] for key in row if not key.startswith("timing/")} for step, row in rows.items()}
+        for rows in (metrics_by_step(directory), whole)
+    )
+    assert_same_up_to_rounding(resumed, expected)
 
 
 def test_an_engine_that_fails_ends_the_run_in_a_line(tmp_path: Path) -> None:
