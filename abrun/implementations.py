@@ -11,7 +11,10 @@ BACKENDS = {
     "dtensor": "abrun.backends.dtensor:make_backend",
     "megatron": "abrun.backends.megatron:make_backend",
 }
-ENGINES = {"torch": "abrun.rollout.torch_engine:make_engine"}
+ENGINES = {
+    "torch": "abrun.rollout.torch_engine:make_engine",
+    "vllm": "abrun.rollout.vllm:make_engine",
+}
 LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
 
 

@@ -215,15 +215,16 @@ def digits(prompt: str, completion: str, answer: str) -> float:
 
 @pytest.mark.slow
 def test_both_are_launched_by_the_quickstart(tmp_path: Path) -> None:
-    """In processes of their own, where a `sitecustomize` has the two lines."""
+    """In processes of their own, where a `sitecustomize` has the two lines.
+
+    Under names of which a launch asks for no package.
+    """
     lines = [
-        f"implementations.{registry}[{name!r}] = {implementation!r}"
-        for registry, (_, name, implementation, _) in zip(
-            ("ENGINES", "BACKENDS"), IMPLEMENTATIONS.values(), strict=True
-        )
+        f"implementations.{registry}[{name!r}] = {IMPLEMENTATIONS[seam][2]!r}"
+        for registry, name, seam in (("ENGINES", "torch", "engine"), ("BACKENDS", "megatron", "backend"))
     ]
     (tmp_path / "sitecustomize.py").write_text("\n".join(["from abrun import implementations", *lines]))
-    overrides = ["rollout.engine=vllm", "policy.backend.type=megatron", "steps=2", "warm_start=null"]
+    overrides = ["policy.backend.type=megatron", "steps=2", "warm_start=null"]
     argv = [
         "launch",
         str(ROOT / "recipes" / "quickstart.yaml"),

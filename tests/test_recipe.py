@@ -195,6 +195,8 @@ def refused(path: Path, *overrides: str) -> str:
             ["algorithm.batch_size", "7", "2 data-parallel ranks", "of 2"],
         ),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
+        ("rollout.top_k=20", ["rollout.top_k", "20", "chunked", "top_k: null", "impl: logits"]),
+        ("rollout.min_p=0.1", ["rollout.min_p", "0.1", "chunked", "min_p: 0.0", "impl: logits"]),
         (
             "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",
             ["rollout.top_p", "0.9", "'triton'", "top_p: 1.0", "impl: logits with one_pass: false"],
@@ -274,6 +276,19 @@ def refused(path: Path, *overrides: str) -> str:
             "rollout.gpu_memory_utilization=0.5",
             ["rollout.gpu_memory_utilization", "0.5", "'torch'", "gpu_memory_utilization: null"],
         ),
+        (
+            "rollout={engine: vllm, temperature: 0.005}",
+            ["rollout.temperature", "0.005", "0.01 or above", "engine: torch"],
+        ),
+        ("rollout.batch_invariant=true", ["rollout.batch_invariant", "'torch'", "batch_invariant: false"]),
+        (
+            "rollout={engine: vllm, batch_invariant: true}",
+            ["rollout.batch_invariant", "gpus_per_node: 0", "batch_invariant: false"],
+        ),
+        ("trainer.env={RANK: '1'}", ["trainer.env", "RANK", "the launcher sets itself"]),
+        ("trainer.env={a-b: '1'}", ["trainer.env", "'a-b'", "letters"]),
+        ("trainer.env={HOST: '${NAME}'}", ["trainer.env", "HOST", "inherits the environment", "plain text"]),
+        ("trainer.env={VLLM_X: 1}", ["trainer.env.VLLM_X", "1"]),
         (
             "rollout={engine: vllm, tensor_parallel: 4}",
             ["rollout.tensor_parallel", "4", "2 ranks a node", "divisor of 2"],

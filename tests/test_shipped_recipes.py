@@ -22,10 +22,7 @@ each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.ste
 # What the dry run of a recipe has to name, arm by arm.
 NOT_BUILT = {
     "grpo-qwen3-30b-a3b-2n8g-fused-logprobs": [
-        "arms baseline, treatment: rollout.engine: got 'vllm'",
-    ],
-    "grpo-qwen2.5-7b-1n8g-context-parallel": [
-        "arms baseline, treatment: rollout.engine: got 'vllm'",
+        "arms baseline, treatment: rollout.tensor_parallel: got 4",
     ],
 }
 

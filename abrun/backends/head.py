@@ -18,7 +18,7 @@ from abrun.kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
-from abrun.recipe import Logprobs
+from abrun.recipe import Filters, Logprobs
 from abrun.rl.sampling import filtered_logprobs
 
 IGNORED = -100
@@ -27,7 +27,7 @@ IGNORED = -100
 class Head:
     """Of one policy: its own scale and soft cap, and what the recipe wants of it.
 
-    Log-probs are those of the distribution that a sampler at `temperature` and `top_p` draws from.
+    Log-probs are those of the distribution that a sampler at `temperature` with `filters` draws from.
 
     With a `group`, each of its ranks passes the same hidden states and its own rows of the weight,
     consecutive ones of ceil(`vocab_size` / P), the last ranks' maybe fewer. Each gets the same results; the
@@ -39,7 +39,7 @@ class Head:
         logprobs: Logprobs,
         *,
         temperature: float,
-        top_p: float,
+        filters: Filters,
         scale: float,
         softcap: float | None,
         vocab_size: int | None = None,
@@ -47,7 +47,7 @@ class Head:
     ) -> None:
         assert group is None or vocab_size is not None
         self._vocab_size, self._group = vocab_size, group
-        self._temperature, self._top_p, self._scale, self._softcap = temperature, top_p, scale, softcap
+        self._temperature, self._filters, self._scale, self._softcap = temperature, filters, scale, softcap
         self._dtype = torch.float32 if logprobs.head_dtype == "float32" else None
         self._chunk_size = logprobs.chunk_size
         budget_mib = logprobs.memory_budget_mib
@@ -75,9 +75,9 @@ class Head:
         weight = self._shard(weight)
         if token_loss is not None:
             return linear_policy_loss(hidden, weight, target, token_loss, **self._settings)
-        if self._top_p < 1:
+        if self._filters.drop_tokens:
             logits = self._logits(hidden, weight) / self._temperature
-            return filtered_logprobs(logits, target, top_p=self._top_p, ignore_index=IGNORED)
+            return filtered_logprobs(logits, target, filters=self._filters, ignore_index=IGNORED)
         return linear_logprobs(hidden, weight, target, chunk_size=self._chunk_size, **self._settings)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [..., H], [V, H] -> [..., V] float32

@@ -71,6 +71,26 @@ class Ranks:
         """What each rank of this one's context has, in its order. Collective."""
         return list(values) if self.context is None else _gathered(values, self.context)
 
+    def replica_share(self, num_rows: int) -> slice:
+        """This rank's consecutive rows of those that all ranks of its replica hold; can be none."""
+        size, index = 1, 0
+        for group in self._of_replica:
+            index, size = index + group.rank() * size, size * group.size()
+        count = -(-num_rows // size)
+        return slice(index * count, (index + 1) * count)
+
+    def gather_replica(self, values: Sequence[T]) -> list[T]:
+        """What each rank of this one's replica has, in their order. Collective."""
+        gathered = list(values)
+        for group in self._of_replica:
+            gathered = _gathered(gathered, group)
+        return gathered
+
+    @property
+    def _of_replica(self) -> list[ProcessGroup]:
+        """The groups that make up a replica, each of whole ones of those before it."""
+        return [group for group in (self.tensor, self.context, self.pipeline) if group is not None]
+
     def largest(self, values: Sequence[float]) -> list[float]:
         """Each number's largest value on any rank at all. Collective."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)

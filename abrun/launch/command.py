@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from abrun.processes import RUN_DIR
-from abrun.recipe import CommandRunConfig, RunConfig
+from abrun.recipe import CommandRunConfig, OwnRunConfig, RunConfig
 
 
 def command_of(directory: Path, config: RunConfig, num_ranks: int) -> list[str]:
@@ -30,15 +30,16 @@ def external(directory: Path) -> list[str]:
     return [sys.executable, "-m", "abrun.external", str(directory)]
 
 
-def environment(directory: Path, devices: Sequence[str], *, own: bool = True) -> dict[str, str]:
+def environment(directory: Path, devices: Sequence[str], config: RunConfig) -> dict[str, str]:
     """The environment variables of a run on these GPUs, or on CPU cores where there are none among them.
 
     `directory` marks the run's processes, so that all of them can be found.
-    `own`: a run of our own trainer, which has a process a core. A foreign one gets as many threads as cores,
-    unless the user's environment says otherwise.
+    Our own trainer has a process a core, and what its recipe sets. A foreign one gets as many threads as
+    cores, unless the user's environment says otherwise; its variables are its follower's to fill in.
     """
+    own = isinstance(config, OwnRunConfig)
     marks = {RUN_DIR: os.path.realpath(directory), "SPT_NOENV": "1"}  # setproctitle would overwrite them
-    inherited = {**os.environ, "PYTHONUNBUFFERED": "1", **marks}
+    inherited = {**os.environ, **(config.trainer.env if own else {}), "PYTHONUNBUFFERED": "1", **marks}
     if own and sys.platform == "linux":  # the ranks of one machine need not listen on its network
         inherited = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | inherited
     gpus = [device for device in devices if device != "cpu"]

@@ -9,7 +9,7 @@ from abrun.launch.engine import Place
 from abrun.launch.requirements import Machine, refusals, this_machine
 from abrun.plan import Plan
 from abrun.processes import Popen, below, end_all, processes_of, start
-from abrun.recipe import Cluster, CommandRunConfig, RunConfig
+from abrun.recipe import Cluster, RunConfig
 from abrun.store import RunDir
 
 
@@ -64,7 +64,7 @@ class LocalEngine:
         with run.open_log() as output:
             process = start(
                 self.command(run, config, place),
-                environment(run.path, place, own=not isinstance(config, CommandRunConfig)),
+                environment(run.path, place, config),
                 dies_by=signal.SIGTERM,  # with the launcher, but after a checkpoint
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@
 
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,20 @@ def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, 
         rows.unlink(missing_ok=True)
     store.write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
     command = ranks(directory, config, cluster.ranks, module)
-    if _run(command, directory, machine.gpus[: cluster.gpus_per_node]):
+    if _run(command, directory, environment(directory, machine.gpus[: cluster.gpus_per_node], config)):
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
         first = next(said, f"{directory.name}: could not be measured; see {log}")
         raise LaunchError(first.removeprefix("error: "))
     return store.read_lines(rows)
 
 
-def _run(argv: list[str], directory: Path, gpus: Sequence[str]) -> int:
+def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
     """The exit status; however this ends, no process is left."""
     log = directory / LOG
     with store.explained(log), log.open("wb") as output:
         process = start(
             argv,
-            environment(directory, gpus),
+            env,
             dies_by=signal.SIGTERM,
             stdout=output,
             stderr=subprocess.STDOUT,

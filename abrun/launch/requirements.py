@@ -29,6 +29,7 @@ from abrun.recipe import (
     megatron_refusal,
     not_built,
     unset_variables,
+    vllm_refusal,
 )
 from abrun.regular_files import read_regular
 
@@ -120,6 +121,10 @@ def _missing(config: RunConfig) -> Iterator[str]:
         yield from _missing_files(config)
         yield from _missing_kernel(config)
         yield from _misfit(config)
+        if config.samples and config.rollout.engine == "vllm":
+            wrong = vllm_refusal(on_gpu=config.cluster.gpus_per_node > 0)
+            if wrong:
+                yield wrong
 
 
 def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[str]:

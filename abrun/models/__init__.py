@@ -13,7 +13,7 @@ from abrun.models.presets import (
     character_tokenizer,
 )
 from abrun.models.text import Text, load_text
-from abrun.models.weights import load_network, open_network, published, save_network
+from abrun.models.weights import load_network, open_network, published, save_config, save_network
 
 __all__ = [
     "ARCHITECTURES",
@@ -38,6 +38,7 @@ __all__ = [
     "published",
     "routers_of",
     "sample_of",
+    "save_config",
     "save_network",
     "weights_hash",
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
@@ -63,6 +63,21 @@ def published(network: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[t
     """
     for name, weight in weights:
         yield from revert_weight_conversion(network, {name: weight}).items()
+
+
+def save_config(model: Model, directory: Path) -> None:
+    """Write the configuration of a recipe's model as a Hugging Face checkpoint has it, without weights."""
+    source = source_of(model, None)
+    if source is None:
+        assert model.preset is not None
+        config = preset_config(model.preset)
+    else:
+        with loading(source):
+            config = AutoConfig.from_pretrained(source)
+    if not config.architectures:
+        network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        config.architectures = [network.__name__]
+    config.save_pretrained(directory)
 
 
 def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

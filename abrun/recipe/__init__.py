@@ -27,7 +27,18 @@ from abrun.recipe.command import (
     unset_variables,
 )
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
-from abrun.recipe.policy import DIMENSIONS, Dtensor, Logprobs, Megatron, Model, Optimizer, Policy, Rollout
+from abrun.recipe.policy import (
+    DIMENSIONS,
+    NO_FILTERS,
+    Dtensor,
+    Filters,
+    Logprobs,
+    Megatron,
+    Model,
+    Optimizer,
+    Policy,
+    Rollout,
+)
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.reading import dotted, merge, nested, overridden, read_with_defaults
 from abrun.recipe.refusals import shortened, unknown, validated
@@ -53,6 +64,7 @@ from abrun.recipe.tasks import (
     Validation,
     WordProblems,
 )
+from abrun.recipe.vllm import VLLM_VERSIONS, vllm_refusal
 
 __all__ = [
     "ARCHITECTURES",
@@ -61,6 +73,8 @@ __all__ = [
     "MEGATRON_FAMILIES",
     "MEGATRON_VERSIONS",
     "NAME",
+    "NO_FILTERS",
+    "VLLM_VERSIONS",
     "Arithmetic",
     "Checkpoint",
     "Cluster",
@@ -73,6 +87,7 @@ __all__ = [
     "Declared",
     "Dpo",
     "Dtensor",
+    "Filters",
     "Grpo",
     "Gsm8k",
     "Guards",
@@ -113,6 +128,7 @@ __all__ = [
     "stored_recipe",
     "stored_run",
     "unset_variables",
+    "vllm_refusal",
 ]
 
 BASELINE = "baseline"

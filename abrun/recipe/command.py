@@ -13,6 +13,7 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.layout import RUN_FILES
+from abrun.recipe.environment import Env
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import RunConfig
 from abrun.recipe.section import Section
@@ -21,7 +22,6 @@ from abrun.redaction import REFERENCE, is_secret
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
 FRAMEWORKS = ("nemo-rl", "skyrl", "trl", "verl")  # the files of names in abrun.logs.aliases
 A_RUN_DIR = "/RUN_DIR"  # stands in for a run's directory before there is one
-OURS = "ABRUN_"  # what the environment variables that abrun adds begin with
 
 Scalar = str | int | float | bool
 
@@ -61,7 +61,7 @@ class Command(Section):
 
     type: Literal["command"]
     argv: list[str] = Field(min_length=1)
-    env: dict[str, str] = Field(default={})  # secrets as ${NAME}
+    env: Env = Field(default={})  # secrets as ${NAME}
     parameters: dict[str, Annotated[Scalar, PlainValidator(_scalar)]] = Field(default={})
     metrics: MetricsLog
     aliases: Annotated[str | dict[str, str], PlainValidator(_aliases)] = Field(default={})  # ours -> its name
@@ -78,18 +78,6 @@ class Command(Section):
                     f"but none of {', '.join(PLACEHOLDERS)}"
                 )
         return parameters
-
-    @field_validator("env")
-    @classmethod
-    def _env_is_the_command_s_own(cls, env: dict[str, str]) -> dict[str, str]:
-        for name in env:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"got the name {shortened(name)}; allowed: letters, digits and '_'")
-            if name.startswith(OURS) or name == "CUDA_VISIBLE_DEVICES":
-                raise ValueError(
-                    f"got {name}, which the launcher sets itself; drop it (cluster: says how many GPUs)"
-                )
-        return env
 
     @model_validator(mode="after")
     def _templates_can_be_filled(self) -> Self:

@@ -1,5 +1,6 @@
 """The trained model: its weights, where it runs, how it is optimised, how it samples."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -16,7 +17,9 @@ PRESET_EXPERTS = {
 class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
-    preset: Literal["qwen2-tiny", "qwen3-moe-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None = None
+    preset: (
+        Literal["qwen2-tiny", "qwen2-tiny-128", "qwen3-moe-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None
+    ) = None
     path: str | None = None
     system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template
 
@@ -211,16 +214,50 @@ class Policy(Section):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Which tokens a sampler draws from, of a distribution after its temperature; in this order."""
+
+    min_p: float = 0.0  # those at least so many times as likely as the most likely one
+    top_k: int | None = None  # the k most likely ones, and those as likely as the last of them
+    top_p: float = 1.0  # the fewest most likely ones whose probabilities reach it
+
+    @property
+    def drop_tokens(self) -> bool:
+        return self != NO_FILTERS
+
+
+NO_FILTERS = Filters()
+LEAST_TEMPERATURE = 0.01  # of vLLM, which puts it in the place of what is colder
+
+
+def too_cold(temperature: float) -> str:
+    return (
+        f"got {temperature} with engine 'vllm', which samples at {LEAST_TEMPERATURE} or above; use at least "
+        "that, or engine: torch"
+    )
+
+
 class Rollout(Section):
     """How completions are sampled, on the GPUs or cores that train."""
 
     engine: Literal["torch", "vllm"] = "torch"
     tensor_parallel: Count = 1  # ranks that share an engine; with vllm
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # with vllm; None: 0.6
+    # With vllm on GPUs: kernels whose results do not depend on the batch, for the trainer's process, too
+    batch_invariant: bool = False
     temperature: Positive = 1.0
+    # Which tokens are drawn from, in this order: those so many times as likely as the likeliest, the k most
+    # likely, the fewest most likely ones that reach a probability
+    min_p: Fraction = 0.0
+    top_k: Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Count = 512
     batch_size: Count | None = None  # sequences generated at once on a rank; None: all
+
+    @property
+    def filters(self) -> Filters:
+        return Filters(min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:
@@ -234,4 +271,11 @@ class Rollout(Section):
                 f"rollout.gpu_memory_utilization: got {self.gpu_memory_utilization} with engine 'torch', "
                 "which sets no memory aside; use engine: vllm, or gpu_memory_utilization: null"
             )
+        if self.engine == "torch" and self.batch_invariant:
+            raise ValueError(
+                "rollout.batch_invariant: got true with engine 'torch', which has no such kernels; use "
+                "engine: vllm, or batch_invariant: false"
+            )
+        if self.engine == "vllm" and self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"rollout.temperature: {too_cold(self.temperature)}")
         return self

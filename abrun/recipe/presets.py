@@ -14,6 +14,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
+    # Heads of 32, which vLLM has attention for, on CPU cores and GPUs.
+    "qwen2-tiny-128": {
+        "model_type": "qwen2",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
     "qwen3-moe-tiny": {
         "model_type": "qwen3_moe",
         "hidden_size": 64,

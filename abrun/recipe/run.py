@@ -1,18 +1,32 @@
 """What one training run sees: its resolved configuration."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.policy import PRESET_EXPERTS, Model, Policy, Rollout
+from abrun.recipe.environment import Env
+from abrun.recipe.policy import (
+    LEAST_TEMPERATURE,
+    NO_FILTERS,
+    PRESET_EXPERTS,
+    Filters,
+    Model,
+    Policy,
+    Rollout,
+    too_cold,
+)
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
+from abrun.redaction import REFERENCE
+
+FILTERS = tuple(field.name for field in dataclasses.fields(Filters))
 
 
 class WarmStart(Section):
@@ -92,6 +106,18 @@ class OwnTrainer(Section):
     """The trainer that comes with abrun."""
 
     type: Literal["abrun"] = "abrun"
+    env: Env = Field(default={})  # set before anything is imported; all else is inherited
+
+    @field_validator("env")
+    @classmethod
+    def _env_refers_to_nothing(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if REFERENCE.search(value) or "\0" in value:
+                raise ValueError(
+                    f"got {name}: {shortened(value)}; a run of abrun's own trainer inherits the environment: "
+                    "give plain text, or export it and drop it here"
+                )
+        return env
 
 
 class OwnRunConfig(RunConfig):
@@ -115,21 +141,25 @@ class OwnRunConfig(RunConfig):
         return self.cluster.ranks // math.prod(self.policy.backend.shape.values())
 
     @property
-    def trained_distribution(self) -> tuple[float, float]:
-        """Temperature and top-p of the distribution whose log-probs are trained: the sampler's, or all of it.
+    def trained_distribution(self) -> tuple[float, Filters]:
+        """Temperature and filters of the distribution that is trained: the sampler's, or all of it.
 
         Imitation and preferences have no sampler, whatever `rollout` says.
         """
         if isinstance(self.algorithm, PolicyGradientSettings):
-            return self.rollout.temperature, self.rollout.top_p
-        return 1.0, 1.0
+            return self.rollout.temperature, self.rollout.filters
+        return 1.0, NO_FILTERS
+
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled, to train on or to validate by."""
+        validates = self.validation is not None and not isinstance(self.task, Completions | Preferences)
+        return validates or isinstance(self.algorithm, PolicyGradientSettings)
 
     @property
     def decodes(self) -> bool:
-        """Whether completions are sampled from the policy's own modules, to train on or to validate by."""
-        validates = self.validation is not None and not isinstance(self.task, Completions | Preferences)
-        samples = validates or isinstance(self.algorithm, PolicyGradientSettings)
-        return samples and self.rollout.engine == "torch"
+        """Whether they are sampled from the policy's own modules."""
+        return self.samples and self.rollout.engine == "torch"
 
     @model_validator(mode="after")
     def _ranks_fit_the_backend(self) -> Self:
@@ -163,11 +193,14 @@ class OwnRunConfig(RunConfig):
         self.algorithm.check_ranks(self.data_parallel)
         if self.warm_start:
             self._check_shares("warm_start.batch_size", self.warm_start.batch_size)
-        if self.trained_distribution[1] < 1 and self.policy.logprobs.impl != "logits":
+        if self.trained_distribution[1].drop_tokens and self.policy.logprobs.impl != "logits":
+            rollout, off = self.rollout, NO_FILTERS
+            name = next(each for each in FILTERS if getattr(rollout, each) != getattr(off, each))
             raise ValueError(
-                f"rollout.top_p: got {self.rollout.top_p} with policy.logprobs.impl "
+                f"rollout.{name}: got {getattr(rollout, name)} with policy.logprobs.impl "
                 f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
-                f"use top_p: 1.0, or impl: logits{' with one_pass: false' * self.policy.logprobs.one_pass}"
+                f"use {name}: {json.dumps(getattr(off, name))}, or impl: logits"
+                f"{' with one_pass: false' * self.policy.logprobs.one_pass}"
             )
         head_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
         if self.policy.backend.type == "megatron" and head_dtype != "float32":
@@ -188,6 +221,17 @@ class OwnRunConfig(RunConfig):
             raise ValueError(
                 f"validation.path: got {shortened(validation.path)} with task.type {self.task.type!r}, whose "
                 "prompts are generated; use path: null"
+            )
+        if validation and self.rollout.engine == "vllm" and 0 < validation.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"validation.temperature: {too_cold(validation.temperature)}, or 0")
+        return self
+
+    @model_validator(mode="after")
+    def _invariant_kernels_are_there(self) -> Self:
+        if self.rollout.batch_invariant and not self.cluster.gpus_per_node:
+            raise ValueError(
+                "rollout.batch_invariant: got true with cluster.gpus_per_node: 0, and vLLM has no such "
+                "kernels for CPU cores; use batch_invariant: false, or GPUs"
             )
         return self
 
@@ -273,6 +317,9 @@ def not_built(config: OwnRunConfig) -> list[str]:
     backend, engine, lines = config.policy.backend, config.rollout.engine, []
     if backend.type not in BACKENDS:
         lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
+    if config.rollout.tensor_parallel > 1:
+        size = config.rollout.tensor_parallel
+        lines.append(f"rollout.tensor_parallel: got {size}, not built yet; this version takes 1")
     if engine not in ENGINES:
         lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines

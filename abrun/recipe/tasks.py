@@ -123,4 +123,4 @@ class Validation(Section):
     every: Count
     num_prompts: Count = 64
     path: str | None = None  # a file of the task's format; None: hold out of the task itself. The last lines
-    temperature: NonNegative = 0.0  # 0: the most likely token; otherwise sampled, with the rollouts' top_p
+    temperature: NonNegative = 0.0  # 0: the most likely token; otherwise sampled, with the rollouts' filters

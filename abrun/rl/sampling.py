@@ -1,7 +1,11 @@
 """Sampling from logits, and the log-probs that match a filtered sampler."""
 
+import math
+
 import torch
 from torch import Tensor
+
+from abrun.recipe import NO_FILTERS, Filters
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:  # [..., V]
@@ -13,19 +17,37 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:  # [..., V]
     return logits.masked_fill(dropped, float("-inf"))
 
 
+def keep_top_k(logits: Tensor, top_k: int) -> Tensor:  # [..., V]
+    """-inf outside the `top_k` most likely tokens, and those that are as likely as the last of them."""
+    last = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < last, float("-inf"))
+
+
+def keep_min_p(logits: Tensor, min_p: float) -> Tensor:  # [..., V]
+    """-inf where a token is less than `min_p` times as likely as the most likely one (arXiv:2407.01082)."""
+    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + math.log(min_p), float("-inf"))
+
+
+def keep(logits: Tensor, filters: Filters) -> Tensor:  # [..., V]
+    """-inf where `filters` drop a token, each of what those before it kept."""
+    if filters.min_p > 0:
+        logits = keep_min_p(logits, filters.min_p)
+    if filters.top_k is not None:
+        logits = keep_top_k(logits, filters.top_k)
+    return keep_top_p(logits, filters.top_p) if filters.top_p < 1 else logits
+
+
 def sample(
     logits: Tensor,  # [B, V], already divided by the temperature
     uniform: Tensor,  # [B] float64 in [0, 1)
-    top_p: float = 1.0,
+    filters: Filters = NO_FILTERS,
 ) -> tuple[Tensor, Tensor]:
     """Token [B] and its log-prob [B], by inverting the cumulative distribution at `uniform`.
 
     One number a token, given by the caller, makes a sample depend on its own stream alone: not on the batch
     it is in, nor on the rank.
     """
-    logits = logits.float()
-    if top_p < 1:
-        logits = keep_top_p(logits, top_p)
+    logits = keep(logits.float(), filters)
     logprobs = logits.log_softmax(dim=-1)
     cumulative = logprobs.exp().double().cumsum(dim=-1)
     token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)
@@ -44,17 +66,17 @@ def filtered_logprobs(
     logits: Tensor,  # [..., V] float32, already divided by the temperature
     target: Tensor,  # [...] int64
     *,
-    top_p: float,
+    filters: Filters,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy [...] of the distribution that a top-p sampler draws from; 0 where ignored.
+    """Log-probs and entropy [...] of the distribution that a filtered sampler draws from; 0 where ignored.
 
     The kept set is the trainer's own; where rounding makes it differ from the sampler's, the target is kept.
     Needs the logits, so no fused path can do this.
     """
     counted = target != ignore_index
     safe = torch.where(counted, target, 0)[..., None]
-    kept = keep_top_p(logits.detach(), top_p).scatter(-1, safe, 0.0) > float("-inf")
+    kept = keep(logits.detach(), filters).scatter(-1, safe, 0.0) > float("-inf")
     logprobs = torch.where(kept, logits, float("-inf")).log_softmax(dim=-1)
     finite = torch.where(kept, logprobs, 0.0)
     entropy = -(finite.exp() * kept * finite).sum(dim=-1)

@@ -45,8 +45,11 @@ class RolloutEngine(Protocol):
         """Give the device's memory to training."""
         ...
 
-    def wake(self) -> None:
-        """Take it back, before weights are synced and completions sampled."""
+    def wake(self) -> bool:
+        """Take it back, before weights are synced and completions sampled.
+
+        True where the weights were given away too, and have to be synced, moved or not.
+        """
         ...
 
     def close(self) -> None:

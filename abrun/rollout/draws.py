@@ -28,3 +28,7 @@ class Draws:
         generator = torch.Generator().manual_seed(derive(self.seed, *names))
         shape = self.rows.stop, max_new_tokens  # drawn in order: the rows after these change nothing
         return torch.rand(shape, dtype=torch.float64, generator=generator)[self.rows.start :]
+
+    def seeds(self) -> list[int]:
+        """A number for each row, from which an engine with generators of its own derives its draws."""
+        return [derive(self.seed, self.stream, self.step, self.fetch, row) for row in self.rows]

@@ -53,8 +53,9 @@ class TorchEngine:
     def sleep(self) -> None:
         """Nothing: the cache ends with each call."""
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         """Nothing."""
+        return False
 
     def close(self) -> None:
         """Nothing."""
@@ -87,7 +88,7 @@ class TorchEngine:
         """Token [B] and log-prob [B] from the network's logits [B, V]."""
         if temperature == 0:
             return most_likely(logits)
-        return sample(logits / temperature, uniform, self._rollout.top_p)
+        return sample(logits / temperature, uniform, self._rollout.filters)
 
     def _collect(
         self,

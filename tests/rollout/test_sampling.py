@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from abrun.rl.sampling import filtered_logprobs, keep_top_p, most_likely, sample
+from abrun.recipe import Filters
+from abrun.rl.sampling import filtered_logprobs, keep, keep_top_p, most_likely, sample
 
 IGNORED = -100
 
@@ -49,7 +50,7 @@ def test_the_token_that_crosses_the_threshold_is_kept() -> None:
 def test_filtered_logprobs_and_entropy_are_those_of_a_plain_loop(top_p: float) -> None:
     logits = some_logits(5, 11)
     best = logits.argmax(dim=-1)
-    logprobs, entropy = filtered_logprobs(logits, best, top_p=top_p, ignore_index=IGNORED)
+    logprobs, entropy = filtered_logprobs(logits, best, filters=Filters(top_p=top_p), ignore_index=IGNORED)
     for row, token, logprob, nats in zip(logits.tolist(), best.tolist(), logprobs, entropy, strict=True):
         expected = plain_top_p(row, top_p)
         assert float(logprob) == pytest.approx(math.log(expected[token]), abs=1e-6)
@@ -58,14 +59,15 @@ def test_filtered_logprobs_and_entropy_are_those_of_a_plain_loop(top_p: float) -
 
 def test_a_target_outside_the_nucleus_joins_it() -> None:
     logits = torch.tensor([[4.0, 3.0, -5.0]])
-    logprobs, _ = filtered_logprobs(logits, torch.tensor([2]), top_p=0.5, ignore_index=IGNORED)
+    filters = Filters(top_p=0.5)
+    logprobs, _ = filtered_logprobs(logits, torch.tensor([2]), filters=filters, ignore_index=IGNORED)
     assert float(logprobs) == pytest.approx(-5.0 - math.log(math.exp(4) + math.exp(-5)), abs=1e-6)
 
 
 def test_ignored_targets_have_no_logprob_no_entropy_and_no_gradient() -> None:
     logits = some_logits(2, 3, 7).requires_grad_()
     target = torch.tensor([[1, IGNORED, 2], [IGNORED, IGNORED, 0]])
-    logprobs, entropy = filtered_logprobs(logits, target, top_p=0.9, ignore_index=IGNORED)
+    logprobs, entropy = filtered_logprobs(logits, target, filters=Filters(top_p=0.9), ignore_index=IGNORED)
     ignored = target == IGNORED
     assert (logprobs[ignored] == 0).all() and (entropy[ignored] == 0).all()
     (logprobs.sum() + entropy.sum()).backward()
@@ -76,7 +78,7 @@ def test_ignored_targets_have_no_logprob_no_entropy_and_no_gradient() -> None:
 def test_gradient_of_filtered_logprobs_is_softmax_inside_the_nucleus() -> None:
     logits = some_logits(1, 9).double().requires_grad_()
     target = logits.detach().argmax(dim=-1)
-    logprobs, _ = filtered_logprobs(logits, target, top_p=0.8, ignore_index=IGNORED)
+    logprobs, _ = filtered_logprobs(logits, target, filters=Filters(top_p=0.8), ignore_index=IGNORED)
     logprobs.sum().backward()
     expected = -torch.tensor(plain_top_p(logits.detach()[0].tolist(), 0.8), dtype=torch.float64)
     expected[target] += 1
@@ -90,7 +92,7 @@ def test_frequencies_match_the_probabilities(top_p: float) -> None:
     expected = plain_top_p(logits.tolist(), top_p)
     count = 40_000
     uniform = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    tokens, _ = sample(logits.expand(count, -1), uniform, top_p)
+    tokens, _ = sample(logits.expand(count, -1), uniform, Filters(top_p=top_p))
     seen = torch.bincount(tokens, minlength=12).tolist()
     likely = [i for i, p in enumerate(expected) if p > 0]
     assert all(seen[i] == 0 for i in range(12) if i not in likely)
@@ -101,7 +103,7 @@ def test_the_logprob_is_that_of_the_distribution_drawn_from() -> None:
     logits = some_logits(200, 12)
     uniform = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     for top_p in (1.0, 0.6):
-        tokens, logprobs = sample(logits, uniform, top_p)
+        tokens, logprobs = sample(logits, uniform, Filters(top_p=top_p))
         for row, token, logprob in zip(logits.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
             assert logprob == pytest.approx(math.log(plain_top_p(row, top_p)[token]), abs=1e-5)
 
@@ -142,8 +144,8 @@ def test_tokens_without_probability_are_never_drawn() -> None:
 def test_a_draw_does_not_depend_on_its_batch() -> None:
     logits = some_logits(64, 99)
     uniform = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    together, _ = sample(logits, uniform, 0.9)
-    alone = [int(sample(logits[i : i + 1], uniform[i : i + 1], 0.9)[0]) for i in range(64)]
+    together, _ = sample(logits, uniform, Filters(top_p=0.9))
+    alone = [int(sample(logits[i : i + 1], uniform[i : i + 1], Filters(top_p=0.9))[0]) for i in range(64)]
     assert together.tolist() == alone
 
 
@@ -159,3 +161,43 @@ def test_half_precision_logits_are_sampled_in_float32() -> None:
 def test_the_first_of_equally_likely_tokens_is_the_most_likely_one() -> None:
     tokens, logprobs = most_likely(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, 3.0], [-1.0, -2.0, -0.5]]))
     assert tokens.tolist() == [1, 0, 2] and logprobs.tolist() == [0, 0, 0]
+
+
+def plainly(logits: list[float], filters: Filters) -> list[float]:
+    """Probabilities after min_p, then top_k, then top_p, each renormalised; 0 outside."""
+    shares = plain_top_p(logits, 1.0)
+    kept = [p if p >= filters.min_p * max(shares) else 0.0 for p in shares]
+    if filters.top_k is not None:
+        least = sorted(kept, reverse=True)[min(filters.top_k, len(kept)) - 1]
+        kept = [p if p >= least else 0.0 for p in kept]
+    return plain_top_p([math.log(p) if p > 0 else -math.inf for p in kept], filters.top_p)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        Filters(min_p=0.1),
+        Filters(top_k=1),
+        Filters(top_k=4),
+        Filters(top_k=99),
+        Filters(min_p=0.05, top_k=5, top_p=0.7),
+    ],
+    ids=str,
+)
+def test_filters_one_after_the_other_are_those_of_a_plain_loop(filters: Filters) -> None:
+    logits = some_logits(300, 13)
+    uniform = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    tokens, logprobs = sample(logits, uniform, filters)
+    judged, entropy = filtered_logprobs(logits, tokens, filters=filters, ignore_index=IGNORED)
+    torch.testing.assert_close(judged, logprobs)
+    for row, token, logprob, nats in zip(logits.tolist(), tokens, logprobs, entropy, strict=True):
+        expected = plainly(row, filters)
+        assert float(logprob) == pytest.approx(math.log(expected[int(token)]), abs=1e-5)
+        assert float(nats) == pytest.approx(-sum(p * math.log(p) for p in expected if p > 0), abs=1e-5)
+    dropped = sum(p == 0 for row in logits.tolist() for p in plainly(row, filters))
+    assert (dropped > 0) == (filters.top_k != 99)
+
+
+def test_tokens_as_likely_as_the_last_of_the_k_are_kept() -> None:
+    kept = keep(torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0]), Filters(top_k=2))
+    assert (kept > -math.inf).tolist() == [False, True, True, True, False]

@@ -45,7 +45,7 @@ def make_gpt2() -> Any:
 def make_backend(network: Any, rollout: Rollout, policy: Policy | None = None) -> DtensorBackend:
     ranks = make_ranks(torch.device("cpu"), {})
     return DtensorBackend(
-        lambda: network, policy or Policy(), ranks, temperature=rollout.temperature, top_p=rollout.top_p
+        lambda: network, policy or Policy(), ranks, temperature=rollout.temperature, filters=rollout.filters
     )
 
 

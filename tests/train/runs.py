@@ -69,12 +69,12 @@ def events(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def single_rank() -> Iterator[None]:
+def single_rank(backend: str = "gloo") -> Iterator[None]:
     """A process group of this process alone, on one thread as a real trainer; puts signal handlers back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -147,9 +147,9 @@ class Trainer:
             raise TimeoutError(f"{self.directory}: still training after {timeout_s} s\n{self.stderr}")
         return self.processes[0].exitcode
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
         """Until metrics.jsonl has a row of `step`, or the trainer ended."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + timeout_s
         while self.running and last_step(self.directory) < step:
             assert time.monotonic() < deadline, f"{self.directory}: no step {step}\n{self.stderr}"
             time.sleep(0.002)

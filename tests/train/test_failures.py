@@ -16,7 +16,6 @@ OTHERS = {
     ),
     "no task file": (["task={type: gsm8k, path: /nonexistent/train.jsonl}"], "task.path: got '/nonexistent/"),
     "too long": (["rollout.max_new_tokens=2000"], "rollout.max_new_tokens: got 2000"),
-    "an engine to come": (["rollout.engine=vllm"], "rollout.engine: got 'vllm', not built yet"),
     "too few ranks": (["cluster.cpu_ranks=2"], "asks for 2 ranks and 1 were started"),
 }
 
@@ -40,6 +39,13 @@ def test_one_line_and_a_failed_event(case: str, tmp_path: Path) -> None:
     overrides, part = OTHERS[case]
     directory = make_run(tmp_path / "run", run_config(*overrides))
     expect_failed_event(directory, expect_failure(directory, part))
+
+
+def test_a_feature_to_come(tmp_path: Path) -> None:
+    to_come = ("cluster.cpu_ranks=2", "rollout={engine: vllm, tensor_parallel: 2}")
+    directory = make_run(tmp_path / "run", run_config(*to_come))
+    message = expect_failure(directory, "rollout.tensor_parallel: got 2, not built yet", ranks=2)
+    expect_failed_event(directory, message)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

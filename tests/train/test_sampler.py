@@ -18,16 +18,17 @@ class Moving:
 
 
 class Engine:
-    def __init__(self, log: list[str]) -> None:
-        self._log, self._weight = log, -1
+    def __init__(self, log: list[str], *, forgets: bool = False) -> None:
+        self._log, self._weight, self._forgets = log, -1, forgets
 
     def sync(self, weights: Any) -> None:
         ((_, weight),) = weights
         self._weight = int(weight)
         self._log.append("sync")
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         self._log.append("wake")
+        return self._forgets
 
     def generate(self) -> int:
         return self._weight
@@ -47,3 +48,14 @@ def test_weights_are_sent_before_the_first_sample_and_after_each_update_alone() 
             assert engine.generate() == updates  # pyright: ignore
     awake, sent = ["wake", "sleep"], ["wake", "sync", "sleep"]
     assert log == ["make", *sent, *awake, *sent, *awake, *sent]
+
+
+def test_weights_that_an_engine_gave_away_in_its_sleep_are_sent_again() -> None:
+    log: list[str] = []
+    moving: Any = Moving()
+    engine: Any = Engine(log, forgets=True)
+    sampler = Sampler(lambda: engine, moving, moving, Phases(torch.device("cpu"), lambda: []))
+    for _ in range(2):
+        with sampler.awake():
+            pass
+    assert log == ["wake", "sync", "sleep"] * 2

@@ -37,7 +37,7 @@ from abrun.models import (
     published,
     save_network,
 )
-from abrun.recipe import OwnRunConfig, Policy, Ppo
+from abrun.recipe import NO_FILTERS, Filters, OwnRunConfig, Policy, Ppo
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge, together
 
@@ -95,14 +95,14 @@ def make_backend(
     config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
 ) -> "DtensorBackend":
     """See abrun.backends.make_backend."""
-    temperature, top_p = config.trained_distribution
+    temperature, filters = config.trained_distribution
 
     def load() -> Any:
         decodes = trainable and config.decodes
         return open_network(config.model, weights=weights, seed=seed, decodes=decodes)
 
     return DtensorBackend(
-        load, config.policy, ranks, temperature=temperature, top_p=top_p, trainable=trainable
+        load, config.policy, ranks, temperature=temperature, filters=filters, trainable=trainable
     )
 
 
@@ -111,7 +111,7 @@ class DtensorBackend:
 
     `load` makes a network with the run's initial weights, on the CPU and alike on every rank, or on the meta
     device with a `checkpoint` to read them from: the policy's, and that of a value model with a backbone of
-    its own. Log-probs are of the distribution that a sampler at `temperature` and `top_p` draws from.
+    its own. Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DtensorBackend:
         ranks: Ranks,
         *,
         temperature: float = 1.0,
-        top_p: float = 1.0,
+        filters: Filters = NO_FILTERS,
         trainable: bool = True,
     ) -> None:
         check_available(policy.logprobs, ranks.device)
@@ -133,7 +133,7 @@ class DtensorBackend:
         head = Head(
             policy.logprobs,
             temperature=temperature,
-            top_p=top_p,
+            filters=filters,
             scale=facts.logit_scale,
             softcap=facts.logit_softcap,
             vocab_size=facts.head.out_features,

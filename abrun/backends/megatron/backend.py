@@ -27,7 +27,7 @@ from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing
 from abrun.kernels import TokenLoss
 from abrun.models import facts_of, open_network, published, save_network
-from abrun.recipe import Megatron, OwnRunConfig, Policy, Ppo
+from abrun.recipe import NO_FILTERS, Filters, Megatron, OwnRunConfig, Policy, Ppo
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge, together
 
@@ -36,14 +36,14 @@ def make_backend(
     config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
 ) -> "MegatronBackend":
     """See abrun.backends.make_backend."""
-    temperature, top_p = config.trained_distribution
+    temperature, filters = config.trained_distribution
 
     def load() -> Any:
         decodes = trainable and config.decodes
         return open_network(config.model, weights=weights, seed=seed, decodes=decodes)
 
     return MegatronBackend(
-        load, config.policy, ranks, temperature=temperature, top_p=top_p, trainable=trainable
+        load, config.policy, ranks, temperature=temperature, filters=filters, trainable=trainable
     )
 
 
@@ -53,7 +53,7 @@ class MegatronBackend:
     `load` makes a transformers network with the run's initial weights, on the CPU and alike on every rank, or
     on the meta device with a `checkpoint` to read them from: the policy's, and that of a value model with a
     backbone of its own.
-    Log-probs are of the distribution that a sampler at `temperature` and `top_p` draws from.
+    Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MegatronBackend:
         ranks: Ranks,
         *,
         temperature: float = 1.0,
-        top_p: float = 1.0,
+        filters: Filters = NO_FILTERS,
         trainable: bool = True,
     ) -> None:
         assert isinstance(policy.backend, Megatron)
@@ -86,7 +86,7 @@ class MegatronBackend:
         self._names.load(network, self._sharded.assign)
         settings: dict[str, Any] = {
             "temperature": temperature,
-            "top_p": top_p,
+            "filters": filters,
             "scale": facts.logit_scale,
             "softcap": facts.logit_softcap,
         }

@@ -74,8 +74,12 @@ class Names:
                 elif place.shared == "rows_of_halves":
                     parts = whole.chunk(2)
                 else:
-                    parts = [whole[: self._config.vocab_size] if LAYER not in name else whole]
+                    parts = [whole[: self._config.vocab_size] if self._is_of_vocabulary(name) else whole]
                 yield from zip(place.sources, parts, strict=True)
+
+    def _is_of_vocabulary(self, name: str) -> bool:
+        """Whether its rows are tokens: the last norm's are not, and may be more than those."""
+        return LAYER not in name and self._place(name).shared == "rows"
 
     def _is_copy(self, name: str) -> bool:
         """Whether this is the last stage's copy of the embedding, which the first stage gives."""

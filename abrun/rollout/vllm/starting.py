@@ -1,0 +1,166 @@
+"""vLLM in this process, started so that the trainer beside it goes on as if it were not there."""
+
+import contextlib
+import importlib
+import logging
+import os
+import random
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from abrun import progress
+from abrun.backends.ranks import Ranks
+from abrun.errors import LaunchError
+from abrun.models import save_config
+from abrun.recipe import OwnRunConfig, vllm_refusal
+from abrun.recipe.refusals import shortened
+
+# Read as vLLM is imported, or as its engine starts.
+ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine and its worker are this process
+UNLESS_SET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a rank has its own threads already
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the log-probs of what it draws from
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is asked for
+GPU_MEMORY_UTILIZATION = 0.6
+MOST_LINES = 4  # of vLLM's log, in an error
+
+
+class Tail(logging.Handler):
+    """The last lines that vLLM has logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: deque[str] = deque(maxlen=MOST_LINES)
+        self.not_loaded = ""  # what vLLM says of weights that it goes on without
+        self.has_failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = " ".join(record.getMessage().split())
+        self._lines.append(line)
+        if "weights were not loaded" in line:
+            self.not_loaded = line
+
+    def __str__(self) -> str:
+        return " / ".join(shortened(line) for line in self._lines)
+
+
+@contextlib.contextmanager
+def failing(doing: str, tail: Tail) -> Iterator[None]:
+    """Raises LaunchError, in a line, for whatever goes wrong inside of vLLM."""
+    try:
+        yield
+    except Exception as error:  # some hundred thousand foreign lines: what they raise is theirs
+        tail.has_failed = True
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise LaunchError(
+            f"rollout.engine: vllm failed to {doing}: {reason}; last in its log: {str(tail) or 'nothing'}"
+        ) from error
+
+
+@contextlib.contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """Random numbers, environment and threads are afterwards as before: vLLM sets its own, globally."""
+    python, arrays, environment = random.getstate(), np.random.get_state(), dict(os.environ)
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
+            torch.set_num_threads = set_threads  # which its worker on CPU cores replaces
+            torch.set_num_threads(threads)
+            _put_back(environment)
+
+
+def _put_back(environment: dict[str, str]) -> None:
+    """All but its own variables, which it reads again."""
+    for name in {*os.environ, *environment}:
+        if name.startswith("VLLM_"):
+            continue
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            del os.environ[name]
+
+
+def start(config: OwnRunConfig, ranks: Ranks, tail: Tail) -> Any:
+    """A `vllm.LLM` with random weights: they come by `reload_weights`. Collective.
+
+    Raises LaunchError where it does not start.
+    """
+    progress.beat("starting vllm")
+    wrong = vllm_refusal(on_gpu=ranks.device.type == "cuda")
+    if wrong:
+        raise LaunchError(wrong)
+    with apart(ranks.device), failing("start", tail):
+        os.environ.update(ALWAYS)
+        if config.rollout.batch_invariant:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        for name, value in UNLESS_SET.items():
+            os.environ.setdefault(name, value)
+        vllm: Any = importlib.import_module("vllm")
+        log = logging.getLogger("vllm")
+        log.addHandler(tail)
+        with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
+            save_config(config.model, Path(folder))
+            try:
+                llm = vllm.LLM(model=folder, **_arguments(config, ranks))
+            except Exception:
+                _end_groups()
+                raise
+        for handler in log.handlers:
+            if handler is not tail:
+                handler.setLevel(logging.ERROR)  # it has lines for every sync
+        return llm
+
+
+def end(llm: Any) -> None:
+    """End an engine, and none of the process groups that were there before: its own `shutdown` ends all."""
+    core = llm.llm_engine.engine_core.engine_core
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    _end_groups()
+
+
+def _end_groups() -> None:
+    parallel_state: Any = importlib.import_module("vllm.distributed.parallel_state")
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+
+
+def _arguments(config: OwnRunConfig, ranks: Ranks) -> dict[str, Any]:
+    rollout, on_gpu = config.rollout, ranks.device.type == "cuda"
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,  # tokens come in, and tokens go out
+        "load_format": "dummy",
+        "generation_config": "vllm",  # nothing that a checkpoint says of sampling
+        "dtype": config.policy.dtype,
+        "logprobs_mode": "processed_logprobs",  # of the distribution a token is drawn from
+        "seed": 0,  # every request has its own
+        "enforce_eager": not on_gpu,
+        "enable_sleep_mode": on_gpu,
+        "disable_log_stats": True,
+    }
+    if config.policy.logprobs.head_dtype:
+        arguments["hf_overrides"] = {"head_dtype": config.policy.logprobs.head_dtype}
+    if rollout.batch_size:
+        arguments["max_num_seqs"] = rollout.batch_size
+    if on_gpu or rollout.gpu_memory_utilization:
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    else:
+        arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    if ranks.size > 1:  # the process group is the trainer's
+        arguments["distributed_executor_backend"] = "external_launcher"
+    return arguments

@@ -1,0 +1,175 @@
+"""vLLM on the GPU that trains: bfloat16, CUDA graphs, and memory given back and forth.
+
+Prints what it measures: `pytest -m gpu -s tests/rollout/test_vllm_gpu.py`.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from abrun.recipe import OwnRunConfig
+from abrun.rollout.torch_engine import TorchEngine
+from tests.rollout.vllm_sampling import (
+    PROMPTS,
+    TEXT,
+    Sampling,
+    backend_of,
+    config_of,
+    draws,
+    global_state,
+    tokens,
+    with_vllm,
+)
+from tests.test_implementations import verifier
+from tests.train.runs import Trainer, make_run, metrics_by_step, run_config, single_rank
+
+pytestmark = [pytest.mark.gpu, *with_vllm]
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+SUSPICIOUS = 1.05  # of token_mult_prob_error
+SHARE = 0.2  # of the GPU's memory
+
+
+def gpu_config(*overrides: str) -> OwnRunConfig:
+    asked = ("policy.dtype=bfloat16", "cluster.gpus_per_node=1", f"rollout.gpu_memory_utilization={SHARE}")
+    return config_of(*asked, *overrides)
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Sampling]:
+    with single_rank("nccl"):
+        before, began_s = global_state(), time.monotonic()
+        sampling = Sampling(gpu_config())
+        print(f"engine start {time.monotonic() - began_s:.1f} s")
+        assert global_state() == before
+        yield sampling
+        sampling.engine.close()
+
+
+@pytest.fixture
+def sampling(started: Sampling) -> Sampling:
+    started.sync(gpu_config())
+    return started
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.6, 1.0), (0.7, 0.8)])
+def test_trainer_and_engine_agree_up_to_bfloat16(
+    temperature: float, top_p: float, sampling: Sampling
+) -> None:
+    sampling.sync(gpu_config(f"rollout.temperature={temperature}", f"rollout.top_p={top_p}"))
+    error = sampling.error(sampling.generate())
+    print(f"T {temperature}, top_p {top_p}: token_mult_prob_error {float(error.exp().mean()):.4f}")
+    assert float(error.exp().mean()) < SUSPICIOUS
+
+
+def test_at_temperature_zero_it_mostly_decodes_what_the_torch_engine_decodes(sampling: Sampling) -> None:
+    embedded = TorchEngine(gpu_config().rollout, sampling.backend, TEXT)
+    found = tokens(sampling.generate(temperature=0.0))
+    expected = tokens(embedded.generate(PROMPTS, draws(), temperature=0.0))
+    pairs = [pair for rows in zip(found, expected, strict=True) for pair in zip(*rows, strict=False)]
+    same = sum(one == other for one, other in pairs) / len(pairs)
+    print(f"greedy tokens alike: {same:.3f}")
+    assert same > 0.5  # after one near tie a row goes its own way
+
+
+def test_what_is_sampled_is_of_the_newest_weights(sampling: Sampling) -> None:
+    before = tokens(sampling.generate())
+    assert tokens(sampling.generate()) == before
+    sampling.sync(gpu_config(), seed=3)
+    after = sampling.generate()
+    assert tokens(after) != before and float(sampling.error(after).exp().mean()) < SUSPICIOUS
+    sampling.backend = backend_of(gpu_config(), seed=2)
+    assert float(sampling.error(after).exp().mean()) > SUSPICIOUS, "stale weights are seen"
+
+
+def test_asleep_it_gives_its_memory_to_the_trainer(sampling: Sampling) -> None:
+    before = tokens(sampling.generate())
+    total = torch.cuda.mem_get_info()[1]
+    free = torch.cuda.mem_get_info()[0]
+    began_s = time.monotonic()
+    sampling.engine.sleep()
+    slept_s = time.monotonic() - began_s
+    freed = torch.cuda.mem_get_info()[0] - free
+    began_s = time.monotonic()
+    assert sampling.engine.wake(), "its weights are gone"
+    sampling.engine.sync(sampling.backend.weights())
+    woken_s = time.monotonic() - began_s
+    print(f"sleep {slept_s:.2f} s frees {freed / 2**30:.1f} GiB; wake and sync {woken_s:.2f} s")
+    assert freed > 0.8 * SHARE * total
+    assert tokens(sampling.generate()) == before
+
+
+def test_with_float32_heads_they_agree(started: Sampling) -> None:
+    """In a process of its own, for an engine has one head dtype."""
+    started.sync(gpu_config())
+    plain = float(started.error(started.generate()).exp().mean())
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.test_vllm_gpu", "policy.logprobs.head_dtype=float32"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    dtype, head = ended.stdout.splitlines()[-1].split()
+    print(f"token_mult_prob_error {plain:.5f}, with float32 heads {head}")
+    assert dtype == "torch.float32" and float(head) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("backend", ["{type: dtensor}", "{type: megatron}"])
+def test_grpo_on_one_gpu(backend: str, tmp_path: Path) -> None:
+    rows = trained(tmp_path / "run", "steps=8", f"policy.backend={backend}", "validation={every: 4}")
+    for step, row in rows.items():
+        shown = ("generation", "weight_sync", "policy_training")
+        seconds = {name: round(row.get(f"timing/train/{name}_s", 0.0), 3) for name in shown}
+        print(step, row.get("train/reward"), row.get("train/token_mult_prob_error"), seconds)
+    errors = [row["train/token_mult_prob_error"] for step, row in rows.items() if step]
+    assert len(errors) == 8 and max(errors) < SUSPICIOUS
+    assert rows[8]["train/reward"] > rows[1]["train/reward"]
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(
+    "backend", ["{type: dtensor}", "{tensor_parallel: 2}", "{type: megatron, tensor_parallel: 2}"]
+)
+def test_grpo_on_two_gpus(backend: str, tmp_path: Path) -> None:
+    rows = trained(tmp_path / "run", "steps=4", f"policy.backend={backend}", gpus=2)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    print(backend, errors)
+    assert len(errors) == 4 and max(errors) < SUSPICIOUS
+
+
+def trained(directory: Path, *overrides: str, gpus: int = 1) -> dict[int, dict[str, float]]:
+    config = run_config(
+        "model.preset=qwen2-wide-vocab",
+        f"rollout={{engine: vllm, max_new_tokens: 32, gpu_memory_utilization: {SHARE}}}",
+        "task=" + verifier(directory.parent),
+        "policy.dtype=bfloat16",
+        "policy.logprobs.impl=chunked",
+        "policy.optimizer={learning_rate: 3.0e-3, warmup_steps: 0}",
+        f"cluster.gpus_per_node={gpus}",
+        *overrides,
+    )
+    make_run(directory, config)
+    if gpus == 1:
+        trainer = Trainer(directory)
+        assert trainer.wait(280) == 0, trainer.stderr
+    else:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        command = [sys.executable, *launch, "-m", "abrun.train", str(directory)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        assert ended.returncode == 0, ended.stderr[-4000:]
+    return metrics_by_step(directory)
+
+
+if __name__ == "__main__":
+    with single_rank("nccl"):
+        alone = Sampling(gpu_config(*sys.argv[1:]))
+        alone.sync(gpu_config(*sys.argv[1:]))
+        error = float(alone.error(alone.generate()).exp().mean())
+        print(alone.engine._llm.llm_engine.model_config.head_dtype, f"{error:.5f}", flush=True)

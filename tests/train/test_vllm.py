@@ -1,0 +1,118 @@
+"""Runs whose completions vLLM samples: trainer and engine agree, and the trainer trains as without it."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from abrun import store
+from tests.rollout.vllm_sampling import PRESET, needs_vllm
+from tests.test_implementations import verifier
+from tests.train.runs import (
+    Trainer,
+    events,
+    make_run,
+    metric_values,
+    metrics_by_step,
+    run_config,
+    run_to_end,
+)
+from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
+
+pytestmark = needs_vllm
+
+LEARNING = "policy.optimizer={learning_rate: 1.0e-2, warmup_steps: 0}"
+LAYOUTS = {
+    "data": "cluster.cpu_ranks=2",
+    "context": "cluster.cpu_ranks=2 policy.backend.context_parallel=2",
+    "tensor": "cluster.cpu_ranks=2 policy.backend.tensor_parallel=2",
+    "megatron": "cluster.cpu_ranks=2 policy.backend={type:\u00a0megatron,tensor_parallel:\u00a02}",
+}
+
+
+def settings(folder: Path, *overrides: str) -> tuple[str, ...]:
+    return (
+        f"model.preset={PRESET}",
+        "rollout={engine: vllm, max_new_tokens: 12}",
+        "task=" + verifier(folder),
+        LEARNING,
+        *overrides,
+    )
+
+
+def trained(directory: Path, *overrides: str, ranks: int = 1) -> dict[int, dict[str, float]]:
+    make_run(directory, run_config(*settings(directory.parent, *overrides)))
+    trainer = Trainer(directory, ranks=ranks)
+    assert trainer.wait(280) == 0, trainer.stderr
+    return metrics_by_step(directory)
+
+
+def test_trainer_and_engine_agree_in_every_step(tmp_path: Path) -> None:
+    filters = "rollout={engine: vllm, max_new_tokens: 12, temperature: 0.8, top_p: 0.9}"
+    rows = trained(tmp_path / "run", "steps=20", filters, "validation={every: 10, num_prompts: 4}")
+    errors = [row["train/token_mult_prob_error"] for step, row in rows.items() if step]
+    print(
+        "largest token_mult_prob_error",
+        max(errors),
+        "reward",
+        [row.get("train/reward") for row in rows.values()],
+    )
+    assert len(errors) == 20 and max(errors) <= 1.00001
+    assert rows[20]["train/reward"] > 2 * rows[1]["train/reward"] > 0
+    assert rows[20]["train/truncation_rate"] > 0
+    assert rows[20]["timing/train/weight_sync_s"] > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_sample_and_train_as_one(layout: str, tmp_path: Path) -> None:
+    one = trained(tmp_path / "one", "steps=3")
+    assert one[1]["train/grad_norm"] > 1e-3
+    overrides = [word.replace("\u00a0", " ") for word in LAYOUTS[layout].split(" ")]
+    assert_same_up_to_rounding(trained(tmp_path / "spread", "steps=3", *overrides, ranks=2), one)
+
+
+def test_training_draws_and_computes_what_it_would_without_vllm(tmp_path: Path) -> None:
+    """Supervised, validated before, in between and after: to the last bit."""
+    values = []
+    for engine in ("torch", "vllm"):
+        directory = tmp_path / engine
+        config = run_config(
+            f"model.preset={PRESET}",
+            "algorithm={type: sft, batch_size: 8}",
+            "validation={every: 2, num_prompts: 4}",
+            f"rollout.engine={engine}",
+        )
+        run_to_end(make_run(directory, config))
+        values.append(
+            {key: series for key, series in metric_values(directory).items() if not key.startswith("memory/")}
+        )
+    assert values[0] == values[1]
+    assert "validation/accuracy" in values[0] and len(values[0]["train/loss"]) == 12
+
+
+def test_killed_and_resumed_it_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", "steps=3", "checkpoint.every=1")
+    directory = tmp_path / "killed"
+    make_run(directory, run_config(*settings(tmp_path, "steps=3", "checkpoint.every=1")))
+    trainer = Trainer(directory)
+    trainer.wait_for_step(2, 280)
+    trainer.send(signal.SIGKILL)
+    trainer.wait()
+    trainer = Trainer(directory)
+    assert trainer.wait(280) == 0, trainer.stderr
+    assert "resumed" in events(directory)
+    resumed, expected = (  # a step that was killed before its checkpoint has no time of one
+        {step: {key: row[key] for key in row if not key.startswith("timing/")} for step, row in rows.items()}
+        for rows in (metrics_by_step(directory), whole)
+    )
+    assert_same_up_to_rounding(resumed, expected)
+
+
+def test_an_engine_that_fails_ends_the_run_in_a_line(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", run_config("rollout.engine=vllm", "steps=2"))  # heads of 24
+    trainer = Trainer(directory)
+    assert trainer.wait(280) == 2, trainer.stderr
+    last = store.RunDir(directory).events()[-1]
+    assert last["event"] == "failed" and "head_dim=24" in last["message"], json.dumps(last)
+    assert "rollout.engine: vllm failed to generate" in last["message"]
