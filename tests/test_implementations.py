@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from abrun.backends import B, Backend, Decoder, Objective
+from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
 from abrun.implementations import BACKENDS, ENGINES
@@ -154,8 +155,8 @@ class PlainBackend:
     def local_state(self) -> dict[str, Tensor]:
         return dict(self.weights())
 
-    def pieces(self) -> None:
-        return None
+    def pieces(self) -> dict[str, Held]:
+        return {}  # its checkpoints are its own
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         for name, weight in self.weights():

@@ -1,6 +1,7 @@
 """memory-profile on a CPU: what the fused path saves, where the peak is, and the refusals."""
 
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -97,11 +98,9 @@ def test_what_does_not_fit_the_model_is_one_line(tmp_path: Path) -> None:
 def test_what_is_not_built_is_refused_before_any_arm_is_measured(tmp_path: Path) -> None:
     path = Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml"
     recipe = load_recipe(
-        path, ["arms.treatment.policy.backend={type: megatron, context_parallel: 2}", "cluster.cpu_ranks=2"]
+        path, ["arms.treatment.rollout={engine: vllm, tensor_parallel: 2}", "cluster.cpu_ranks=2"]
     )
-    with pytest.raises(
-        LaunchError, match=r"arms\.treatment: policy\.backend\.context_parallel: got 2, not built"
-    ):
+    with pytest.raises(LaunchError, match=r"arms\.treatment: rollout\.tensor_parallel: got 2, not built"):
         measure_recipe(recipe, tmp_path, lengths=[32])
     assert not any(tmp_path.iterdir())
 
@@ -126,5 +125,5 @@ def test_ctrl_c_asks_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(subprocess.Popen, "wait", pressed)
     script = f"trap 'touch {tidied}; exit' TERM; sleep 60 & touch {tmp_path / 'ready'}; wait"
     with pytest.raises(KeyboardInterrupt):
-        run_probe(["sh", "-c", script], tmp_path, [])
+        run_probe(["sh", "-c", script], tmp_path, {**os.environ})
     assert tidied.exists() and not processes_of(tmp_path)
