@@ -1,7 +1,6 @@
 """memory-profile on a CPU: what the fused path saves, where the peak is, and the refusals."""
 
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from abrun import store
 from abrun.errors import LaunchError
+from abrun.launch.command import environment
 from abrun.launch.probe import _run as run_probe
 from abrun.memory.profile import MemoryProfile, Peaks, measure_recipe
 from abrun.processes import Popen, processes_of
@@ -123,7 +123,8 @@ def test_ctrl_c_asks_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess.Popen, "wait", pressed)
+    config = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml").run_config("baseline")
     script = f"trap 'touch {tidied}; exit' TERM; sleep 60 & touch {tmp_path / 'ready'}; wait"
     with pytest.raises(KeyboardInterrupt):
-        run_probe(["sh", "-c", script], tmp_path, {**os.environ})
+        run_probe(["sh", "-c", script], tmp_path, environment(tmp_path, [], config))
     assert tidied.exists() and not processes_of(tmp_path)
