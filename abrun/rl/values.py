@@ -77,7 +77,7 @@ def generalized_advantages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStatistics:
-    """Of the completion tokens of the global batch."""
+    """Of the completion tokens of the global batch; NaN where it has none, as after filtering."""
 
     mean: float
     variance: float  # with n - 1; 0 of a single token
@@ -89,7 +89,7 @@ class TokenStatistics:
 
 def token_statistics(
     values: Tensor,  # [B, S] of this rank
-    token_mask: Tensor,  # [B, S] bool, of this rank; at least one token on all ranks together
+    token_mask: Tensor,  # [B, S] bool, of this rank
     total: Total,
 ) -> TokenStatistics:
     """Mean and variance over all ranks, however they share the batch. Collective, through `total`.
@@ -100,6 +100,8 @@ def token_statistics(
     """
     counted = torch.where(token_mask, values, 0.0).double()
     count, value_sum = total(float(token_mask.sum()), float(counted.sum()))
+    if not count:
+        return TokenStatistics(mean=math.nan, variance=math.nan)
     nearly = value_sum / count
     deviations = torch.where(token_mask, counted - nearly, 0.0)
     off, squares = total(float(deviations.sum()), float(deviations.square().sum()))

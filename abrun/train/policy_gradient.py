@@ -147,7 +147,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         )
         keys = ("train/reward", "train/reward_before_kl", "train/kl_penalty_sum_per_sequence")
         means = {key: total / count for key, total in zip(keys, totals, strict=True)}
-        return means | {"train/kl_penalty": totals[-1] / num_tokens}
+        return means | {"train/kl_penalty": totals[-1] / max(num_tokens, 1.0)}
 
 
 def _minibatches(batch: Sampled, settings: Grpo | Ppo) -> Iterator[Rows]:
