@@ -60,7 +60,7 @@ def megatron_misfit(model: Mapping[str, Any], settings: Megatron) -> str | None:
         return f"{got} with a {family} model, which has no experts; use 1"
     for field, name, what in CUTS:
         ranks, size = getattr(settings, field), model.get(name)
-        if size is not None and size % ranks:
+        if isinstance(size, int) and size % ranks:
             return (
                 f"policy.backend.{field}: got {ranks} with a model of {size} {what}; use a divisor of {size}"
             )
