@@ -28,7 +28,7 @@ def megatron_refusal() -> str | None:
     """Why this environment cannot run `policy.backend: {type: megatron}`, in a line; None where it can."""
     got, install = "policy.backend.type: got 'megatron'", "pip install 'abrun[megatron]'"
     try:
-        found = importlib.metadata.version("megatron-core")
+        found = importlib.metadata.version("megatron-core") or "of no version"  # where its metadata are torn
     except importlib.metadata.PackageNotFoundError:
         return f"{got} without the package megatron-core; {install}, or use type: dtensor"
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])

@@ -313,6 +313,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str | None]] = {
 }
 
 
+@pytest.mark.parametrize("written", ["Version: 0.21.0\n", "Version: 0.15.9\n", "Version:\n", ""])
+def test_a_megatron_core_of_another_version_or_of_none_is_named(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "megatron_core-0.21.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: megatron-core\n{written}")
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.backend={type: megatron}"]))
+    found = written.removeprefix("Version:").strip() or "of no version"
+    line = refused(plan, Machine(gpus=(), cores=1))
+    assert line and f"with megatron-core {found}, not one of >=0.16.1,<0.20; pip install" in line
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_model_folder_that_cannot_load_is_known_before_anything_starts(damage: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
