@@ -239,7 +239,7 @@ def refused(path: Path, *overrides: str) -> str:
         ("policy.backend=megatron", ["policy.backend", "'megatron'", "a mapping"]),
         (
             "policy.backend.pipeline_parallel=2",
-            ["policy.backend.pipeline_parallel", "unknown key", "sequence_parallel"],
+            ["policy.backend.pipeline_parallel", "unknown key with this type; use type: 'megatron'"],
         ),
         (
             "policy.backend.context_parallel=3",

@@ -122,9 +122,18 @@ def as_metadata(held: Mapping[str, Held], names: Collection[str]) -> dict[str, s
 
 
 def held_in(metadata: Mapping[str, str] | None) -> dict[str, Held]:
-    """The other way round. Raises ValueError where it does not say."""
+    """The other way round. Raises ValueError where it does not say, or not as this version does."""
     if not metadata or METADATA not in metadata:
         raise ValueError("its files do not say which part of each tensor they hold")
+    try:
+        return _parsed(metadata[METADATA])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            "its files do not say which part of each tensor they hold as this version of abrun does"
+        ) from error
+
+
+def _parsed(content: str) -> dict[str, Held]:
     return {
         name: Held(
             pieces=tuple(
@@ -135,7 +144,7 @@ def held_in(metadata: Mapping[str, str] | None) -> dict[str, Held]:
             width=of["width"],
             span=tuple(of["span"]) if of["span"] else None,
         )
-        for name, of in json.loads(metadata[METADATA]).items()
+        for name, of in json.loads(content).items()
     }
 
 

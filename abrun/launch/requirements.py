@@ -2,7 +2,6 @@
 
 import importlib.machinery
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -14,16 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import LaunchError, RecipeError, StoreError
+from abrun.launch.model_folder import config_of, folder_damage
 from abrun.plan import Plan, PlannedRun
 from abrun.recipe import (
     ARCHITECTURES,
     Arithmetic,
     CommandRunConfig,
+    Dtensor,
     Megatron,
     Model,
     OwnRunConfig,
     RunConfig,
     WordProblems,
+    dtensor_misfit,
     invocation,
     megatron_misfit,
     megatron_refusal,
@@ -31,12 +33,9 @@ from abrun.recipe import (
     unset_variables,
     vllm_refusal,
 )
-from abrun.regular_files import read_regular
 
 if TYPE_CHECKING:
     from abrun.tasks.problems import FileConfig
-
-LARGEST_CONFIG = 2**24  # bytes of a model's config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,36 +166,64 @@ def _missing_files(config: OwnRunConfig) -> Iterator[str]:
         for field, path in (("task.path", task.path), ("validation.path", held_out)):
             yield from _unreadable_problems(task, path, field) if path else ()
         yield from _missing_verifier(getattr(task, "verifier", None))
-    if weights and weights[0] in "/.~" and not Path(weights).expanduser().is_dir():
-        yield f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
+    if weights:
+        yield from _not_to_load(weights)
     if config.checkpoint.start_from is not None:
         yield from _not_to_start_from(config.checkpoint.start_from, config.steps)
+
+
+def _not_to_load(weights: str) -> Iterator[str]:
+    folder = Path(weights).expanduser()
+    if folder.is_dir():
+        if wrong := folder_damage(folder):
+            yield (
+                f"model.path: got {weights!r}, which cannot load: {wrong}; give a folder with config.json, "
+                "whole safetensors files and a tokenizer"
+            )
+    elif weights[0] in "/.~":
+        yield f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
 
 
 def _not_to_start_from(folder: str, num_steps: int) -> Iterator[str]:
     from abrun import store
 
+    path = Path(folder).expanduser()
     try:
-        step = store.saved_state(Path(folder).expanduser()).step
+        state = store.saved_state(path)
+        _check_sizes(path, state.files)
     except StoreError as error:
         yield (
             f"checkpoint.start_from: got {folder!r}, which is no checkpoint ({error}); give a folder such as "
             "runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050"
         )
         return
-    if step >= num_steps:
+    if (step := state.step) >= num_steps:
         yield (
             f"checkpoint.start_from: got {folder!r}, of step {step}, and steps {num_steps}, counted from the "
             f"start of that run; use steps: {step + 1} or more"
         )
 
 
+def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises StoreError for a file that is not there or was cut off; checksums are the trainer's to read."""
+    for name, recorded in files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            raise StoreError(f"{name} cannot be read: {error.strerror}") from None
+        if size != recorded.get("bytes"):
+            raise StoreError(f"{name} has {size} bytes, {recorded.get('bytes')} were written")
+
+
 def _misfit(config: OwnRunConfig) -> Iterator[str]:
-    """Why megatron-core cannot run here, or cannot train the model, as far as is known without loading it."""
-    backend = config.policy.backend
+    """Why a backend cannot run here, or cannot train the model, as far as is known without loading it."""
+    backend, shape = config.policy.backend, _shape(config.model)
+    wrong = None
     if isinstance(backend, Megatron):
-        wrong = megatron_refusal() or megatron_misfit(_shape(config.model), backend)
-        yield from [wrong] if wrong else []
+        wrong = megatron_refusal() or megatron_misfit(shape, backend)
+    elif isinstance(backend, Dtensor):
+        wrong = dtensor_misfit(shape, backend)
+    yield from [wrong] if wrong else []
 
 
 def _shape(model: Model) -> Mapping[str, Any]:
@@ -204,10 +231,9 @@ def _shape(model: Model) -> Mapping[str, Any]:
     if model.preset:
         return ARCHITECTURES[model.preset]
     try:
-        found = json.loads(read_regular(Path(model.path or "").expanduser() / "config.json", LARGEST_CONFIG))
-    except (OSError, ValueError):  # which the trainer will say
+        return config_of(Path(model.path or "").expanduser())
+    except (OSError, ValueError):  # which is said with what else is wrong with the folder, or by the trainer
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _unreadable_problems(task: "FileConfig", path: str, field: str) -> Iterator[str]:

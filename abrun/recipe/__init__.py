@@ -26,6 +26,7 @@ from abrun.recipe.command import (
     secrets_of,
     unset_variables,
 )
+from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
 from abrun.recipe.policy import (
     DIMENSIONS,
@@ -116,6 +117,8 @@ __all__ = [
     "WarmStart",
     "WordProblems",
     "dotted",
+    "dtensor_misfit",
+    "heads_misfit",
     "invocation",
     "load_recipe",
     "megatron_misfit",

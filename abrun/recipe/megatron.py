@@ -28,7 +28,7 @@ def megatron_refusal() -> str | None:
     """Why this environment cannot run `policy.backend: {type: megatron}`, in a line; None where it can."""
     got, install = "policy.backend.type: got 'megatron'", "pip install 'abrun[megatron]'"
     try:
-        found = importlib.metadata.version("megatron-core")
+        found = importlib.metadata.version("megatron-core") or "of no version"  # where its metadata are torn
     except importlib.metadata.PackageNotFoundError:
         return f"{got} without the package megatron-core; {install}, or use type: dtensor"
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
@@ -60,7 +60,7 @@ def megatron_misfit(model: Mapping[str, Any], settings: Megatron) -> str | None:
         return f"{got} with a {family} model, which has no experts; use 1"
     for field, name, what in CUTS:
         ranks, size = getattr(settings, field), model.get(name)
-        if size is not None and size % ranks:
+        if isinstance(size, int) and size % ranks:
             return (
                 f"policy.backend.{field}: got {ranks} with a model of {size} {what}; use a divisor of {size}"
             )

@@ -45,10 +45,10 @@ def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
 
 def _explain(error: Any, model: type[BaseModel]) -> str:
     """One pydantic error as field, value received, what is allowed, what to do."""
-    names, owners, sections = _place(error["loc"], model)
+    names, owners, sections, siblings = _place(error["loc"], model)
     field, kind, context = ".".join(names), error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"{field}: {unknown(names[-1], owners[0])}"
+        return f"{field}: {_of_a_sibling(names[-1], siblings) or unknown(names[-1], owners[0])}"
     if kind == "missing":
         return f"{field}: missing; add it to the recipe"
     if kind == "union_tag_not_found":
@@ -88,15 +88,18 @@ def _plain(limit: Any) -> Any:
 
 def _place(
     location: Iterable[str | int], model: type[BaseModel]
-) -> tuple[list[str], list[type[BaseModel]], list[type[BaseModel]]]:
-    """The keys that lead to an error, the sections that hold its field, and those its value may be."""
+) -> tuple[list[str], list[type[BaseModel]], list[type[BaseModel]], list[type[BaseModel]]]:
+    """The keys that lead to an error, the sections that hold its field, and those its value may be.
+
+    Last, the sections among which the `type` of its owner chose.
+    """
     sections: list[type[BaseModel]] = [model]
-    owners = sections
+    owners = siblings = sections
     names: list[str] = []
     for part in location:
         chosen = [section for section in sections if _tag(section) == part]
         if len(sections) > 1 and chosen:  # pydantic's name of the union's member: not part of the user's path
-            sections = chosen
+            siblings, sections = sections, chosen
             continue
         plain = 0 < len(str(part)) <= 100 and str(part).isprintable()
         names.append(str(part) if plain else shortened(part))
@@ -104,7 +107,7 @@ def _place(
             owners = sections
             fields = [section.model_fields[part] for section in owners if part in section.model_fields]
             sections = _sections(fields[0].annotation) if fields else []
-    return names, owners, sections
+    return names, owners, sections, siblings
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
@@ -121,6 +124,12 @@ def _tag(section: type[BaseModel]) -> str | None:
 
 def _tags(sections: Iterable[type[BaseModel]]) -> str:
     return ", ".join(repr(_tag(section)) for section in sections)
+
+
+def _of_a_sibling(key: str, siblings: Iterable[type[BaseModel]]) -> str | None:
+    """What to say of a key that sections of another type have, and this one does not."""
+    having = [section for section in siblings if key in section.model_fields and _tag(section)]
+    return f"unknown key with this type; use type: {_tags(having)}, or leave it out" if having else None
 
 
 def unknown(key: str, section: type[BaseModel]) -> str:

@@ -25,6 +25,8 @@ class SavedState:
 
 def saved_state(path: Path) -> SavedState:
     """Of a checkpoint's folder. Raises StoreError, which says no more than what is wrong with the file."""
+    if not (path / STATE).exists():
+        raise StoreError(f"{STATE} no such file")
     try:
         state = _JSON.validate_python(read_json(path / STATE))
     except StoreError as error:

@@ -5,9 +5,11 @@ ABRUN_FUZZ_ROUNDS and ABRUN_FUZZ_SEED choose how many moments, and which.
 
 import os
 import random
+import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,26 @@ FOREIGN = (
         f"trainer.parameters.script={HERE.parent / 'external' / 'foreign_trainer.py'}",
     ),
 )
+# Two ranks of our own trainer that cannot do without each other. Optimizer states are cut over them, too.
+LAYOUTS = {
+    "tensor": ("policy.backend={tensor_parallel: 2, sequence_parallel: true}",),
+    "context": ("policy.backend={context_parallel: 2}", "policy.packing=true"),
+    "experts": ("policy.backend={expert_parallel: 2}", "model={preset: qwen3-moe-tiny}"),
+    "megatron": ("policy.backend={type: megatron}",),
+    "megatron tensor": ("policy.backend={type: megatron, tensor_parallel: 2, sequence_parallel: true}",),
+    "megatron stages": (
+        "policy.backend={type: megatron, pipeline_parallel: 2}",
+        "policy.micro_batch_size=4",
+        "model={preset: qwen2-wide-vocab}",  # an even number of layers
+    ),
+    "megatron experts": (
+        "policy.backend={type: megatron, expert_parallel: 2}",
+        "model={preset: qwen3-moe-tiny}",
+    ),
+}
+TIMES = re.compile(r"timing/|memory/|_per_sec")  # metrics that are another at each start
+ONE_RUN = "seeds=[0]"  # of the baseline: all that is planned of such a recipe
+TRAINERS = {b"abrun.train", b"tests.launch.fake_trainer"}
 # What a process is known by, beside the run directory in its environment: of its command line, or rank
 VICTIMS = {
     "launcher": (OWN, None),
@@ -53,13 +75,19 @@ VICTIMS = {
 
 
 def plan_of(recipe: tuple[Path, tuple[str, ...]]) -> Plan:
-    return make_plan(load_recipe(recipe[0], list(recipe[1])))
+    plan = make_plan(load_recipe(recipe[0], list(recipe[1])))
+    return replace(plan, runs=plan.runs[:1]) if ONE_RUN in recipe[1] else plan
 
 
-def launch(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path, *, resume: bool = False) -> Outcome:
-    return supervisor.launch(
-        plan_of(recipe), runs_dir, observer=Silent(), launcher=FAKE_UNDER_AGENT[0], jobs=2, resume=resume
-    )
+def launch(
+    recipe: tuple[Path, tuple[str, ...]],
+    runs_dir: Path,
+    *,
+    resume: bool = False,
+    launcher: str = FAKE_UNDER_AGENT[0],
+) -> Outcome:
+    plan = plan_of(recipe)
+    return supervisor.launch(plan, runs_dir, observer=Silent(), launcher=launcher, jobs=2, resume=resume)
 
 
 def metrics(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path) -> dict[str, np.ndarray]:
@@ -82,8 +110,8 @@ def pids(runs_dir: Path, known_by: str) -> list[int]:
                     words += Path(f"/proc/{process.pid}/{file}").read_bytes().split(b"\0")
                 except OSError:
                     continue
-            own = known_by.startswith("RANK=") and b"tests.launch.fake_trainer" not in words
-            if not own and any(word.decode(errors="replace").endswith(known_by) for word in words):
+            other = known_by.startswith("RANK=") and not TRAINERS & set(words)
+            if not other and any(word.decode(errors="replace").endswith(known_by) for word in words):
                 found.append(process.pid)
     return sorted(found)
 
@@ -147,3 +175,61 @@ def test_nothing_lives_on_and_a_resume_ends_where_none_was_killed(victim: str, t
         for key, values in found.items():
             if "time" not in key:
                 assert np.array_equal(values, expected[key]), f"{victim}, {delay_s} s: {key}"
+
+
+def after_steps(run: Path, num_steps: int) -> None:
+    """Waits until so many steps of a run are recorded."""
+    deadline = time.monotonic() + 300
+    lines = run / "metrics.jsonl"
+    while not lines.is_file() or lines.read_bytes().count(b"\n") < num_steps:
+        assert time.monotonic() < deadline, "no such step"
+        time.sleep(0.02)
+
+
+def rounds_of_layout(
+    layout: str, tmp_path: Path
+) -> tuple[tuple[Path, tuple[str, ...]], dict[str, np.ndarray]]:
+    """A short recipe of that layout, and the metrics of a launch that nothing disturbs."""
+    settings = (
+        "compare.primary=[]",
+        ONE_RUN,
+        "algorithm.prompts_per_step=4",
+        "algorithm.entropy_coefficient=0.05",  # gradients that are not 0, whatever the rewards
+        "steps=4",
+        "checkpoint.every=1",
+        "limits.retries=0",
+        "cluster.cpu_ranks=2",
+        *LAYOUTS[layout],
+    )
+    recipe = (HERE / "small.yaml", settings)
+    assert launch(recipe, tmp_path / "undisturbed", launcher="local").exit_code == 0
+    return recipe, metrics(recipe, tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_whose_ranks_share_a_layer_goes_on_after_the_second_dies(
+    layout: str, end: signal.Signals, tmp_path: Path
+) -> None:
+    """SIGKILL to rank 1, which gives no warning; SIGTERM to the launcher, which lets it save."""
+    recipe, expected = rounds_of_layout(layout, tmp_path)
+    moments = random.Random(SEED)
+    runs_dir = tmp_path / "killed"
+    runs_dir.mkdir()
+    run = runs_dir / "small" / "baseline" / "seed-0"
+    launcher = os.fork()
+    if launcher == 0:
+        os._exit(launch(recipe, runs_dir, launcher="local").exit_code)
+    after_steps(run, moments.randint(1, 2))
+    time.sleep(moments.uniform(0, 1))
+    if end == signal.SIGKILL:
+        os.kill(pids(runs_dir, "RANK=1")[-1], end)
+    else:
+        os.kill(launcher, end)
+    wait_for(launcher, timeout_s=60)
+    assert not list(processes_of(run)) and not below(os.getpid())
+    assert launch(recipe, runs_dir, resume=True, launcher="local").exit_code == 0
+    found = metrics(recipe, runs_dir)
+    assert found.keys() == expected.keys()
+    for key in (key for key in found if not TIMES.search(key)):
+        assert np.array_equal(found[key], expected[key]), f"{layout}: {key}"

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,12 @@ def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path) -> None:
     files = {"rank-0.safetensors": {"bytes": 1, "sha256": "0"}}
     state = {"run": "x", "step": 9, "num_ranks": 1, "attempt": 1, "files": files}
     (tmp_path / "state.json").write_text(json.dumps(state))
+    lost = line(10)
+    assert lost and "no checkpoint (rank-0.safetensors cannot be read: No such file" in lost
+    (tmp_path / "rank-0.safetensors").write_bytes(b"")
+    cut = line(10)
+    assert cut and "no checkpoint (rank-0.safetensors has 0 bytes, 1 were written)" in cut
+    (tmp_path / "rank-0.safetensors").write_bytes(b"x")
     late = line(9)
     assert late and f"{got}, of step 9, and steps 9" in late and "use steps: 10 or more" in late
     assert line(10) is None
@@ -214,8 +221,9 @@ def test_a_backend_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyP
             "expert_parallel: 2",
             "expert_parallel: got 2 with a model of 5 experts; use a divisor of 5",
         ),
+        ({"num_attention_heads": "3", "num_key_value_heads": None}, "tensor_parallel: 2", None),
     ],
-    ids=["layers", "experts cut", "family", "key heads", "no experts", "fits", "experts"],
+    ids=["layers", "experts cut", "family", "key heads", "no experts", "fits", "experts", "no number"],
 )
 def test_a_model_that_megatron_cannot_cut_so_is_known_before_it_is_loaded(
     model: dict[str, Any], cut: str, expected: str | None, tmp_path: Path
@@ -231,6 +239,105 @@ def test_a_model_that_megatron_cannot_cut_so_is_known_before_it_is_loaded(
     ]
     line = refused(make_plan(load_recipe(SMALL, settings)), Machine(gpus=(), cores=2))
     assert line is None if expected is None else f": policy.backend.{expected}" in (line or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "cut", "expected"),
+    [
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            "tensor_parallel: 2",
+            "tensor_parallel: got 2 with 6 attention heads and 3 key-value heads; use a divisor of 6",
+        ),
+        ({"num_attention_heads": 4, "num_key_value_heads": 1}, "tensor_parallel: 2", None),
+        ({"num_experts": 5}, "expert_parallel: 2", "expert_parallel: got 2 with a model whose layers have 5"),
+        ({"num_attention_heads": [4], "num_experts": "4"}, "tensor_parallel: 2", None),
+    ],
+    ids=["heads", "shared heads", "experts", "no numbers"],
+)
+def test_a_model_that_dtensor_cannot_cut_so_is_known_before_it_is_loaded(
+    model: dict[str, Any], cut: str, expected: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **model}))
+    settings = [
+        f"model.path={tmp_path}",
+        "model.preset=null",
+        f"policy.backend={{{cut}}}",
+        "cluster.cpu_ranks=2",
+    ]
+    line = refused(make_plan(load_recipe(SMALL, settings)), Machine(gpus=(), cores=2))
+    assert line is None if expected is None else f": policy.backend.{expected}" in (line or "")
+
+
+def _safetensors(path: Path, *names: str, cut: int = 0) -> None:
+    """A file of one float32 for each name, without its last `cut` bytes."""
+    entries = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * index, 4 * index + 4]}
+        for index, name in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4 * len(names))
+    path.write_bytes(content[: len(content) - cut])
+
+
+def _with_index(folder: Path, index: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _with_config(content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(content)
+
+
+def _with_shard(content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "b.safetensors").write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "none": (lambda folder: None, None),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read: No such"),
+    "no json": (_with_config("{no"), "config.json is not JSON"),
+    "a list": (_with_config("[1]"), "config.json holds a list"),
+    "deep": (_with_config("[" * 100_000), "config.json is not JSON"),
+    "large": (_with_config(" " * 2**24 + "{}"), "larger than 16777216"),
+    "no shard": (lambda folder: (folder / "b.safetensors").unlink(), "b.safetensors cannot be read: No such"),
+    "cut": (lambda folder: _safetensors(folder / "b.safetensors", "b", cut=1), "and its header says"),
+    "short": (_with_shard(b"ab"), "b.safetensors is no safetensors file, or was cut off: it has 2 bytes"),
+    "text": (_with_shard(b"\x02" + bytes(7) + b"[]"), "b.safetensors has a header that is not one of"),
+    "other": (lambda folder: _safetensors(folder / "b.safetensors", "c"), "b.safetensors lacks 'b', which"),
+    "index": (lambda folder: _with_index(folder, {}), "index.json has no weight_map"),
+    "away": (lambda folder: _with_index(folder, {"weight_map": {"a": "x"}}), "x cannot be read: No such"),
+    "one": (lambda folder: _safetensors(folder / "model.safetensors", "a", cut=3), "model.safetensors has"),
+}
+
+
+@pytest.mark.parametrize("written", ["Version: 0.21.0\n", "Version: 0.15.9\n", "Version:\n", ""])
+def test_a_megatron_core_of_another_version_or_of_none_is_named(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "megatron_core-0.21.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: megatron-core\n{written}")
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.backend={type: megatron}"]))
+    found = written.removeprefix("Version:").strip() or "of no version"
+    line = refused(plan, Machine(gpus=(), cores=1))
+    assert line and f"with megatron-core {found}, not one of >=0.16.1,<0.20; pip install" in line
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_model_folder_that_cannot_load_is_known_before_anything_starts(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("a", "b"):
+        _safetensors(tmp_path / f"{name}.safetensors", name)
+    _with_index(tmp_path, {"weight_map": {name: f"{name}.safetensors" for name in ("a", "b")}})
+    change, expected = DAMAGES[damage]
+    change(tmp_path)
+    settings = [f"model.path={tmp_path}", "model.preset=null"]
+    line = refused(make_plan(load_recipe(SMALL, settings)), Machine(gpus=(), cores=1))
+    if expected is None:
+        assert line is None
+    else:
+        assert line and f"model.path: got '{tmp_path}', which cannot load: " in line and expected in line
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:

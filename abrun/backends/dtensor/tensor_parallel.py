@@ -26,6 +26,7 @@ from abrun.backends.collectives import gathered, scattered, summed
 from abrun.backends.head import padded_shard
 from abrun.errors import RecipeError
 from abrun.models import PLAIN_DECODERS, Facts
+from abrun.recipe import heads_misfit
 
 FIELD = "policy.backend.tensor_parallel"
 # Says of each parameter that is gathered over two meshes that it takes two collectives.
@@ -231,12 +232,9 @@ def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
         raise RecipeError(
             f"{FIELD}: got {size} with {kind}, which there is no plan for; use 1, or a model of {known}"
         )
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
-    if heads % size or (shared % size and size % shared):
-        raise RecipeError(
-            f"{FIELD}: got {size} with {heads} attention heads and {shared} key-value heads; use a divisor "
-            f"of {heads} that divides {shared} or is a multiple of it"
-        )
+    wrong = heads_misfit(config.num_attention_heads, config.num_key_value_heads, size)
+    if wrong:
+        raise RecipeError(wrong)
     if sequence_parallel and {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise RecipeError(
             f"policy.backend.sequence_parallel: got true with {kind}, some layers of which have no full "

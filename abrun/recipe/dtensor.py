@@ -1,0 +1,36 @@
+"""Whether the dtensor backend can cut a model, as far as its configuration says; found without torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from abrun.recipe.policy import Dtensor
+
+
+def dtensor_misfit(model: Mapping[str, Any], settings: Dtensor) -> str | None:
+    """Why a model cannot be cut so, in a line; None where nothing says so.
+
+    `model`: fields of a Hugging Face configuration; those that it lacks are not looked at.
+    """
+    size, experts = settings.tensor_parallel, settings.expert_parallel
+    wrong = heads_misfit(model.get("num_attention_heads"), model.get("num_key_value_heads"), size)
+    if wrong:
+        return wrong
+    number = model.get("num_experts") or model.get("num_local_experts")  # the latter as transformers 5 has it
+    if isinstance(number, int) and number % experts:
+        return (
+            f"policy.backend.expert_parallel: got {experts} with a model whose layers have {number} experts; "
+            f"use a divisor of {number}"
+        )
+    return None
+
+
+def heads_misfit(heads: Any, shared: Any, size: int) -> str | None:
+    """Why so many attention heads and key-value heads cannot be cut over `size` ranks."""
+    if not isinstance(heads, int) or not isinstance(shared, int) or shared < 1:
+        return None
+    if heads % size or (shared % size and size % shared):
+        return (
+            f"policy.backend.tensor_parallel: got {size} with {heads} attention heads and {shared} key-value "
+            f"heads; use a divisor of {heads} that divides {shared} or is a multiple of it"
+        )
+    return None
