@@ -89,13 +89,13 @@ class Oracle:
     # --- one row ---
 
     def judged(self, network: Any, row: Row, routes: list[Tensor] | None = None) -> Found:
-        temperature, top_p = self.config.trained_distribution
+        temperature, filters = self.config.trained_distribution
         ids, first = torch.tensor(row.token_ids), len(row.prompt)
         network.seen, network.forced = [], routes
         z = network(ids[None]).logits[0, :-1] / temperature
         network.forced = None
-        if top_p < 1:
-            z = _filtered(z, ids[1:], top_p)
+        if filters.top_p < 1:
+            z = _filtered(z, ids[1:], filters.top_p)
         logprobs = z.log_softmax(dim=-1)
         each = logprobs.exp() * torch.where(logprobs.isinf(), 0.0, logprobs)
         chosen = logprobs.gather(-1, ids[1:, None])[:, 0]
