@@ -8,9 +8,8 @@ from typing import Any
 from abrun.regular_files import open_regular, read_regular
 
 LARGEST_CONFIG = 2**24  # bytes of a model's config.json
-LARGEST_INDEX = (
-    2**27
-)  # bytes of a list of tensors: an index, or the header of a file, to which the format allows less
+# Bytes of a list of tensors: an index, or the header of a file, to which the format allows less.
+LARGEST_INDEX = 2**27
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from abrun.backends import B, Decoder, Objective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
-from abrun.backends.dtensor.fsdp import ShardedParameters, materialise, shard, shard_layers
+from abrun.backends.dtensor.fsdp import ShardedParameters, forget_gathered, materialise, shard, shard_layers
 from abrun.backends.dtensor.routing import Routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
@@ -250,6 +250,7 @@ class DtensorBackend:
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         self._parameters.load_local_state(state)
+        forget_gathered(self.module)
 
     def pieces(self) -> dict[str, Held]:
         return self._parameters.pieces("network.")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -103,6 +103,13 @@ def materialise(module: nn.Module, network: Any, device: torch.device) -> None:
             if own.numel() and not own.is_meta:  # a value model leaves the head where it is
                 own.copy_(checkpoint.read(name, own_slices(parameter)))
     del network.checkpoint  # and its files
+
+
+def forget_gathered(module: nn.Module) -> None:
+    """Drop whole weights that a forward pass without gradient left here: their parts have changed."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from abrun.backends import B, ValueObjective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
-from abrun.backends.dtensor.fsdp import DTYPES, ShardedParameters, materialise, shard, shard_layers
+from abrun.backends.dtensor.fsdp import (
+    DTYPES,
+    ShardedParameters,
+    forget_gathered,
+    materialise,
+    shard,
+    shard_layers,
+)
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.head import initial_value_weight
 from abrun.backends.packing import Packing, microbatches, packing_for
@@ -102,6 +109,9 @@ class DtensorValueModel:
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         self._parameters.load_local_state(state)
+        for module in (self.head, self._hidden_states):
+            if isinstance(module, nn.Module):  # not the policy's
+                forget_gathered(module)
 
     def pieces(self) -> dict[str, Held]:
         return self._parameters.pieces("base_model.")
