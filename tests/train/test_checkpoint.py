@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from abrun import store
+from abrun.backends.pieces import Held
 from abrun.backends.ranks import make_ranks
 from abrun.errors import StoreError
 from abrun.plan import RunName
@@ -43,8 +44,8 @@ class OneTensor:
     def local_state(self) -> dict[str, torch.Tensor]:
         return {"weights/x": self.weights}
 
-    def pieces(self) -> None:
-        return None
+    def pieces(self) -> dict[str, Held]:
+        return {}
 
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
         self.weights.copy_(state["weights/x"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from abrun.backends.pieces import Held
 from abrun.backends.ranks import make_ranks
 from abrun.errors import StoreError
 from abrun.plan import RunName
@@ -34,8 +35,8 @@ class Walk:
     def local_state(self) -> dict[str, torch.Tensor]:
         return {"place": self.place}
 
-    def pieces(self) -> None:
-        return None
+    def pieces(self) -> dict[str, Held]:
+        return {}
 
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
         self.place.copy_(state["place"])
