@@ -199,7 +199,10 @@ def _run_main(directory: Path, env: dict[str, str], path: Path | None) -> None:
         os.environ.pop(key, None)
         if value:
             os.environ[key] = value
-    sys.path[:0] = [str(path)] if path else []
+    if path:  # what stands there comes first, imported by the server already or not
+        sys.path.insert(0, str(path))
+        for file in path.glob("*.py"):
+            sys.modules.pop(file.stem, None)
     sys.argv = ["abrun.train", str(directory)]
     from abrun.train.__main__ import main
 
