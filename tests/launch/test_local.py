@@ -29,6 +29,8 @@ from tests.launch.fakes import FAKE, Silent
 
 SMALL = Path(__file__).parent / "small.yaml"
 
+SLOW = pytest.mark.slow
+
 
 def plan_of(*overrides: str) -> Plan:
     return make_plan(load_recipe(SMALL, overrides))
@@ -166,7 +168,9 @@ def test_two_experiments_make_a_warm_start_once(tmp_path: Path, behave: Callable
     assert "another launcher makes it now" in said
 
 
-@pytest.mark.parametrize("damage", ["removed", "other bits", "rows"])
+@pytest.mark.parametrize(
+    "damage", [*(pytest.param(d, marks=SLOW) for d in ("removed", "rows")), "other bits"]
+)
 def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage: str) -> None:
     warm = ("warm_start={steps: 2}",)
     assert launch(tmp_path, *warm).exit_code == 0
@@ -461,7 +465,7 @@ def test_an_observer_that_cannot_print_stops_nothing(tmp_path: Path, behave: Cal
 # --- stopping and resuming ---
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)])
 def test_a_signal_stops_everything_cleanly_and_resume_continues(
     tmp_path: Path, behave: Callable[..., None], number: signal.Signals
 ) -> None:
@@ -703,7 +707,11 @@ def test_a_corrupt_file_of_a_run_is_that_run_s_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("launch.json", "{"), ("heartbeat.json", '{"step": "x"}'), ("attempts/0001.json", "[]")],
+    [
+        ("launch.json", "{"),
+        pytest.param("heartbeat.json", '{"step": "x"}', marks=SLOW),
+        pytest.param("attempts/0001.json", "[]", marks=SLOW),
+    ],
 )
 def test_notes_that_do_not_read_are_written_anew(tmp_path: Path, name: str, content: str) -> None:
     launch(tmp_path)

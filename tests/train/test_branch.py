@@ -117,6 +117,7 @@ def _is_next(branched: Path, trunk: Path, step: int) -> None:
         assert ours[step + 2][key] == pytest.approx(theirs[step + 2][key], rel=5e-3, abs=1e-4), key
 
 
+@pytest.mark.slow
 def test_from_layout_to_layout_and_back(tmp_path: Path, trunk: Path, warm_weights: Path, group: None) -> None:
     tensor = branch(tmp_path / "tensor", trunk, 1, *LAYOUTS["tensor"], weights=warm_weights)
     run_to_end(tensor, ranks=2)
