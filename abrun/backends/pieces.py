@@ -21,6 +21,11 @@ class Piece:
     shape: tuple[int, ...]  # of the whole
     slices: tuple[slice, ...]
 
+    @classmethod
+    def all_of(cls, shape: Sequence[int]) -> "Piece":
+        """The whole tensor."""
+        return cls(tuple(shape), tuple(slice(0, size) for size in shape))
+
     @property
     def size(self) -> tuple[int, ...]:
         """The shape of the piece itself."""

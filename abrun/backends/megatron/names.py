@@ -37,7 +37,7 @@ class Names:
         self._model: Any = model
         self._config: Any = network.config
         self._shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
-        self._groups, self._width = self._config.num_key_value_heads, head_width(self._config)
+        self._width = head_width(self._config)
         self._tensor, self._experts = tensor_group(), expert_group()
         self._named: dict[str, Tensor] = {
             name: p for name, p in model.named_parameters() if not name.startswith(OF_HEAD)
@@ -56,7 +56,7 @@ class Names:
         return Held(
             pieces=tuple((source, self._own_piece(self._shapes[source], place)) for source in place.sources),
             shape=tuple(self._named[name].shape),
-            width=self._width if "linear_qkv" in name else None,
+            width=self._width_of(name),
         )
 
     @torch.no_grad()
@@ -69,17 +69,13 @@ class Names:
                     yield place.sources[0], self._all_experts(name, mine)
             elif not self._is_copy(name):
                 whole = _unshard(_gathered(mine(name), self._tensor), place)
-                if "linear_qkv" in name:
-                    parts: Sequence[Tensor] = self._split_heads(whole)
-                elif place.shared == "rows_of_halves":
-                    parts = whole.chunk(2)
-                else:
-                    parts = [whole[: self._config.vocab_size] if self._is_of_vocabulary(name) else whole]
-                yield from zip(place.sources, parts, strict=True)
+                pieces = tuple((source, Piece.all_of(self._shapes[source])) for source in place.sources)
+                held = Held(pieces=pieces, shape=tuple(whole.shape), width=self._width_of(name))
+                yield from zip(place.sources, held.split(whole), strict=True)
 
-    def _is_of_vocabulary(self, name: str) -> bool:
-        """Whether its rows are tokens: the last norm's are not, and may be more than those."""
-        return LAYER not in name and self._place(name).shared == "rows"
+    def _width_of(self, name: str) -> int | None:
+        """Of a head, where queries, keys and values are one parameter."""
+        return self._width if "linear_qkv" in name else None
 
     def _is_copy(self, name: str) -> bool:
         """Whether this is the last stage's copy of the embedding, which the first stage gives."""
@@ -101,11 +97,6 @@ class Names:
             start = min(self._tensor.rank() * size, shape[dim])
             part[dim] = slice(start, min(start + size, shape[dim]))
         return Piece(shape, tuple(part))
-
-    def _split_heads(self, joined: Tensor) -> Sequence[Tensor]:
-        of_groups = joined.view(self._groups, -1, self._width, *joined.shape[1:])
-        queries = of_groups.shape[1] - 2
-        return [part.flatten(0, 2) for part in of_groups.split([queries, 1, 1], dim=1)]
 
     def _place(self, name: str) -> Place:
         if not name.startswith(LAYER):

@@ -133,8 +133,7 @@ class MegatronValueModel:
         """Of a parameter, by names as the other backend's value model has them."""
         inside = name.removeprefix(f"{OF_HEAD}.")
         if inside in ("weight", "bias"):
-            shape = tuple(getattr(self.head, inside).shape)
-            return Held.one(f"head.{inside}", Piece(shape, tuple(slice(0, size) for size in shape)))
+            return Held.one(f"head.{inside}", Piece.all_of(getattr(self.head, inside).shape))
         assert self._names is not None
         held = self._names.held(name)
         return replace(held, pieces=tuple((of.removeprefix("model."), piece) for of, piece in held.pieces))
