@@ -45,6 +45,14 @@ class VllmEngine:
             completions = self._generate(prompts[own], draws.seeds()[own], temperature)
         return self._ranks.gather_replica(completions)
 
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens that are given, 0 of each sequence's first: at temperature 1, unfiltered.
+
+        All of a sequence in one pass, as a prompt: not token by token, as it is sampled.
+        """
+        with apart(self._ranks.device), failing("score", self._tail):
+            return self._score(sequences)
+
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         with apart(self._ranks.device), failing("take the policy's weights", self._tail):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -89,6 +97,27 @@ class VllmEngine:
                 if output.finished:
                     completions[int(output.request_id)] = self._completion(output.outputs[0], temperature)
         return [completions[row] for row in range(len(prompts))]
+
+    def _score(self, sequences: list[list[int]]) -> list[list[float]]:
+        library: Any = importlib.import_module("vllm.sampling_params")
+        engine, scored = self._llm.llm_engine, {}
+        parameters = library.SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # the given tokens' own
+            detokenize=False,
+            output_kind=library.RequestOutputKind.FINAL_ONLY,
+        )
+        for row, token_ids in enumerate(sequences):
+            engine.add_request(str(row), {"prompt_token_ids": token_ids}, parameters)
+        while engine.has_unfinished_requests():
+            progress.beat()
+            for output in engine.step():
+                if output.finished:
+                    scored[int(output.request_id)] = output.prompt_logprobs
+        return [
+            [0.0, *(of_token[token].logprob for token, of_token in zip(tokens[1:], found[1:], strict=True))]
+            for tokens, found in ((tokens, list(scored[row])) for row, tokens in enumerate(sequences))
+        ]
 
     def _parameters(self, seed: int, temperature: float) -> Any:
         library: Any = importlib.import_module("vllm.sampling_params")
