@@ -76,7 +76,7 @@ def measure_run(
         experiment=chosen.experiment,
         name=chosen.name,
         step=chosen.step,
-        learning_rate=record["learning_rate"],
+        grad_norm=store.decode(record["grad_norm"]),
         engine=config.rollout.engine,
         dtype=config.policy.dtype,
         spread=chosen.config.cluster.ranks,

@@ -23,6 +23,7 @@ from abrun.mismatch.variations import Change, Step
 SCHEMA_VERSION = 1
 Routes = NDArray[Any]  # [N, L, K]
 PROBABILITIES = (0.0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.001)
+ENGINE = ("engine_float32", "engine")  # steps that the engine takes again
 FAULTS = ("weights", "sampling")  # changes that stand for something wrong, not for rounding
 WORTH_NAMING = 0.1  # of the whole error: below it nothing is called a cause
 PARITY = 1e-5  # an error above 1 that float32 has, too: nothing is to be explained
@@ -44,7 +45,7 @@ class Facts:
     experiment: str
     name: RunName
     step: int  # after which the run goes on; the tokens are those of step + 2
-    learning_rate: float  # of the update in between
+    grad_norm: float  # of the update in between
     engine: str
     dtype: str
     spread: int  # ranks of the run itself
@@ -213,12 +214,15 @@ def _bars(
         ("fault", label, logprobs - own) for label, logprobs in faults.items()
     ]
     at, merged = own, []
+    if not _reproduces(path, inference, own):
+        path = [(step, found) for step, found in path if step.key not in ENGINE]
+        merged.append("The engine does not reproduce what it recorded: its steps are one bar.")
     for step, found in path:
         if isinstance(found, Scored):
             named.append((step.key, step.label, found.logprobs - at))
             at = found.logprobs
         elif found is not None:
-            merged.append(f"{step.label}: is in the bar after it: {found}")
+            merged.append(f"{step.label}: is in the bar after it: {found}.")
     rest, _ = path[-1]
     done = sum((delta for _, _, delta in named), np.zeros_like(own))
     named.append((rest.key, rest.label, difference - done))
@@ -228,6 +232,12 @@ def _bars(
         for (key, label, _), part in zip(named, parts, strict=True)
     ]
     return bars, merged
+
+
+def _reproduces(path: Sequence[tuple[Step, Scored | str | None]], inference: Array, own: Array) -> bool:
+    """Whether the engine that scores again is nearer to what it recorded than the trainer is."""
+    again = [found.logprobs for step, found in path if step.key == "engine" and isinstance(found, Scored)]
+    return all(error(inference, logprobs) < error(inference, own) for logprobs in again)
 
 
 def _floor(rows: Sequence[Row]) -> list[Row]:

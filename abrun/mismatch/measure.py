@@ -125,7 +125,7 @@ def record(
     error = float(differences.exp().mean())
     return {
         "step": step,
-        "learning_rate": values["train/lr"],
+        "grad_norm": values["train/grad_norm"],
         "metrics": [(step + 1, values.get(METRIC)), (step + 2, None if job["sequences"] else error)],
         "num_sequences_sampled": len(prompts),
         "worst": _worst(batch, own["logprobs"], setup.data.text),

@@ -120,6 +120,8 @@ def _notes(budget: Budget) -> Iterator[str]:
     )
     if any(estimate.low is None for estimate in (budget.error,)):
         yield f"No intervals: {budget.num_prompts} prompts are too few to know the spread."
+    if not facts.grad_norm:
+        yield "The update in between had no gradient: whether weights are stale cannot be seen."
     if facts.spread > 1:
         yield f"The run has {facts.spread} ranks; one has gone on with it here."
     if budget.num_sequences < facts.num_sequences_sampled:
@@ -235,7 +237,7 @@ def _draw(path: Path, draw: Callable[[Any], Any], num_axes: int) -> None:
             figure = Figure(figsize=(9, 7.5), layout="constrained")
             draw(figure.subplots(2, 1))
         else:
-            figure = Figure(figsize=(12, 3.6), layout="constrained")
+            figure = Figure(figsize=(12, 4), layout="constrained")
             draw(figure.subplots(1, num_axes))
         figure.savefig(path.with_suffix(".png"), dpi=150)
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
@@ -271,6 +273,8 @@ def _changes(ax: "Axes", budget: Budget) -> None:
     ax.set_yticks(range(len(rows)), [row.label for row in rows])
     ax.invert_yaxis()
     ax.axvline(0, color="black", linewidth=0.8)
+    ax.set_xscale("symlog", linthresh=max((budget.error.value - 1) / 10, 1e-6))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
     ax.grid(axis="x", alpha=0.25)
     ax.set_xlabel(f"{METRIC} lower by, with its interval; these do not add up")
     ax.set_title("One thing changed at a time")
@@ -284,16 +288,16 @@ def _whisker(ax: "Axes", place: float, estimate: Estimate, start: float) -> None
 def _tokens(axes: Any, budget: Budget) -> None:
     by_position, by_probability, by_sequence = axes
     _bins(by_position, budget.positions, lambda each: f"{each.first:.0f}")
-    by_position.set_xlabel("position in the completion, from")
+    by_position.set_xlabel("position in the completion, from (tokens)")
     by_position.set_ylabel("exp |difference| - 1: mean (bar), largest (mark)")
     _bins(by_probability, budget.probabilities, lambda each: f"{each.first:g}")
-    by_probability.set_xlabel("probability of the token, from")
+    by_probability.set_xlabel("probability of the token, from (tokens)")
     each = sorted((one.largest - 1 for one in budget.sequences), reverse=True)
     by_sequence.plot(each, "_", color="black", label="largest token")
     by_sequence.plot(
         sorted((one.mean - 1 for one in budget.sequences), reverse=True), ".", label="mean over tokens"
     )
-    by_sequence.set_yscale("symlog", linthresh=1e-7)
+    _from_zero(by_sequence)
     by_sequence.set_xlabel("sequences, each line in its own order")
     by_sequence.legend(frameon=False)
     for ax, title in zip(axes, ("By position", "By probability", "By sequence"), strict=True):
@@ -305,5 +309,12 @@ def _bins(ax: "Axes", bins: Sequence[Bin], name: Callable[[Bin], str]) -> None:
     places = range(len(bins))
     ax.bar(places, [each.mean - 1 for each in bins], color=COLOURS["trainer"])
     ax.plot(places, [each.largest - 1 for each in bins], "_", color="black", markersize=10)
+    _from_zero(ax)
+    ax.set_ylim(bottom=0)
+    ax.set_xticks(places, [f"{name(each)}\n({each.num_tokens})" for each in bins], rotation=45)
+
+
+def _from_zero(ax: "Axes") -> None:
+    """Logarithmic, but for what float32 cannot tell from 0."""
     ax.set_yscale("symlog", linthresh=1e-7)
-    ax.set_xticks(places, [f"{name(each)}\n{each.num_tokens}" for each in bins])
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
