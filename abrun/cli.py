@@ -310,6 +310,50 @@ def memory_profile(
 
 
 @app.command()
+def mismatch(
+    run: Annotated[
+        str,
+        typer.Argument(help="A run's folder, or an experiment, of which a run is chosen and named."),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Which weights: those after this step (default: the newest checkpoint)."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="One more change to score by; repeatable.",
+        ),
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Score only so many of the step's sequences.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the report goes; default: RUN/mismatch.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Say what makes the log-probs of a run's trainer and rollout engine differ, and by how much."""
+    from abrun.mismatch.command import measure_run
+    from abrun.mismatch.report import summary
+
+    console = _console()
+    budget, folder = measure_run(
+        run,
+        runs_dir,
+        step=step,
+        sets=sets or (),
+        num_sequences=sequences,
+        output=output,
+        say=lambda line: console.print(line, soft_wrap=True, markup=False),
+    )
+    console.print(summary(budget))
+    console.print(f"The report is in {folder}", soft_wrap=True, markup=False)
+
+
+@app.command()
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     """Follow an experiment that another shell or another host launches."""
     from abrun import watch as live

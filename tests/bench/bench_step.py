@@ -4,9 +4,9 @@
     python tests/bench/bench_step.py --device cpu       # the script's own logic, on a tiny model
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) by GRPO in bfloat16 on the same prompts:
-64 completions of 512 tokens a step, 32 sequences a microbatch, activation checkpointing, no KL penalty. Random
-weights end a completion about never, so that all have their full length. A candidate is a process of its own;
-the figures are medians of its steps after the first two, which compile and capture graphs.
+64 completions of 512 tokens a step, 32 sequences a microbatch, activation checkpointing, no KL penalty.
+Random weights end a completion about never, so that all have their full length. A candidate is a process of
+its own; the figures are medians of its steps after the first two, which compile and capture graphs.
 """
 
 import argparse

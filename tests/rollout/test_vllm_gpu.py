@@ -123,7 +123,9 @@ def test_with_float32_heads_they_agree(started: Sampling) -> None:
 
 @pytest.mark.parametrize("backend", ["{type: dtensor}", "{type: megatron}"])
 def test_grpo_on_one_gpu(backend: str, tmp_path: Path) -> None:
-    rows = trained(tmp_path / "run", "steps=8", f"policy.backend={backend}", "validation={every: 4, num_prompts: 16}")
+    rows = trained(
+        tmp_path / "run", "steps=8", f"policy.backend={backend}", "validation={every: 4, num_prompts: 16}"
+    )
     for step, row in rows.items():
         shown = ("generation", "weight_sync", "policy_training")
         seconds = {name: round(row.get(f"timing/train/{name}_s", 0.0), 3) for name in shown}

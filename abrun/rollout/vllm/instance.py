@@ -40,17 +40,32 @@ class Instance:
     def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
         """A completion for each prompt and its seed; at temperature 0 of the most likely tokens."""
         with self._called("generate"):
-            engine = self._llm.llm_engine
             for row, (prompt, seed) in enumerate(requests):
                 parameters = self._parameters(seed, temperature)
-                engine.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
-            completions: dict[int, Completion] = {}
-            while engine.has_unfinished_requests():
-                self._beat()
-                for output in engine.step():
-                    if output.finished:
-                        completions[int(output.request_id)] = self._completion(output.outputs[0], temperature)
-            return [completions[row] for row in range(len(requests))]
+                self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
+            outputs = self._outputs(len(requests))
+            return [self._completion(output.outputs[0], temperature) for output in outputs]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens that are given, 0 of each sequence's first: at temperature 1, unfiltered.
+
+        All of a sequence in one pass, as a prompt: not token by token, as it is sampled.
+        """
+        library: Any = importlib.import_module("vllm.sampling_params")
+        parameters = library.SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # the given tokens' own
+            detokenize=False,
+            output_kind=library.RequestOutputKind.FINAL_ONLY,
+        )
+        with self._called("score"):
+            for row, token_ids in enumerate(sequences):
+                self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": token_ids}, parameters)
+            found = [list(output.prompt_logprobs) for output in self._outputs(len(sequences))]
+        return [
+            [0.0, *(of_token[token].logprob for token, of_token in zip(tokens[1:], rows[1:], strict=True))]
+            for tokens, rows in zip(sequences, found, strict=True)
+        ]
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Take the policy's weights, whole and one by one under their Hugging Face names."""
@@ -90,6 +105,16 @@ class Instance:
         heard = contextlib.suppress(Exception) if self._tail.has_failed else failing("end", self._tail)
         with apart(self._device), heard:
             end(self._llm)
+
+    def _outputs(self, count: int) -> list[Any]:
+        """Of the requests 0 to `count`, once all have finished."""
+        engine, finished = self._llm.llm_engine, {}
+        while engine.has_unfinished_requests():
+            self._beat()
+            for output in engine.step():
+                if output.finished:
+                    finished[int(output.request_id)] = output
+        return [finished[row] for row in range(count)]
 
     @contextlib.contextmanager
     def _called(self, doing: str) -> Iterator[None]:
