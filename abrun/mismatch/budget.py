@@ -17,6 +17,7 @@ trainer (or of an engine) with one thing changed. All are natural logarithms, [N
   samples.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -78,7 +79,8 @@ class Resampling:
         tail = (1 - CONFIDENCE) / max(num_intervals, 1) / 2
         self._tails = [tail, 1 - tail]
 
-    def mean(self, values: Array) -> Estimate:  # [N]
+    def mean(self, values: Array, *, least: float = -math.inf) -> Estimate:  # [N]
+        """`least`: below which no mean of such values can be."""
         sums = np.bincount(self._prompts, values).astype(float)
         lengths = self._lengths
         mean = float(sums.sum() / lengths.sum())
@@ -91,7 +93,8 @@ class Resampling:
         if not spread or not usable.any():
             return Estimate(value=mean, low=mean, high=mean)
         low, high = np.quantile((means[usable] - mean) / spreads[usable], self._tails)
-        return Estimate(value=mean, low=mean - float(high) * spread, high=mean - float(low) * spread)
+        ends = (max(mean - float(end) * spread, least) for end in (high, low))
+        return Estimate(value=mean, low=next(ends), high=next(ends))
 
 
 def _standard_error(draws: Array, sums: Array, lengths: Array, means: Array) -> Array:

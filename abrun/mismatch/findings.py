@@ -131,7 +131,7 @@ def budget_of(
     resampling = Resampling(prompts, num_intervals=measured + 3)
     factors = multiplicative(inference, own.logprobs)
     rows = [_row(change, found, inference, own, resampling) for change, found in changes]
-    total = resampling.mean(factors)
+    total = resampling.mean(factors, least=1.0)
     cause = _cause(rows, total.value - 1)
     faults = {
         change.label: found.logprobs
@@ -173,7 +173,7 @@ def _row(
         reason=None,
         error=error(inference, found.logprobs),
         lowers=resampling.mean(now - then),
-        moves=resampling.mean(moved),
+        moves=resampling.mean(moved, least=1.0),
         largest_factor=float(moved.max()),
         rerouted=rerouted(own.routes, found.routes),
     )

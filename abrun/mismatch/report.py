@@ -20,7 +20,8 @@ PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 NOT_MEASURED = "not measured"
 METRIC = "token_mult_prob_error"
 COLOURS = {"trainer": "#0072B2", "engine": "#D55E00", "fault": "#CC79A7", "total": "#555555"}
-HEADINGS = ("one thing changed", METRIC + " then", "lower by [95 %]", "moves log-probs by", "largest token")
+HEADINGS = ("one thing changed", "error then", "lower by [95 %]", "log-probs moved by", "largest")
+PATH = ("from the trainer's log-probs to the engine's", "adds [95 %]", "up to")
 MOST_SEQUENCES = 10
 SHARED = 3.0  # so many times as far from float32 as from each other
 
@@ -38,7 +39,7 @@ def summary(budget: Budget) -> RenderableType:
     return Group(
         Text("\n".join(_headlines(budget))),
         _rich(HEADINGS, _change_rows(budget)),
-        _rich(("from the trainer's log-probs to the engine's", "adds [95 %]", "up to"), _bar_rows(budget)),
+        _rich(PATH, _bar_rows(budget)),
         Text("\n".join(_notes(budget))),
     )
 
@@ -49,7 +50,7 @@ def markdown(budget: Budget) -> str:
         "\n".join(f"- {_safe(line)}" for line in _headlines(budget)),
         "![What adds up to the error, and what each change alone would take off it](waterfall.png)",
         _piped(HEADINGS, _change_rows(budget)),
-        _piped(("from the trainer's log-probs to the engine's", "adds [95 %]", "up to"), _bar_rows(budget)),
+        _piped(PATH, _bar_rows(budget)),
         "\n".join(f"- {_safe(line)}" for line in _notes(budget)),
         *_experts(budget),
         "## Tokens",
@@ -106,10 +107,11 @@ def _headlines(budget: Budget) -> Iterator[str]:
         )
     for row in budget.floor:
         if row.moves:
-            against = (
-                "against float32 of the same weights" if row.key == "float32" else f"against {row.label}"
-            )
-            yield f"floor, the trainer {against}: {_interval(row.moves, error_text)}"
+            yield f"floor, the trainer against {_floor_name(row)}: {_interval(row.moves, error_text)}"
+
+
+def _floor_name(row: Row) -> str:
+    return "float32 of the same weights" if row.key == "float32" else row.label
 
 
 def _notes(budget: Budget) -> Iterator[str]:
@@ -139,7 +141,7 @@ def _notes(budget: Budget) -> Iterator[str]:
 
 
 def _change_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
-    yield "nothing: the run as it is", _interval(budget.error, error_text), "", "", ""
+    yield "nothing", error_text(budget.error.value), "", "", ""
     for row in budget.rows:
         if row.error is None or row.lowers is None or row.moves is None or row.largest_factor is None:
             continue
@@ -258,6 +260,12 @@ def _waterfall(ax: "Axes", budget: Budget) -> None:
     ax.invert_yaxis()
     ax.axvline(0, color="black", linewidth=0.8)
     ax.grid(axis="x", alpha=0.25)
+    for row, style in zip(budget.floor, (":", "--"), strict=False):
+        if row.moves:
+            label = f"floor: the trainer against {_floor_name(row)}"
+            ax.axvline(row.moves.value - 1, color="black", linewidth=1, linestyle=style, label=label)
+    if budget.floor:
+        ax.legend(frameon=False, fontsize=8)
     ax.set_xlabel(f"added to {METRIC}, above 1")
     facts = budget.facts
     ax.set_title(f"{facts.experiment}, {facts.name}, step {facts.step + 2}: from trainer to engine, in order")
@@ -297,7 +305,7 @@ def _tokens(axes: Any, budget: Budget) -> None:
     by_sequence.plot(
         sorted((one.mean - 1 for one in budget.sequences), reverse=True), ".", label="mean over tokens"
     )
-    _from_zero(by_sequence)
+    by_sequence.set_ylim(bottom=0)
     by_sequence.set_xlabel("sequences, each line in its own order")
     by_sequence.legend(frameon=False)
     for ax, title in zip(axes, ("By position", "By probability", "By sequence"), strict=True):
@@ -309,12 +317,5 @@ def _bins(ax: "Axes", bins: Sequence[Bin], name: Callable[[Bin], str]) -> None:
     places = range(len(bins))
     ax.bar(places, [each.mean - 1 for each in bins], color=COLOURS["trainer"])
     ax.plot(places, [each.largest - 1 for each in bins], "_", color="black", markersize=10)
-    _from_zero(ax)
     ax.set_ylim(bottom=0)
     ax.set_xticks(places, [f"{name(each)}\n({each.num_tokens})" for each in bins], rotation=45)
-
-
-def _from_zero(ax: "Axes") -> None:
-    """Logarithmic, but for what float32 cannot tell from 0."""
-    ax.set_yscale("symlog", linthresh=1e-7)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
