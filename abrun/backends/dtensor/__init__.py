@@ -271,8 +271,8 @@ class DtensorBackend:
 
     def _decode(self, *inputs: Any) -> tuple[Tensor, Any]:
         if self.ranks.device.type == "cuda":
-            # All weights are here. Without an event FSDP makes its streams wait for this one, and a CUDA graph
-            # that is being recorded takes in what waits for it.
+            # All weights are here. Without an event FSDP makes its streams wait for this one, and a CUDA
+            # graph that is being recorded takes in whatever does.
             root: Any = self.module
             root.set_post_optim_event(self._gathered)
         return self.module.decode(*inputs)
