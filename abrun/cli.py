@@ -336,6 +336,20 @@ def status(
     console.print(live.render(experiment_dir.name, views, console.width))
 
 
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For machines: all of it as JSON.")] = False,
+) -> None:
+    """Show what this machine can run, and what each thing that it cannot run lacks. Exit code 0."""
+    from abrun.launch.doctor import diagnose
+
+    diagnosis = diagnose()
+    if as_json:
+        print(diagnosis.as_json())
+    else:
+        _console().print(diagnosis.render())
+
+
 def main() -> None:
     """The entry point: every error that a user can mend is one line on stderr and exit code 2."""
     sys.exit(_run())

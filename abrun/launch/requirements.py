@@ -259,16 +259,22 @@ def _missing_verifier(verifier: str | None) -> Iterator[str]:
 
 def _missing_kernel(config: OwnRunConfig) -> Iterator[str]:
     """Why the Triton kernels cannot run here, said before a trainer asks the kernels themselves."""
-    if config.policy.logprobs.impl != "triton":
-        return
+    if config.policy.logprobs.impl == "triton":
+        wrong = triton_refusal(on_gpu=config.cluster.gpus_per_node > 0)
+        yield from [wrong] if wrong else []
+
+
+def triton_refusal(*, on_gpu: bool) -> str | None:
+    """Why this environment cannot run `policy.logprobs: {impl: triton}`, in a line; None where it can."""
     got = "policy.logprobs.impl: got 'triton'"
     if importlib.util.find_spec("triton") is None:
-        yield f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
-    elif not config.cluster.gpus_per_node and os.environ.get("TRITON_INTERPRET") != "1":
-        yield (
+        return f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
             f"{got} with cluster.gpus_per_node: 0; on CPU cores it runs only in Triton's slow interpreter, "
             "with TRITON_INTERPRET=1 in the environment: use impl: chunked, or GPUs"
         )
+    return None
 
 
 def _count(number: int, noun: str) -> str:
