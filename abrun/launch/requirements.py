@@ -31,6 +31,7 @@ from abrun.recipe import (
     megatron_refusal,
     not_built,
     unset_variables,
+    vllm_misfit,
     vllm_refusal,
 )
 
@@ -122,6 +123,7 @@ def _missing(config: RunConfig) -> Iterator[str]:
         yield from _misfit(config)
         if config.samples and config.rollout.engine == "vllm":
             wrong = vllm_refusal(on_gpu=config.cluster.gpus_per_node > 0)
+            wrong = wrong or vllm_misfit(_shape(config.model), config.rollout.tensor_parallel)
             if wrong:
                 yield wrong
 

@@ -65,7 +65,7 @@ from abrun.recipe.tasks import (
     Validation,
     WordProblems,
 )
-from abrun.recipe.vllm import VLLM_VERSIONS, vllm_refusal
+from abrun.recipe.vllm import VLLM_VERSIONS, vllm_misfit, vllm_refusal
 
 __all__ = [
     "ARCHITECTURES",
@@ -131,6 +131,7 @@ __all__ = [
     "stored_recipe",
     "stored_run",
     "unset_variables",
+    "vllm_misfit",
     "vllm_refusal",
 ]
 

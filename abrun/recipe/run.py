@@ -173,7 +173,7 @@ class OwnRunConfig(RunConfig):
             )
         for part, size in (
             ("policy.backend", backend.tensor_parallel),
-            ("rollout", self.rollout.tensor_parallel),
+            ("rollout", 1 if self.rollout.devices else self.rollout.tensor_parallel),
         ):
             if ranks_per_node % size:
                 raise ValueError(
@@ -317,9 +317,8 @@ def not_built(config: OwnRunConfig) -> list[str]:
     backend, engine, lines = config.policy.backend, config.rollout.engine, []
     if backend.type not in BACKENDS:
         lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
-    if config.rollout.tensor_parallel > 1:
-        size = config.rollout.tensor_parallel
-        lines.append(f"rollout.tensor_parallel: got {size}, not built yet; this version takes 1")
+    if config.rollout.devices:
+        lines.append(f"rollout.devices: got {config.rollout.devices}, not built yet; this version takes null")
     if engine not in ENGINES:
         lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines

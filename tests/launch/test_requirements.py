@@ -390,7 +390,7 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(
             SMALL,
             [
                 "cluster={nodes: 2, gpus_per_node: 4}",
-                "rollout={engine: vllm, tensor_parallel: 4}",
+                "rollout={engine: vllm, devices: 4}",
                 "arms.treatment.policy.backend={type: megatron, tensor_parallel: 2}",
                 "arms.other.policy.backend={type: dtensor, tensor_parallel: 2, context_parallel: 2}",
             ],
@@ -398,7 +398,7 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(
     )
     lines = refusals(plan, Machine(gpus=("0", "1"), cores=1), None)
     assert [line.split(": got ")[0] for line in lines] == [
-        "arms baseline, treatment, other: rollout.tensor_parallel",
+        "arms baseline, treatment, other: rollout.devices",
         "arms baseline, treatment, other: cluster.nodes",
         "arms baseline, treatment, other: cluster.gpus_per_node",
     ]

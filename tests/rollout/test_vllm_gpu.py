@@ -144,6 +144,33 @@ def test_grpo_on_two_gpus(backend: str, tmp_path: Path) -> None:
     assert len(errors) == 4 and max(errors) < SUSPICIOUS
 
 
+@needs_two_gpus
+@pytest.mark.parametrize(
+    "backend", ["{type: dtensor}", "{tensor_parallel: 2}", "{type: megatron, tensor_parallel: 2}"]
+)
+def test_two_gpus_share_an_engine(backend: str, tmp_path: Path) -> None:
+    rows = trained(
+        tmp_path / "run", "steps=4", f"policy.backend={backend}", "rollout.tensor_parallel=2", gpus=2
+    )
+    show(backend, rows)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    assert len(errors) == 4 and max(errors) < SUSPICIOUS
+
+
+def show(title: str, rows: dict[int, dict[str, float]]) -> None:
+    """Seconds, tokens a second and the error of each step."""
+    for step, row in rows.items():
+        seconds = {
+            name: row[f"timing/train/{name}_s"] for name in ("generation", "weight_sync", "policy_training")
+        }
+        tokens = row["train/mean_gen_tokens_per_sample"] * row["train/num_valid_samples"]
+        shown = {name: round(value, 3) for name, value in seconds.items()}
+        error = row["train/token_mult_prob_error"]
+        print(
+            f"{title}, step {step}: {tokens / seconds['generation']:.0f} tokens/s, {shown}, error {error:.4f}"
+        )
+
+
 def trained(directory: Path, *overrides: str, gpus: int = 1) -> dict[int, dict[str, float]]:
     config = run_config(
         "model.preset=qwen2-wide-vocab",
@@ -172,4 +199,4 @@ if __name__ == "__main__":
         alone = Sampling(gpu_config(*sys.argv[1:]))
         alone.sync(gpu_config(*sys.argv[1:]))
         error = float(alone.error(alone.generate()).exp().mean())
-        print(alone.engine._llm.llm_engine.model_config.head_dtype, f"{error:.5f}", flush=True)
+        print(alone.engine._vllm._llm.llm_engine.model_config.head_dtype, f"{error:.5f}", flush=True)

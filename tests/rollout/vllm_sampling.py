@@ -67,14 +67,14 @@ class Sampling:
     """An engine and a backend whose weights it was given last."""
 
     def __init__(self, config: OwnRunConfig) -> None:
-        from abrun.rollout.vllm import make_engine
+        from abrun.rollout.vllm.colocated import Colocated
 
         self.backend = backend_of(config)
-        self.engine = make_engine(config, self.backend, TEXT)
+        self.engine = Colocated(config, self.backend, TEXT)
 
     def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
         self.backend = backend_of(config, seed)
-        self.engine._rollout = config.rollout
+        self.engine._rollout = self.engine._vllm._rollout = config.rollout
         self.engine.sync(self.backend.weights())
 
     def generate(self, **options: Any) -> list[Completion]:

@@ -64,11 +64,14 @@ def test_trainer_and_engine_agree_in_every_step(tmp_path: Path) -> None:
     assert rows[20]["timing/train/weight_sync_s"] > 0
 
 
+@pytest.mark.parametrize("shared", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_sample_and_train_as_one(layout: str, tmp_path: Path) -> None:
+def test_ranks_sample_and_train_as_one(layout: str, shared: int, tmp_path: Path) -> None:
+    """Whether each rank has an engine, or two share one."""
     one = trained(tmp_path / "one", "steps=3")
     assert one[1]["train/grad_norm"] > 1e-3
     overrides = [word.replace("\u00a0", " ") for word in LAYOUTS[layout].split(" ")]
+    overrides.append(f"rollout.tensor_parallel={shared}")
     assert_same_up_to_rounding(trained(tmp_path / "spread", "steps=3", *overrides, ranks=2), one)
 
 

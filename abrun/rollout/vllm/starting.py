@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun import progress
-from abrun.backends.ranks import Ranks
 from abrun.errors import LaunchError
 from abrun.models import save_config
 from abrun.recipe import OwnRunConfig, vllm_refusal
@@ -93,16 +93,16 @@ def _put_back(environment: dict[str, str]) -> None:
             del os.environ[name]
 
 
-def start(config: OwnRunConfig, ranks: Ranks, tail: Tail) -> Any:
-    """A `vllm.LLM` with random weights: they come by `reload_weights`. Collective.
+def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail) -> Any:
+    """A `vllm.LLM` with random weights: they come by `reload_weights`. Collective over `num_ranks`.
 
     Raises LaunchError where it does not start.
     """
     progress.beat("starting vllm")
-    wrong = vllm_refusal(on_gpu=ranks.device.type == "cuda")
+    wrong = vllm_refusal(on_gpu=device.type == "cuda")
     if wrong:
         raise LaunchError(wrong)
-    with apart(ranks.device), failing("start", tail):
+    with apart(device), failing("start", tail):
         os.environ.update(ALWAYS)
         if config.rollout.batch_invariant:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -111,10 +111,12 @@ def start(config: OwnRunConfig, ranks: Ranks, tail: Tail) -> Any:
         vllm: Any = importlib.import_module("vllm")
         log = logging.getLogger("vllm")
         log.addHandler(tail)
+        if device.type == "cpu" and num_ranks > 1:
+            _without_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
             save_config(config.model, Path(folder))
             try:
-                llm = vllm.LLM(model=folder, **_arguments(config, ranks))
+                llm = vllm.LLM(model=folder, **_arguments(config, device, num_ranks))
             except Exception:
                 _end_groups()
                 raise
@@ -122,6 +124,15 @@ def start(config: OwnRunConfig, ranks: Ranks, tail: Tail) -> Any:
             if handler is not tail:
                 handler.setLevel(logging.ERROR)  # it has lines for every sync
         return llm
+
+
+def _without_shared_memory() -> None:
+    """Ranks on CPU cores that share an engine talk through their process group.
+
+    The segments in which they would are named alike by all engines of a host, and outlive a killed process.
+    """
+    library: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    library.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False
 
 
 def end(llm: Any) -> None:
@@ -140,8 +151,14 @@ def _end_groups() -> None:
         parallel_state._WORLD = None
 
 
-def _arguments(config: OwnRunConfig, ranks: Ranks) -> dict[str, Any]:
-    rollout, on_gpu = config.rollout, ranks.device.type == "cuda"
+def sharing() -> ProcessGroup:
+    """The ranks that share this one's engine, in its order, as a group of CPU tensors."""
+    parallel_state: Any = importlib.import_module("vllm.distributed.parallel_state")
+    return parallel_state.get_tp_group().cpu_group
+
+
+def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int) -> dict[str, Any]:
+    rollout, on_gpu = config.rollout, device.type == "cuda"
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,  # tokens come in, and tokens go out
         "load_format": "dummy",
@@ -161,6 +178,7 @@ def _arguments(config: OwnRunConfig, ranks: Ranks) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     else:
         arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    if ranks.size > 1:  # the process group is the trainer's
+    if num_ranks > 1:  # in the process group that is there
         arguments["distributed_executor_backend"] = "external_launcher"
+        arguments["tensor_parallel_size"] = rollout.tensor_parallel
     return arguments
