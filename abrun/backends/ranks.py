@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,12 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def of_first(self, value: T | None) -> T:
+        """The value that the first rank has. Collective."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return cast(T, values[0])
 
     @property
     def everyone(self) -> ProcessGroup:

@@ -9,11 +9,11 @@ from abrun.processes import RUN_DIR
 from abrun.recipe import CommandRunConfig, OwnRunConfig, RunConfig
 
 
-def command_of(directory: Path, config: RunConfig, num_ranks: int) -> list[str]:
+def command_of(directory: Path, config: RunConfig) -> list[str]:
     """The command of one run: of our own trainer the agent of its ranks, of a foreign one its follower."""
-    return (
-        external(directory) if isinstance(config, CommandRunConfig) else ranks(directory, config, num_ranks)
-    )
+    if isinstance(config, CommandRunConfig):
+        return external(directory)
+    return ranks(directory, config, config.cluster.ranks_per_node)
 
 
 def ranks(directory: Path, config: RunConfig, num_ranks: int, module: str = "abrun.train") -> list[str]:

@@ -11,7 +11,7 @@ from abrun.plan import Plan
 from abrun.recipe import RunConfig
 from abrun.store import RunDir
 
-Place = tuple[str, ...]  # the devices of one run, a name a rank
+Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
 
 
 class Started(Protocol):

@@ -129,22 +129,23 @@ def _missing(config: RunConfig) -> Iterator[str]:
 
 
 def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[str]:
-    cluster = config.cluster
+    cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
+    sizes = f"{cluster.ranks_per_node} ranks" + (f" and {engines} of rollout.devices" if engines else "")
     if cluster.nodes > 1:
         yield f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
-    if cluster.gpus_per_node > len(machine.gpus):
+    if cluster.gpus_per_node and count > len(machine.gpus):
         yield (
-            f"cluster.gpus_per_node: got {cluster.gpus_per_node} ranks; this machine has "
+            f"cluster.gpus_per_node: got {sizes}; this machine has "
             f"{_count(len(machine.gpus), 'visible GPU')}: use at most that many (0 trains on CPU cores)"
         )
-    elif num_jobs and cluster.gpus_per_node * num_jobs > len(machine.gpus):
+    elif cluster.gpus_per_node and num_jobs and count * num_jobs > len(machine.gpus):
         yield (
-            f"--jobs: got {num_jobs} runs at once of {_count(cluster.gpus_per_node, 'GPU')} each; this "
-            f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // cluster.gpus_per_node}"
+            f"--jobs: got {num_jobs} runs at once of {_count(count, 'GPU')} each; this "
+            f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // count}"
         )
-    if not cluster.gpus_per_node and cluster.cpu_ranks > machine.cores:
+    if not cluster.gpus_per_node and count > machine.cores:
         yield (
-            f"cluster.cpu_ranks: got {cluster.cpu_ranks} ranks; this machine has "
+            f"cluster.cpu_ranks: got {sizes}; this machine has "
             f"{_count(machine.cores, 'usable CPU core')}: use at most that many"
         )
 

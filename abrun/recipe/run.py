@@ -97,6 +97,16 @@ class RunConfig(Section):
     limits: Limits = Limits()
 
     @property
+    def engine_devices(self) -> int:
+        """Devices of a node that it occupies besides those of `cluster`, for rollout engines."""
+        return 0
+
+    @property
+    def devices_per_node(self) -> int:
+        """All that it occupies of a node: GPUs, or CPU cores."""
+        return self.cluster.ranks_per_node + self.engine_devices
+
+    @property
     def stalled_s(self) -> float:
         """Seconds without a sign of life after which a run counts as hanging."""
         return self.limits.stalled_s or 600.0
@@ -134,6 +144,10 @@ class OwnRunConfig(RunConfig):
     checkpoint: Checkpoint = Checkpoint()
     wandb: Wandb | None = None
     planted_fault: Literal["flipped_advantages"] | None = None  # broken on purpose, for a verdict to find
+
+    @property
+    def engine_devices(self) -> int:
+        return (self.rollout.devices or 0) if self.samples else 0
 
     @property
     def data_parallel(self) -> int:
@@ -317,8 +331,11 @@ def not_built(config: OwnRunConfig) -> list[str]:
     backend, engine, lines = config.policy.backend, config.rollout.engine, []
     if backend.type not in BACKENDS:
         lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
-    if config.rollout.devices:
-        lines.append(f"rollout.devices: got {config.rollout.devices}, not built yet; this version takes null")
+    if config.rollout.devices and config.cluster.nodes > 1:
+        lines.append(
+            f"rollout.devices: got {config.rollout.devices} with cluster.nodes {config.cluster.nodes}, not "
+            "built yet; this version takes nodes: 1, or devices: null"
+        )
     if engine not in ENGINES:
         lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines

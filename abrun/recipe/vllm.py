@@ -1,4 +1,4 @@
-"""Whether vLLM is here in a version that the engine was built for, and can cut a model; without importing it."""
+"""Whether vLLM is here as the engine needs it, and can cut a model; found without importing it."""
 
 import importlib.metadata
 import re

@@ -157,6 +157,39 @@ def test_two_gpus_share_an_engine(backend: str, tmp_path: Path) -> None:
     assert len(errors) == 4 and max(errors) < SUSPICIOUS
 
 
+@needs_two_gpus
+@pytest.mark.parametrize("backend", ["{type: dtensor}", "{type: megatron}"])
+def test_one_gpu_trains_and_another_samples(backend: str, tmp_path: Path) -> None:
+    rows = trained(tmp_path / "run", "steps=8", f"policy.backend={backend}", "rollout.devices=1")
+    show(backend, rows)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    assert len(errors) == 8 and max(errors) < SUSPICIOUS
+    assert rows[8]["train/reward"] > rows[1]["train/reward"]
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("rollout", ["tensor_parallel", "devices"])
+def test_a_model_of_real_shape(rollout: str, tmp_path: Path) -> None:
+    """The shape of Qwen2.5-1.5B on two GPUs: both train and share an engine, or one samples for the other."""
+    overrides = (
+        "steps=4",
+        "model.preset=qwen2.5-1.5b",
+        "algorithm={prompts_per_step: 8, group_size: 8}",
+        "policy.micro_batch_size=8",
+        "policy.activation_checkpointing=true",
+        "policy.optimizer.learning_rate=1.0e-6",
+        "rollout.max_new_tokens=512",
+        "rollout.gpu_memory_utilization=0.4",
+    )
+    if rollout == "devices":
+        rows = trained(tmp_path / "run", *overrides, "rollout.devices=1")
+    else:
+        rows = trained(tmp_path / "run", *overrides, "rollout.tensor_parallel=2", gpus=2)
+    show(rollout, rows)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    assert len(errors) == 4 and max(errors) < 2 * SUSPICIOUS - 1
+
+
 def show(title: str, rows: dict[int, dict[str, float]]) -> None:
     """Seconds, tokens a second and the error of each step."""
     for step, row in rows.items():

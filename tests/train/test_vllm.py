@@ -64,15 +64,23 @@ def test_trainer_and_engine_agree_in_every_step(tmp_path: Path) -> None:
     assert rows[20]["timing/train/weight_sync_s"] > 0
 
 
-@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("engines", ["tensor_parallel=1", "tensor_parallel=2", "devices=1"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_sample_and_train_as_one(layout: str, shared: int, tmp_path: Path) -> None:
-    """Whether each rank has an engine, or two share one."""
+def test_ranks_sample_and_train_as_one(layout: str, engines: str, tmp_path: Path) -> None:
+    """Whether each rank has an engine, or two share one, or the engine has a process of its own."""
     one = trained(tmp_path / "one", "steps=3")
     assert one[1]["train/grad_norm"] > 1e-3
     overrides = [word.replace("\u00a0", " ") for word in LAYOUTS[layout].split(" ")]
-    overrides.append(f"rollout.tensor_parallel={shared}")
+    overrides.append(f"rollout.{engines}")
     assert_same_up_to_rounding(trained(tmp_path / "spread", "steps=3", *overrides, ranks=2), one)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_two_processes_sample_for_one_rank(shared: int, tmp_path: Path) -> None:
+    """As two engines, or as one."""
+    one = trained(tmp_path / "one", "steps=3")
+    engines = ("rollout.devices=2", f"rollout.tensor_parallel={shared}")
+    assert_same_up_to_rounding(trained(tmp_path / "apart", "steps=3", *engines), one)
 
 
 def test_training_draws_and_computes_what_it_would_without_vllm(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,14 @@ class Instance:
     """
 
     def __init__(
-        self, config: OwnRunConfig, device: torch.device, num_ranks: int, end_ids: frozenset[int]
+        self,
+        config: OwnRunConfig,
+        device: torch.device,
+        num_ranks: int,
+        end_ids: frozenset[int],
+        beat: Callable[[], None] = progress.beat,  # called while it samples
     ) -> None:
+        self._beat = beat
         self._rollout, self._device = config.rollout, device
         self._end_ids = sorted(end_ids)
         self._tail = Tail()
@@ -40,7 +46,7 @@ class Instance:
                 engine.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
             completions: dict[int, Completion] = {}
             while engine.has_unfinished_requests():
-                progress.beat()
+                self._beat()
                 for output in engine.step():
                     if output.finished:
                         completions[int(output.request_id)] = self._completion(output.outputs[0], temperature)

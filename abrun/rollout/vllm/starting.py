@@ -30,7 +30,7 @@ UNLESS_SET = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is asked for
-GPU_MEMORY_UTILIZATION = 0.6
+GPU_MEMORY_UTILIZATION = {"beside the trainer": 0.6, "alone": 0.9}
 MOST_LINES = 4  # of vLLM's log, in an error
 
 
@@ -159,6 +159,7 @@ def sharing() -> ProcessGroup:
 
 def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int) -> dict[str, Any]:
     rollout, on_gpu = config.rollout, device.type == "cuda"
+    utilization = GPU_MEMORY_UTILIZATION["alone" if rollout.devices else "beside the trainer"]
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,  # tokens come in, and tokens go out
         "load_format": "dummy",
@@ -167,7 +168,7 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int) -> di
         "logprobs_mode": "processed_logprobs",  # of the distribution a token is drawn from
         "seed": 0,  # every request has its own
         "enforce_eager": not on_gpu,
-        "enable_sleep_mode": on_gpu,
+        "enable_sleep_mode": on_gpu and not rollout.devices,
         "disable_log_stats": True,
     }
     if config.policy.logprobs.head_dtype:
@@ -175,7 +176,7 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int) -> di
     if rollout.batch_size:
         arguments["max_num_seqs"] = rollout.batch_size
     if on_gpu or rollout.gpu_memory_utilization:
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or utilization
     else:
         arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     if num_ranks > 1:  # in the process group that is there
