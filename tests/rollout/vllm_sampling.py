@@ -67,10 +67,13 @@ class Sampling:
     """An engine and a backend whose weights it was given last."""
 
     def __init__(self, config: OwnRunConfig) -> None:
+        self.backend = backend_of(config)
+        self.engine = self._make(config)
+
+    def _make(self, config: OwnRunConfig) -> Any:
         from abrun.rollout.vllm.colocated import Colocated
 
-        self.backend = backend_of(config)
-        self.engine = Colocated(config, self.backend, TEXT)
+        return Colocated(config, self.backend, TEXT)
 
     def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
         self.backend = backend_of(config, seed)
@@ -85,6 +88,23 @@ class Sampling:
         batch = batch_of(completions).to(self.backend.ranks.device)
         difference = (self.backend.logprobs(batch) - batch.inference_logprobs).abs()
         return difference[batch.token_mask].cpu()
+
+
+class SamplingApart(Sampling):
+    """With an engine in processes of its own."""
+
+    def _make(self, config: OwnRunConfig) -> Any:
+        from abrun.rollout.vllm.separate import Separate
+
+        return Separate(config, self.backend, TEXT)
+
+    def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
+        self.backend = backend_of(config, seed)
+        self.engine.sync(self.backend.weights())
+
+    @property
+    def pids(self) -> list[int]:
+        return [process._process.pid for process in self.engine._engines._processes]
 
 
 def draws(seed: int = 6, step: int = 1, rows: range = range(len(PROMPTS))) -> Draws:

@@ -1,7 +1,7 @@
 """vLLM on devices of its own: `rollout.devices` processes, of which `tensor_parallel` make an engine.
 
 The first rank starts them, sends them weights and requests, and shares out what they sample. They die with
-it; one that ends, or says nothing for half of `limits.stalled_s`, ends the run.
+it; one that ends, or says nothing for nine tenths of `limits.stalled_s`, ends the run.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ from abrun.rollout.vllm.starting import MOST_LINES
 from abrun.rollout.vllm.transfer import Transfer, chunks, described
 
 POLL_S = 1.0
+PATIENCE = 0.9  # of the time after which the run would count as hanging itself
 ENDING_S = 5.0  # for a process whose socket is closed to be gone
 
 
@@ -78,7 +79,7 @@ class Engines:
     """The processes, as the first rank has them."""
 
     def __init__(self, config: OwnRunConfig, device: torch.device, text: Text) -> None:
-        self._size, self._silence_s = config.rollout.tensor_parallel, config.stalled_s / 2
+        self._size, self._silence_s = config.rollout.tensor_parallel, PATIENCE * config.stalled_s
         self._open = contextlib.ExitStack()
         self._transfer: Transfer | None = None
         self._processes: list[Process] = []
@@ -106,11 +107,12 @@ class Engines:
                 rank=rank,
                 number=number,
                 num_processes=len(places),
+                patience_s=self._silence_s,
             )
             process.tell(setup)
         self._answers("start")
         self._ask("connect")
-        self._transfer = Transfer(folder, 0, 1 + len(places), device)
+        self._transfer = Transfer(folder, 0, 1 + len(places), device, self._silence_s)
         self._answers("connect to the trainer")
 
     def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
@@ -129,7 +131,12 @@ class Engines:
         for chunk in chunks(weights):
             self._answers(doing)  # ready
             self._tell(described(chunk))
-            self._transfer.send(chunk)
+            try:
+                self._transfer.send(chunk)
+            except RuntimeError as error:  # from torch's process group
+                self._answers(doing)  # the one that has ended says so
+                reason = " ".join(str(error).split())[:400]
+                raise LaunchError(f"rollout.engine: vllm cannot be sent weights: {reason}") from error
         self._answers(doing)
         self._tell([])
         self._answers(doing)
@@ -168,7 +175,7 @@ class Engines:
             if silent_s > self._silence_s:
                 raise LaunchError(
                     f"rollout.engine: {waiting[0]}, asked to {doing}: said nothing for {silent_s:.0f} s; it "
-                    "may hang, or need a larger limits.stalled_s, of which it has half"
+                    "may hang, or need a larger limits.stalled_s"
                 )
         return [answers[process.number] for process in self._processes]
 

@@ -42,6 +42,7 @@ class Setup:
     rank: int  # among the processes of this engine
     number: int  # among the processes of all engines
     num_processes: int
+    patience_s: float  # how long they wait for each other
 
 
 class Server:
@@ -72,7 +73,9 @@ class Server:
     def connect(self) -> None:
         """Join those that weights are sent to."""
         setup = self._setup
-        self._transfer = Transfer(setup.folder, 1 + setup.number, 1 + setup.num_processes, self._device)
+        self._transfer = Transfer(
+            setup.folder, 1 + setup.number, 1 + setup.num_processes, self._device, setup.patience_s
+        )
 
     def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
         """A completion for each prompt and its seed; of the processes of an engine, the first has them."""

@@ -6,6 +6,7 @@ nobody waits in a collective for one that has failed.
 """
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ Described = list[tuple[str, torch.dtype, torch.Size]]
 class Transfer:
     """One process's part in it. Making one is collective."""
 
-    def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, patience_s: float) -> None:
         store = FileStore(str(folder / STORE), size)
         self._device = device
-        self._group: Any = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
+        on_gpu, timeout = device.type == "cuda", timedelta(seconds=patience_s)
+        self._group: Any = _nccl(store, rank, size) if on_gpu else _gloo(store, rank, size, timeout)
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects as it is used
 
     def send(self, chunk: list[tuple[str, Tensor]]) -> None:
@@ -79,9 +81,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = COLLECTIVE_TIMEOUT
+    options._timeout = COLLECTIVE_TIMEOUT  # which ends this process: whoever waits for an answer is sooner
     return dist.ProcessGroupNCCL(store, rank, size, options)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _gloo(store: Any, rank: int, size: int) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, COLLECTIVE_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue]
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)  # pyright: ignore[reportAttributeAccessIssue]
