@@ -1,4 +1,4 @@
-"""vLLM in processes of its own: what it samples is what it would sample here, and what ends it is one line."""
+"""An engine in processes of its own samples what it would here; what goes wrong with one is a line."""
 
 import contextlib
 import os
