@@ -18,7 +18,15 @@ class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
     preset: (
-        Literal["qwen2-tiny", "qwen2-tiny-128", "qwen3-moe-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None
+        Literal[
+            "qwen2-tiny",
+            "qwen2-tiny-128",
+            "qwen3-moe-tiny",
+            "qwen3-moe-tiny-128",
+            "qwen2-wide-vocab",
+            "qwen2.5-1.5b",
+        ]
+        | None
     ) = None
     path: str | None = None
     system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template

@@ -152,7 +152,7 @@ def test_a_prefix_cache_that_is_not_reset_is_seen(
 def test_a_tied_head_that_is_not_packed_anew_is_seen(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("abrun.rollout.vllm.instance._repack_tied_head", lambda model: None)
+    monkeypatch.setattr("abrun.rollout.vllm.instance._repack", lambda model: None)
     sampling.sync(config_of(), seed=3)
     assert float(sampling.error(sampling.generate()).max()) > 0.1
 

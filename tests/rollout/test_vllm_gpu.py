@@ -146,6 +146,21 @@ def test_grpo_on_two_gpus(backend: str, tmp_path: Path) -> None:
     assert len(errors) == 4 and max(errors) < SUSPICIOUS
 
 
+@pytest.mark.parametrize(
+    "engines",
+    [
+        "tensor_parallel: 1",
+        *(pytest.param(each, marks=needs_two_gpus) for each in ("tensor_parallel: 2", "devices: 1")),
+    ],
+)
+def test_mixtures_of_experts(engines: str, tmp_path: Path) -> None:
+    overrides = ("steps=6", "model.preset=qwen3-moe-tiny-128", f"rollout={{{engines}}}")
+    rows = trained(tmp_path / "run", *overrides, gpus=1 + engines.endswith("2"))
+    show(f"experts, {engines}", rows)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    assert len(errors) == 6 and max(errors) < 2 * SUSPICIOUS - 1
+
+
 @needs_two_gpus
 @pytest.mark.parametrize(
     "backend", ["{type: dtensor}", "{tensor_parallel: 2}", "{type: megatron, tensor_parallel: 2}"]

@@ -75,6 +75,15 @@ def test_ranks_sample_and_train_as_one(layout: str, engines: str, tmp_path: Path
     assert_same_up_to_rounding(trained(tmp_path / "spread", "steps=3", *overrides, ranks=2), one)
 
 
+@pytest.mark.parametrize("engines", ["tensor_parallel=2", "devices=1"])
+def test_experts_over_ranks(engines: str, tmp_path: Path) -> None:
+    overrides = ("steps=3", "model.preset=qwen3-moe-tiny-128", f"rollout.{engines}", "cluster.cpu_ranks=2")
+    spread = ("policy.backend.expert_parallel=2",)
+    rows = trained(tmp_path / "run", *overrides, *spread, ranks=2)
+    assert max(row["train/token_mult_prob_error"] for row in rows.values()) <= 1.00001
+    assert rows[3]["train/grad_norm"] > 1e-3
+
+
 @pytest.mark.parametrize("shared", [1, 2])
 def test_two_processes_sample_for_one_rank(shared: int, tmp_path: Path) -> None:
     """As two engines, or as one."""

@@ -2,6 +2,9 @@
 
 import contextlib
 import importlib
+import itertools
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,10 +73,15 @@ class Instance:
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Take the policy's weights, whole and one by one under their Hugging Face names."""
         with self._called("take the policy's weights"):
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            experts = Counter[tuple[str, str]]()
+            self._llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": _counted(weights, experts)}
+            )
             if self._tail.not_loaded:
                 raise RuntimeError(self._tail.not_loaded)
-            self._llm.apply_model(_repack_tied_head)
+            _check_experts(experts)
+            if self._device.type == "cpu":
+                self._llm.apply_model(_repack)
             if self._is_asleep:
                 self._llm.wake_up(tags=["kv_cache"])
                 self._is_asleep = False
@@ -151,12 +159,34 @@ class Instance:
         )
 
 
-def _repack_tied_head(model: Any) -> None:
-    """On CPU cores, let a head that is the embedding see its new weights.
+def _counted(
+    weights: Iterator[tuple[str, Tensor]], experts: Counter[tuple[str, str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights, and how many experts there are for each layer and matrix."""
+    for name, tensor in weights:
+        if found := re.fullmatch(r"(.+\.experts)\.\d+\.(.+)", name):
+            experts[found[1], found[2]] += 1
+        yield name, tensor
 
-    It multiplies with a packed copy, which `reload_weights` does not make anew where head and embedding are
-    one parameter.
+
+def _check_experts(found: Counter[tuple[str, str]]) -> None:
+    """Raises RuntimeError where some layer lacks some matrix of some expert: vLLM goes on without."""
+    number = max(found.values(), default=0)
+    layers, matrices = {layer for layer, _ in found}, {matrix for _, matrix in found}
+    for layer, matrix in itertools.product(sorted(layers), sorted(matrices)):
+        if found[layer, matrix] != number:
+            raise RuntimeError(f"{layer}: {matrix} of {found[layer, matrix]} experts, and {number} elsewhere")
+
+
+def _repack(model: Any) -> None:
+    """On CPU cores, let what multiplies with packed copies see the new weights.
+
+    `reload_weights` packs anew neither experts nor a head that is the embedding, one parameter with it.
     """
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
