@@ -16,7 +16,7 @@ from abrun import progress
 from abrun.backends import Backend, Decoder
 from abrun.models import Places, Text, has_all_tokens
 from abrun.recipe import Filters, OwnRunConfig, Rollout
-from abrun.rl.sampling import most_likely, sample
+from abrun.rl.sampling import keep, most_likely, packed, sample
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.replay import Replays, Step, as_it_is
@@ -46,6 +46,7 @@ class TorchEngine:
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
+        with_support = temperature is None and self._rollout.records_support
         temperature = self._rollout.temperature if temperature is None else temperature
         uniforms = draws.uniforms(self._rollout.max_new_tokens)
         own = self._backend.ranks.context_share(len(prompts))
@@ -55,7 +56,8 @@ class TorchEngine:
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
                 rows = slice(start, start + size)
-                completions.extend(self._generate(decoder, prompts[rows], uniforms[rows], temperature))
+                found = self._generate(decoder, prompts[rows], uniforms[rows], temperature, with_support)
+                completions.extend(found)
         return self._backend.ranks.gather_context(completions)
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -72,7 +74,12 @@ class TorchEngine:
         """Nothing."""
 
     def _generate(
-        self, decoder: Decoder, prompts: list[list[int]], uniforms: Tensor, temperature: float
+        self,
+        decoder: Decoder,
+        prompts: list[list[int]],
+        uniforms: Tensor,
+        temperature: float,
+        with_support: bool,
     ) -> list[Completion]:
         progress.beat()
         token_ids, attention_mask = self._left_padded(prompts)
@@ -86,6 +93,8 @@ class TorchEngine:
             temperature=temperature,
         )
         logits, cache = decoder(token_ids, attention_mask, position_ids, None)
+        if with_support:
+            rows.record_support(logits.shape[1])
         rows.draw(logits)
         if decoder.in_place and has_all_tokens(cache):
             self._decode_in_place(decoder, rows, cache, attention_mask.bool())
@@ -165,6 +174,11 @@ class _Rows:
         self._lengths = torch.zeros_like(num_tokens)
         self._sampled = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(uniforms.shape, device=device)
+        self._support: Tensor | None = None
+
+    def record_support(self, vocab_size: int) -> None:
+        shape = *self._sampled.shape, -(-vocab_size // 8)
+        self._support = torch.zeros(shape, dtype=torch.uint8, device=self._sampled.device)
 
     def draw(self, logits: Tensor) -> None:  # [B, V], the network's
         """A token of each sequence; of those that have ended, padding."""
@@ -183,14 +197,24 @@ class _Rows:
 
     def completions(self) -> list[Completion]:
         of_each = (self._sampled, self._logprobs, self._running, self._lengths)
-        rows = zip(*(tensor.tolist() for tensor in of_each), strict=True)
+        support = [None] * len(self._sampled) if self._support is None else self._support.cpu()
+        rows = zip(*(tensor.tolist() for tensor in of_each), support, strict=True)
         return [
-            Completion(token_ids=tokens[:length], logprobs=logprobs[:length], truncated=unfinished)
-            for tokens, logprobs, unfinished, length in rows
+            Completion(
+                token_ids=tokens[:length],
+                logprobs=logprobs[:length],
+                support=None if kept is None else kept[:length].clone(),
+                truncated=unfinished,
+            )
+            for tokens, logprobs, unfinished, length, kept in rows
         ]
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self._temperature == 0:
             return most_likely(logits)
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
-        return sample(logits / self._temperature, uniform, self._filters)
+        logits = keep((logits / self._temperature).float(), self._filters)
+        if self._support is not None:
+            kept = packed(logits > float("-inf"))
+            self._support.index_copy_(1, self._num_drawn, kept[:, None])
+        return sample(logits, uniform)
