@@ -196,7 +196,6 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
         ("rollout.top_k=20", ["rollout.top_k", "20", "chunked", "top_k: null", "impl: logits"]),
-        ("rollout.exact_support=true", ["rollout.exact_support", "true", "every token", "a filter"]),
         (
             "rollout={engine: vllm, top_p: 0.9, exact_support: true}",
             ["rollout.exact_support", "'vllm'", "engine: torch", "exact_support: false"],

@@ -49,7 +49,11 @@ def _decode(
         place = torch.where(running, starts + step, 0)
         token = torch.where(running, batch.token_ids[rows, place], text.pad_id)
         logprobs, _ = filtered_logprobs(
-            logits / rollout.temperature, token, filters=rollout.filters, ignore_index=-1
+            logits / rollout.temperature,
+            token,
+            filters=rollout.filters,
+            ignore_index=-1,
+            support=None if batch.support is None else batch.support[rows, place],
         )
         out[rows[running], place[running]] = logprobs[running]
         attention_mask = torch.cat([attention_mask, running[:, None].long()], dim=1)

@@ -117,6 +117,7 @@ def record(
             "token_mask": mask,
             "inference_logprobs": inference,
             "prompts": prompts[rows],
+            **({} if batch.support is None else {"support": batch.support}),
             **{f"own_{name}": tensor for name, tensor in own.items()},
         },
     )
@@ -182,7 +183,8 @@ class Recorded:
     def read(cls, folder: Path, device: torch.device) -> "Recorded":
         with np.load(folder / RECORDED, allow_pickle=False) as arrays:
             token_ids, token_mask = (torch.from_numpy(arrays[name]) for name in ("token_ids", "token_mask"))
-        batch = Sequences(token_ids=token_ids, token_mask=token_mask).to(device)
+            support = torch.from_numpy(arrays["support"]) if "support" in arrays else None
+        batch = Sequences(token_ids=token_ids, token_mask=token_mask, support=support).to(device)
         return cls(folder=folder, batch=batch, prompt_lengths=token_mask.int().argmax(dim=1).tolist())
 
     def scored(self, config: OwnRunConfig, asked: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:

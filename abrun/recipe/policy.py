@@ -287,11 +287,6 @@ class Rollout(Section):
                 f"rollout.exact_support: got true with engine {self.engine!r}, which does not tell what it "
                 "kept; use engine: torch, or exact_support: false"
             )
-        if self.exact_support and not self.filters.drop_tokens:
-            raise ValueError(
-                "rollout.exact_support: got true without min_p, top_k and top_p, where every token is kept; "
-                "use exact_support: null, or a filter"
-            )
         return self
 
     @model_validator(mode="after")
