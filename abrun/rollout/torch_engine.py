@@ -16,7 +16,7 @@ from abrun import progress
 from abrun.backends import Backend, Decoder
 from abrun.models import Places, Text, has_all_tokens
 from abrun.recipe import Filters, OwnRunConfig, Rollout
-from abrun.rl.sampling import keep, most_likely, packed, sample
+from abrun.rl.sampling import filtered_logprobs, keep, most_likely, packed, sample
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.replay import Replays, Step, as_it_is
@@ -55,10 +55,29 @@ class TorchEngine:
         completions: list[Completion] = []
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
-                rows = slice(start, start + size)
-                found = self._generate(decoder, prompts[rows], uniforms[rows], temperature, with_support)
-                completions.extend(found)
+                part = slice(start, start + size)
+                settings = self._settings(prompts[part], temperature)
+                rows = _Rows(uniforms[part].to(self._device), **settings, with_support=with_support)
+                completions.extend(self._generate(decoder, prompts[part], rows))
         return self._backend.ranks.gather_context(completions)
+
+    @torch.no_grad()
+    def score(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+        """Log-probs of completions that are given: as if they were drawn, by the same steps.
+
+        Each ends with an end token, or has `max_new_tokens`. On one rank.
+        """
+        most, temperature = self._rollout.max_new_tokens, self._rollout.temperature
+        filled = [tokens + [self._pad_id] * (most - len(tokens)) for tokens in completions]
+        given = torch.tensor(filled, device=self._device)
+        size = self._rollout.batch_size or max(len(prompts), 1)
+        scored: list[Completion] = []
+        with self._backend.decoding() as decoder:
+            for start in range(0, len(prompts), size):
+                part = slice(start, start + size)
+                rows = _Given(given[part], **self._settings(prompts[part], temperature))
+                scored.extend(self._generate(decoder, prompts[part], rows))
+        return [each.logprobs for each in scored]
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Nothing: the weights are the policy's."""
@@ -73,28 +92,20 @@ class TorchEngine:
     def close(self) -> None:
         """Nothing."""
 
-    def _generate(
-        self,
-        decoder: Decoder,
-        prompts: list[list[int]],
-        uniforms: Tensor,
-        temperature: float,
-        with_support: bool,
-    ) -> list[Completion]:
+    def _settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
+        return {
+            "num_tokens": torch.tensor([len(prompt) for prompt in prompts], device=self._device),
+            "end_ids": self._end_ids,
+            "pad_id": self._pad_id,
+            "filters": self._rollout.filters,
+            "temperature": temperature,
+        }
+
+    def _generate(self, decoder: Decoder, prompts: list[list[int]], rows: "_Rows") -> list[Completion]:
         progress.beat()
         token_ids, attention_mask = self._left_padded(prompts)
         position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-        rows = _Rows(
-            attention_mask.sum(dim=1),
-            uniforms.to(self._device),
-            end_ids=self._end_ids,
-            pad_id=self._pad_id,
-            filters=self._rollout.filters,
-            temperature=temperature,
-        )
         logits, cache = decoder(token_ids, attention_mask, position_ids, None)
-        if with_support:
-            rows.record_support(logits.shape[1])
         rows.draw(logits)
         if decoder.in_place and has_all_tokens(cache):
             self._decode_in_place(decoder, rows, cache, attention_mask.bool())
@@ -156,13 +167,14 @@ class _Rows:
 
     def __init__(
         self,
-        num_tokens: Tensor,  # [B] of the prompts
         uniforms: Tensor,  # [B, T]
         *,
+        num_tokens: Tensor,  # [B] of the prompts
         end_ids: Tensor,
         pad_id: int,
         filters: Filters,
         temperature: float,
+        with_support: bool = False,
     ) -> None:
         self._uniforms, self._end_ids, self._pad_id = uniforms, end_ids, pad_id
         self._filters, self._temperature = filters, temperature
@@ -174,11 +186,8 @@ class _Rows:
         self._lengths = torch.zeros_like(num_tokens)
         self._sampled = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(uniforms.shape, device=device)
+        self._with_support = with_support
         self._support: Tensor | None = None
-
-    def record_support(self, vocab_size: int) -> None:
-        shape = *self._sampled.shape, -(-vocab_size // 8)
-        self._support = torch.zeros(shape, dtype=torch.uint8, device=self._sampled.device)
 
     def draw(self, logits: Tensor) -> None:  # [B, V], the network's
         """A token of each sequence; of those that have ended, padding."""
@@ -214,7 +223,26 @@ class _Rows:
             return most_likely(logits)
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
         logits = keep((logits / self._temperature).float(), self._filters)
-        if self._support is not None:
-            kept = packed(logits > float("-inf"))
-            self._support.index_copy_(1, self._num_drawn, kept[:, None])
+        if self._with_support:
+            self._record(packed(logits > float("-inf")))
         return sample(logits, uniform)
+
+    def _record(self, kept: Tensor) -> None:  # [B, W]
+        if self._support is None:  # with the first draw, which is before any step that is replayed
+            self._support = kept.new_zeros(*self._sampled.shape, kept.shape[1])
+        self._support.index_copy_(1, self._num_drawn, kept[:, None])
+
+
+class _Given(_Rows):
+    """Sequences whose tokens are known, drawn as if by chance."""
+
+    def __init__(self, given: Tensor, **settings: Any) -> None:  # [B, T]
+        super().__init__(given, **settings)
+        self._given = given
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        token = self._given.index_select(1, self._num_drawn)[:, 0]
+        logprobs, _ = filtered_logprobs(
+            logits / self._temperature, token, filters=self._filters, ignore_index=-1
+        )
+        return token, logprobs
