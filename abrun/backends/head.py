@@ -70,6 +70,7 @@ class Head:
         weight: Tensor,  # [V, H], or this rank's rows of it
         target: Tensor,  # [...] int64, IGNORED where nothing is asked
         token_loss: TokenLoss | None = None,
+        support: Tensor | None = None,  # [..., W], what the sampler kept; see abrun.rl.sampling
     ) -> tuple[Any, ...]:
         """Log-probs and entropies [...] float32, 0 where ignored; with `token_loss` first the loss []."""
         weight = self._shard(weight)
@@ -77,7 +78,9 @@ class Head:
             return linear_policy_loss(hidden, weight, target, token_loss, **self._settings)
         if self._filters.drop_tokens:
             logits = self._logits(hidden, weight) / self._temperature
-            return filtered_logprobs(logits, target, filters=self._filters, ignore_index=IGNORED)
+            return filtered_logprobs(
+                logits, target, filters=self._filters, ignore_index=IGNORED, support=support
+            )
         return linear_logprobs(hidden, weight, target, chunk_size=self._chunk_size, **self._settings)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [..., H], [V, H] -> [..., V] float32

@@ -194,7 +194,7 @@ def _cause(rows: Sequence[Row], excess: float) -> str | None:
         for row in rows
         if row.lowers is not None and row.lowers.is_above_zero and row.kind != "control"
     ]
-    largest, key = max(found, default=(0.0, ""))
+    largest, key = max(found, default=(0.0, ""), key=lambda each: each[0])  # of equal ones the first
     return key if excess > PARITY and largest > WORTH_NAMING * excess else None
 
 

@@ -28,10 +28,10 @@ from abrun.backends import Backend, make_backend
 from abrun.backends.ranks import Ranks, join_ranks, make_ranks
 from abrun.errors import AbrunError, RecipeError
 from abrun.launch.probe import read_job, row_writer
-from abrun.mismatch.forced import decoded_logprobs
 from abrun.models import Text, load_text
 from abrun.recipe import Grpo, OwnRunConfig, Ppo
 from abrun.rl.batch import Sampled, Sequences
+from abrun.rollout.torch_engine import TorchEngine
 from abrun.store import RunDir
 from abrun.train.branch import FIELD, start_from
 from abrun.train.loop import make_algorithm
@@ -117,6 +117,7 @@ def record(
             "token_mask": mask,
             "inference_logprobs": inference,
             "prompts": prompts[rows],
+            **({} if batch.support is None else {"support": batch.support}),
             **{f"own_{name}": tensor for name, tensor in own.items()},
         },
     )
@@ -176,14 +177,14 @@ class Recorded:
 
     folder: Path
     batch: Sequences
-    prompt_lengths: list[int]
 
     @classmethod
     def read(cls, folder: Path, device: torch.device) -> "Recorded":
         with np.load(folder / RECORDED, allow_pickle=False) as arrays:
             token_ids, token_mask = (torch.from_numpy(arrays[name]) for name in ("token_ids", "token_mask"))
-        batch = Sequences(token_ids=token_ids, token_mask=token_mask).to(device)
-        return cls(folder=folder, batch=batch, prompt_lengths=token_mask.int().argmax(dim=1).tolist())
+            support = torch.from_numpy(arrays["support"]) if "support" in arrays else None
+        batch = Sequences(token_ids=token_ids, token_mask=token_mask, support=support).to(device)
+        return cls(folder=folder, batch=batch)
 
     def scored(self, config: OwnRunConfig, asked: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
         """Log-probs [N] of the completion tokens, and routes [N, L, K]. Every rank calls this.
@@ -191,33 +192,37 @@ class Recorded:
         Raises AbrunError where that cannot be done here.
         """
         weights = self.folder / asked["weights"]
-        policy = make_backend(config, ranks, weights=weights, seed=0, trainable=False)
+        decodes = asked["method"] == "decode"  # as a policy that trains does, not as a frozen one
+        policy = make_backend(config, ranks, weights=weights, seed=0, trainable=decodes)
         if asked["method"] == "trainer":
             return _with_routes(policy, self.batch, _top_k(weights))
         text = load_text(config.model, weights=weights)
-        if asked["method"] == "decode":
-            logprobs = decoded_logprobs(policy, self.batch, self.prompt_lengths, config.rollout, text)
+        if decodes:
+            logprobs = TorchEngine(config.rollout, policy, text).score(*self._parts())
         else:
             logprobs = self._by_vllm(config, policy, text)
-        return {"logprobs": logprobs[self.batch.token_mask]}
+        return {"logprobs": torch.tensor([value for each in logprobs for value in each])}
 
-    def _by_vllm(self, config: OwnRunConfig, policy: Backend, text: Text) -> Tensor:  # [B, S]
+    def _parts(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts and completions."""
+        mask = self.batch.token_mask
+        starts, ends = mask.int().argmax(dim=1).tolist(), (mask.cumsum(dim=1).argmax(dim=1) + 1).tolist()
+        rows = list(zip(self.batch.token_ids.tolist(), starts, ends, strict=True))
+        return [row[:start] for row, start, _ in rows], [row[start:end] for row, start, end in rows]
+
+    def _by_vllm(self, config: OwnRunConfig, policy: Backend, text: Text) -> list[list[float]]:
         from abrun.rollout.vllm.instance import Instance
 
         engine = Instance(config, self.batch.token_ids.device, 1, text.end_ids)
+        prompts, completions = self._parts()
         try:
             engine.load(policy.weights())
-            lengths = self.batch.token_mask.cumsum(dim=1).argmax(dim=1) + 1
-            sequences = [
-                tokens[:length]
-                for tokens, length in zip(self.batch.token_ids.tolist(), lengths.tolist(), strict=True)
-            ]
-            logprobs = torch.zeros(self.batch.token_ids.shape)
-            for row, found in enumerate(engine.score(sequences)):
-                logprobs[row, : len(found)] = torch.tensor(found)
+            scored = engine.score(
+                [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+            )
         finally:
             engine.close()
-        return logprobs.to(self.batch.token_ids.device)
+        return [found[len(prompt) :] for prompt, found in zip(prompts, scored, strict=True)]
 
 
 def _with_routes(policy: Backend, batch: Sequences, top_k: int) -> dict[str, Tensor]:

@@ -53,13 +53,15 @@ def on_one_rank(config: OwnRunConfig) -> OwnRunConfig:
     changes: dict[str, Any] = {
         "cluster": {"nodes": 1, "gpus_per_node": min(config.cluster.gpus_per_node, 1), "cpu_ranks": 1},
         "policy": {"backend": backend},
-        "rollout": {"tensor_parallel": 1},
+        "rollout": {"tensor_parallel": 1, "devices": None},
         "wandb": None,
     }
     if replicas > 1 and policy.micro_batch_size is None and policy.micro_batch_tokens is None:
         changes["policy"]["micro_batch_size"] = max(
             config.algorithm.batch_size * _group(config) // replicas, 1
         )
+    if config.rollout.devices:  # whose memory was the engine's alone
+        changes["rollout"]["gpu_memory_utilization"] = None
     return changed(config, changes)
 
 
@@ -73,6 +75,7 @@ def changed(config: OwnRunConfig, changes: Mapping[str, Any]) -> OwnRunConfig:
 
 
 PLAIN = {"policy": {"logprobs": {"one_pass": False}}}  # which only an update has
+TORCH = {"engine": "torch", "gpu_memory_utilization": None, "batch_invariant": False}
 ALONE = {"micro_batch_size": 1, "micro_batch_tokens": None, "packing": False}
 SHAPES = {
     "alone": ("each sequence alone", ALONE),
@@ -184,7 +187,7 @@ def _engines(config: OwnRunConfig) -> Iterator[Change]:
         key="engine_torch",
         label="torch engine, token by token",
         kind="control" if own == "torch" else "engine",
-        scoring=Scoring(method="decode", config=config),
+        scoring=Scoring(method="decode", config=changed(config, {"rollout": TORCH})),
     )
     on_gpu = config.cluster.gpus_per_node > 0
     reason = vllm_refusal(on_gpu=on_gpu) or _unscorable(config)

@@ -264,12 +264,30 @@ class Rollout(Section):
     min_p: Fraction = 0.0
     top_k: Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # With filters: the trainer scores the set of tokens that the sampler kept, and not the one that it would
+    # keep itself; a bit of memory for each token of the vocabulary and of a batch. null: where the engine can
+    # tell, which is torch
+    exact_support: bool | None = None
     max_new_tokens: Count = 512
     batch_size: Count | None = None  # sequences generated at once on a rank; None: all
 
     @property
     def filters(self) -> Filters:
         return Filters(min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
+
+    @property
+    def records_support(self) -> bool:
+        """Whether the sets that filters kept go with the completions."""
+        return self.filters.drop_tokens and self.engine == "torch" and self.exact_support is not False
+
+    @model_validator(mode="after")
+    def _support_is_known(self) -> Self:
+        if self.exact_support and self.engine != "torch":
+            raise ValueError(
+                f"rollout.exact_support: got true with engine {self.engine!r}, which does not tell what it "
+                "kept; use engine: torch, or exact_support: false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:

@@ -25,6 +25,8 @@ class Sequences:
     rows_together: int = 1  # so many consecutive rows are one sample (a pair), never cut apart
     # [B, S, layers * k] uint8 or int16: 1 + the expert that a token goes to, 0 where its router is free
     routes: Tensor | None = None
+    # [B, S, W] uint8: which tokens a filtered sampler kept, of which it drew this one; see abrun.rl.sampling
+    support: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -47,8 +49,8 @@ class Sequences:
             yield part.mapped(lambda tensor, length=length: tensor[:, :length] if tensor.ndim > 1 else tensor)
 
     def predicted_tokens(self) -> Self:
-        """All tokens but each sequence's first, flattened: every tensor is [B * (S - 1)], without routes."""
-        return replace(self, routes=None).mapped(lambda tensor: tensor[:, 1:].flatten(0, 1))
+        """All tokens but each sequence's first, flattened to [B * (S - 1)], without routes and support."""
+        return replace(self, routes=None, support=None).mapped(lambda tensor: tensor[:, 1:].flatten(0, 1))
 
     def __getitem__(self, rows: slice | Tensor) -> Self:
         return self.mapped(lambda tensor: tensor[rows])
@@ -130,3 +132,10 @@ def on_completions(values: Sequence[Sequence[float]], token_mask: Tensor) -> Ten
     """Numbers of completion tokens, sequence by sequence, at those tokens: float32, 0 elsewhere."""
     flat = torch.tensor([value for of_sequence in values for value in of_sequence])
     return torch.zeros(token_mask.shape).masked_scatter(token_mask, flat)
+
+
+def support_on_completions(kept: Sequence[Tensor], token_mask: Tensor) -> Tensor:  # [B, S] -> [B, S, W]
+    """Kept sets [T, W] of completions of T tokens, at those tokens: 0 elsewhere."""
+    support = torch.zeros(*token_mask.shape, kept[0].shape[1], dtype=torch.uint8)
+    support[token_mask] = torch.cat(list(kept))
+    return support

@@ -1,4 +1,7 @@
-"""Sampling from logits, and the log-probs that match a filtered sampler."""
+"""Sampling from logits, and the log-probs that match a filtered sampler.
+
+The set that a sampler kept is a bit a token of the vocabulary: [..., W] uint8, W = ceil(V / 8).
+"""
 
 import math
 
@@ -77,21 +80,37 @@ def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, V]
     return logits.argmax(dim=-1), torch.zeros(len(logits), device=logits.device)
 
 
+def packed(kept: Tensor) -> Tensor:  # [..., V] bool -> [..., W]
+    places = torch.arange(8, device=kept.device, dtype=torch.uint8)
+    bits = pad(kept, (0, -kept.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    return (bits << places).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpacked(bits: Tensor, size: int) -> Tensor:  # [..., W] -> [..., V] bool
+    places = torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return (bits[..., None] >> places & 1).flatten(-2)[..., :size].bool()
+
+
 def filtered_logprobs(
     logits: Tensor,  # [..., V] float32, already divided by the temperature
     target: Tensor,  # [...] int64
     *,
     filters: Filters,
     ignore_index: int,
+    support: Tensor | None = None,  # [..., W], what the sampler kept
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy [...] of the distribution that a filtered sampler draws from; 0 where ignored.
 
-    The kept set is the trainer's own; where rounding makes it differ from the sampler's, the target is kept.
-    Needs the logits, so no fused path can do this.
+    Without `support` the kept set is the trainer's own; where rounding, or an update, makes it differ from
+    the sampler's, the target is kept. Needs the logits, so no fused path can do this.
     """
     counted = target != ignore_index
     safe = torch.where(counted, target, 0)[..., None]
-    kept = keep(logits.detach(), filters).scatter(-1, safe, 0.0) > float("-inf")
+    if support is None:
+        kept = keep(logits.detach(), filters) > float("-inf")
+    else:
+        kept = unpacked(support, logits.shape[-1])
+    kept = kept.scatter(-1, safe, True)
     logprobs = torch.where(kept, logits, float("-inf")).log_softmax(dim=-1)
     finite = torch.where(kept, logprobs, 0.0)
     entropy = -(finite.exp() * kept * finite).sum(dim=-1)

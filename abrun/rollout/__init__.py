@@ -1,7 +1,7 @@
 """Rollout engines: prompts in, completions and the log-probs of their tokens out."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -19,6 +19,8 @@ class Completion:
 
     token_ids: list[int]  # with the end token, where there is one
     logprobs: list[float]  # of each token, under the distribution it was drawn from
+    # [tokens, W] uint8, on the CPU: what `exact_support` records of each draw; see abrun.rl.sampling
+    support: Tensor | None = field(default=None, compare=False, repr=False)
     truncated: bool  # stopped by max_new_tokens, not by an end token; it counts like any other everywhere
 
 
@@ -30,7 +32,8 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """One completion a prompt; prompt i is the global batch's row `draws.rows[i]`.
 
-        `temperature` stands in for the recipe's; at 0 every token is the most likely one.
+        `temperature` stands in for the recipe's; at 0 every token is the most likely one. What is sampled so
+        is not trained on, and has no support.
         """
         ...
 

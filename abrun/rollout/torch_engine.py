@@ -16,7 +16,7 @@ from abrun import progress
 from abrun.backends import Backend, Decoder
 from abrun.models import Places, Text, has_all_tokens
 from abrun.recipe import Filters, OwnRunConfig, Rollout
-from abrun.rl.sampling import most_likely, sample
+from abrun.rl.sampling import filtered_logprobs, keep, most_likely, packed, sample
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.replay import Replays, Step, as_it_is
@@ -46,6 +46,7 @@ class TorchEngine:
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
+        with_support = temperature is None and self._rollout.records_support
         temperature = self._rollout.temperature if temperature is None else temperature
         uniforms = draws.uniforms(self._rollout.max_new_tokens)
         own = self._backend.ranks.context_share(len(prompts))
@@ -54,9 +55,29 @@ class TorchEngine:
         completions: list[Completion] = []
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
-                rows = slice(start, start + size)
-                completions.extend(self._generate(decoder, prompts[rows], uniforms[rows], temperature))
+                part = slice(start, start + size)
+                settings = self._settings(prompts[part], temperature)
+                rows = _Rows(uniforms[part].to(self._device), **settings, with_support=with_support)
+                completions.extend(self._generate(decoder, prompts[part], rows))
         return self._backend.ranks.gather_context(completions)
+
+    @torch.no_grad()
+    def score(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+        """Log-probs of completions that are given: as if they were drawn, by the same steps.
+
+        Each ends with an end token, or has `max_new_tokens`. On one rank.
+        """
+        most, temperature = self._rollout.max_new_tokens, self._rollout.temperature
+        filled = [tokens + [self._pad_id] * (most - len(tokens)) for tokens in completions]
+        given = torch.tensor(filled, device=self._device)
+        size = self._rollout.batch_size or max(len(prompts), 1)
+        scored: list[Completion] = []
+        with self._backend.decoding() as decoder:
+            for start in range(0, len(prompts), size):
+                part = slice(start, start + size)
+                rows = _Given(given[part], **self._settings(prompts[part], temperature))
+                scored.extend(self._generate(decoder, prompts[part], rows))
+        return [each.logprobs for each in scored]
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Nothing: the weights are the policy's."""
@@ -71,20 +92,19 @@ class TorchEngine:
     def close(self) -> None:
         """Nothing."""
 
-    def _generate(
-        self, decoder: Decoder, prompts: list[list[int]], uniforms: Tensor, temperature: float
-    ) -> list[Completion]:
+    def _settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
+        return {
+            "num_tokens": torch.tensor([len(prompt) for prompt in prompts], device=self._device),
+            "end_ids": self._end_ids,
+            "pad_id": self._pad_id,
+            "filters": self._rollout.filters,
+            "temperature": temperature,
+        }
+
+    def _generate(self, decoder: Decoder, prompts: list[list[int]], rows: "_Rows") -> list[Completion]:
         progress.beat()
         token_ids, attention_mask = self._left_padded(prompts)
         position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-        rows = _Rows(
-            attention_mask.sum(dim=1),
-            uniforms.to(self._device),
-            end_ids=self._end_ids,
-            pad_id=self._pad_id,
-            filters=self._rollout.filters,
-            temperature=temperature,
-        )
         logits, cache = decoder(token_ids, attention_mask, position_ids, None)
         rows.draw(logits)
         if decoder.in_place and has_all_tokens(cache):
@@ -147,13 +167,14 @@ class _Rows:
 
     def __init__(
         self,
-        num_tokens: Tensor,  # [B] of the prompts
         uniforms: Tensor,  # [B, T]
         *,
+        num_tokens: Tensor,  # [B] of the prompts
         end_ids: Tensor,
         pad_id: int,
         filters: Filters,
         temperature: float,
+        with_support: bool = False,
     ) -> None:
         self._uniforms, self._end_ids, self._pad_id = uniforms, end_ids, pad_id
         self._filters, self._temperature = filters, temperature
@@ -165,6 +186,8 @@ class _Rows:
         self._lengths = torch.zeros_like(num_tokens)
         self._sampled = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(uniforms.shape, device=device)
+        self._with_support = with_support
+        self._support: Tensor | None = None
 
     def draw(self, logits: Tensor) -> None:  # [B, V], the network's
         """A token of each sequence; of those that have ended, padding."""
@@ -183,14 +206,43 @@ class _Rows:
 
     def completions(self) -> list[Completion]:
         of_each = (self._sampled, self._logprobs, self._running, self._lengths)
-        rows = zip(*(tensor.tolist() for tensor in of_each), strict=True)
+        support = [None] * len(self._sampled) if self._support is None else self._support.cpu()
+        rows = zip(*(tensor.tolist() for tensor in of_each), support, strict=True)
         return [
-            Completion(token_ids=tokens[:length], logprobs=logprobs[:length], truncated=unfinished)
-            for tokens, logprobs, unfinished, length in rows
+            Completion(
+                token_ids=tokens[:length],
+                logprobs=logprobs[:length],
+                support=None if kept is None else kept[:length].clone(),
+                truncated=unfinished,
+            )
+            for tokens, logprobs, unfinished, length, kept in rows
         ]
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self._temperature == 0:
             return most_likely(logits)
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
-        return sample(logits / self._temperature, uniform, self._filters)
+        logits = keep((logits / self._temperature).float(), self._filters)
+        if self._with_support:
+            self._record(packed(logits > float("-inf")))
+        return sample(logits, uniform)
+
+    def _record(self, kept: Tensor) -> None:  # [B, W]
+        if self._support is None:  # with the first draw, which is before any step that is replayed
+            self._support = kept.new_zeros(*self._sampled.shape, kept.shape[1])
+        self._support.index_copy_(1, self._num_drawn, kept[:, None])
+
+
+class _Given(_Rows):
+    """Sequences whose tokens are known, drawn as if by chance."""
+
+    def __init__(self, given: Tensor, **settings: Any) -> None:  # [B, T]
+        super().__init__(given, **settings)
+        self._given = given
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        token = self._given.index_select(1, self._num_drawn)[:, 0]
+        logprobs, _ = filtered_logprobs(
+            logits / self._temperature, token, filters=self._filters, ignore_index=-1
+        )
+        return token, logprobs

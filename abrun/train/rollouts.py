@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from abrun.recipe import Grpo, Ppo
-from abrun.rl.batch import Sampled, collate, on_completions
+from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
 from abrun.train.data import check_length
@@ -108,6 +108,9 @@ class Rollouts:
             inference_logprobs=on_completions([one.logprobs for one in completions], sequences.token_mask),
             rewards=torch.tensor([reward for group in groups for reward in group.rewards]),
         )
+        kept = [one.support for one in completions if one.support is not None]
+        if kept:
+            batch = replace(batch, support=support_on_completions(kept, sequences.token_mask))
         if self._settings.overlong_filtering:
             whole = torch.tensor([not completion.truncated for completion in completions])
             batch = replace(batch, token_mask=batch.token_mask & whole[:, None])

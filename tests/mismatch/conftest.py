@@ -11,10 +11,7 @@ from abrun.mismatch.command import measure_run
 from abrun.mismatch.findings import Budget
 from abrun.recipe import OwnRunConfig
 from tests.test_implementations import verifier
-from tests.train.conftest import warm_start, warm_weights
 from tests.train.runs import make_run, run_config, single_rank
-
-__all__ = ["warm_start", "warm_weights"]
 
 Measure = Callable[..., Budget]
 # Logits and steps large enough that what is planted stands out
@@ -53,6 +50,7 @@ def scored_here(
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     """The budget of a run with these overrides that has not begun, measured in this process."""
     monkeypatch.setattr("abrun.mismatch.command.probe", scored_here)
+    monkeypatch.setattr("abrun.mismatch.command.write_report", lambda budget, output: None)
 
     def measure(*overrides: str, **options: Any) -> Budget:
         config = run_config(*LEARNING, "task=" + verifier(tmp_path), *overrides)

@@ -1,6 +1,7 @@
 """Rollout engines that are wrong in one way each, for a budget to find."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from abrun.backends import Backend, make_backend
 from abrun.backends.dtensor import DtensorBackend
 from abrun.models import Text
 from abrun.recipe import OwnRunConfig
+from abrun.rl.batch import collate
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
@@ -27,21 +29,29 @@ def untempered(config: OwnRunConfig, backend: Backend, text: Text) -> TorchEngin
 
 
 class Float32Head(TorchEngine):
-    """Has a head in float32, which the trainer has not."""
+    """Says of what it drew what the trainer would with a head in float32, which that one has not."""
 
     def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
         super().__init__(config.rollout, backend, text)
         assert isinstance(backend, DtensorBackend)
-        self._head = backend.module._head
+        self._policy, self._text = backend, text
 
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        self._head._dtype = torch.float32
+        drawn = super().generate(prompts, draws, temperature=temperature)
+        batch = collate(prompts, [each.token_ids for each in drawn], pad_id=self._text.pad_id)
+        head = self._policy.module._head
+        settings = dict(head._settings)
+        head._settings["head_dtype"] = torch.float32
         try:
-            return super().generate(prompts, draws, temperature=temperature)
+            logprobs = self._policy.logprobs(batch)
         finally:
-            self._head._dtype = None
+            head._settings = settings
+        return [
+            replace(each, logprobs=row[mask].tolist())
+            for each, row, mask in zip(drawn, logprobs, batch.token_mask, strict=True)
+        ]
 
 
 class Noisy(TorchEngine):
@@ -56,11 +66,7 @@ class Noisy(TorchEngine):
         signs: Iterator[float] = iter(_signs())
         found = super().generate(prompts, draws, temperature=temperature)
         return [
-            Completion(
-                token_ids=each.token_ids,
-                logprobs=[logprob + 0.01 * next(signs) for logprob in each.logprobs],
-                truncated=each.truncated,
-            )
+            replace(each, logprobs=[logprob + 0.01 * next(signs) for logprob in each.logprobs])
             for each in found
         ]
 

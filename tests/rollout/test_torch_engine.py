@@ -1,6 +1,7 @@
 """The embedded engine against a plain loop without cache, padding or batches, and against the trainer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import Text, character_tokenizer, check_decoding, facts_of, in_place, open_network
 from abrun.recipe import Logprobs, Model, Policy, Rollout
-from abrun.rl.batch import Sampled, collate, on_completions
+from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
+from abrun.rl.sampling import keep, unpacked
 from abrun.rollout import Completion, torch_engine
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
@@ -223,6 +225,50 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
         error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
     assert excess["float32"] < excess[None] / 1.5
+
+
+FILTERS: list[dict[str, float]] = [{"top_p": 0.3}, {"top_k": 7}, {"min_p": 0.05, "top_k": 30, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_the_kept_sets_are_those_that_were_drawn_from(filters: dict[str, float], group: None) -> None:
+    """Of each token's logits, by one pass over its sequence."""
+    rollout = Rollout.model_validate(filters | {"temperature": 0.7, "max_new_tokens": MAX_NEW_TOKENS})
+    model = make_model()
+    _, completions = generate(make_model(), rollout)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        prompt = TEXT.encode_prompt(prompt)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        assert completion.support is not None
+        kept = unpacked(completion.support, logits.shape[1])
+        assert torch.equal(kept, keep(logits / 0.7, rollout.filters) > -torch.inf)
+        assert kept[torch.arange(len(kept)), torch.tensor(completion.token_ids)].all()
+        assert 1 <= kept.sum(dim=1).float().mean() < 50
+
+
+def test_sets_are_kept_where_they_are_trained_on(group: None) -> None:
+    for settings in ({"top_p": 1.0}, {"top_p": 0.8, "exact_support": False}):
+        _, completions = generate(make_model(), Rollout.model_validate(settings | {"max_new_tokens": 2}))
+        assert not any(completion.support is not None for completion in completions)
+    _, validated = generate(make_model(), Rollout(top_p=0.8, max_new_tokens=2), temperature=0.7)
+    assert not any(completion.support is not None for completion in validated)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_in_bfloat16_the_samplers_own_sets_agree_better(filters: dict[str, float], group: None) -> None:
+    """At the border of a set, rounding makes the trainer keep another one."""
+    rollout = Rollout.model_validate(filters | {"max_new_tokens": MAX_NEW_TOKENS})
+    backend, completions = generate(make_model(), rollout, Policy(dtype="bfloat16"))
+    own, exact = batch_of(completions), batch_of(completions)
+    kept = [completion.support for completion in completions if completion.support is not None]
+    exact = replace(exact, support=support_on_completions(kept, exact.token_mask))
+    excess = []
+    for batch in (own, exact):
+        error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
+        excess.append(float(error[batch.token_mask].mean()) - 1)
+    print(filters, "token_mult_prob_error - 1, own and exact sets:", excess)
+    assert excess[1] < excess[0] / 1.5
 
 
 def test_a_completion_ends_with_its_end_token_or_is_truncated(group: None) -> None:

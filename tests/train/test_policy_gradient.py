@@ -15,6 +15,7 @@ from abrun.models import content_of, load_network, sample_of, weights_hash
 from abrun.recipe import Grpo, Model
 from abrun.rl.batch import PolicyBatch
 from abrun.rl.losses import loss_weights
+from abrun.rl.sampling import filtered_logprobs
 from abrun.train import policy_gradient
 from abrun.train.policy_gradient import PolicyObjective
 from tests.train.runs import make_run, run_config, train_here
@@ -234,6 +235,26 @@ def test_the_policy_samples_and_trains_at_the_recipes_temperature(
         )[1]
         assert row["train/token_mult_prob_error"] < 1.0001, name
         assert row["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_trainer_scores_the_sets_that_the_engine_kept(
+    exact: bool, tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In old and reference log-probs and in every update, whatever cuts the batch."""
+    seen: list[bool] = []
+
+    def spy(*args: Any, support: Any, **settings: Any) -> Any:
+        seen.append(support is not None)
+        return filtered_logprobs(*args, support=support, **settings)
+
+    monkeypatch.setattr("abrun.backends.head.filtered_logprobs", spy)
+    overrides = ["steps=1", "rollout.top_p=0.8", "algorithm.kl_coefficient=0.1", "policy.packing=true"]
+    overrides += ["algorithm.minibatches_per_step=2", "policy.micro_batch_tokens=100"]
+    overrides += [] if exact else ["rollout.exact_support=false"]
+    row = train_with(tmp_path / "run", warm_weights, *overrides)[1]
+    assert len(seen) > 4 and set(seen) == {exact}
+    assert row["train/token_mult_prob_error"] < 1.0001
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path, warm_weights: Path, group: None) -> None:

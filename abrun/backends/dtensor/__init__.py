@@ -57,6 +57,7 @@ class PolicyModule(nn.Module):
         token_mask: Tensor,  # [B, S] bool: the tokens to judge
         token_loss: TokenLoss | None = None,
         packing: Packing | None = None,
+        support: Tensor | None = None,  # [B, S, W], see abrun.rl.sampling
     ) -> tuple[Any, ...]:
         """Log-probs and entropy [B, S], float32, 0 outside the mask.
 
@@ -66,13 +67,15 @@ class PolicyModule(nn.Module):
         """
         hidden = hidden_states(self._facts.base, token_ids, packing)
         target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
+        support = None if support is None else support[:, 1:]
         split = packing.split if packing else None
-        if split is None:
+        if packing is None or split is None:
             hidden = hidden[:, :-1]
         else:
             target = split.cut(target, IGNORED)
+            support = None if support is None else packing.own(support)
         *loss, logprobs, entropy = self._head.judge(
-            hidden, own_part(self._facts.head.weight), target, token_loss
+            hidden, own_part(self._facts.head.weight), target, token_loss, support
         )
         if split is not None:
             logprobs, entropy = (
@@ -334,9 +337,10 @@ class DtensorBackend:
     ) -> tuple[Any, ...]:
         """The policy's forward pass: rows [B, S] in and out, whatever stands between."""
         if packing is None:
-            return self.module(batch.token_ids, batch.token_mask, token_loss)
+            return self.module(batch.token_ids, batch.token_mask, token_loss, support=batch.support)
         token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
-        *loss, logprobs, entropy = self.module(token_ids, token_mask, token_loss, packing)
+        support = None if batch.support is None else packing.pack(batch.support)
+        *loss, logprobs, entropy = self.module(token_ids, token_mask, token_loss, packing, support)
         return *loss, packing.unpack(logprobs), packing.unpack(entropy)
 
 

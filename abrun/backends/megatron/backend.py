@@ -237,17 +237,20 @@ class MegatronBackend:
         self, batch: Sequences, packing: Packing | None, hidden: Tensor, token_loss: TokenLoss | None = None
     ) -> tuple[Any, ...]:
         """Of rows from the last stage's states: log-probs and entropies [B, S]; see `Head.judge`."""
-        ids, mask = batch.token_ids, batch.token_mask
+        ids, mask, support = batch.token_ids, batch.token_mask, batch.support
         if packing is not None:
             ids, mask = packing.pack(ids), packing.pack(mask)
+            support = None if support is None else packing.pack(support)
+        support = None if support is None else support[:, 1:]
         target = torch.where(mask, ids, IGNORED)[:, 1:]
         split = packing.split if packing else None
-        if split is None:
+        if packing is None or split is None:
             hidden = self._stages.for_vocabulary(hidden, ids.shape[1])[:, :-1]
         else:
             target = split.cut(target, IGNORED)
+            support = None if support is None else packing.own(support)
             hidden = self._stages.for_vocabulary(hidden, target.shape[1])
-        *loss, logprobs, entropy = self._head.judge(hidden, self._weight(), target, token_loss)
+        *loss, logprobs, entropy = self._head.judge(hidden, self._weight(), target, token_loss, support)
         if split is not None:
             logprobs, entropy = (split.whole(each)[:, : ids.shape[1] - 1] for each in (logprobs, entropy))
         logprobs, entropy = (nn.functional.pad(each, (1, 0)) for each in (logprobs, entropy))
