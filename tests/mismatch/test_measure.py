@@ -177,6 +177,13 @@ def test_it_goes_on_as_the_run_did_with_a_floor(
 
 
 @pytest.mark.slow
+def test_of_a_run_on_megatron(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant("stale", monkeypatch)
+    budget = measure("policy.backend={type: megatron}")
+    assert_found(budget, "weights_before")
+
+
+@pytest.mark.slow
 def test_processes_of_their_own(tmp_path: Path) -> None:
     """Two ranks, and probes as a user has them."""
     run = make_run(tmp_path / "run", run_config(*LEARNING, "policy.dtype=bfloat16"))
