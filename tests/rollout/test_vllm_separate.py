@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from abrun import progress
 from abrun.errors import LaunchError
 from abrun.rollout.vllm import transfer
 from tests.rollout.vllm_sampling import (
@@ -113,6 +114,17 @@ def test_a_process_that_hangs_or_dies_in_a_sync_is_one_line(
         assert time.monotonic() - began_s < 3 * PATIENCE_S
         print(raised.value)
         assert "\n" not in str(raised.value) and "engine-0.log" in str(raised.value)
+
+
+def test_a_process_that_dies_as_it_samples_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with to_break() as sampling:
+        sampling.sync(config_of())
+        # Called as it is heard, which is in its first step.
+        monkeypatch.setattr(progress, "beat", lambda *doing: os.kill(sampling.pids[0], signal.SIGKILL))
+        began_s = time.monotonic()
+        with pytest.raises(LaunchError, match=r"asked to generate: killed by SIGKILL; last in its log: \S"):
+            sampling.generate()
+        assert time.monotonic() - began_s < PATIENCE_S
 
 
 def test_one_of_two_processes_of_an_engine_that_dies_is_one_line() -> None:
