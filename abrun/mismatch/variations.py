@@ -53,7 +53,7 @@ def on_one_rank(config: OwnRunConfig) -> OwnRunConfig:
     changes: dict[str, Any] = {
         "cluster": {"nodes": 1, "gpus_per_node": min(config.cluster.gpus_per_node, 1), "cpu_ranks": 1},
         "policy": {"backend": backend},
-        "rollout": {"tensor_parallel": 1},
+        "rollout": {"tensor_parallel": 1, "devices": None},
         "wandb": None,
     }
     if replicas > 1 and policy.micro_batch_size is None and policy.micro_batch_tokens is None:
