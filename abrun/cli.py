@@ -84,7 +84,9 @@ def launch(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at once; by default as many as the devices allow.")
     ] = None,
-    launcher: Annotated[str, typer.Option(help="What starts the runs.")] = "local",
+    launcher: Annotated[
+        str | None, typer.Option(help="What starts the runs: local, slurm; default: the recipe's, or local.")
+    ] = None,
     runs_dir: RunsDir = Path("runs"),
     name: Annotated[
         str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")
@@ -96,6 +98,9 @@ def launch(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")
     ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")
+    ] = False,
     take_over: TakeOver = False,
     no_compare: Annotated[
         bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")
@@ -105,41 +110,78 @@ def launch(
 
     Exit code: 0 when every run finished, 1 when one did not, 2 for bad input, 130 after Ctrl-C.
     """
-    from abrun.launch import experiment_dir_of, make_engine
+    from abrun.launch import experiment_dir_of, make_engine, make_scheduler
     from abrun.plan import make_plan
-    from abrun.recipe import load_recipe
+    from abrun.recipe import launcher_settings, load_recipe
 
     changes = [*(overrides or []), *([f"seeds={_parse_seeds(seeds)}"] if seeds is not None else [])]
     plan = make_plan(load_recipe(recipe, changes))
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    settings = launcher_settings(plan.recipe.launcher, launcher)
+    scheduler = make_scheduler(settings, jobs)
     console = _console()
+    if scheduler is None:
+        make_engine(launcher or "local", jobs)  # refuses a name that none has
+        if detach:
+            raise RecipeError(
+                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm"
+            )
     if dry_run:
-        from abrun.launch.preview import preview
+        from abrun.launch.preview import preview, preview_of_jobs
 
-        make_engine(launcher, jobs)  # refuses a name that none has
-        console.print(preview(plan, jobs))
+        show = preview(plan, jobs) if scheduler is None else preview_of_jobs(plan, scheduler, experiment_dir)
+        console.print(show)
         return
+    from abrun.launch import hand_over, queued_jobs, wait_for
     from abrun.launch import launch as launch_runs
     from abrun.watch import View
 
-    with View(console) as view:
-        outcome = launch_runs(
-            plan,
-            runs_dir,
-            observer=view,
-            launcher=launcher,
-            name=name,
-            jobs=jobs,
-            resume=resume,
-            take_over=take_over,
-        )
+    with View(console, queued_jobs) as view:
+        if scheduler is None:
+            outcome = launch_runs(
+                plan,
+                runs_dir,
+                observer=view,
+                launcher=launcher or "local",
+                name=name,
+                jobs=jobs,
+                resume=resume,
+                take_over=take_over,
+            )
+        else:
+            submitted = hand_over(
+                plan,
+                runs_dir,
+                scheduler=scheduler,
+                observer=view,
+                name=name,
+                resume=resume,
+                take_over=take_over,
+                compare=not no_compare,
+            )
+            view.say(
+                f"{_jobs(submitted)} in the queue, which need no launcher; see: abrun watch {experiment_dir}"
+            )
+            view.say(f"end them: abrun cancel {experiment_dir}")
+            if detach:
+                return
+            outcome = wait_for(plan, experiment_dir, view)
     if outcome.exit_code:
         again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
         state = "Stopped" if outcome.stopped_by else "Not every run finished"
         console.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
     if not (outcome.stopped_by or no_compare):
-        _compare_after_launch(experiment_dir, console)
+        queued = queued_jobs(experiment_dir) if scheduler else None
+        compared = queued.compared() if queued else None
+        if compared:
+            console.print(compared, soft_wrap=True, markup=False, highlight=False)
+        else:
+            _compare_after_launch(experiment_dir, console)
     raise typer.Exit(outcome.exit_code)
+
+
+def _jobs(ids: list[str]) -> str:
+    return f"job{'s' if len(ids) > 1 else ''} {', '.join(ids)} {'are' if len(ids) > 1 else 'is'}"
 
 
 @app.command()
@@ -311,11 +353,12 @@ def memory_profile(
 
 @app.command()
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Follow an experiment that another shell or another host launches."""
+    """Follow an experiment that another shell or another host launches, or the jobs of a cluster."""
     from abrun import watch as live
+    from abrun.launch import queued_jobs
     from abrun.store import find_experiment
 
-    live.watch(find_experiment(experiment, runs_dir), _console())
+    live.watch(find_experiment(experiment, runs_dir), _console(), queued_jobs)
 
 
 @app.command()
@@ -331,9 +374,39 @@ def status(
     if experiment is None:
         console.print(live.status_of_experiments(runs_dir))
         return
+    from abrun.launch import queued_jobs
+
     experiment_dir = find_experiment(experiment, runs_dir)
-    views = live.ExperimentReader(experiment_dir).read()
+    views = live.ExperimentReader(experiment_dir, queued_jobs).read()
     console.print(live.render(experiment_dir.name, views, console.width))
+
+
+@app.command()
+def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Stop an experiment: its runs save a checkpoint and end, its waiting jobs leave the queue."""
+    from abrun.launch import cancel as cancel_experiment
+    from abrun.store import find_experiment
+
+    said = cancel_experiment(find_experiment(experiment, runs_dir))
+    _console().print(said, soft_wrap=True, markup=False, highlight=False)
+
+
+@app.command()
+def logs(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
+    ],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print on until the run has ended.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Print what a run has printed."""
+    from abrun import watch as live
+    from abrun.launch import queued_jobs
+
+    path = runs_dir / run
+    for part in live.log_of(path if path.is_dir() else Path(run), queued_jobs, follow=follow):
+        sys.stdout.write(part)
+        sys.stdout.flush()
 
 
 def main() -> None:

@@ -1,0 +1,62 @@
+"""A launch by a scheduler: the experiment's directory, then jobs in a queue that need no launcher."""
+
+import time
+from pathlib import Path
+
+from abrun.errors import LaunchError
+from abrun.launch.engine import Queued, Scheduler, queued_jobs
+from abrun.launch.experiment import experiment_dir_of, owned_experiment
+from abrun.launch.git import record_checkout
+from abrun.launch.supervisor import Observer, Outcome, refuse_impossible
+from abrun.plan import Plan, RunName
+from abrun.store import Status, run_state
+
+POLL_S = 0.5
+SETTLE_S = 20.0  # that a file server may take to show the last words of jobs that have ended
+
+
+def hand_over(
+    plan: Plan,
+    runs_dir: Path,
+    *,
+    scheduler: Scheduler,
+    observer: Observer,
+    name: str | None = None,
+    resume: bool = False,
+    take_over: bool = False,
+    compare: bool = True,
+) -> list[str]:
+    """Submit every unfinished run of a plan; returns the jobs. Raises what `launch` raises."""
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    refuse_impossible(plan, scheduler.refusals(plan))
+    with owned_experiment(plan, experiment_dir, resume=resume, take_over=take_over, say=observer.say):
+        git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
+        return scheduler.submit(plan, experiment_dir, git, compare=compare)
+
+
+def wait_for(plan: Plan, experiment_dir: Path, observer: Observer) -> Outcome:
+    """Watch what was handed over until nothing of it is in the queue; however this ends, the jobs go on."""
+    queued = queued_jobs(experiment_dir)
+    if queued is None:
+        raise LaunchError(f"{experiment_dir}: no job of it was handed over")
+    observer.follow(experiment_dir)
+    while _busy(queued, observer):
+        observer.tick()
+        time.sleep(POLL_S)
+    until = time.monotonic() + SETTLE_S
+    while True:
+        states = [run_state(experiment_dir, run.name) for run in plan.runs]
+        if time.monotonic() > until or not any(state.status == "running" for state in states):
+            break
+        time.sleep(POLL_S)
+    statuses: dict[RunName, Status] = {state.name: queued.state_of(state).status for state in states}
+    return Outcome(statuses=statuses, stopped_by=None)
+
+
+def _busy(queued: Queued, observer: Observer) -> bool:
+    try:
+        return bool(queued.busy)
+    except LaunchError as error:  # a controller that restarts
+        observer.say(str(error))
+        time.sleep(10 * POLL_S)
+        return True
