@@ -1,5 +1,6 @@
 """A launch by a scheduler: the experiment's directory, then jobs in a queue that need no launcher."""
 
+import shutil
 import time
 from pathlib import Path
 
@@ -31,7 +32,12 @@ def hand_over(
     refuse_impossible(plan, scheduler.refusals(plan))
     with owned_experiment(plan, experiment_dir, resume=resume, take_over=take_over, say=observer.say):
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
-        return scheduler.submit(plan, experiment_dir, git, compare=compare)
+        try:
+            return scheduler.submit(plan, experiment_dir, git, compare=compare)
+        except BaseException:
+            if not resume:  # nothing of it is in the queue
+                shutil.rmtree(experiment_dir, ignore_errors=True)
+            raise
 
 
 def wait_for(plan: Plan, experiment_dir: Path, observer: Observer) -> Outcome:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -23,12 +24,12 @@ from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import slurm
 from abrun.launch.supervisor import Supervisor
 from abrun.plan import make_plan
-from abrun.processes import RUN_DIR
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
 from abrun.store import Lease, RunDir
 
 AGENTS_FIRST_S = 10.0  # agents kill ranks that save too slowly before the supervisor kills agents
 RELEASE_S = 30.0
+ANSWER_S = 30.0
 
 
 class StepEngine(LocalEngine):
@@ -62,7 +63,7 @@ class StepEngine(LocalEngine):
     def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
         name = self._settings.interface
         network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
-        return {**os.environ, **network, RUN_DIR: os.path.realpath(run.path)}
+        return {**os.environ, **network}  # not marked as of the run: srun has to outlive it, to end the step
 
 
 class Printed:
@@ -106,7 +107,9 @@ def main() -> int:
         _give_up(experiment_dir, names, str(error))
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if any(job.status == "interrupted" for job in queue.jobs) and _goes_on(experiment_dir):
+    left = any(job.status == "interrupted" for job in queue.jobs)
+    lost = any(job.status == "failed" for job in queue.jobs) and not _nodes_answer()
+    if (left or lost) and _goes_on(experiment_dir):
         _requeue()
     return 0 if all(job.status == "finished" for job in queue.jobs) else 1
 
@@ -146,6 +149,17 @@ def _goes_on(experiment_dir: Path) -> bool:
         return False
     state = slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
     return "JobState=CANCELLED" not in state
+
+
+def _nodes_answer() -> bool:
+    """Whether every node of the allocation still starts a process: Slurm takes minutes to miss one."""
+    nodes = os.environ["SLURM_JOB_NUM_NODES"]
+    spread = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    try:
+        done = subprocess.run(["srun", "--overlap", *spread, "true"], timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 def _requeue() -> None:
