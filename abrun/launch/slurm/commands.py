@@ -56,6 +56,11 @@ def tasks(jobs: Sequence[str], user: str) -> dict[tuple[str, int | None], Task]:
     return found
 
 
+def release(task: Task) -> None:
+    """End the two minutes for which Slurm keeps back what it has queued again."""
+    slurm("scontrol", "update", f"JobId={task.name}", "StartTime=now")
+
+
 def cancel(jobs: Sequence[str]) -> None:
     """Take jobs that wait out of the queue, and ask those at work to save a checkpoint and end."""
     slurm("scancel", "--quiet", "--state=PENDING", *jobs)

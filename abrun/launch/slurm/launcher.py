@@ -213,4 +213,8 @@ class SlurmJobs:
         if self._asked_s is None or now - self._asked_s > ASK_EVERY_S:
             self._tasks = commands.tasks(self.ids, self._record.get("user", ""))
             self._asked_s = now
+            for task in self._tasks.values():
+                if task.state == "PENDING" and task.reason == "BeginTime":
+                    with contextlib.suppress(LaunchError):  # another user's
+                        commands.release(task)
         return self._tasks

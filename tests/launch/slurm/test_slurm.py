@@ -140,7 +140,8 @@ def test_jobs_wait_for_the_warm_start_and_the_comparison_for_all(slurm: Path, tm
         (
             "partition: gone",
             "small: slurm: invalid partition specified: gone; Batch job submission failed: Invalid "
-            "partition name specified (asked for: --partition=gone --nodes=1 --ntasks-per-node=1 --cpus-per-task=1)",
+            "partition name specified (asked for: --partition=gone --nodes=1 --ntasks-per-node=1 "
+            "--cpus-per-task=1)",
         ),
         (
             "account: nobody",
@@ -152,8 +153,8 @@ def test_jobs_wait_for_the_warm_start_and_the_comparison_for_all(slurm: Path, tm
         ),
         (
             "container: {image: 'nvcr.io#nvidia/pytorch'}",
-            "small: launcher.container: got 'nvcr.io#nvidia/pytorch', and Slurm has no pyxis plugin: slurm: srun: "
-            "unrecognized option '--container-image=nvcr.io#nvidia/pytorch'",
+            "small: launcher.container: got 'nvcr.io#nvidia/pytorch', and Slurm has no pyxis plugin: slurm: "
+            "srun: unrecognized option '--container-image=nvcr.io#nvidia/pytorch'",
         ),
     ],
 )
@@ -193,7 +194,8 @@ def test_a_login_node_without_gpus_can_submit_what_needs_them(slurm: Path, tmp_p
 
 
 def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path) -> None:
-    command = "arms.treatment={trainer: {type: command, argv: [x], metrics: {format: csv, path: '{run_dir}/m.csv'}}}"
+    metrics = "{format: csv, path: '{run_dir}/m.csv'}"
+    command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
     with pytest.raises(LaunchError, match=r"arm treatment: cluster.nodes: got 2 with trainer.type 'command'"):
         submit(planned(command, "cluster.nodes=2", "compare.primary=[]"), tmp_path)
 
