@@ -122,66 +122,39 @@ def launch(
     console = _console()
     if scheduler is None:
         make_engine(launcher or "local", jobs)  # refuses a name that none has
-        if detach:
-            raise RecipeError(
-                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm"
-            )
     if dry_run:
         from abrun.launch.preview import preview, preview_of_jobs
 
         show = preview(plan, jobs) if scheduler is None else preview_of_jobs(plan, scheduler, experiment_dir)
         console.print(show)
         return
-    from abrun.launch import hand_over, queued_jobs, wait_for
-    from abrun.launch import launch as launch_runs
+    from abrun.launch import launch_or_hand_over, queued_jobs
     from abrun.watch import View
 
     with View(console, queued_jobs) as view:
-        if scheduler is None:
-            outcome = launch_runs(
-                plan,
-                runs_dir,
-                observer=view,
-                launcher=launcher or "local",
-                name=name,
-                jobs=jobs,
-                resume=resume,
-                take_over=take_over,
-            )
-        else:
-            submitted = hand_over(
-                plan,
-                runs_dir,
-                scheduler=scheduler,
-                observer=view,
-                name=name,
-                resume=resume,
-                take_over=take_over,
-                compare=not no_compare,
-            )
-            view.say(
-                f"{_jobs(submitted)} in the queue, which need no launcher; see: abrun watch {experiment_dir}"
-            )
-            view.say(f"end them: abrun cancel {experiment_dir}")
-            if detach:
-                return
-            outcome = wait_for(plan, experiment_dir, view)
+        outcome = launch_or_hand_over(
+            plan,
+            runs_dir,
+            scheduler=scheduler,
+            observer=view,
+            launcher=launcher,
+            name=name,
+            jobs=jobs,
+            resume=resume,
+            take_over=take_over,
+            compare=not no_compare,
+            detach=detach,
+        )
+    if outcome is None:
+        return
     if outcome.exit_code:
         again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
         state = "Stopped" if outcome.stopped_by else "Not every run finished"
         console.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+    queued = queued_jobs(experiment_dir) if scheduler else None
     if not (outcome.stopped_by or no_compare):
-        queued = queued_jobs(experiment_dir) if scheduler else None
-        compared = queued.compared() if queued else None
-        if compared:
-            console.print(compared, soft_wrap=True, markup=False, highlight=False)
-        else:
-            _compare_after_launch(experiment_dir, console)
+        _compare_after_launch(experiment_dir, console, queued.compared() if queued else None)
     raise typer.Exit(outcome.exit_code)
-
-
-def _jobs(ids: list[str]) -> str:
-    return f"job{'s' if len(ids) > 1 else ''} {', '.join(ids)} {'are' if len(ids) > 1 else 'is'}"
 
 
 @app.command()
@@ -454,7 +427,11 @@ def _console() -> "Terminal":
     return terminal()
 
 
-def _compare_after_launch(experiment_dir: Path, console: "Terminal") -> None:
+def _compare_after_launch(experiment_dir: Path, console: "Terminal", compared: str | None) -> None:
+    """Print what a job has `compared`, or else compare here."""
+    if compared:
+        console.print(compared, soft_wrap=True, markup=False, highlight=False)
+        return
     from abrun.compare import compare_sources
     from abrun.compare.read.sources import Reading
 

@@ -8,12 +8,57 @@ from abrun.errors import LaunchError
 from abrun.launch.engine import Queued, Scheduler, queued_jobs
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
-from abrun.launch.supervisor import Observer, Outcome, refuse_impossible
+from abrun.launch.supervisor import Observer, Outcome, launch, refuse_impossible
 from abrun.plan import Plan, RunName
 from abrun.store import Status, run_state
 
 POLL_S = 0.5
 SETTLE_S = 20.0  # that a file server may take to show the last words of jobs that have ended
+
+
+def launch_or_hand_over(
+    plan: Plan,
+    runs_dir: Path,
+    *,
+    scheduler: Scheduler | None,
+    observer: Observer,
+    launcher: str | None = None,
+    name: str | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    take_over: bool = False,
+    compare: bool = True,
+    detach: bool = False,
+) -> Outcome | None:
+    """`launch` where there is no scheduler; else `hand_over`, and wait; None where `detach` asks not to."""
+    if scheduler is None:
+        if detach:
+            raise LaunchError(
+                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm"
+            )
+        return launch(
+            plan,
+            runs_dir,
+            observer=observer,
+            launcher=launcher or "local",
+            name=name,
+            jobs=jobs,
+            resume=resume,
+            take_over=take_over,
+        )
+    submitted = hand_over(
+        plan,
+        runs_dir,
+        scheduler=scheduler,
+        observer=observer,
+        name=name,
+        resume=resume,
+        take_over=take_over,
+        compare=compare,
+    )
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    observer.say(f"in the queue: {', '.join(submitted)}; they need no launcher: abrun watch {experiment_dir}")
+    return None if detach else wait_for(plan, experiment_dir, observer)
 
 
 def hand_over(

@@ -109,8 +109,9 @@ def main() -> int:
         return 2
     left = any(job.status == "interrupted" for job in queue.jobs)
     lost = any(job.status == "failed" for job in queue.jobs) and not _nodes_answer()
-    if (left or lost) and _goes_on(experiment_dir):
-        _requeue()
+    with contextlib.suppress(LaunchError):  # Slurm has been faster
+        if (left or lost) and _goes_on(experiment_dir):
+            _requeue()
     return 0 if all(job.status == "finished" for job in queue.jobs) else 1
 
 
@@ -144,11 +145,10 @@ def _give_up(experiment_dir: Path, names: list[str], why: str) -> None:
 
 
 def _goes_on(experiment_dir: Path) -> bool:
-    """Whether interrupted runs are to go on by themselves: nobody has cancelled them."""
+    """Whether this job has to see to it that its runs go on: nobody has cancelled it, nor queued it again."""
     if jobs.read_record(experiment_dir).get("cancelled"):
         return False
-    state = slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
-    return "JobState=CANCELLED" not in state
+    return "JobState=RUNNING" in slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
 
 
 def _nodes_answer() -> bool:

@@ -386,7 +386,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_a_detached_launch_and_what_can_be_asked_of_it(slurm: Path, tmp_path: Path, run: Cli) -> None:
     code, said, _ = run("launch", SMALL, "--launcher", "slurm", "--detach")
-    assert code == 0 and said.startswith("jobs 101, 102 are in the queue") and "abrun watch" in said
+    assert (
+        code == 0
+        and said.startswith("in the queue: 101, 102; they need no launcher")
+        and "abrun watch" in said
+    )
     code, said, _ = run("status", "small")
     assert code == 0 and "4 waiting" in said and "baseline/seed-0: job 101_0 waits: Priority" in said
     log = tmp_path / "runs" / "small" / "baseline" / "seed-0" / "stdout.log"
