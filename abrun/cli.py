@@ -148,9 +148,7 @@ def launch(
     if outcome is None:
         return
     if outcome.exit_code:
-        again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
-        state = "Stopped" if outcome.stopped_by else "Not every run finished"
-        console.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+        _say_how_to_go_on(console, stopped=outcome.stopped_by is not None, resume=resume)
     queued = queued_jobs(experiment_dir) if scheduler else None
     if not (outcome.stopped_by or no_compare):
         _compare_after_launch(experiment_dir, console, queued.compared() if queued else None)
@@ -425,6 +423,12 @@ def _console() -> "Terminal":
     from abrun.terminal import terminal
 
     return terminal()
+
+
+def _say_how_to_go_on(console: "Terminal", *, stopped: bool, resume: bool) -> None:
+    again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
+    state = "Stopped" if stopped else "Not every run finished"
+    console.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
 
 
 def _compare_after_launch(experiment_dir: Path, console: "Terminal", compared: str | None) -> None:
