@@ -73,6 +73,17 @@ TakeOver = Annotated[
         help="Do not wait for the lock of a launcher on another machine to run out.",
     ),
 ]
+Launcher = Annotated[
+    str | None, typer.Option(help="What starts the runs: local, slurm; default: the recipe's, or local.")
+]
+Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the plan, say whether it can run here, and write nothing."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
+NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 MOST_SEEDS = 1000
 
 
@@ -84,27 +95,14 @@ def launch(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at once; by default as many as the devices allow.")
     ] = None,
-    launcher: Annotated[
-        str | None, typer.Option(help="What starts the runs: local, slurm; default: the recipe's, or local.")
-    ] = None,
+    launcher: Launcher = None,
     runs_dir: RunsDir = Path("runs"),
-    name: Annotated[
-        str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print the plan, say whether it can run here, and write nothing."),
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")
-    ] = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")
-    ] = False,
+    name: Name = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    detach: Detach = False,
     take_over: TakeOver = False,
-    no_compare: Annotated[
-        bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")
-    ] = False,
+    no_compare: NoCompare = False,
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
