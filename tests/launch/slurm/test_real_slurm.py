@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from abrun.launch import queued_jobs
 from abrun.layout import RunName
 from abrun.store import RunDir, RunState, run_state
+from abrun.watch import ExperimentReader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -283,3 +285,47 @@ def test_nodes_that_do_not_share_the_runs_are_found_before_training(cluster: Pat
     finally:
         sh(CLUSTER, "cut", "n2")
         sh(CLUSTER, "boot", "n2")
+
+
+MANY = """
+name: many
+steps: 3
+trainer:
+  type: command
+  argv: [sh, -c, 'sleep {x}; printf "step,train/reward\\\\n1,0.5\\\\n2,0.6\\\\n3,0.7\\\\n" > {run_dir}/m.csv']
+  parameters: {x: 1}
+  metrics: {format: csv, path: '{run_dir}/m.csv'}
+arms: {baseline: {}, treatment: {trainer.parameters.x: 2}}
+seeds: SEEDS
+"""
+
+
+def test_two_hundred_runs_at_once_leave_it_responsive(cluster: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "many.yaml"
+    recipe.write_text(MANY.replace("SEEDS", str(list(range(100)))))
+    where = ["--runs-dir", str(tmp_path)]
+
+    def seconds(*argv: str) -> float:
+        began = time.monotonic()
+        abrun(*argv, *where)
+        return time.monotonic() - began
+
+    submitted_s = seconds("launch", str(recipe), "--launcher", "slurm", "--detach", "--jobs", "2")
+    queued_s = seconds("status", "many")
+    finished = lambda: len(list(tmp_path.glob("many/*/*/result.json")))  # noqa: E731
+    seconds_until(lambda: finished() >= 4, within_s=200)
+    working_s = seconds("status", "many")
+    reader = ExperimentReader(tmp_path / "many", queued_jobs)
+    reader.read()
+    began = time.monotonic()
+    statuses = Counter(run.state.status for run in reader.read())
+    tick_s = time.monotonic() - began
+    cancelled_s = seconds("cancel", "many")
+    ended_s = seconds_until(lambda: not queued_jobs(tmp_path / "many").busy, within_s=60)  # pyright: ignore
+    print(
+        f"\n200 runs: submitted in {submitted_s:.1f} s; status {queued_s:.1f} s while all wait, "
+        f"{working_s:.1f} s at work ({dict(statuses)}); a tick of watch {1000 * tick_s:.0f} ms; "
+        f"cancelled in {cancelled_s:.1f} s, the queue empty {ended_s:.0f} s later"
+    )
+    assert statuses["waiting"] > 100 and sum(statuses.values()) == 200
+    assert max(submitted_s, queued_s, working_s, cancelled_s) < 20 and tick_s < 1
