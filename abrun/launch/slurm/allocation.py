@@ -18,7 +18,7 @@ from pathlib import Path
 from abrun import store
 from abrun.errors import AbrunError, LaunchError
 from abrun.launch.engine import Place
-from abrun.launch.local import LocalEngine
+from abrun.launch.local import LocalEngine, LocalRun
 from abrun.launch.queue import WARM_START, Job, Queue
 from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import slurm
@@ -42,11 +42,15 @@ class StepEngine(LocalEngine):
     def place(self, config: RunConfig) -> Place | None:
         return ()  # of this machine's devices none: the allocation has room for all of its runs
 
+    def start(self, run: RunDir, config: RunConfig, place: Place) -> "Step":
+        started = super().start(run, config, place)
+        return Step(started.run, started.process, started.place, started.slots)
+
     def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
         cluster, settings = config.cluster, self._settings
         cpus = cluster.ranks_per_node * settings.cpus_per_rank
         options = ["--exact", f"--nodes={cluster.nodes}", f"--ntasks={cluster.nodes}", "--ntasks-per-node=1"]
-        options += [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--quiet"]
+        options += [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--quiet", f"--job-name={_step(run)}"]
         options += [f"--gres=gpu:{cluster.gpus_per_node}"] if cluster.gpus_per_node else []
         memory = os.environ.get("SLURM_MEM_PER_NODE", "")
         if memory.isdigit() and int(memory):  # else the first step would take all of it
@@ -64,6 +68,26 @@ class StepEngine(LocalEngine):
         name = self._settings.interface
         network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
         return {**os.environ, **network}  # not marked as of the run: srun has to outlive it, to end the step
+
+
+class Step(LocalRun):
+    """A step, whose first process on this node is srun."""
+
+    def stop(self, *, kill: bool) -> None:
+        job, found = os.environ["SLURM_JOB_ID"], []
+        if not kill:  # srun would kill the step at once
+            with contextlib.suppress(LaunchError):
+                steps = slurm("squeue", "-h", "-s", f"--jobs={job}", "-o", "%i|%j").splitlines()
+                found = [step.partition("|")[0] for step in steps if step.endswith(f"|{_step(self.run)}")]
+                for step in found:
+                    slurm("scancel", "--signal=TERM", f"{job}.{step.rpartition('.')[2]}")
+        if not found:  # it waits for its nodes
+            super().stop(kill=kill)
+
+
+def _step(run: RunDir) -> str:
+    """What the step of a run is called."""
+    return "-".join(run.path.parts[-2:])
 
 
 class Printed:

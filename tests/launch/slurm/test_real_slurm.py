@@ -234,17 +234,17 @@ def test_what_is_lost_comes_back_by_itself(
 def test_a_run_that_takes_longer_than_its_job_goes_on_in_the_next(
     cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    limits = ["--set", "launcher={type: slurm, time: '2', save_s: 45}"]
-    experiment_dir = submit(tmp_path, "limited", 120, *limits)
+    limits = ["--set", "launcher={type: slurm, time: '3', save_s: 30}"]
+    experiment_dir = submit(tmp_path, "limited", 90, *limits)
     seconds_until(lambda: state(experiment_dir).status == "running", within_s=100)
-    seconds_until(lambda: run(experiment_dir).attempt().status == "interrupted", within_s=200)
+    seconds_until(lambda: run(experiment_dir).attempt().status == "interrupted", within_s=300)
     reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
     began = time.monotonic()
     noticed_s = seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=20)
     seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
     table_row("time limit", noticed_s, time.monotonic() - began, lost_steps(experiment_dir, reached))
     assert lost_steps(experiment_dir, reached) == 0
-    check_end(experiment_dir, undisturbed(120))
+    check_end(experiment_dir, undisturbed(90))
 
 
 def test_what_is_cancelled_stays_so_until_it_is_resumed(
