@@ -63,13 +63,19 @@ def release(task: Task) -> None:
 
 def cancel(jobs: Sequence[str]) -> None:
     """Take jobs that wait out of the queue, and ask those at work to save a checkpoint and end."""
-    slurm("scancel", "--quiet", "--state=PENDING", *jobs)
-    slurm("scancel", "--quiet", "--batch", "--signal=TERM", "--state=RUNNING", *jobs)
+    _scancel("--state=PENDING", *jobs)
+    _scancel("--batch", "--signal=TERM", "--state=RUNNING", *jobs)
 
 
 def withdraw(jobs: Sequence[str]) -> None:
     """End jobs at once."""
-    slurm("scancel", "--quiet", *jobs)
+    _scancel(*jobs)
+
+
+def _scancel(*argv: str) -> None:
+    done = _run("scancel", "--quiet", *argv)
+    if done.stderr:  # without a word it failed for jobs that have ended, or are in another state
+        raise LaunchError(f"slurm: scancel: {_words(done.stderr)}")
 
 
 def slurm(*argv: str) -> str:

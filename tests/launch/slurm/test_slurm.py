@@ -18,6 +18,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.implementations import LAUNCHERS
 from abrun.launch import cancel, hand_over, make_scheduler, queued_jobs
 from abrun.launch.slurm import allocation, node
+from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
 from abrun.plan import Plan, make_plan
 from abrun.recipe import launcher_settings, load_recipe
@@ -270,6 +271,25 @@ def test_cancel_takes_back_what_waits_and_asks_what_runs(slurm: Path, tmp_path: 
     ]
     assert cancel(experiment_dir) == "small: nothing of it runs or waits"
     assert allocation._goes_on(experiment_dir) is False
+
+
+def test_whoever_watches_releases_what_slurm_keeps_back(slurm: Path, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    (slurm / "queue").write_text("101|0|PENDING|BeginTime|\n101|1|PENDING|Resources|\n")
+    assert seen(experiment_dir).status == "waiting"
+    calls = (slurm / "calls").read_text().splitlines()
+    assert [call for call in calls if "update" in call] == ["scontrol update JobId=101_0 StartTime=now"]
+
+
+def test_of_what_the_nodes_said_the_cause_comes_first() -> None:
+    printed = (
+        "step 3\nerror: rank 0 of 2 (on n1): RuntimeError: Connection closed by peer\n"
+        "error: rank 1 of 2 (on n2): killed by SIGKILL\nno error: here\n"
+    )
+    assert _errors(printed) == [
+        "rank 1 of 2 (on n2): killed by SIGKILL",
+        "rank 0 of 2 (on n1): RuntimeError: Connection closed by peer",
+    ]
 
 
 # --- on a node ---
