@@ -234,16 +234,23 @@ def test_what_is_lost_comes_back_by_itself(
 def test_a_run_that_takes_longer_than_its_job_goes_on_in_the_next(
     cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    limits = ["--set", "launcher={type: slurm, time: '3', save_s: 30}"]
-    experiment_dir = submit(tmp_path, "limited", 90, *limits)
-    seconds_until(lambda: state(experiment_dir).status == "running", within_s=100)
-    seconds_until(lambda: run(experiment_dir).attempt().status == "interrupted", within_s=300)
-    reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
+    limits = ["--set", "launcher={type: slurm, time: '3', save_s: 40}"]
+    experiment_dir = submit(tmp_path, "limited", 40, *limits)
+    at_step(experiment_dir, 8)
+    ranks = [pid for arm in ARMS for rank in (0, 1) for pid in ranks_of(run(experiment_dir, arm).path, rank)]
+    assert len(ranks) == 4
+    for pid in ranks:  # a step that takes until the limit
+        os.kill(pid, signal.SIGSTOP)
+    log = experiment_dir / "_slurm" / "pairs-0.log"
+    seconds_until(lambda: "stopping 2 runs" in log.read_text(), within_s=200)
     began = time.monotonic()
-    noticed_s = seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=20)
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
+    noticed_s = seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=40)
+    reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
     seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
     resumed_s = time.monotonic() - began
-    check_end(experiment_dir, undisturbed(90))
+    check_end(experiment_dir, undisturbed(40))
     lost = lost_steps(experiment_dir, reached)
     table_row("time limit", noticed_s, resumed_s, lost)
     assert lost == 0
