@@ -21,7 +21,8 @@ from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine, LocalRun
 from abrun.launch.queue import WARM_START, Job, Queue
 from abrun.launch.slurm import jobs
-from abrun.launch.slurm.commands import slurm
+from abrun.launch.slurm.commands import release, slurm
+from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Supervisor
 from abrun.plan import make_plan
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
@@ -193,7 +194,7 @@ def _requeue() -> None:
     until = time.monotonic() + RELEASE_S
     while time.monotonic() < until:
         with contextlib.suppress(LaunchError):
-            slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
+            release(job, int(RELEASE_AFTER_S))
         time.sleep(0.5)
 
 

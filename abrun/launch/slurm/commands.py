@@ -56,9 +56,9 @@ def tasks(jobs: Sequence[str], user: str) -> dict[tuple[str, int | None], Task]:
     return found
 
 
-def release(task: Task) -> None:
+def release(job: str, in_s: int = 0) -> None:
     """End the two minutes for which Slurm keeps back what it has queued again."""
-    slurm("scontrol", "update", f"JobId={task.name}", "StartTime=now")
+    slurm("scontrol", "update", f"JobId={job}", f"StartTime=now{f'+{in_s}' if in_s else ''}")
 
 
 def cancel(jobs: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from abrun.recipe import CommandRunConfig, Slurm
 from abrun.store import RunState
 
 ASK_EVERY_S = 5.0
+RELEASE_AFTER_S = 10.0  # a start in the second of the requeue is killed: "Job credential revoked"
 AT_WORK = ("running", "stalled", "pending")
 
 
@@ -141,6 +142,7 @@ class SlurmJobs:
         }
         self._tasks: dict[tuple[str, int | None], commands.Task] = {}
         self._asked_s: float | None = None
+        self._kept_back_s: dict[str, float] = {}  # since when this has seen a task so
 
     @classmethod
     def of(cls, experiment_dir: Path) -> "SlurmJobs | None":
@@ -213,8 +215,14 @@ class SlurmJobs:
         if self._asked_s is None or now - self._asked_s > ASK_EVERY_S:
             self._tasks = commands.tasks(self.ids, self._record.get("user", ""))
             self._asked_s = now
-            for task in self._tasks.values():
-                if task.state == "PENDING" and task.reason == "BeginTime":
-                    with contextlib.suppress(LaunchError):  # another user's
-                        commands.release(task)
+            self._release(now)
         return self._tasks
+
+    def _release(self, now: float) -> None:
+        """Let what Slurm has queued again begin, once its nodes have forgotten the start before."""
+        for task in self._tasks.values():
+            if task.state != "PENDING" or task.reason != "BeginTime":
+                self._kept_back_s.pop(task.name, None)
+            elif now - self._kept_back_s.setdefault(task.name, now) >= RELEASE_AFTER_S:
+                with contextlib.suppress(LaunchError):  # another user's
+                    commands.release(task.name)

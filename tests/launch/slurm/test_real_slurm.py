@@ -36,6 +36,7 @@ SHORT = (
     "checkpoint.every=5",
     "algorithm.prompts_per_step=8",
 )
+WATCHED: dict[tuple[Path, int], Any] = {}  # one view of each experiment's jobs, as a watching abrun has
 WHATEVER_ELSE = ("timing/", "performance/", "memory/")
 
 
@@ -101,9 +102,10 @@ def submit(runs_dir: Path, name: str, steps: int, *more: str) -> Path:
 
 def state(experiment_dir: Path, arm: str = "baseline") -> RunState:
     found = run_state(experiment_dir, RunName(arm=arm, seed=0))
-    jobs = queued_jobs(experiment_dir)
-    assert jobs is not None
-    return jobs.state_of(found)
+    submitted = (experiment_dir / "_slurm" / "jobs.json").stat().st_mtime_ns
+    if (experiment_dir, submitted) not in WATCHED:
+        WATCHED[experiment_dir, submitted] = queued_jobs(experiment_dir)
+    return WATCHED[experiment_dir, submitted].state_of(found)
 
 
 def seconds_until(happened: Callable[[], Any], within_s: float) -> float:

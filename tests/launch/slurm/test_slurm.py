@@ -17,7 +17,7 @@ from abrun import cli
 from abrun.errors import LaunchError, RecipeError
 from abrun.implementations import LAUNCHERS
 from abrun.launch import cancel, hand_over, make_scheduler, queued_jobs
-from abrun.launch.slurm import allocation, node
+from abrun.launch.slurm import allocation, launcher, node
 from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
 from abrun.plan import Plan, make_plan
@@ -273,12 +273,22 @@ def test_cancel_takes_back_what_waits_and_asks_what_runs(slurm: Path, tmp_path: 
     assert allocation._goes_on(experiment_dir) is False
 
 
-def test_whoever_watches_releases_what_slurm_keeps_back(slurm: Path, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = queued_jobs(submit(planned(), tmp_path))
+    assert jobs is not None
     (slurm / "queue").write_text("101|0|PENDING|BeginTime|\n101|1|PENDING|Resources|\n")
-    assert seen(experiment_dir).status == "waiting"
-    calls = (slurm / "calls").read_text().splitlines()
-    assert [call for call in calls if "update" in call] == ["scontrol update JobId=101_0 StartTime=now"]
+    monkeypatch.setattr(launcher, "ASK_EVERY_S", 0)
+
+    def updates() -> list[str]:
+        assert jobs.busy == ["101"]
+        calls = (slurm / "calls").read_text().splitlines()
+        return [call for call in calls if "update" in call]
+
+    assert updates() == updates() == []
+    monkeypatch.setattr(launcher, "RELEASE_AFTER_S", 0)
+    assert updates() == ["scontrol update JobId=101_0 StartTime=now"]
 
 
 def test_of_what_the_nodes_said_the_cause_comes_first() -> None:
