@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from abrun.arguments import parse_formats, parse_lengths, parse_seeds
 from abrun.errors import AbrunError, RecipeError
 from abrun.redaction import shown
 
@@ -67,24 +67,16 @@ Aliases = Annotated[
 ]
 StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
 TakeOver = Annotated[
-    bool,
-    typer.Option(
-        "--take-over",
-        help="Do not wait for the lock of a launcher on another machine to run out.",
-    ),
+    bool, typer.Option("--take-over", help="Do not wait until the lock of another machine runs out.")
 ]
 Launcher = Annotated[
     str | None, typer.Option(help="What starts the runs: local, slurm; default: the recipe's, or local.")
 ]
 Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Print the plan, say whether it can run here, and write nothing."),
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
-MOST_SEEDS = 1000
 
 
 @app.command()
@@ -112,7 +104,7 @@ def launch(
     from abrun.plan import make_plan
     from abrun.recipe import launcher_settings, load_recipe
 
-    changes = [*(overrides or []), *([f"seeds={_parse_seeds(seeds)}"] if seeds is not None else [])]
+    changes = [*(overrides or []), *([f"seeds={parse_seeds(seeds)}"] if seeds is not None else [])]
     plan = make_plan(load_recipe(recipe, changes))
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     settings = launcher_settings(plan.recipe.launcher, launcher)
@@ -189,7 +181,7 @@ def compare(
     from abrun.compare.read.sources import Reading
     from abrun.recipe import parse_primary
 
-    wanted = _parse_formats(formats)
+    wanted = parse_formats(formats)
     comparison = compare_sources(
         sources,
         Reading(
@@ -314,10 +306,54 @@ def memory_profile(
 
     loaded = load_recipe(recipe, overrides or [])
     output = output or runs_dir / f"{loaded.name.removesuffix('-memory')}-memory"
-    profile = measure_recipe(loaded, output, lengths=_parse_lengths(lengths), num_sequences=sequences)
+    profile = measure_recipe(loaded, output, lengths=parse_lengths(lengths), num_sequences=sequences)
     console = _console()
     console.print(profile.table())
     console.print(f"peaks.json, memory.png and memory.svg are in {output}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def mismatch(
+    run: Annotated[
+        str,
+        typer.Argument(help="A run's folder, or an experiment, of which a run is chosen and named."),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Which weights: those after this step (default: the newest checkpoint)."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="One more change to score by; repeatable.",
+        ),
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Score only so many of the step's sequences.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the report goes; default: RUN/mismatch.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Say what makes the log-probs of a run's trainer and rollout engine differ, and by how much."""
+    from abrun.mismatch.command import measure_run
+    from abrun.mismatch.report import summary
+
+    console = _console()
+    budget, folder = measure_run(
+        run,
+        runs_dir,
+        step=step,
+        sets=sets or (),
+        num_sequences=sequences,
+        output=output,
+        say=lambda line: console.print(line, soft_wrap=True, markup=False),
+    )
+    console.print(summary(budget))
+    console.print(f"The report is in {folder}", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -376,6 +412,20 @@ def logs(
     for part in live.log_of(path if path.is_dir() else Path(run), queued_jobs, follow=follow):
         sys.stdout.write(part)
         sys.stdout.flush()
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For machines: all of it as JSON.")] = False,
+) -> None:
+    """Show what this machine can run, and what each thing that it cannot run lacks. Exit code 0."""
+    from abrun.launch.doctor import diagnose
+
+    diagnosis = diagnose()
+    if as_json:
+        print(diagnosis.as_json())
+    else:
+        _console().print(diagnosis.render())
 
 
 def main() -> None:
@@ -443,38 +493,6 @@ def _compare_after_launch(experiment_dir: Path, console: "Terminal", compared: s
         _complain(str(error))
         return
     console.print(comparison.summary())
-
-
-def _parse_formats(text: str) -> list[str]:
-    wanted = [part.strip() for part in text.split(",") if part.strip()]
-    allowed = ("terminal", "html", "markdown", "json", "png", "svg")
-    for form in wanted:
-        if form not in allowed:
-            raise RecipeError(f"--format: got {form!r}; allowed: {', '.join(allowed)}")
-    if not wanted:
-        raise RecipeError(f"--format: got {text!r}, nothing to write; allowed: {', '.join(allowed)}")
-    return wanted
-
-
-def _parse_lengths(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= 2 for part in parts):
-        raise RecipeError(f"--lengths: got {text!r}; allowed: numbers of at least 2, such as 512,1024,2048")
-    return sorted({int(part) for part in parts})
-
-
-def _parse_seeds(text: str) -> list[int]:
-    """`0,1,2`, `0-4`, or both mixed."""
-    seeds: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", part.strip()):
-            raise RecipeError(f"--seeds: got {text!r}; allowed: numbers such as 0,1,2 or ranges such as 0-4")
-        start, stop = int(first), int(last or first)
-        if not 0 <= stop - start < MOST_SEEDS:
-            raise RecipeError(f"--seeds: got {part.strip()!r}; the last of at most {MOST_SEEDS} comes last")
-        seeds += range(start, stop + 1)
-    return seeds
 
 
 if __name__ == "__main__":

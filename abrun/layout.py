@@ -35,6 +35,11 @@ RUN_FILES = (
 )
 
 
+def engine_log(number: int) -> str:
+    """What a rollout engine's process prints, where a run has devices for them alone."""
+    return f"engine-{number}.log"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RunName:
     """Which run of an experiment: `rerun` 0 is the run itself, j > 0 its j-th same-seed repetition (A/A)."""

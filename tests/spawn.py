@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 # Children are forked from a server that has done the slow imports: each starts in milliseconds, and is a
-# process that can be killed like any other.
-processes = multiprocessing.get_context("forkserver")
+# process that can be killed like any other. CUDA, though, does not survive a fork.
+processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 processes.set_forkserver_preload(
     [
         "abrun.train.__main__",

@@ -24,7 +24,7 @@ from tests.launch.test_local import SMALL
 
 Run = Callable[..., tuple[int, str, str]]
 CLAIM = ["--set", "compare.primary.0.metric=train/rewrad"]
-TO_COME = ["--set", "cluster.cpu_ranks=2", "--set", "rollout={engine: vllm, tensor_parallel: 2}"]
+TO_COME = ["--set", "cluster.nodes=2", "--set", "rollout={engine: vllm, devices: 1}"]
 WINDOW = ["--set", "compare.primary.0.window=steps 2-4"]
 SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotlib")
 
@@ -154,8 +154,8 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--launcher", "pigeon"], "--launcher: got 'pigeon'; allowed: local"),
         (["launch", SMALL, "--launcher", "pigeon", "--dry-run"], "--launcher: got 'pigeon'; allowed: local"),
         (["launch", SMALL, "--set", "cluster.nodes=2"], "the local launcher has this one machine"),
-        (["launch", SMALL, *TO_COME], "rollout.tensor_parallel: got 2, not built yet; this version takes 1"),
-        (["memory-profile", SMALL, *TO_COME], "rollout.tensor_parallel: got 2, not built yet"),
+        (["launch", SMALL, *TO_COME], "not built yet; this version takes nodes: 1, or devices: null"),
+        (["memory-profile", SMALL, *TO_COME], "rollout.devices: got 1 with cluster.nodes 2, not built yet"),
         (["launch", SMALL, "--runs-dir", "/proc/runs"], "cannot be written"),
         (["launch", SMALL, "--runs-dir", str(SMALL)], "a file is where a folder has to be"),
         (["launch", SMALL, "--resume"], "no experiment here"),

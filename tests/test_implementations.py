@@ -144,7 +144,7 @@ class PlainBackend:
             )
             return out.logits[:, -1], out.past_key_values
 
-        yield decode
+        yield Decoder(step=decode, in_place=False, collective=False)
 
     def save(self, directory: Path) -> None:
         save_network(self._network, directory, self.weights())

@@ -272,6 +272,11 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         ("rollout.engine=sglang", ["rollout.engine", "'sglang'", "'vllm'"]),
         ("rollout.tensor_parallel=2", ["rollout.tensor_parallel", "2", "'torch'", "engine: vllm"]),
+        ("rollout.devices=2", ["rollout.devices", "2", "'torch'", "engine: vllm"]),
+        (
+            "rollout={engine: vllm, devices: 3, tensor_parallel: 2}",
+            ["rollout.tensor_parallel", "2", "devices 3", "divisor of 3"],
+        ),
         (
             "rollout.gpu_memory_utilization=0.5",
             ["rollout.gpu_memory_utilization", "0.5", "'torch'", "gpu_memory_utilization: null"],

@@ -3,8 +3,9 @@
 Letters: B sequences, S positions, V vocabulary; entry t of a per-token tensor belongs to token t.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -73,8 +74,13 @@ class Trained(Protocol):
         ...
 
 
-class Decoder(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
     """One step of decoding, with the cache of those before."""
+
+    step: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
+    in_place: bool  # after the prompts it also takes abrun.models.Places, and their mask
+    collective: bool  # a step talks to other ranks
 
     def __call__(
         self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
@@ -84,7 +90,7 @@ class Decoder(Protocol):
         `token_ids` and `position_ids` [B, S] are the new tokens', `attention_mask` [B, all so far] is 1 on
         real ones. The first call's cache is None.
         """
-        ...
+        return self.step(token_ids, attention_mask, position_ids, cache)
 
 
 class ValueModel(Trained, Protocol):

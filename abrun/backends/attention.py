@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from abrun.backends.context import Span, Spans
 from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
+from abrun.models import attends_to_all
 from abrun.recipe import Policy
 
 ATTENTION = "abrun_packed"
@@ -38,9 +39,7 @@ def enable_streams(network: Any, policy: Policy) -> None:
         asked, instead = f"policy.backend.context_parallel: got {ranks}", "context_parallel: 1"
     else:
         return
-    config = network.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+    if not attends_to_all(network.config):
         raise RecipeError(
             f"{asked} with {type(network).__name__}, whose attention is not full and causal in every layer; "
             f"use {instead}"

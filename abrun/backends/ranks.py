@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class Ranks:
 
     def gather(self, values: Sequence[T]) -> list[T]:
         """What each rank has of the global batch, in its order. Collective."""
-        return _gathered(values, self.data)
+        return gathered(values, self.data)
 
     def context_share(self, num_rows: int) -> slice:
         """This rank's consecutive rows of those that all ranks of its context hold; can be none."""
@@ -69,7 +69,7 @@ class Ranks:
 
     def gather_context(self, values: Sequence[T]) -> list[T]:
         """What each rank of this one's context has, in its order. Collective."""
-        return list(values) if self.context is None else _gathered(values, self.context)
+        return list(values) if self.context is None else gathered(values, self.context)
 
     def replica_share(self, num_rows: int) -> slice:
         """This rank's consecutive rows of those that all ranks of its replica hold; can be none."""
@@ -81,10 +81,10 @@ class Ranks:
 
     def gather_replica(self, values: Sequence[T]) -> list[T]:
         """What each rank of this one's replica has, in their order. Collective."""
-        gathered = list(values)
+        found = list(values)
         for group in self._of_replica:
-            gathered = _gathered(gathered, group)
-        return gathered
+            found = gathered(found, group)
+        return found
 
     @property
     def _of_replica(self) -> list[ProcessGroup]:
@@ -103,6 +103,12 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def of_first(self, value: T | None) -> T:
+        """The value that the first rank has. Collective."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return cast(T, values[0])
+
     @property
     def everyone(self) -> ProcessGroup:
         """Every rank at all."""
@@ -114,7 +120,8 @@ class Ranks:
         dist.barrier()
 
 
-def _gathered(values: Sequence[T], group: ProcessGroup) -> list[T]:
+def gathered(values: Sequence[T], group: ProcessGroup) -> list[T]:
+    """What each rank of a group has, in their order. Collective over the group."""
     by_rank: list[Sequence[T]] = [[] for _ in range(group.size())]
     dist.all_gather_object(by_rank, values, group=group)
     return [value for of_rank in by_rank for value in of_rank]

@@ -19,13 +19,11 @@ class Meeting:
     grace_s: float  # from being asked to stop: time for a checkpoint
 
 
-def command_of(
-    directory: Path, config: RunConfig, num_ranks: int, meeting: Meeting | None = None
-) -> list[str]:
+def command_of(directory: Path, config: RunConfig, meeting: Meeting | None = None) -> list[str]:
     """The command of one run on a node: our own trainer's agent of its ranks, a foreign one's follower."""
     if isinstance(config, CommandRunConfig):
         return external(directory)
-    return ranks(directory, config, num_ranks, meeting=meeting)
+    return ranks(directory, config, config.cluster.ranks_per_node, meeting=meeting)
 
 
 def ranks(

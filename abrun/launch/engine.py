@@ -13,7 +13,7 @@ from abrun.plan import Plan
 from abrun.recipe import Local, RunConfig, Slurm
 from abrun.store import RunDir, RunState
 
-Place = tuple[str, ...]  # the devices of one run, a name a rank
+Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
 
 
 class Started(Protocol):

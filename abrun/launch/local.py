@@ -9,7 +9,7 @@ from abrun.launch.engine import Place
 from abrun.launch.requirements import Machine, refusals, this_machine
 from abrun.plan import Plan
 from abrun.processes import Popen, below, end_all, processes_of, start
-from abrun.recipe import Cluster, RunConfig
+from abrun.recipe import RunConfig
 from abrun.store import RunDir
 
 
@@ -22,16 +22,16 @@ class Slots:
         self._num_free = num_jobs
         self._cores_limit = num_jobs is None
 
-    def find(self, cluster: Cluster) -> Place | None:
-        """Devices for one run, a name a rank; None where it has to wait."""
+    def find(self, config: RunConfig) -> Place | None:
+        """Devices for one run; None where it has to wait."""
         if self._num_free == 0:
             return None
-        if cluster.gpus_per_node:
-            enough = cluster.gpus_per_node <= len(self._gpus)
-            return tuple(self._gpus[: cluster.gpus_per_node]) if enough else None
-        if self._cores_limit and cluster.cpu_ranks > self._cores:
+        count = config.devices_per_node
+        if config.cluster.gpus_per_node:
+            return tuple(self._gpus[:count]) if count <= len(self._gpus) else None
+        if self._cores_limit and count > self._cores:
             return None
-        return ("cpu",) * cluster.cpu_ranks
+        return ("cpu",) * count
 
     def take(self, place: Place) -> None:
         self._cores -= place.count("cpu")
@@ -58,7 +58,7 @@ class LocalEngine:
         return refusals(plan, self._machine, self._num_jobs)
 
     def place(self, config: RunConfig) -> Place | None:
-        return self._slots.find(config.cluster)
+        return self._slots.find(config)
 
     def start(self, run: RunDir, config: RunConfig, place: Place) -> "LocalRun":
         with run.open_log() as output:
@@ -74,7 +74,7 @@ class LocalEngine:
         return LocalRun(run, process, place, self._slots)
 
     def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
-        return command_of(run.path, config, len(place))
+        return command_of(run.path, config)
 
     def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
         return environment(run.path, place, config)

@@ -13,7 +13,7 @@ from abrun.launch.engine import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.plan import Plan
-from abrun.recipe import DIMENSIONS, Cluster, CommandRunConfig, Compare, OwnRunConfig, RunConfig, invocation
+from abrun.recipe import DIMENSIONS, CommandRunConfig, Compare, OwnRunConfig, RunConfig, invocation
 from abrun.redaction import REFERENCE, printable
 
 MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
@@ -60,14 +60,12 @@ def _plan(plan: Plan) -> list[RenderableType]:
 
 def _runs(plan: Plan) -> list[RenderableType]:
     rows = [
-        ("", f"warm start {key[:8]}", str(config.steps), _occupies(config.cluster), _start(config))
+        ("", f"warm start {key[:8]}", str(config.steps), _occupies(config), _start(config))
         for key, config in plan.warm_starts.items()
     ]
     for number, run in enumerate(plan.runs[:MOST_ROWS], 1):
         begins = _start(run.config, run.warm_start)
-        rows.append(
-            (str(number), str(run.name), str(run.config.steps), _occupies(run.config.cluster), begins)
-        )
+        rows.append((str(number), str(run.name), str(run.config.steps), _occupies(run.config), begins))
     num_rows = len(plan.warm_starts) + len(plan.runs)
     return _table(["", "run", "steps", "devices", "starts from"], rows, num_rows)
 
@@ -147,9 +145,11 @@ def _quoted(value: str) -> str:
     return f'"{value}"' if REFERENCE.fullmatch(value) else shlex.quote(value)
 
 
-def _occupies(cluster: Cluster) -> str:
-    devices = f"{cluster.gpus_per_node} GPU" if cluster.gpus_per_node else f"{cluster.cpu_ranks} CPU core"
-    devices += "" if cluster.ranks_per_node == 1 else "s"
+def _occupies(config: RunConfig) -> str:
+    cluster, engines = config.cluster, config.engine_devices
+    kind = "GPU" if cluster.gpus_per_node else "CPU core"
+    devices = f"{config.devices_per_node} {kind}{'' if config.devices_per_node == 1 else 's'}"
+    devices += f" ({cluster.ranks_per_node} + {engines} of vllm)" if engines else ""
     return devices if cluster.nodes == 1 else f"{cluster.nodes} nodes x {devices}"
 
 
@@ -163,7 +163,7 @@ def _devices(plan: Plan, machine: Machine, num_jobs: int | None) -> list[Rendera
         ]
     slots = Slots(machine, num_jobs)
     at_once = 0
-    while at_once < len(plan.runs) and (place := slots.find(plan.runs[at_once].config.cluster)):
+    while at_once < len(plan.runs) and (place := slots.find(plan.runs[at_once].config)):
         slots.take(place)
         at_once += 1
     return [Text(f"\nThis machine ({machine}) runs {at_once} at once.")]

@@ -29,9 +29,10 @@ def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, 
     that begins with `error: `, or else with where its output is.
     """
     machine, cluster = this_machine(), config.cluster
-    if cluster.nodes > 1 or cluster.gpus_per_node > len(machine.gpus):
+    num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
+    if cluster.nodes > 1 or num_gpus > len(machine.gpus):
         raise LaunchError(
-            f"cluster: got {cluster.nodes} node(s) x {cluster.gpus_per_node} GPU(s), and this machine has "
+            f"cluster: got {cluster.nodes} node(s) x {num_gpus} GPU(s), and this machine has "
             f"{machine}; it is measured here: use --set cluster.gpus_per_node=..."
         )
     rows, log = directory / ROWS, directory / LOG
@@ -40,7 +41,7 @@ def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, 
         rows.unlink(missing_ok=True)
     store.write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
     command = ranks(directory, config, cluster.ranks, module)
-    if _run(command, directory, environment(directory, machine.gpus[: cluster.gpus_per_node], config)):
+    if _run(command, directory, environment(directory, machine.gpus[:num_gpus], config)):
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
         first = next(said, f"{directory.name}: could not be measured; see {log}")
         raise LaunchError(first.removeprefix("error: "))

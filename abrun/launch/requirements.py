@@ -31,6 +31,7 @@ from abrun.recipe import (
     megatron_refusal,
     not_built,
     unset_variables,
+    vllm_misfit,
     vllm_refusal,
 )
 
@@ -139,27 +140,29 @@ def _missing(config: RunConfig) -> Iterator[str]:
         yield from _misfit(config)
         if config.samples and config.rollout.engine == "vllm":
             wrong = vllm_refusal(on_gpu=config.cluster.gpus_per_node > 0)
+            wrong = wrong or vllm_misfit(_shape(config.model), config.rollout.tensor_parallel)
             if wrong:
                 yield wrong
 
 
 def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[str]:
-    cluster = config.cluster
+    cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
+    sizes = f"{cluster.ranks_per_node} ranks" + (f" and {engines} of rollout.devices" if engines else "")
     if cluster.nodes > 1:
         yield f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
-    if cluster.gpus_per_node > len(machine.gpus):
+    if cluster.gpus_per_node and count > len(machine.gpus):
         yield (
-            f"cluster.gpus_per_node: got {cluster.gpus_per_node} ranks; this machine has "
+            f"cluster.gpus_per_node: got {sizes}; this machine has "
             f"{_count(len(machine.gpus), 'visible GPU')}: use at most that many (0 trains on CPU cores)"
         )
-    elif num_jobs and cluster.gpus_per_node * num_jobs > len(machine.gpus):
+    elif cluster.gpus_per_node and num_jobs and count * num_jobs > len(machine.gpus):
         yield (
-            f"--jobs: got {num_jobs} runs at once of {_count(cluster.gpus_per_node, 'GPU')} each; this "
-            f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // cluster.gpus_per_node}"
+            f"--jobs: got {num_jobs} runs at once of {_count(count, 'GPU')} each; this "
+            f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // count}"
         )
-    if not cluster.gpus_per_node and cluster.cpu_ranks > machine.cores:
+    if not cluster.gpus_per_node and count > machine.cores:
         yield (
-            f"cluster.cpu_ranks: got {cluster.cpu_ranks} ranks; this machine has "
+            f"cluster.cpu_ranks: got {sizes}; this machine has "
             f"{_count(machine.cores, 'usable CPU core')}: use at most that many"
         )
 
@@ -276,16 +279,22 @@ def _missing_verifier(verifier: str | None) -> Iterator[str]:
 
 def _missing_kernel(config: OwnRunConfig) -> Iterator[str]:
     """Why the Triton kernels cannot run here, said before a trainer asks the kernels themselves."""
-    if config.policy.logprobs.impl != "triton":
-        return
+    if config.policy.logprobs.impl == "triton":
+        wrong = triton_refusal(on_gpu=config.cluster.gpus_per_node > 0)
+        yield from [wrong] if wrong else []
+
+
+def triton_refusal(*, on_gpu: bool) -> str | None:
+    """Why this environment cannot run `policy.logprobs: {impl: triton}`, in a line; None where it can."""
     got = "policy.logprobs.impl: got 'triton'"
     if importlib.util.find_spec("triton") is None:
-        yield f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
-    elif not config.cluster.gpus_per_node and os.environ.get("TRITON_INTERPRET") != "1":
-        yield (
+        return f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
             f"{got} with cluster.gpus_per_node: 0; on CPU cores it runs only in Triton's slow interpreter, "
             "with TRITON_INTERPRET=1 in the environment: use impl: chunked, or GPUs"
         )
+    return None
 
 
 def _count(number: int, noun: str) -> str:

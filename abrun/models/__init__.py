@@ -2,7 +2,16 @@
 
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.content import content_of, sample_of, weights_hash
-from abrun.models.families import PLAIN_DECODERS, Facts, experts_of, facts_of, persistent_buffers, routers_of
+from abrun.models.families import (
+    PLAIN_DECODERS,
+    Facts,
+    attends_to_all,
+    experts_of,
+    facts_of,
+    persistent_buffers,
+    routers_of,
+)
+from abrun.models.in_place import Places, attention_in_place, has_all_tokens
 from abrun.models.parts import part_of
 from abrun.models.presets import (
     ARCHITECTURES,
@@ -23,13 +32,17 @@ __all__ = [
     "UNKNOWN",
     "CharacterTokenizer",
     "Facts",
+    "Places",
     "Text",
+    "attends_to_all",
+    "attention_in_place",
     "character_tokenizer",
     "check_decoding",
     "check_network",
     "content_of",
     "experts_of",
     "facts_of",
+    "has_all_tokens",
     "load_network",
     "load_text",
     "open_network",

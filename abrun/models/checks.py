@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from abrun.errors import RecipeError
 from abrun.models.families import Facts, refused
+from abrun.models.in_place import Places, attention_in_place, may_be_in_place
 
 NUM_TOKENS, NUM_COMMON = 8, 5  # of two rows; how many of them the rows have in common
 PROMPT_LENGTHS, NUM_STEPS = (5, 3), 3  # of the two rows, to decode from
@@ -57,10 +58,10 @@ def check_network(network: nn.Module, facts: Facts) -> None:
         raise refused(network, "where a token's logits depend on the tokens after it")
 
 
-def check_decoding(network: nn.Module, facts: Facts) -> None:
+def check_decoding(network: nn.Module, facts: Facts) -> bool:
     """Compare decoding as the torch engine does it, from a cache after left-padded prompts, with one pass.
 
-    Leaves everything as it was. Raises RecipeError.
+    Leaves everything as it was. Returns whether a cache filled in place gives the same. Raises RecipeError.
     """
     tokens, reason = _tokens(network, facts), "its hidden states differ from those of one pass"
     with _undisturbed(network), torch.no_grad():
@@ -69,7 +70,7 @@ def check_decoding(network: nn.Module, facts: Facts) -> None:
         expected = [row[n - 1 : n - 1 + NUM_STEPS] for row, n in zip(whole, PROMPT_LENGTHS, strict=True)]
         try:
             if _agree(_decoded(facts.base, tokens), torch.stack(expected)):
-                return
+                return _decodes_in_place(network, facts, tokens, torch.stack(expected))
         except Exception as error:  # as in _called
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
     raise RecipeError(
@@ -78,23 +79,39 @@ def check_decoding(network: nn.Module, facts: Facts) -> None:
     )
 
 
-def _decoded(base: nn.Module, tokens: Tensor) -> Tensor:  # [2, NUM_STEPS, H]
+def _decodes_in_place(network: nn.Module, facts: Facts, tokens: Tensor, expected: Tensor) -> bool:
+    if not may_be_in_place(network):
+        return False
+    with attention_in_place(network):
+        try:
+            return _agree(_decoded(facts.base, tokens, in_place=True), expected)
+        except Exception:  # as in _called: the family is decoded as it is published
+            return False
+
+
+def _decoded(base: nn.Module, tokens: Tensor, *, in_place: bool = False) -> Tensor:  # [2, NUM_STEPS, H]
     """The last hidden state of prompts, padded left, and of the tokens after them."""
     width = max(PROMPT_LENGTHS)
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in PROMPT_LENGTHS])
     inputs = torch.stack(
         [row[:width].roll(width - length) for row, length in zip(tokens, PROMPT_LENGTHS, strict=True)]
     )
-    cache, hidden = None, []
+    cache: Any = None
+    hidden = []
     for step in range(NUM_STEPS):
+        if in_place and step:
+            cache = cache.grown(1) if step > 1 else Places(cache, mask[:, :-1].bool(), 1)
+            cache.take()
         output = base(
             input_ids=inputs,
-            attention_mask=mask,
+            attention_mask=cache.mask if in_place and step else mask,
             position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, -inputs.shape[1] :],
             past_key_values=cache,
             use_cache=True,
         )
         cache = output.past_key_values
+        if in_place and step:
+            cache.advance()
         hidden.append(output.last_hidden_state[:, -1])
         inputs = torch.stack([row[n + step] for row, n in zip(tokens, PROMPT_LENGTHS, strict=True)])[:, None]
         mask = nn.functional.pad(mask, (0, 1), value=1)

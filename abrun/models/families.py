@@ -79,6 +79,12 @@ def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in network.named_buffers() if name in stored)
 
 
+def attends_to_all(config: Any) -> bool:
+    """Whether every layer's attention is full: each token to itself and to all before it."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
+
+
 def experts_of(network: nn.Module) -> list[Any]:
     """Each layer's experts, in order, where they are one module: each parameter is [num_experts, ...].
 

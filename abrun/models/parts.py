@@ -100,14 +100,16 @@ def part_of(network: Any, name: str, part: tuple[slice, ...]) -> Tensor:
     return network.get_parameter(name).detach()[part] if checkpoint is None else checkpoint.read(name, part)
 
 
-def check_twin(network: Any, *, decodes: bool) -> None:
-    """Try out a family on a small network with random weights: the checks need one that computes."""
+def check_twin(network: Any, *, decodes: bool) -> bool:
+    """Try out a family on a small network with random weights: the checks need one that computes.
+
+    With `decodes`, see check_decoding.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         twin: Any = AutoModelForCausalLM.from_config(_small(network.config), dtype=torch.float32)
     check_network(twin, facts_of(twin))
-    if decodes:
-        check_decoding(twin, facts_of(twin))
+    return decodes and check_decoding(twin, facts_of(twin))
 
 
 def _small(config: Any) -> Any:

@@ -21,18 +21,20 @@ from abrun.recipe import Model
 def open_network(model: Model, *, weights: Path | None, seed: int, decodes: bool) -> nn.Module:
     """As `load_network`; on the meta device, with a `checkpoint` to read from, where it can be read in parts.
 
-    With `decodes`, also raises RecipeError for a network that cannot be decoded from a cache.
+    With `decodes`, also raises RecipeError for a network that cannot be decoded from a cache, and notes in
+    `decodes_in_place` whether it can from one that is filled in place.
     """
-    source, network = source_of(model, weights), None
+    network: Any = None
+    source = source_of(model, weights)
     if source is not None:
         with loading(source):
             network = open_parts(source)
     if network is not None:
-        check_twin(network, decodes=decodes)
+        network.decodes_in_place = check_twin(network, decodes=decodes)
         return network
     network = load_network(model, weights=weights, seed=seed)
     if decodes:
-        check_decoding(network, facts_of(network))
+        network.decodes_in_place = check_decoding(network, facts_of(network))
     return network
 
 

@@ -40,7 +40,8 @@ def start(argv: Sequence[str], env: Mapping[str, str], *, dies_by: int, **option
     failures, failing = os.pipe()
     try:
         tied = (sys.executable, "-IS", str(STARTER), str(int(dies_by)), str(os.getpid()), str(failing), *argv)
-        process = Popen(tied, pass_fds=(failing,), **options)
+        inherited = (failing, *options.pop("pass_fds", ()))
+        process = Popen(tied, pass_fds=inherited, **options)
     except BaseException:
         os.close(failures)
         raise

@@ -66,7 +66,7 @@ from abrun.recipe.tasks import (
     Validation,
     WordProblems,
 )
-from abrun.recipe.vllm import VLLM_VERSIONS, vllm_refusal
+from abrun.recipe.vllm import VLLM_VERSIONS, vllm_misfit, vllm_refusal
 
 __all__ = [
     "ARCHITECTURES",
@@ -136,6 +136,7 @@ __all__ = [
     "stored_run",
     "unset_variables",
     "validated",
+    "vllm_misfit",
     "vllm_refusal",
 ]
 

@@ -24,13 +24,15 @@ def dtensor_misfit(model: Mapping[str, Any], settings: Dtensor) -> str | None:
     return None
 
 
-def heads_misfit(heads: Any, shared: Any, size: int) -> str | None:
+def heads_misfit(
+    heads: Any, shared: Any, size: int, field: str = "policy.backend.tensor_parallel"
+) -> str | None:
     """Why so many attention heads and key-value heads cannot be cut over `size` ranks."""
     if not isinstance(heads, int) or not isinstance(shared, int) or shared < 1:
         return None
     if heads % size or (shared % size and size % shared):
         return (
-            f"policy.backend.tensor_parallel: got {size} with {heads} attention heads and {shared} key-value "
+            f"{field}: got {size} with {heads} attention heads and {shared} key-value "
             f"heads; use a divisor of {heads} that divides {shared} or is a multiple of it"
         )
     return None

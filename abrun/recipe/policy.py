@@ -18,7 +18,15 @@ class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
     preset: (
-        Literal["qwen2-tiny", "qwen2-tiny-128", "qwen3-moe-tiny", "qwen2-wide-vocab", "qwen2.5-1.5b"] | None
+        Literal[
+            "qwen2-tiny",
+            "qwen2-tiny-128",
+            "qwen3-moe-tiny",
+            "qwen3-moe-tiny-128",
+            "qwen2-wide-vocab",
+            "qwen2.5-1.5b",
+        ]
+        | None
     ) = None
     path: str | None = None
     system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template
@@ -239,11 +247,15 @@ def too_cold(temperature: float) -> str:
 
 
 class Rollout(Section):
-    """How completions are sampled, on the GPUs or cores that train."""
+    """How completions are sampled."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    tensor_parallel: Count = 1  # ranks that share an engine; with vllm
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # with vllm; None: 0.6
+    # With vllm: further GPUs of the node (or cores, where the run trains on cores) for engines of their own;
+    # None: on those that train
+    devices: Count | None = None
+    tensor_parallel: Count = 1  # devices that share an engine; with vllm
+    # With vllm; None: 0.6, or 0.9 of devices of its own
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     # With vllm on GPUs: kernels whose results do not depend on the batch, for the trainer's process, too
     batch_invariant: bool = False
     temperature: Positive = 1.0
@@ -265,6 +277,16 @@ class Rollout(Section):
             raise ValueError(
                 f"rollout.tensor_parallel: got {self.tensor_parallel} with engine 'torch', which samples on "
                 "every rank with whole weights; use engine: vllm, or tensor_parallel: 1"
+            )
+        if self.engine == "torch" and self.devices is not None:
+            raise ValueError(
+                f"rollout.devices: got {self.devices} with engine 'torch', which samples from the policy's "
+                "own modules; use engine: vllm, or devices: null"
+            )
+        if self.devices is not None and self.devices % self.tensor_parallel:
+            raise ValueError(
+                f"rollout.tensor_parallel: got {self.tensor_parallel} with devices {self.devices}; use a "
+                f"divisor of {self.devices}"
             )
         if self.engine == "torch" and self.gpu_memory_utilization is not None:
             raise ValueError(

@@ -39,6 +39,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
+    # And with experts.
+    "qwen3-moe-tiny-128": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
     # As much LM head for its body as a real small model has: what memory-profile can show on a laptop.
     "qwen2-wide-vocab": {
         "model_type": "qwen2",

@@ -97,6 +97,16 @@ class RunConfig(Section):
     limits: Limits = Limits()
 
     @property
+    def engine_devices(self) -> int:
+        """Devices of a node that it occupies besides those of `cluster`, for rollout engines."""
+        return 0
+
+    @property
+    def devices_per_node(self) -> int:
+        """All that it occupies of a node: GPUs, or CPU cores."""
+        return self.cluster.ranks_per_node + self.engine_devices
+
+    @property
     def stalled_s(self) -> float:
         """Seconds without a sign of life after which a run counts as hanging."""
         return self.limits.stalled_s or 600.0
@@ -136,6 +146,10 @@ class OwnRunConfig(RunConfig):
     planted_fault: Literal["flipped_advantages"] | None = None  # broken on purpose, for a verdict to find
 
     @property
+    def engine_devices(self) -> int:
+        return (self.rollout.devices or 0) if self.samples else 0
+
+    @property
     def data_parallel(self) -> int:
         """Replicas of the policy, each of which takes an equal share of every batch."""
         return self.cluster.ranks // math.prod(self.policy.backend.shape.values())
@@ -173,7 +187,7 @@ class OwnRunConfig(RunConfig):
             )
         for part, size in (
             ("policy.backend", backend.tensor_parallel),
-            ("rollout", self.rollout.tensor_parallel),
+            ("rollout", 1 if self.rollout.devices else self.rollout.tensor_parallel),
         ):
             if ranks_per_node % size:
                 raise ValueError(
@@ -317,9 +331,11 @@ def not_built(config: OwnRunConfig) -> list[str]:
     backend, engine, lines = config.policy.backend, config.rollout.engine, []
     if backend.type not in BACKENDS:
         lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
-    if config.rollout.tensor_parallel > 1:
-        size = config.rollout.tensor_parallel
-        lines.append(f"rollout.tensor_parallel: got {size}, not built yet; this version takes 1")
+    if config.rollout.devices and config.cluster.nodes > 1:
+        lines.append(
+            f"rollout.devices: got {config.rollout.devices} with cluster.nodes {config.cluster.nodes}, not "
+            "built yet; this version takes nodes: 1, or devices: null"
+        )
     if engine not in ENGINES:
         lines.append(_not_among("rollout.engine", engine, ENGINES))
     return lines

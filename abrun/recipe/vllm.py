@@ -1,7 +1,11 @@
-"""Whether the installed vLLM is one that the engine was built for; found without importing it."""
+"""Whether vLLM is here as the engine needs it, and can cut a model; found without importing it."""
 
 import importlib.metadata
 import re
+from collections.abc import Mapping
+from typing import Any
+
+from abrun.recipe.dtensor import heads_misfit
 
 OLDEST, BELOW = (0, 26), (0, 29)
 VLLM_VERSIONS = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
@@ -25,6 +29,22 @@ def vllm_refusal(*, on_gpu: bool) -> str | None:
         if not for_processors:
             needed = "which needs a GPU, with cluster.gpus_per_node: 0"
         return f"{got} with {name} {version}, {needed}; install the other build, {instead}"
+    return None
+
+
+def vllm_misfit(model: Mapping[str, Any], size: int) -> str | None:
+    """Why vLLM cannot cut a model over `rollout.tensor_parallel` ranks; None where nothing says so.
+
+    `model`: fields of a Hugging Face configuration; those that it lacks are not looked at.
+    """
+    field = "rollout.tensor_parallel"
+    wrong = heads_misfit(model.get("num_attention_heads"), model.get("num_key_value_heads"), size, field)
+    if wrong:
+        return wrong
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        width = model.get(name)
+        if isinstance(width, int) and width % size:
+            return f"{field}: got {size} with {name} {width}; use a divisor of {width}"
     return None
 
 

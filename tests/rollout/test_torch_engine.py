@@ -9,10 +9,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
-from abrun.models import Text, character_tokenizer, load_network
+from abrun.models import Text, character_tokenizer, check_decoding, facts_of, in_place, open_network
 from abrun.recipe import Logprobs, Model, Policy, Rollout
 from abrun.rl.batch import Sampled, collate, on_completions
-from abrun.rollout import Completion
+from abrun.rollout import Completion, torch_engine
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
 from tests.rollout.test_sampling import plain_top_p
@@ -27,7 +27,8 @@ TEXT = Text(tokenizer=character_tokenizer(), end_ids=frozenset(range(70, 90)), m
 
 def make_model() -> Any:
     """Random weights, scaled up against flat distributions; a fifth of the tokens end a completion."""
-    network = load_network(Model(preset="qwen2-tiny"), weights=None, seed=2)
+    network: Any = open_network(Model(preset="qwen2-tiny"), weights=None, seed=2, decodes=True)
+    assert network.decodes_in_place
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.ndim > 1:
@@ -35,11 +36,21 @@ def make_model() -> Any:
     return network
 
 
+def make_growing() -> Any:
+    """The same, from a cache that grows, as of families whose attention cannot use one filled in place."""
+    network = make_model()
+    network.decodes_in_place = False
+    return network
+
+
 def make_gpt2() -> Any:
     """A model with learned absolute positions, for which a prompt's padding must not shift its positions."""
     torch.manual_seed(2)
     config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=96, initializer_range=0.3)
-    return GPT2LMHeadModel(config).eval()
+    network: Any = GPT2LMHeadModel(config).eval()
+    network.decodes_in_place = check_decoding(network, facts_of(network))
+    assert network.decodes_in_place
+    return network
 
 
 def make_backend(network: Any, rollout: Rollout, policy: Policy | None = None) -> DtensorBackend:
@@ -97,7 +108,8 @@ def plainly(
 
 
 @pytest.mark.parametrize(
-    ("make", "temperature", "top_p"), [(make_model, *one) for one in DISTRIBUTIONS] + [(make_gpt2, 1.0, 1.0)]
+    ("make", "temperature", "top_p"),
+    [(make_model, *one) for one in DISTRIBUTIONS] + [(make_gpt2, 1.0, 1.0), (make_growing, 1.0, 0.8)],
 )
 def test_completions_are_those_of_a_plain_loop(
     make: Callable[[], Any], temperature: float, top_p: float, group: None
@@ -130,6 +142,44 @@ def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> 
         assert [completion.token_ids for completion in completions] == expected
         assert not any(logprob for completion in completions for logprob in completion.logprobs)
     assert len({len(tokens) for tokens in expected}) > 1, "the example should have several lengths"
+
+
+@pytest.mark.parametrize("first_room", [1, 2, 3])
+def test_a_cache_gets_more_places_as_completions_need_them(
+    first_room: int, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, rooms, model = Rollout(max_new_tokens=MAX_NEW_TOKENS), [], make_model()
+    _, expected = generate(make_model(), rollout)
+    monkeypatch.setattr(torch_engine, "FIRST_ROOM", first_room)
+    monkeypatch.setattr(in_place, "MULTIPLE", 1)
+    monkeypatch.setattr(in_place.Places, "__init__", noting(in_place.Places.__init__, rooms))
+    _, found = generate(model, rollout)
+    assert rooms == {1: [1, 2, 4, 1], 2: [2, 3, 3], 3: [3, 4, 1]}[first_room]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_ids, one.truncated) == (other.token_ids, other.truncated)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def noting(init: Callable[..., None], rooms: list[int]) -> Callable[..., None]:
+    def noted(self: Any, cache: Any, real: Any, room: int) -> None:
+        rooms.append(room)
+        init(self, cache, real, room)
+
+    return noted
+
+
+@pytest.mark.parametrize("steps", [4, 16])
+def test_looking_seldom_at_what_has_ended_changes_nothing(
+    steps: int, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that end early together, with looks after more steps than they need."""
+    for make in (make_model, make_growing):
+        monkeypatch.undo()
+        rollout = Rollout(max_new_tokens=MAX_NEW_TOKENS)
+        _, expected = generate(make(), rollout, prompts=PROMPTS[:2])
+        monkeypatch.setattr(TorchEngine, "_is_time_to_look", lambda _, num_drawn: num_drawn % steps == 0)
+        _, found = generate(make(), rollout, prompts=PROMPTS[:2])
+        assert found == expected
 
 
 @pytest.mark.parametrize("trained", [0.5, 1.0, 1.6])
@@ -172,7 +222,7 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
         batch = batch_of(completions)
         error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
-    assert excess["float32"] < excess[None] / 3
+    assert excess["float32"] < excess[None] / 1.5
 
 
 def test_a_completion_ends_with_its_end_token_or_is_truncated(group: None) -> None:

@@ -140,7 +140,7 @@ def test_a_prefix_cache_that_is_not_reset_is_seen(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling.generate()
-    monkeypatch.setattr(sampling.engine._llm, "reset_prefix_cache", lambda: True)
+    monkeypatch.setattr(sampling.engine._vllm._llm, "reset_prefix_cache", lambda: True)
     sampling.sync(config_of(), seed=3)
     assert float(sampling.error(sampling.generate()).max()) > 0.1
     monkeypatch.undo()
@@ -152,14 +152,16 @@ def test_a_prefix_cache_that_is_not_reset_is_seen(
 def test_a_tied_head_that_is_not_packed_anew_is_seen(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("abrun.rollout.vllm._repack_tied_head", lambda model: None)
+    monkeypatch.setattr("abrun.rollout.vllm.instance._repack", lambda model: None)
     sampling.sync(config_of(), seed=3)
     assert float(sampling.error(sampling.generate()).max()) > 0.1
 
 
 def test_raw_logprobs_are_seen(started: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM returns unless asked otherwise: log-probs before the temperature."""
-    runner = started.engine._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
+    runner = (
+        started.engine._vllm._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
+    )
     for sampler in (runner.sampler, runner.sampler.topk_topp_sampler):
         monkeypatch.setattr(sampler, "logprobs_mode", "raw_logprobs")
     started.sync(config_of("rollout.temperature=0.7"))
@@ -174,4 +176,4 @@ def test_weights_that_do_not_arrive_are_an_error(sampling: Sampling) -> None:
         LaunchError, match=r"failed to take the policy's weights: .*layers\.1\.mlp\.down_proj"
     ):
         sampling.engine.sync(iter(weights))
-    sampling.engine._tail.not_loaded = ""
+    sampling.engine._vllm._tail.not_loaded = ""

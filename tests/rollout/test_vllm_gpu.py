@@ -123,7 +123,9 @@ def test_with_float32_heads_they_agree(started: Sampling) -> None:
 
 @pytest.mark.parametrize("backend", ["{type: dtensor}", "{type: megatron}"])
 def test_grpo_on_one_gpu(backend: str, tmp_path: Path) -> None:
-    rows = trained(tmp_path / "run", "steps=8", f"policy.backend={backend}", "validation={every: 4}")
+    rows = trained(
+        tmp_path / "run", "steps=8", f"policy.backend={backend}", "validation={every: 4, num_prompts: 16}"
+    )
     for step, row in rows.items():
         shown = ("generation", "weight_sync", "policy_training")
         seconds = {name: round(row.get(f"timing/train/{name}_s", 0.0), 3) for name in shown}
@@ -142,6 +144,81 @@ def test_grpo_on_two_gpus(backend: str, tmp_path: Path) -> None:
     errors = [row["train/token_mult_prob_error"] for row in rows.values()]
     print(backend, errors)
     assert len(errors) == 4 and max(errors) < SUSPICIOUS
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        "tensor_parallel: 1",
+        *(pytest.param(each, marks=needs_two_gpus) for each in ("tensor_parallel: 2", "devices: 1")),
+    ],
+)
+def test_mixtures_of_experts(engines: str, tmp_path: Path) -> None:
+    overrides = ("steps=6", "model.preset=qwen3-moe-tiny-128", f"rollout={{{engines}}}")
+    rows = trained(tmp_path / "run", *overrides, gpus=1 + engines.endswith("2"))
+    show(f"experts, {engines}", rows)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    assert len(errors) == 6 and max(errors) < 2 * SUSPICIOUS - 1
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(
+    "backend", ["{type: dtensor}", "{tensor_parallel: 2}", "{type: megatron, tensor_parallel: 2}"]
+)
+def test_two_gpus_share_an_engine(backend: str, tmp_path: Path) -> None:
+    rows = trained(
+        tmp_path / "run", "steps=4", f"policy.backend={backend}", "rollout.tensor_parallel=2", gpus=2
+    )
+    show(backend, rows)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    assert len(errors) == 4 and max(errors) < SUSPICIOUS
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("backend", ["{type: dtensor}", "{type: megatron}"])
+def test_one_gpu_trains_and_another_samples(backend: str, tmp_path: Path) -> None:
+    rows = trained(tmp_path / "run", "steps=8", f"policy.backend={backend}", "rollout.devices=1")
+    show(backend, rows)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    assert len(errors) == 8 and max(errors) < SUSPICIOUS
+    assert rows[8]["train/reward"] > rows[1]["train/reward"]
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("rollout", ["tensor_parallel", "devices"])
+def test_a_model_of_real_shape(rollout: str, tmp_path: Path) -> None:
+    """The shape of Qwen2.5-1.5B on two GPUs: both train and share an engine, or one samples for the other."""
+    overrides = (
+        "steps=4",
+        "model.preset=qwen2.5-1.5b",
+        "algorithm={prompts_per_step: 8, group_size: 8}",
+        "policy.micro_batch_size=8",
+        "policy.activation_checkpointing=true",
+        "policy.optimizer.learning_rate=1.0e-6",
+        "rollout.max_new_tokens=512",
+        "rollout.gpu_memory_utilization=0.4",
+    )
+    if rollout == "devices":
+        rows = trained(tmp_path / "run", *overrides, "rollout.devices=1")
+    else:
+        rows = trained(tmp_path / "run", *overrides, "rollout.tensor_parallel=2", gpus=2)
+    show(rollout, rows)
+    errors = [row["train/token_mult_prob_error"] for row in rows.values()]
+    assert len(errors) == 4 and max(errors) < 2 * SUSPICIOUS - 1
+
+
+def show(title: str, rows: dict[int, dict[str, float]]) -> None:
+    """Seconds, tokens a second and the error of each step."""
+    for step, row in rows.items():
+        seconds = {
+            name: row[f"timing/train/{name}_s"] for name in ("generation", "weight_sync", "policy_training")
+        }
+        tokens = row["train/mean_gen_tokens_per_sample"] * row["train/num_valid_samples"]
+        shown = {name: round(value, 3) for name, value in seconds.items()}
+        error = row["train/token_mult_prob_error"]
+        print(
+            f"{title}, step {step}: {tokens / seconds['generation']:.0f} tokens/s, {shown}, error {error:.4f}"
+        )
 
 
 def trained(directory: Path, *overrides: str, gpus: int = 1) -> dict[int, dict[str, float]]:
@@ -172,4 +249,4 @@ if __name__ == "__main__":
         alone = Sampling(gpu_config(*sys.argv[1:]))
         alone.sync(gpu_config(*sys.argv[1:]))
         error = float(alone.error(alone.generate()).exp().mean())
-        print(alone.engine._llm.llm_engine.model_config.head_dtype, f"{error:.5f}", flush=True)
+        print(alone.engine._vllm._llm.llm_engine.model_config.head_dtype, f"{error:.5f}", flush=True)

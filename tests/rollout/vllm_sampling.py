@@ -67,14 +67,17 @@ class Sampling:
     """An engine and a backend whose weights it was given last."""
 
     def __init__(self, config: OwnRunConfig) -> None:
-        from abrun.rollout.vllm import make_engine
-
         self.backend = backend_of(config)
-        self.engine = make_engine(config, self.backend, TEXT)
+        self.engine = self._make(config)
+
+    def _make(self, config: OwnRunConfig) -> Any:
+        from abrun.rollout.vllm.colocated import Colocated
+
+        return Colocated(config, self.backend, TEXT)
 
     def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
         self.backend = backend_of(config, seed)
-        self.engine._rollout = config.rollout
+        self.engine._rollout = self.engine._vllm._rollout = config.rollout
         self.engine.sync(self.backend.weights())
 
     def generate(self, **options: Any) -> list[Completion]:
@@ -85,6 +88,23 @@ class Sampling:
         batch = batch_of(completions).to(self.backend.ranks.device)
         difference = (self.backend.logprobs(batch) - batch.inference_logprobs).abs()
         return difference[batch.token_mask].cpu()
+
+
+class SamplingApart(Sampling):
+    """With an engine in processes of its own."""
+
+    def _make(self, config: OwnRunConfig) -> Any:
+        from abrun.rollout.vllm.separate import Separate
+
+        return Separate(config, self.backend, TEXT)
+
+    def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
+        self.backend = backend_of(config, seed)
+        self.engine.sync(self.backend.weights())
+
+    @property
+    def pids(self) -> list[int]:
+        return [process._process.pid for process in self.engine._engines._processes]
 
 
 def draws(seed: int = 6, step: int = 1, rows: range = range(len(PROMPTS))) -> Draws:

@@ -64,12 +64,32 @@ def test_trainer_and_engine_agree_in_every_step(tmp_path: Path) -> None:
     assert rows[20]["timing/train/weight_sync_s"] > 0
 
 
+@pytest.mark.parametrize("engines", ["tensor_parallel=1", "tensor_parallel=2", "devices=1"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_sample_and_train_as_one(layout: str, tmp_path: Path) -> None:
+def test_ranks_sample_and_train_as_one(layout: str, engines: str, tmp_path: Path) -> None:
+    """Whether each rank has an engine, or two share one, or the engine has a process of its own."""
     one = trained(tmp_path / "one", "steps=3")
     assert one[1]["train/grad_norm"] > 1e-3
     overrides = [word.replace("\u00a0", " ") for word in LAYOUTS[layout].split(" ")]
+    overrides.append(f"rollout.{engines}")
     assert_same_up_to_rounding(trained(tmp_path / "spread", "steps=3", *overrides, ranks=2), one)
+
+
+@pytest.mark.parametrize("engines", ["tensor_parallel=2", "devices=1"])
+def test_experts_over_ranks(engines: str, tmp_path: Path) -> None:
+    overrides = ("steps=3", "model.preset=qwen3-moe-tiny-128", f"rollout.{engines}", "cluster.cpu_ranks=2")
+    spread = ("policy.backend.expert_parallel=2",)
+    rows = trained(tmp_path / "run", *overrides, *spread, ranks=2)
+    assert max(row["train/token_mult_prob_error"] for row in rows.values()) <= 1.00001
+    assert rows[3]["train/grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_two_processes_sample_for_one_rank(shared: int, tmp_path: Path) -> None:
+    """As two engines, or as one."""
+    one = trained(tmp_path / "one", "steps=3")
+    engines = ("rollout.devices=2", f"rollout.tensor_parallel={shared}")
+    assert_same_up_to_rounding(trained(tmp_path / "apart", "steps=3", *engines), one)
 
 
 def test_training_draws_and_computes_what_it_would_without_vllm(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from abrun.backends.routing import Load, check_routing, route_dtype
 from abrun.kernels import TokenLoss
 from abrun.models import (
     Facts,
+    attention_in_place,
     facts_of,
     open_network,
     persistent_buffers,
@@ -207,10 +208,14 @@ class DtensorBackend:
 
         Tensor-parallel ones decode the same rows to the same step, each with its part of the weights.
         """
+        network = self.module.network
+        in_place = getattr(network, "decodes_in_place", False)
         sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         for part in sharded:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
+        if self.ranks.device.type == "cuda":
+            self._gathered = torch.cuda.current_stream().record_event()
         self.module.eval()
         try:
             with contextlib.ExitStack() as gathered:
@@ -218,7 +223,9 @@ class DtensorBackend:
                     gathered.enter_context(self._tensor.whole_sequences())
                 for experts in self._experts:
                     gathered.enter_context(experts.gathered())
-                yield self.module.decode
+                if in_place:
+                    gathered.enter_context(attention_in_place(network))
+                yield Decoder(step=self._decode, in_place=in_place, collective=self._tensor is not None)
         finally:
             self.module.train()
             for part in sharded:
@@ -261,6 +268,14 @@ class DtensorBackend:
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters under the network's own names, whole, one after the other. Collective."""
         return ((name.removeprefix("network."), weight) for name, weight in self._parameters.whole())
+
+    def _decode(self, *inputs: Any) -> tuple[Tensor, Any]:
+        if self.ranks.device.type == "cuda":
+            # All weights are here. Without an event FSDP makes its streams wait for this one, and a CUDA
+            # graph that is being recorded takes in whatever does.
+            root: Any = self.module
+            root.set_post_optim_event(self._gathered)
+        return self.module.decode(*inputs)
 
     def _passed(self, batch: Sequences) -> tuple[Tensor, Tensor, list[Load]]:
         """Log-probs [B, S], routes [B, S, L * K] and loads of all microbatches, without gradient."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from abrun.backends import B, Decoder, Objective, ValueModel
 from abrun.backends.head import IGNORED, Head, check_available
 from abrun.backends.megatron.cpu import standing_in
-from abrun.backends.megatron.decoding import NetworkDecoder, Skeleton
+from abrun.backends.megatron.decoding import Skeleton, decoder_of
 from abrun.backends.megatron.groups import is_last_stage, join
 from abrun.backends.megatron.library import dtype_of, quiet
 from abrun.backends.megatron.names import Names
@@ -134,7 +134,9 @@ class MegatronBackend:
     def decoding(self) -> Iterator[Decoder]:
         """A copy with whole weights on every rank; no collective runs inside."""
         dtype = dtype_of(self.settings.dtype)
-        yield NetworkDecoder(self._skeleton.filled(self._whole(), dtype, self.ranks.device), self._whole_head)
+        network = self._skeleton.filled(self._whole(), dtype, self.ranks.device)
+        with decoder_of(network, self._whole_head) as decoder:
+            yield decoder
 
     def save(self, directory: Path) -> None:
         weights = {}

@@ -1,14 +1,17 @@
 """The policy as a plain Hugging Face network: to write a checkpoint with, and to decode from a cache."""
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from abrun.backends import Decoder
 from abrun.backends.head import Head
-from abrun.models import facts_of
+from abrun.models import attention_in_place, facts_of
 
 
 class Skeleton:
@@ -39,14 +42,10 @@ class Skeleton:
         return network.eval()
 
 
-class NetworkDecoder:
-    """See abrun.backends.Decoder."""
-
-    def __init__(self, network: Any, head: Head) -> None:
-        self._facts, self._head = facts_of(network), head
-
-    def __call__(
-        self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
-    ) -> tuple[Tensor, Any]:
-        weight = self._facts.head.weight
-        return self._head.decode(self._facts.base, weight, token_ids, attention_mask, position_ids, cache)
+@contextlib.contextmanager
+def decoder_of(network: Any, head: Head) -> Iterator[Decoder]:
+    """A decoder on whole weights."""
+    facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
+    step = partial(head.decode, facts.base, facts.head.weight)
+    with attention_in_place(network) if in_place else contextlib.nullcontext():
+        yield Decoder(step=step, in_place=in_place, collective=False)

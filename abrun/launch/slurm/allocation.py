@@ -49,10 +49,10 @@ class StepEngine(LocalEngine):
 
     def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
         cluster, settings = config.cluster, self._settings
-        cpus = cluster.ranks_per_node * settings.cpus_per_rank
+        cpus, gpus = config.devices_per_node * settings.cpus_per_rank, jobs.gpus_of(config)
         options = ["--exact", f"--nodes={cluster.nodes}", f"--ntasks={cluster.nodes}", "--ntasks-per-node=1"]
         options += [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--quiet", f"--job-name={_step(run)}"]
-        options += [f"--gres=gpu:{cluster.gpus_per_node}"] if cluster.gpus_per_node else []
+        options += [f"--gres=gpu:{gpus}"] if gpus else []
         memory = os.environ.get("SLURM_MEM_PER_NODE", "")
         if memory.isdigit() and int(memory):  # else the first step would take all of it
             options.append(f"--mem={int(memory) // self._num_runs}")

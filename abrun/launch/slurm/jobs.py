@@ -11,7 +11,7 @@ from typing import Any
 from abrun import store
 from abrun.errors import StoreError
 from abrun.plan import PlannedRun
-from abrun.recipe import Cluster, Slurm
+from abrun.recipe import RunConfig, Slurm
 
 FOLDER = "_slurm"  # of an experiment; no arm can be called so
 RECORD = "jobs.json"
@@ -33,14 +33,19 @@ class Need:
         return [f"--nodes={self.nodes}", *tasks, *gpus]
 
 
-def need_of(clusters: Sequence[Cluster], settings: Slurm) -> Need | None:
+def need_of(configs: Sequence[RunConfig], settings: Slurm) -> Need | None:
     """What runs take together; None where they do not take the same number of nodes."""
-    nodes = {cluster.nodes for cluster in clusters}
+    nodes = {config.cluster.nodes for config in configs}
     if len(nodes) > 1:
         return None
-    cpus = max(cluster.ranks_per_node for cluster in clusters) * settings.cpus_per_rank
-    gpus = sum(cluster.gpus_per_node for cluster in clusters)
-    return Need(nodes=nodes.pop(), runs=len(clusters), cpus=cpus, gpus=gpus)
+    cpus = max(config.devices_per_node for config in configs) * settings.cpus_per_rank
+    gpus = sum(gpus_of(config) for config in configs)
+    return Need(nodes=nodes.pop(), runs=len(configs), cpus=cpus, gpus=gpus)
+
+
+def gpus_of(config: RunConfig) -> int:
+    """The GPUs of a run on each of its nodes."""
+    return config.devices_per_node if config.cluster.gpus_per_node else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +62,10 @@ def grouped(runs: Sequence[PlannedRun], settings: Slurm, fits: "Mapping[Need, bo
     """The arms of each seed in one task where `fits` says so, else each run in its own; reruns alone."""
     by_need: dict[Need, list[tuple[str, ...]]] = {}
     for group in pairs(runs):
-        need = need_of([run.config.cluster for run in group], settings)
+        need = need_of([run.config for run in group], settings)
         together = need is not None and fits.get(need, True)
         for part in [group] if together else [[run] for run in group]:
-            need = need_of([run.config.cluster for run in part], settings)
+            need = need_of([run.config for run in part], settings)
             assert need is not None
             by_need.setdefault(need, []).append(tuple(str(run.name) for run in part))
     scripts = []

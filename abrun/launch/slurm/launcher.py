@@ -93,7 +93,7 @@ class SlurmLauncher:
         warm_starts = []
         for job in queue.jobs:
             if job.shared and not job.run.finished:
-                need = jobs.need_of([job.config.cluster], self._settings)
+                need = jobs.need_of([job.config], self._settings)
                 assert need is not None
                 name, task = f"{jobs.WARM_START}-{len(warm_starts)}", f"{jobs.WARM_START}/{job.run.path.name}"
                 warm_starts.append(Script(name=name, need=need, tasks=((task,),), warm_start=True))
@@ -111,16 +111,16 @@ class SlurmLauncher:
                 ]
         asked = jobs.cluster_options(self._settings)
         for group in jobs.pairs(plan.runs):
-            clusters = [run.config.cluster for run in group]
-            together = jobs.need_of(clusters, self._settings)
+            configs = [run.config for run in group]
+            together = jobs.need_of(configs, self._settings)
             if together is None or self._fits.get(together) is False:
                 continue
             if together not in self._fits:
                 self._fits[together] = commands.would_run([*asked, *together.options()]) is None
             if self._fits[together]:
                 continue
-            for cluster in clusters:
-                alone = jobs.need_of([cluster], self._settings)
+            for config in configs:
+                alone = jobs.need_of([config], self._settings)
                 assert alone is not None
                 wrong = None if self._fits.get(alone) else commands.would_run([*asked, *alone.options()])
                 if wrong:

@@ -45,10 +45,9 @@ def _agent(run: RunDir, meeting: Meeting) -> tuple[list[str], dict[str, str]]:
         with run.open_log() as log:
             os.dup2(log, 1)
             os.dup2(log, 2)
-    cluster = config.cluster
-    devices = machine.gpus[: cluster.gpus_per_node] or ("cpu",) * cluster.cpu_ranks
-    env = environment(run.path, devices, config)
-    return command_of(run.path, config, cluster.ranks_per_node, meeting), env
+    count = config.devices_per_node
+    devices = machine.gpus[:count] if config.cluster.gpus_per_node else ("cpu",) * count
+    return command_of(run.path, config, meeting), environment(run.path, devices, config)
 
 
 if __name__ == "__main__":

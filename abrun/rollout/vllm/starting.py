@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import random
+import re
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun import progress
-from abrun.backends.ranks import Ranks
 from abrun.errors import LaunchError
 from abrun.models import save_config
 from abrun.recipe import OwnRunConfig, vllm_refusal
@@ -30,7 +31,8 @@ UNLESS_SET = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is asked for
-GPU_MEMORY_UTILIZATION = 0.6
+GPU_MEMORY_UTILIZATION = {"beside the trainer": 0.6, "alone": 0.9}
+EXPERTS = ".experts.routed_experts."
 MOST_LINES = 4  # of vLLM's log, in an error
 
 
@@ -46,11 +48,21 @@ class Tail(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = " ".join(record.getMessage().split())
         self._lines.append(line)
-        if "weights were not loaded" in line:
+        if _says_not_loaded(line):
             self.not_loaded = line
 
     def __str__(self) -> str:
         return " / ".join(shortened(line) for line in self._lines)
+
+
+def _says_not_loaded(line: str) -> bool:
+    """Whether vLLM goes on without some weights.
+
+    It lists experts in any case, for it notes them under other names than it has looked for.
+    """
+    if "weights were not loaded" in line:
+        return any(EXPERTS not in name for name in re.findall(r"'([^']+)'", line))
+    return line == "RoutedExperts: Failed to load weights"
 
 
 @contextlib.contextmanager
@@ -93,16 +105,16 @@ def _put_back(environment: dict[str, str]) -> None:
             del os.environ[name]
 
 
-def start(config: OwnRunConfig, ranks: Ranks, tail: Tail) -> Any:
-    """A `vllm.LLM` with random weights: they come by `reload_weights`. Collective.
+def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail) -> Any:
+    """A `vllm.LLM` with random weights: they come by `reload_weights`. Collective over `num_ranks`.
 
     Raises LaunchError where it does not start.
     """
     progress.beat("starting vllm")
-    wrong = vllm_refusal(on_gpu=ranks.device.type == "cuda")
+    wrong = vllm_refusal(on_gpu=device.type == "cuda")
     if wrong:
         raise LaunchError(wrong)
-    with apart(ranks.device), failing("start", tail):
+    with apart(device), failing("start", tail):
         os.environ.update(ALWAYS)
         if config.rollout.batch_invariant:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -111,10 +123,12 @@ def start(config: OwnRunConfig, ranks: Ranks, tail: Tail) -> Any:
         vllm: Any = importlib.import_module("vllm")
         log = logging.getLogger("vllm")
         log.addHandler(tail)
+        if device.type == "cpu" and num_ranks > 1:
+            _without_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
             save_config(config.model, Path(folder))
             try:
-                llm = vllm.LLM(model=folder, **_arguments(config, ranks))
+                llm = vllm.LLM(model=folder, **_arguments(config, device, num_ranks))
             except Exception:
                 _end_groups()
                 raise
@@ -122,6 +136,15 @@ def start(config: OwnRunConfig, ranks: Ranks, tail: Tail) -> Any:
             if handler is not tail:
                 handler.setLevel(logging.ERROR)  # it has lines for every sync
         return llm
+
+
+def _without_shared_memory() -> None:
+    """Ranks on CPU cores that share an engine talk through their process group.
+
+    The segments in which they would are named alike by all engines of a host, and outlive a killed process.
+    """
+    library: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    library.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False
 
 
 def end(llm: Any) -> None:
@@ -140,8 +163,15 @@ def _end_groups() -> None:
         parallel_state._WORLD = None
 
 
-def _arguments(config: OwnRunConfig, ranks: Ranks) -> dict[str, Any]:
-    rollout, on_gpu = config.rollout, ranks.device.type == "cuda"
+def sharing() -> ProcessGroup:
+    """The ranks that share this one's engine, in its order, as a group of CPU tensors."""
+    parallel_state: Any = importlib.import_module("vllm.distributed.parallel_state")
+    return parallel_state.get_tp_group().cpu_group
+
+
+def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int) -> dict[str, Any]:
+    rollout, on_gpu = config.rollout, device.type == "cuda"
+    utilization = GPU_MEMORY_UTILIZATION["alone" if rollout.devices else "beside the trainer"]
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,  # tokens come in, and tokens go out
         "load_format": "dummy",
@@ -150,7 +180,7 @@ def _arguments(config: OwnRunConfig, ranks: Ranks) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution a token is drawn from
         "seed": 0,  # every request has its own
         "enforce_eager": not on_gpu,
-        "enable_sleep_mode": on_gpu,
+        "enable_sleep_mode": on_gpu and not rollout.devices,
         "disable_log_stats": True,
     }
     if config.policy.logprobs.head_dtype:
@@ -158,9 +188,10 @@ def _arguments(config: OwnRunConfig, ranks: Ranks) -> dict[str, Any]:
     if rollout.batch_size:
         arguments["max_num_seqs"] = rollout.batch_size
     if on_gpu or rollout.gpu_memory_utilization:
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or utilization
     else:
         arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    if ranks.size > 1:  # the process group is the trainer's
+    if num_ranks > 1:  # in the process group that is there
         arguments["distributed_executor_backend"] = "external_launcher"
+        arguments["tensor_parallel_size"] = rollout.tensor_parallel
     return arguments

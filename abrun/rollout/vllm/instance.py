@@ -1,0 +1,192 @@
+"""One vLLM in this process: tokens in, tokens out, and weights taken as they come."""
+
+import contextlib
+import importlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+
+from abrun import progress
+from abrun.recipe import OwnRunConfig
+from abrun.rollout import Completion
+from abrun.rollout.vllm.starting import Tail, apart, end, failing, sharing, start
+
+
+class Instance:
+    """An engine, or this rank's part of one. What it raises is a LaunchError of one line.
+
+    Ranks that share one make the same calls with the same requests, all in one order.
+    """
+
+    def __init__(
+        self,
+        config: OwnRunConfig,
+        device: torch.device,
+        num_ranks: int,
+        end_ids: frozenset[int],
+        beat: Callable[[], None] = progress.beat,  # called while it samples
+    ) -> None:
+        self._beat = beat
+        self._rollout, self._device = config.rollout, device
+        self._end_ids = sorted(end_ids)
+        self._tail = Tail()
+        self._llm = start(config, device, num_ranks, self._tail)
+        self.group: ProcessGroup | None = sharing() if config.rollout.tensor_parallel > 1 else None
+        self._is_asleep = False
+
+    def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
+        """A completion for each prompt and its seed; at temperature 0 of the most likely tokens."""
+        with self._called("generate"):
+            for row, (prompt, seed) in enumerate(requests):
+                parameters = self._parameters(seed, temperature)
+                self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
+            outputs = self._outputs(len(requests))
+            return [self._completion(output.outputs[0], temperature) for output in outputs]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens that are given, 0 of each sequence's first: at temperature 1, unfiltered.
+
+        All of a sequence in one pass, as a prompt: not token by token, as it is sampled.
+        """
+        library: Any = importlib.import_module("vllm.sampling_params")
+        parameters = library.SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # the given tokens' own
+            detokenize=False,
+            output_kind=library.RequestOutputKind.FINAL_ONLY,
+        )
+        with self._called("score"):
+            for row, token_ids in enumerate(sequences):
+                self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": token_ids}, parameters)
+            found = [list(output.prompt_logprobs) for output in self._outputs(len(sequences))]
+        return [
+            [0.0, *(of_token[token].logprob for token, of_token in zip(tokens[1:], rows[1:], strict=True))]
+            for tokens, rows in zip(sequences, found, strict=True)
+        ]
+
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Take the policy's weights, whole and one by one under their Hugging Face names."""
+        with self._called("take the policy's weights"):
+            experts = Counter[tuple[str, str]]()
+            self._llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": _counted(weights, experts)}
+            )
+            if self._tail.not_loaded:
+                raise RuntimeError(self._tail.not_loaded)
+            _check_experts(experts)
+            if self._device.type == "cpu":
+                self._llm.apply_model(_repack)
+            if self._is_asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+                self._is_asleep = False
+            # Keys and values of the weights before must not be found again.
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("its prefix cache is in use")
+
+    def sleep(self) -> None:
+        """Give memory away, and the weights with it."""
+        if self._device.type == "cuda":
+            with self._called("sleep"):
+                self._llm.sleep(level=2)
+            self._is_asleep = True
+
+    def wake(self) -> bool:
+        """Room for the weights first: that for the cache is taken once the trainer's copies are gone.
+
+        True where there are none, and they have to be loaded.
+        """
+        if self._is_asleep:
+            with self._called("wake"):
+                torch.cuda.empty_cache()
+                self._llm.wake_up(tags=["weights"])
+        return self._is_asleep
+
+    def close(self) -> None:
+        """End the engine."""
+        # After an error the run ends anyway, and that one is to be heard.
+        heard = contextlib.suppress(Exception) if self._tail.has_failed else failing("end", self._tail)
+        with apart(self._device), heard:
+            end(self._llm)
+
+    def _outputs(self, count: int) -> list[Any]:
+        """Of the requests 0 to `count`, once all have finished."""
+        engine, finished = self._llm.llm_engine, {}
+        while engine.has_unfinished_requests():
+            self._beat()
+            for output in engine.step():
+                if output.finished:
+                    finished[int(output.request_id)] = output
+        return [finished[row] for row in range(count)]
+
+    @contextlib.contextmanager
+    def _called(self, doing: str) -> Iterator[None]:
+        with apart(self._device), failing(doing, self._tail):
+            yield
+
+    def _parameters(self, seed: int, temperature: float) -> Any:
+        library: Any = importlib.import_module("vllm.sampling_params")
+        return library.SamplingParams(
+            seed=seed,
+            temperature=temperature,
+            min_p=self._rollout.min_p,
+            top_k=self._rollout.top_k or 0,  # 0: all
+            top_p=self._rollout.top_p,
+            max_tokens=self._rollout.max_new_tokens,
+            stop_token_ids=self._end_ids,
+            ignore_eos=True,  # which is one of those, or does not end a completion
+            logprobs=0,  # the drawn token's
+            detokenize=False,
+            output_kind=library.RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: Any, temperature: float) -> Completion:
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"a completion ended by {output.finish_reason!r}")
+        token_ids = list(output.token_ids)
+        logprobs = [
+            of_token[token].logprob for token, of_token in zip(token_ids, output.logprobs, strict=True)
+        ]
+        return Completion(
+            token_ids=token_ids,
+            logprobs=[0.0] * len(token_ids) if temperature == 0 else logprobs,  # no other choice
+            truncated=token_ids[-1] not in self._end_ids,
+        )
+
+
+def _counted(
+    weights: Iterator[tuple[str, Tensor]], experts: Counter[tuple[str, str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights, and how many experts there are for each layer and matrix."""
+    for name, tensor in weights:
+        if found := re.fullmatch(r"(.+\.experts)\.\d+\.(.+)", name):
+            experts[found[1], found[2]] += 1
+        yield name, tensor
+
+
+def _check_experts(found: Counter[tuple[str, str]]) -> None:
+    """Raises RuntimeError where some layer lacks some matrix of some expert: vLLM goes on without."""
+    number = max(found.values(), default=0)
+    layers, matrices = {layer for layer, _ in found}, {matrix for _, matrix in found}
+    for layer, matrix in itertools.product(sorted(layers), sorted(matrices)):
+        if found[layer, matrix] != number:
+            raise RuntimeError(f"{layer}: {matrix} of {found[layer, matrix]} experts, and {number} elsewhere")
+
+
+def _repack(model: Any) -> None:
+    """On CPU cores, let what multiplies with packed copies see the new weights.
+
+    `reload_weights` packs anew neither experts nor a head that is the embedding, one parameter with it.
+    """
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+    head: Any = getattr(model, "lm_head", None)
+    if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)

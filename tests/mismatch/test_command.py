@@ -1,0 +1,139 @@
+"""Which run and which weights: found, or refused in one line."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun import store
+from abrun.errors import AbrunError
+from abrun.layout import RunName
+from abrun.mismatch.command import choose
+from abrun.mismatch.variations import changes_of, on_one_rank, path_of
+from tests.train.runs import make_run, run_config
+
+
+def refused(run: str | Path, runs_dir: Path, step: int | None = None) -> str:
+    with pytest.raises(AbrunError) as raised:
+        choose(str(run), runs_dir, step)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def with_checkpoint(run: Path, step: int) -> Path:
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    files = {"rank-0.safetensors": {"bytes": 1, "sha256": "0"}}
+    identity = store.RunDir(run).identity()
+    state: dict[str, Any] = {"run": identity, "step": step, "num_ranks": 1, "attempt": 1, "files": files}
+    store.write_json(folder / "state.json", state)
+    return folder
+
+
+def recorded(run: Path, *steps: int) -> None:
+    writer = store.LineWriter(run / "metrics.jsonl")
+    for step in steps:
+        writer.write({"step": step, "attempt": 1, "time_s": 1.0, "train/reward": 0.5})
+    writer.close()
+
+
+def test_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", run_config())
+    assert (choose(str(run), tmp_path, None).step, choose("run", tmp_path, 0).checkpoint) == (0, None)
+    recorded(run, 1, 2, 3, 4, 5, 6, 7)
+    three, six = with_checkpoint(run, 3), with_checkpoint(run, 6)
+    assert choose(str(run), tmp_path, None).checkpoint == six
+    assert choose(str(run), tmp_path, 3).checkpoint == three
+    assert "--step: got 4;" in (said := refused(run, tmp_path, 4)) and "after steps 0, 3, 6" in said
+    shutil.rmtree(run / "checkpoints")
+    assert "no checkpoint is left" in (said := refused(run, tmp_path)) and "--step 0" in said
+    assert choose(str(run), tmp_path, 0).step == 0
+
+
+def test_of_an_experiment_a_run_with_weights_is_chosen(tmp_path: Path) -> None:
+    names = [
+        RunName(arm="treatment", seed=0),
+        RunName(arm="baseline", seed=0),
+        RunName(arm="baseline", seed=1),
+    ]
+    runs = [{"arm": name.arm, "seed": name.seed} for name in names]
+    assert "none of its runs" in _experiment_refused(tmp_path, runs)
+    for name in names:
+        make_run(tmp_path / "x" / str(name), run_config())
+    assert choose("x", tmp_path, None).run.path == tmp_path / "x" / "baseline" / "seed-0"
+    with_checkpoint(tmp_path / "x" / "baseline" / "seed-1", 3)
+    assert choose("x", tmp_path, None).run.path == tmp_path / "x" / "baseline" / "seed-1"
+
+
+def _experiment_refused(runs_dir: Path, runs: list[dict[str, Any]]) -> str:
+    store.write_json(runs_dir / "x" / "experiment.json", {"schema_version": 1, "runs": runs})
+    return refused("x", runs_dir)
+
+
+def test_what_has_no_weights_of_an_engine_s_policy_is_refused(tmp_path: Path) -> None:
+    assert "no run here; give a run's folder" in refused("nowhere", tmp_path)
+    sft = make_run(tmp_path / "sft", run_config("algorithm={type: sft}", "task={type: arithmetic}"))
+    assert "algorithm.type: got 'sft'" in refused(sft, tmp_path)
+    foreign = make_run(tmp_path / "foreign", run_config())
+    record = store.RunDir(foreign).record()
+    config = {
+        "trainer": {
+            "type": "command",
+            "argv": ["x"],
+            "metrics": {"format": "csv", "path": "{run_dir}/m.csv"},
+        },
+        "steps": 3,
+    }
+    store.RunDir(foreign).write_record(
+        store.RunRecord(experiment="x", name=record.name, initial_weights=None, config=config)
+    )
+    assert "trainer.type: got 'command', a foreign trainer's run" in refused(foreign, tmp_path)
+    gone = make_run(tmp_path / "gone", run_config(), initial_weights=tmp_path / "warm")
+    assert "are gone; launch it again" in refused(gone, tmp_path)
+    other = make_run(tmp_path / "other", run_config())
+    folder = with_checkpoint(other, 3)
+    state = store.read_json(folder / "state.json") | {"run": "baseline/seed-9 0000"}
+    store.write_json(folder / "state.json", state)
+    assert "was written by 'baseline/seed-9 0000'" in refused(other, tmp_path)
+
+
+def test_one_rank_stands_for_all(tmp_path: Path) -> None:
+    spread = "policy.backend={type: megatron, tensor_parallel: 2, pipeline_parallel: 2}"
+    config = on_one_rank(run_config("cluster.cpu_ranks=8", spread))
+    assert config.cluster.ranks == 1 and not config.policy.backend.is_spread
+    assert config.policy.micro_batch_size == 4 * 8 // 2  # of each of two replicas
+    assert on_one_rank(run_config()).policy.micro_batch_size is None
+
+
+def test_what_changes_and_which_way_the_path_goes() -> None:
+    config = run_config("policy.dtype=bfloat16", "policy.packing=true", "policy.logprobs.impl=chunked")
+    keys = {change.key: change.scoring for change in changes_of(config, ["rollout.temperature=0.9"])}
+    assert {
+        "alone",
+        "padded",
+        "head_float32",
+        "float32",
+        "logprobs_logits",
+        "weights_before",
+        "set_0",
+    } <= set(keys)
+    asked = keys["set_0"]
+    assert asked is not None and asked.config.rollout.temperature == 0.9
+    path = [step.key for step in path_of(config)]
+    assert path == ["shape", "logprobs", "head", "dtype", "engine_float32", "engine", "rest"]
+    assert [step.key for step in path_of(run_config())] == ["shape", "engine", "rest"]
+    with pytest.raises(AbrunError, match=r"^--set: got 'cluster.cpu_ranks=2'"):
+        changes_of(config, ["cluster.cpu_ranks=2"])
+    with pytest.raises(AbrunError, match=r"^--set policy.dtyp"):
+        changes_of(config, ["policy.dtyp=float32"])
+
+
+def test_a_run_that_may_not_be_written_to_needs_an_output(tmp_path: Path) -> None:
+    from abrun.mismatch.command import measure_run
+
+    run = make_run(tmp_path / "run", run_config())
+    (run / "mismatch").write_text("in the way")
+    with pytest.raises(AbrunError, match=r"mismatch: cannot be written: .*") as raised:
+        measure_run(str(run), tmp_path)
+    assert os.linesep not in str(raised.value)

@@ -1,0 +1,146 @@
+"""An engine in processes of its own samples what it would here; what goes wrong with one is a line."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from abrun.errors import LaunchError
+from abrun.rollout.vllm import transfer
+from tests.rollout.vllm_sampling import (
+    PARITY,
+    Sampling,
+    SamplingApart,
+    backend_of,
+    config_of,
+    needs_vllm,
+    tokens,
+)
+from tests.train.runs import single_rank
+
+pytestmark = needs_vllm
+PATIENCE_S = 5.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[SamplingApart]:
+    sampling = SamplingApart(config_of("rollout.devices=1"))
+    yield sampling
+    sampling.engine.close()
+
+
+@pytest.fixture
+def sampling(started: SamplingApart) -> SamplingApart:
+    started.sync(config_of())
+    return started
+
+
+def test_it_samples_what_an_engine_in_this_process_samples(sampling: SamplingApart) -> None:
+    here = Sampling(config_of())
+    here.sync(config_of())
+    for temperature in (None, 0.0):
+        completions = sampling.generate(temperature=temperature)
+        assert tokens(completions) == tokens(here.generate(temperature=temperature))
+    here.engine.close()
+
+
+def test_after_each_sync_the_weights_are_the_newest(
+    sampling: SamplingApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent in one chunk or in many."""
+    for seed, chunk_bytes in ((3, transfer.CHUNK_BYTES), (4, 1), (5, 100_000)):
+        monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk_bytes)
+        sampling.sync(config_of(), seed)
+        error = sampling.error(sampling.generate())
+        assert float(error.max()) <= PARITY and float(error.exp().mean()) <= 1.00001
+    sampling.backend = backend_of(config_of(), seed=2)
+    assert float(sampling.error(sampling.generate()).exp().mean()) > 1.05, "stale weights are seen"
+
+
+def test_fewer_sequences_than_engines(sampling: SamplingApart) -> None:
+    assert sampling.engine._engines.generate([], 1.0) == []
+
+
+# --- faults ---
+
+
+@contextlib.contextmanager
+def to_break(*overrides: str) -> Iterator[SamplingApart]:
+    """An engine with as much patience as a test has; none of its processes is left."""
+    sampling = SamplingApart(config_of("rollout.devices=1", *overrides))
+    sampling.engine._engines._silence_s = PATIENCE_S
+    try:
+        yield sampling
+    finally:
+        sampling.engine.close()
+        assert not [pid for pid in sampling.pids if Path(f"/proc/{pid}").exists()]
+
+
+def stopping(weights: Iterator[tuple[str, Tensor]], pid: int, number: int) -> Iterator[tuple[str, Tensor]]:
+    """Send a signal in the middle of them."""
+    for index, weight in enumerate(weights):
+        if index == 10:
+            os.kill(pid, number)
+        yield weight
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (signal.SIGSTOP, r"asked to take the policy's weights: said nothing for [567] s"),
+        (signal.SIGKILL, r"asked to take the policy's weights: killed by SIGKILL; last in its log: \S"),
+    ],
+)
+def test_a_process_that_hangs_or_dies_in_a_sync_is_one_line(
+    number: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1)
+    with to_break() as sampling:
+        began_s = time.monotonic()
+        with pytest.raises(LaunchError, match=expected) as raised:
+            sampling.engine.sync(stopping(sampling.backend.weights(), sampling.pids[0], number))
+        assert time.monotonic() - began_s < 3 * PATIENCE_S
+        print(raised.value)
+        assert "\n" not in str(raised.value) and "engine-0.log" in str(raised.value)
+
+
+def test_one_of_two_processes_of_an_engine_that_dies_is_one_line() -> None:
+    with to_break("rollout.devices=2", "rollout.tensor_parallel=2") as sampling:
+        sampling.sync(config_of())
+        os.kill(sampling.pids[1], signal.SIGKILL)
+        with pytest.raises(
+            LaunchError, match=r"vllm's process 1 .* killed by SIGKILL|vllm failed to generate"
+        ):
+            sampling.generate()
+
+
+def test_weights_that_it_does_not_know_are_one_line() -> None:
+    with to_break() as sampling:
+        weights = [("model.layers.0.nothing.weight", tensor) for _, tensor in sampling.backend.weights()]
+        with pytest.raises(LaunchError, match=r"vllm failed to take the policy's weights: .*nothing"):
+            sampling.engine.sync(iter(weights))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.gpu_memory_utilization=0.0001", r"vllm failed to start: \w+: .*memory"),
+        ("model.preset=qwen2-tiny", r"vllm failed to generate: .*head_dim=24"),
+    ],
+)
+def test_what_vllm_cannot_do_is_one_line(override: str, expected: str) -> None:
+    with pytest.raises(LaunchError, match=expected) as raised, to_break(override) as sampling:
+        sampling.engine.sync(sampling.backend.weights())
+        sampling.generate()
+    assert "\n" not in str(raised.value)
