@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from abrun.arguments import parse_formats, parse_lengths, parse_seeds
 from abrun.errors import AbrunError, RecipeError
 from abrun.redaction import shown
 
@@ -67,13 +67,16 @@ Aliases = Annotated[
 ]
 StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
 TakeOver = Annotated[
-    bool,
-    typer.Option(
-        "--take-over",
-        help="Do not wait for the lock of a launcher on another machine to run out.",
-    ),
+    bool, typer.Option("--take-over", help="Do not wait until the lock of another machine runs out.")
 ]
-MOST_SEEDS = 1000
+Launcher = Annotated[
+    str | None, typer.Option(help="What starts the runs: local, slurm; default: the recipe's, or local.")
+]
+Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
+NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
 @app.command()
@@ -84,61 +87,61 @@ def launch(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at once; by default as many as the devices allow.")
     ] = None,
-    launcher: Annotated[str, typer.Option(help="What starts the runs.")] = "local",
+    launcher: Launcher = None,
     runs_dir: RunsDir = Path("runs"),
-    name: Annotated[
-        str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print the plan, say whether it can run here, and write nothing."),
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")
-    ] = False,
+    name: Name = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    detach: Detach = False,
     take_over: TakeOver = False,
-    no_compare: Annotated[
-        bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")
-    ] = False,
+    no_compare: NoCompare = False,
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
     Exit code: 0 when every run finished, 1 when one did not, 2 for bad input, 130 after Ctrl-C.
     """
-    from abrun.launch import experiment_dir_of, make_engine
+    from abrun.launch import experiment_dir_of, make_engine, make_scheduler
     from abrun.plan import make_plan
-    from abrun.recipe import load_recipe
+    from abrun.recipe import launcher_settings, load_recipe
 
-    changes = [*(overrides or []), *([f"seeds={_parse_seeds(seeds)}"] if seeds is not None else [])]
+    changes = [*(overrides or []), *([f"seeds={parse_seeds(seeds)}"] if seeds is not None else [])]
     plan = make_plan(load_recipe(recipe, changes))
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    settings = launcher_settings(plan.recipe.launcher, launcher)
+    scheduler = make_scheduler(settings, jobs)
     console = _console()
+    if scheduler is None:
+        make_engine(launcher or "local", jobs)  # refuses a name that none has
     if dry_run:
-        from abrun.launch.preview import preview
+        from abrun.launch.preview import preview, preview_of_jobs
 
-        make_engine(launcher, jobs)  # refuses a name that none has
-        console.print(preview(plan, jobs))
+        show = preview(plan, jobs) if scheduler is None else preview_of_jobs(plan, scheduler, experiment_dir)
+        console.print(show)
         return
-    from abrun.launch import launch as launch_runs
+    from abrun.launch import launch_or_hand_over, queued_jobs
     from abrun.watch import View
 
-    with View(console) as view:
-        outcome = launch_runs(
+    with View(console, queued_jobs) as view:
+        outcome = launch_or_hand_over(
             plan,
             runs_dir,
+            scheduler=scheduler,
             observer=view,
             launcher=launcher,
             name=name,
             jobs=jobs,
             resume=resume,
             take_over=take_over,
+            compare=not no_compare,
+            detach=detach,
         )
+    if outcome is None:
+        return
     if outcome.exit_code:
-        again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
-        state = "Stopped" if outcome.stopped_by else "Not every run finished"
-        console.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+        _say_how_to_go_on(console, stopped=outcome.stopped_by is not None, resume=resume)
+    queued = queued_jobs(experiment_dir) if scheduler else None
     if not (outcome.stopped_by or no_compare):
-        _compare_after_launch(experiment_dir, console)
+        _compare_after_launch(experiment_dir, console, queued.compared() if queued else None)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -178,7 +181,7 @@ def compare(
     from abrun.compare.read.sources import Reading
     from abrun.recipe import parse_primary
 
-    wanted = _parse_formats(formats)
+    wanted = parse_formats(formats)
     comparison = compare_sources(
         sources,
         Reading(
@@ -303,7 +306,7 @@ def memory_profile(
 
     loaded = load_recipe(recipe, overrides or [])
     output = output or runs_dir / f"{loaded.name.removesuffix('-memory')}-memory"
-    profile = measure_recipe(loaded, output, lengths=_parse_lengths(lengths), num_sequences=sequences)
+    profile = measure_recipe(loaded, output, lengths=parse_lengths(lengths), num_sequences=sequences)
     console = _console()
     console.print(profile.table())
     console.print(f"peaks.json, memory.png and memory.svg are in {output}", soft_wrap=True, markup=False)
@@ -355,11 +358,12 @@ def mismatch(
 
 @app.command()
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Follow an experiment that another shell or another host launches."""
+    """Follow an experiment that another shell or another host launches, or the jobs of a cluster."""
     from abrun import watch as live
+    from abrun.launch import queued_jobs
     from abrun.store import find_experiment
 
-    live.watch(find_experiment(experiment, runs_dir), _console())
+    live.watch(find_experiment(experiment, runs_dir), _console(), queued_jobs)
 
 
 @app.command()
@@ -375,9 +379,39 @@ def status(
     if experiment is None:
         console.print(live.status_of_experiments(runs_dir))
         return
+    from abrun.launch import queued_jobs
+
     experiment_dir = find_experiment(experiment, runs_dir)
-    views = live.ExperimentReader(experiment_dir).read()
+    views = live.ExperimentReader(experiment_dir, queued_jobs).read()
     console.print(live.render(experiment_dir.name, views, console.width))
+
+
+@app.command()
+def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Stop an experiment: its runs save a checkpoint and end, its waiting jobs leave the queue."""
+    from abrun.launch import cancel as cancel_experiment
+    from abrun.store import find_experiment
+
+    said = cancel_experiment(find_experiment(experiment, runs_dir))
+    _console().print(said, soft_wrap=True, markup=False, highlight=False)
+
+
+@app.command()
+def logs(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
+    ],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print on until the run has ended.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Print what a run has printed."""
+    from abrun import watch as live
+    from abrun.launch import queued_jobs
+
+    path = runs_dir / run
+    for part in live.log_of(path if path.is_dir() else Path(run), queued_jobs, follow=follow):
+        sys.stdout.write(part)
+        sys.stdout.flush()
 
 
 @app.command()
@@ -439,7 +473,17 @@ def _console() -> "Terminal":
     return terminal()
 
 
-def _compare_after_launch(experiment_dir: Path, console: "Terminal") -> None:
+def _say_how_to_go_on(console: "Terminal", *, stopped: bool, resume: bool) -> None:
+    again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
+    state = "Stopped" if stopped else "Not every run finished"
+    console.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+
+
+def _compare_after_launch(experiment_dir: Path, console: "Terminal", compared: str | None) -> None:
+    """Print what a job has `compared`, or else compare here."""
+    if compared:
+        console.print(compared, soft_wrap=True, markup=False, highlight=False)
+        return
     from abrun.compare import compare_sources
     from abrun.compare.read.sources import Reading
 
@@ -449,38 +493,6 @@ def _compare_after_launch(experiment_dir: Path, console: "Terminal") -> None:
         _complain(str(error))
         return
     console.print(comparison.summary())
-
-
-def _parse_formats(text: str) -> list[str]:
-    wanted = [part.strip() for part in text.split(",") if part.strip()]
-    allowed = ("terminal", "html", "markdown", "json", "png", "svg")
-    for form in wanted:
-        if form not in allowed:
-            raise RecipeError(f"--format: got {form!r}; allowed: {', '.join(allowed)}")
-    if not wanted:
-        raise RecipeError(f"--format: got {text!r}, nothing to write; allowed: {', '.join(allowed)}")
-    return wanted
-
-
-def _parse_lengths(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= 2 for part in parts):
-        raise RecipeError(f"--lengths: got {text!r}; allowed: numbers of at least 2, such as 512,1024,2048")
-    return sorted({int(part) for part in parts})
-
-
-def _parse_seeds(text: str) -> list[int]:
-    """`0,1,2`, `0-4`, or both mixed."""
-    seeds: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", part.strip()):
-            raise RecipeError(f"--seeds: got {text!r}; allowed: numbers such as 0,1,2 or ranges such as 0-4")
-        start, stop = int(first), int(last or first)
-        if not 0 <= stop - start < MOST_SEEDS:
-            raise RecipeError(f"--seeds: got {part.strip()!r}; the last of at most {MOST_SEEDS} comes last")
-        seeds += range(start, stop + 1)
-    return seeds
 
 
 if __name__ == "__main__":

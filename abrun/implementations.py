@@ -1,7 +1,8 @@
 """What stands behind each seam, by the name that a recipe or the command line gives it.
 
-One line here adds a backend, a rollout engine or a launcher. A value is `module:object`, imported when it is
-asked for, so that this module, and with it the control plane, needs none of them.
+One line here adds a backend, a rollout engine or a launcher: one that starts processes, or a scheduler that
+queues jobs (a class to hand them over, and one that knows what became of them). A value is `module:object`,
+imported when it is asked for, so that this module, and with it the control plane, needs none of them.
 """
 
 import importlib
@@ -16,6 +17,7 @@ ENGINES = {
     "vllm": "abrun.rollout.vllm:make_engine",
 }
 LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
+SCHEDULERS = {"slurm": ("abrun.launch.slurm:SlurmLauncher", "abrun.launch.slurm:SlurmJobs")}
 
 
 def load(implementation: str) -> Any:

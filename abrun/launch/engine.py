@@ -3,13 +3,15 @@
 Whatever a run does, it says through its directory; an engine finds it a place, starts it, and stops it.
 """
 
-from typing import Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 from abrun.errors import LaunchError
-from abrun.implementations import LAUNCHERS, load
+from abrun.implementations import LAUNCHERS, SCHEDULERS, load
 from abrun.plan import Plan
-from abrun.recipe import RunConfig
-from abrun.store import RunDir
+from abrun.recipe import Local, RunConfig, Slurm
+from abrun.store import RunDir, RunState
 
 Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
 
@@ -47,8 +49,62 @@ class Engine(Protocol):
         ...
 
 
+class Scheduler(Protocol):
+    """One class a cluster that queues jobs, which then run without a launcher."""
+
+    def refusals(self, plan: Plan) -> list[str]:
+        """Why the plan could never run there, a line a reason; none where it could."""
+        ...
+
+    def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
+        """What would be handed over, by name. After `refusals`."""
+        ...
+
+    def submit(
+        self, plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, compare: bool
+    ) -> list[str]:
+        """Hand over every unfinished run, whole or not at all; returns the ids of the jobs."""
+        ...
+
+
+class Queued(Protocol):
+    """The jobs of an experiment that was handed over."""
+
+    @property
+    def busy(self) -> list[str]:
+        """The ids of those that wait or work."""
+        ...
+
+    def state_of(self, state: RunState) -> RunState:
+        """A run's state, where the scheduler knows better than the run's directory."""
+        ...
+
+    def cancel(self) -> None:
+        """Take back what waits, and let what runs save a checkpoint and end."""
+        ...
+
+    def compared(self) -> str | None:
+        """What the job that compares has printed; None where there is none."""
+        ...
+
+
+def queued_jobs(experiment_dir: Path) -> Queued | None:
+    """The jobs of an experiment, whichever scheduler has them; None where none was asked."""
+    for _, jobs in SCHEDULERS.values():
+        found = load(jobs).of(experiment_dir)
+        if found:
+            return found
+    return None
+
+
+def make_scheduler(settings: Local | Slurm | None, num_jobs: int | None) -> Scheduler | None:
+    """The scheduler that a launcher's settings are of; None where they are of one that starts processes."""
+    known = settings is not None and settings.type in SCHEDULERS
+    return load(SCHEDULERS[settings.type][0])(settings, num_jobs) if settings and known else None
+
+
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:
     """The engine that `--launcher` names. Raises LaunchError for a name that none has."""
     if launcher not in LAUNCHERS:
-        raise LaunchError(f"--launcher: got {launcher!r}; allowed: {', '.join(LAUNCHERS)}")
+        raise LaunchError(f"--launcher: got {launcher!r}; allowed: {', '.join([*LAUNCHERS, *SCHEDULERS])}")
     return load(LAUNCHERS[launcher])(num_jobs)

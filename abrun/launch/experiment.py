@@ -13,6 +13,7 @@ from pathlib import Path
 
 from abrun import store
 from abrun.errors import LaunchError, RecipeError, StoreError
+from abrun.launch.engine import queued_jobs
 from abrun.launch.requirements import refuse_unset_variables
 from abrun.plan import Plan, RunName, compare_hash, config_diff
 from abrun.recipe import NAME, RunConfig, stored_run
@@ -46,6 +47,7 @@ def owned_experiment(
     """
     if resume:
         store.open_experiment(experiment_dir)
+        _refuse_queued(experiment_dir)
     else:
         _check_new(experiment_dir)
     states = {run.name: store.run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
@@ -148,6 +150,16 @@ def _check_new(experiment_dir: Path) -> None:
         )
     if experiment_dir.is_dir() and not _was_just_begun(experiment_dir):
         raise LaunchError(f"{experiment_dir}: not empty, and no experiment of abrun; choose another --name")
+
+
+def _refuse_queued(experiment_dir: Path) -> None:
+    queued = queued_jobs(experiment_dir)
+    busy = queued.busy if queued else []
+    if busy:
+        raise LaunchError(
+            f"{experiment_dir}: --resume: jobs of it are in the queue ({', '.join(busy)}): wait for them, or "
+            f"end them with: abrun cancel {experiment_dir}"
+        )
 
 
 def _was_just_begun(experiment_dir: Path) -> bool:

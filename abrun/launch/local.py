@@ -64,7 +64,7 @@ class LocalEngine:
         with run.open_log() as output:
             process = start(
                 self.command(run, config, place),
-                environment(run.path, place, config),
+                self.environment(run, config, place),
                 dies_by=signal.SIGTERM,  # with the launcher, but after a checkpoint
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -75,6 +75,9 @@ class LocalEngine:
 
     def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
         return command_of(run.path, config)
+
+    def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
+        return environment(run.path, place, config)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,12 +2,14 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from abrun.launch.engine import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.plan import Plan
@@ -24,12 +26,27 @@ def preview(plan: Plan, num_jobs: int | None = None) -> RenderableType:
     The last line says which: a plan for other machines is a plan, but must not look like one for this. Raises
     LaunchError where a variable that a run's `env` refers to is not set.
     """
+    return Group(*_plan(plan), *_devices(plan, this_machine(), num_jobs))
+
+
+def preview_of_jobs(plan: Plan, scheduler: Scheduler, experiment_dir: Path) -> RenderableType:
+    """The same, with the jobs that a scheduler would get in place of this machine."""
+    lines = scheduler.refusals(plan)
+    if lines:
+        refused = [Text(f"- {printable(line)}") for line in lines]
+        return Group(*_plan(plan), _heading("Why it cannot run there"), *refused)
+    texts = scheduler.scripts(plan, experiment_dir, compare=True)
+    jobs = [part for name, text in texts.items() for part in (_heading(f"Job {name}"), Text(text))]
+    return Group(*_plan(plan), *jobs)
+
+
+def _plan(plan: Plan) -> list[RenderableType]:
     refuse_unset_variables(plan.runs)
     recipe = plan.recipe
     title = f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count(recipe.seeds, 'seed')}"
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
-    return Group(
+    return [
         Text(title, style="bold"),
         *_runs(plan),
         *_commands(plan),
@@ -38,8 +55,7 @@ def preview(plan: Plan, num_jobs: int | None = None) -> RenderableType:
         *_diff(plan),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),
-        *_devices(plan, this_machine(), num_jobs),
-    )
+    ]
 
 
 def _runs(plan: Plan) -> list[RenderableType]:

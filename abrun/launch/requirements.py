@@ -91,10 +91,27 @@ def refusals(plan: Plan, machine: Machine, num_jobs: int | None) -> list[str]:
             for reason in reasons(config):
                 arms_of.setdefault(reason, []).append(arm)
     lines = [f"{_arms(arms)}: {reason}" for reason, arms in arms_of.items()]
+    return lines + reference_refusals(plan)
+
+
+def anywhere_refusals(plan: Plan) -> list[str]:
+    """What no machine could run: all that a login node can say of nodes that it does not know."""
+    configs = {run.name.arm: run.config for run in plan.runs}
+    lines = [f"arm {arm}: {reason}" for arm, config in configs.items() for reason in _unbuilt(config)]
+    return lines + reference_refusals(plan)
+
+
+def node_refusals(config: RunConfig, machine: Machine) -> list[str]:
+    """Why a machine cannot be one of the nodes of a run."""
+    one = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 1})})
+    return [*_missing(config), *_too_large(one, machine, None)]
+
+
+def reference_refusals(plan: Plan) -> list[str]:
     reference = plan.recipe.compare.reference
     if reference and not Path(reference).expanduser().is_file():
-        lines.append(f"compare.reference: got {reference!r}, no such file here; abrun freeze makes one")
-    return lines
+        return [f"compare.reference: got {reference!r}, no such file here; abrun freeze makes one"]
+    return []
 
 
 def refuse_unset_variables(runs: Iterable[PlannedRun]) -> None:

@@ -6,6 +6,7 @@ each run end. One thread, one loop.
 
 import contextlib
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from abrun.redaction import redacted
 from abrun.store import STOPPED, Lease, Status, run_state
 
 POLL_S = 0.2
+MOST_ERRORS = 3
 GRACE_S = 35.0  # torchrun gives its workers 30 s between SIGTERM and SIGKILL
 
 
@@ -76,13 +78,13 @@ def launch(
     """
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     engine = make_engine(launcher, jobs)
-    _check_runnable(plan, engine)
+    refuse_impossible(plan, engine.refusals(plan))
     owned = owned_experiment(plan, experiment_dir, resume=resume, take_over=take_over, say=observer.say)
     with owned as lease:
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
         queue = Queue(plan, experiment_dir)
-        stopped_by = _Supervisor(queue, engine, observer, lease, grace_s, git).run()
+        stopped_by = Supervisor(queue, engine, observer, lease, grace_s, git).run()
     states = [run_state(experiment_dir, run.name) for run in plan.runs]
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed = {job.run.path for job in queue.jobs if job.status == "failed"}
@@ -92,12 +94,11 @@ def launch(
     return Outcome(statuses=statuses, stopped_by=stopped_by)
 
 
-def _check_runnable(plan: Plan, engine: Engine) -> None:
-    """Raises LaunchError, one line, where the plan cannot run on the engine."""
-    lines = engine.refusals(plan)
-    if lines:
-        more = f" (and {len(lines) - 1} more: --dry-run shows them)" if len(lines) > 1 else ""
-        raise LaunchError(f"{plan.recipe.name}: {lines[0]}{more}")
+def refuse_impossible(plan: Plan, refusals: list[str]) -> None:
+    """Raises LaunchError, one line, where there are reasons why a plan cannot run."""
+    if refusals:
+        more = f" (and {len(refusals) - 1} more: --dry-run shows them)" if len(refusals) > 1 else ""
+        raise LaunchError(f"{plan.recipe.name}: {refusals[0]}{more}")
 
 
 class _Quiet:
@@ -115,7 +116,7 @@ class _Quiet:
             self._observer.tick()
 
 
-class _Supervisor:
+class Supervisor:
     """Starts jobs in order as places come free, records how they end, and stops them all when asked."""
 
     def __init__(
@@ -252,13 +253,23 @@ def _ending(job: Job, status: int) -> tuple[Status, str | None]:
         return "finished", None
     attempt, launched = job.run.attempt(), job.run.launches()[-1]
     itself = attempt.status if attempt.number > launched.attempts else None
-    if job.stopping or itself == "interrupted":
+    printed = job.run.printed(job.log_start)
+    # A node that is not the first prints what it has to say; so does one on which no attempt has begun
+    errors = _errors(printed) if itself is None or job.config.cluster.nodes > 1 else []
+    if job.stopping or (itself == "interrupted" and not errors):
         return "interrupted", STOPPED
-    if itself == "failed":
+    if itself == "failed" and not errors:
         return "failed", attempt.message
-    if status:
-        words = ending_of(status, job.run.printed(job.log_start), job.oom_kills)
-        words = redacted(words, secrets_of(job.config, os.environ))
+    if errors:
+        words = "; ".join(errors[:MOST_ERRORS])
+    elif status:
+        words = ending_of(status, printed, job.oom_kills)
     else:
         words = "ended without a result"
-    return "failed", f"{words}; see {job.run.log}"
+    return "failed", f"{redacted(words, secrets_of(job.config, os.environ))}; see {job.run.log}"
+
+
+def _errors(printed: str) -> list[str]:
+    """What agents said last, those first that tell of a cause: a lost peer is an effect of it."""
+    found = list(dict.fromkeys(re.findall(r"^error: (.+)", printed, re.MULTILINE)))
+    return sorted(found, key=lambda line: not re.search(r"killed by|limits\.", line))

@@ -27,6 +27,7 @@ from abrun.recipe.command import (
     unset_variables,
 )
 from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
+from abrun.recipe.launcher import Local, Slurm, launcher_settings
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
 from abrun.recipe.policy import (
     DIMENSIONS,
@@ -94,6 +95,7 @@ __all__ = [
     "Guards",
     "Invocation",
     "Jsonl",
+    "Local",
     "Logprobs",
     "Megatron",
     "MetricsLog",
@@ -111,6 +113,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "Sft",
+    "Slurm",
     "TaskConfig",
     "Validation",
     "Wandb",
@@ -120,6 +123,7 @@ __all__ = [
     "dtensor_misfit",
     "heads_misfit",
     "invocation",
+    "launcher_settings",
     "load_recipe",
     "megatron_misfit",
     "megatron_refusal",
@@ -131,6 +135,7 @@ __all__ = [
     "stored_recipe",
     "stored_run",
     "unset_variables",
+    "validated",
     "vllm_misfit",
     "vllm_refusal",
 ]
@@ -147,6 +152,7 @@ class Declared(Section):
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=1000)
     controls: Controls = Controls()
     compare: Compare = Compare()
+    launcher: Annotated[Local | Slurm, Field(discriminator="type")] | None = None  # default: local
     record_diff: bool = True  # keep the uncommitted changes of the checkout, without secrets, in git-*.diff
 
     @field_validator("name")

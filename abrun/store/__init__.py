@@ -60,7 +60,7 @@ from abrun.store.files import (
     write_json,
 )
 from abrun.store.lines import NOT_METRICS, LineReader, LineWriter, read_lines
-from abrun.store.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of
+from abrun.store.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of, owner_of
 from abrun.store.records import Attempt, Launch, RunRecord, RunState, Status, started_after
 from abrun.store.rundir import SCHEMA_VERSION, RunDir
 from abrun.store.saved import STATE as SAVED_STATE
@@ -105,6 +105,7 @@ __all__ = [
     "make_folder",
     "metrics_of",
     "open_experiment",
+    "owner_of",
     "planned_runs",
     "read_json",
     "read_lines",

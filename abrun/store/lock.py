@@ -191,6 +191,12 @@ def launcher_lock(
 
 def launcher_of(directory: Path) -> str | None:
     """Who launches an experiment now, for people; None where nobody does, or its lease has run out."""
+    owner = owner_of(directory)
+    return None if owner is None else str(owner)
+
+
+def owner_of(directory: Path) -> Owner | None:
+    """The process that launches an experiment now; None where none does, or its lease has run out."""
     path = directory / LOCK
     try:
         owner, untouched_s = _owner_in(read_regular(path, 4096)), time.time() - path.stat().st_mtime
@@ -199,7 +205,7 @@ def launcher_of(directory: Path) -> str | None:
     if owner is None or owner.is_gone:
         return None
     expired = not owner.is_seen_from_here and untouched_s > LEASE_S + CLOCKS_DIFFER_S
-    return None if expired else str(owner)
+    return None if expired else owner
 
 
 def _owner_in(content: bytes) -> Owner | None:

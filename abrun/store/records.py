@@ -17,7 +17,7 @@ from abrun.store.files import read_json_or_empty
 from abrun.store.owner import Owner
 
 SCHEMA_VERSION = 1
-Status = Literal["pending", "running", "stalled", "finished", "failed", "interrupted"]
+Status = Literal["pending", "waiting", "running", "stalled", "finished", "failed", "interrupted"]
 T = TypeVar("T")
 LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
 

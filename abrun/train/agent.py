@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
@@ -53,6 +53,7 @@ GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
 LOOPBACK = "loopback"
 SCRATCH = "abrun-ranks-"
 NEW_S = 60.0
+MEETING_S = 180  # that a node waits for the others of a run
 POLL_S = 0.1
 MOST_SHOWN = 4
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
@@ -63,8 +64,12 @@ def main() -> int:
     parser.add_argument("module", help="what each rank runs, with DIRECTORY as its argument")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--node", type=int, default=0, help="which of them this is")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="of the first node, where there are several")
     parser.add_argument("--run-s", type=float, default=math.inf)
     parser.add_argument("--stalled-s", type=float, default=math.inf)
+    parser.add_argument("--grace-s", type=float, default=GRACE_S)
     parser.add_argument("--log-mib", type=float, default=64.0)
     asked = parser.parse_args()
     os.environ[RUN_DIR] = os.path.realpath(asked.directory)
@@ -74,12 +79,17 @@ def main() -> int:
     with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20)):
         known = run.last_attempt
         try:
-            with _scratch(asked.ranks) as scratch:
+            with _scratch(_ranks_here(asked)) as scratch:
                 status, message = _watched(asked, requests, scratch)
         except LaunchError as error:
             status, message = FAILED, str(error)
-        _conclude(run, known, status, message, requests.first)
+        _conclude(run if asked.node == 0 else None, known, status, message, requests.first)
     return end_like(status)
+
+
+def _ranks_here(asked: argparse.Namespace) -> range:
+    """The ranks of this node among those of all."""
+    return range(asked.node * asked.ranks, (asked.node + 1) * asked.ranks)
 
 
 def _watched(asked: argparse.Namespace, requests: StopRequests, scratch: Path) -> tuple[int, str | None]:
@@ -88,7 +98,7 @@ def _watched(asked: argparse.Namespace, requests: StopRequests, scratch: Path) -
     watch = _Watch(requests, asked, scratch)
     watch.start()
     try:
-        status, message = _run_ranks(asked.module, asked.directory, asked.ranks, str(scratch))
+        status, message = _run_ranks(asked, str(scratch))
     finally:
         watch.done.set()
         watch.join()
@@ -97,7 +107,7 @@ def _watched(asked: argparse.Namespace, requests: StopRequests, scratch: Path) -
 
 
 @contextlib.contextmanager
-def _scratch(num_ranks: int) -> Iterator[Path]:
+def _scratch(ranks: range) -> Iterator[Path]:
     """A folder for what agent and ranks tell each other; those that killed agents have left are removed.
 
     It is locked as long as it is in use, which systemd-tmpfiles respects, too.
@@ -109,7 +119,7 @@ def _scratch(num_ranks: int) -> Iterator[Path]:
             stack.callback(os.close, file)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            progress.prepare(folder, num_ranks)
+            progress.prepare(folder, ranks)
         except OSError as error:
             raise LaunchError(f"temporary files: {error}; free some space there, or set TMPDIR") from None
         for other in folder.parent.glob(f"{SCRATCH}*"):
@@ -128,14 +138,16 @@ def _remove_unused(folder: Path) -> None:
         os.close(file)
 
 
-def _run_ranks(module: str, directory: Path, num_ranks: int, scratch: str) -> tuple[int, str | None]:
+def _run_ranks(asked: argparse.Namespace, scratch: str) -> tuple[int, str | None]:
     """The exit status of the first rank that failed, as `subprocess` gives it, and a line on it; or 0."""
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
+        min_nodes=asked.nodes,
+        max_nodes=asked.nodes,
+        nproc_per_node=asked.ranks,
         run_id="abrun",
-        rdzv_backend=LOOPBACK,
+        rdzv_backend="static" if asked.meet else LOOPBACK,
+        rdzv_endpoint=asked.meet or "",
+        rdzv_configs={"rank": asked.node, "timeout": MEETING_S},
         max_restarts=0,
         monitor_interval=POLL_S,
         logs_specs=DefaultLogsSpecs(log_dir=scratch),
@@ -144,12 +156,15 @@ def _run_ranks(module: str, directory: Path, num_ranks: int, scratch: str) -> tu
     rendezvous_handler_registry.register(LOOPBACK, Loopback)
     oom_kills_before = oom_kills()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, str(directory))
+        elastic_launch(config, sys.executable)("-u", "-m", asked.module, str(asked.directory))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return failure.exitcode, f"rank {rank} of {num_ranks}: {_words(failure, oom_kills_before)}"
+        ranks = f"{asked.nodes * asked.ranks}" + (f" (on {socket.gethostname()})" if asked.meet else "")
+        return failure.exitcode, f"rank {rank} of {ranks}: {_words(failure, oom_kills_before)}"
     except ValueError as error:  # a rank was killed as it wrote its error file
         return FAILED, f"a rank failed, and its error file is damaged: {error}"
+    except DistError as error:
+        raise LaunchError(f"node {asked.node} does not reach {asked.meet}: {str(error)[:200]}") from None
     return 0, None
 
 
@@ -160,13 +175,15 @@ def _words(failure: ProcessFailure, oom_kills_before: int | None) -> str:
     return ending_of(failure.exitcode, "", oom_kills_before)
 
 
-def _conclude(run: RunDir, known: int, status: int, message: str | None, asked: int | None) -> None:
+def _conclude(run: RunDir | None, known: int, status: int, message: str | None, asked: int | None) -> None:
     """How the ranks ended, in the words of an attempt that has begun and died without any.
 
-    One that took too long notes itself that it was interrupted.
+    One that took too long notes itself that it was interrupted. A node that is not the first only prints it.
     """
     if message and asked is None:
         print(f"error: {message}", file=sys.stderr)
+    if run is None:
+        return
     try:
         writer = run.abandoned_attempt(known, interrupted=status == TIMED_OUT)
         if writer and asked:
@@ -222,7 +239,7 @@ class _Watch(threading.Thread):
 
     def _ask_to_stop(self, now: float) -> None:
         """SIGTERM once to every rank, whenever it appears: time for a checkpoint."""
-        self._kill_at_s = min(self._kill_at_s, now + GRACE_S)
+        self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
         for pid in children(os.getpid()) - self._told:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -230,7 +247,7 @@ class _Watch(threading.Thread):
 
     def _hanging(self, now: float) -> str | None:
         """Where the ranks are that have all been silent for too long, those first that wait for no other."""
-        signs = progress.signs(self._scratch, self._limits.ranks)
+        signs = progress.signs(self._scratch, _ranks_here(self._limits))
         if len(signs) == self._limits.ranks:
             reap_adopted({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)

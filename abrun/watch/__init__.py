@@ -15,10 +15,11 @@ from rich.text import Text
 
 from abrun import store
 from abrun.redaction import shown
-from abrun.watch.reading import ExperimentReader, WatchedRun
+from abrun.watch.log import log_of
+from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun
 from abrun.watch.showing import progress_line, render, status_line, status_of_experiments
 
-__all__ = ["ExperimentReader", "View", "WatchedRun", "render", "status_of_experiments", "watch"]
+__all__ = ["ExperimentReader", "View", "WatchedRun", "log_of", "render", "status_of_experiments", "watch"]
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 300.0  # without a terminal: a sign of life from slow runs
@@ -32,8 +33,9 @@ class View:
     A context manager. `follow` begins it, `tick` may be called as often as one likes.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, find_jobs: FindJobs = lambda experiment_dir: None) -> None:
         self._console = console
+        self._find_jobs = find_jobs
         self._reader: ExperimentReader | None = None
         self._live: Live | None = None
         self._table: RenderableType = ""
@@ -54,7 +56,7 @@ class View:
                     self._live.stop()
 
     def follow(self, experiment_dir: Path) -> None:
-        self._reader = ExperimentReader(experiment_dir)
+        self._reader = ExperimentReader(experiment_dir, self._find_jobs)
         if self._console.is_terminal:
             # Drawn by tick alone: a thread of rich's would draw while a signal is being handled.
             self._live = Live(console=self._console, auto_refresh=False)
@@ -80,15 +82,15 @@ class View:
         return runs
 
 
-def watch(experiment_dir: Path, console: Console) -> None:
+def watch(experiment_dir: Path, console: Console, find_jobs: FindJobs = lambda experiment_dir: None) -> None:
     """Follow an experiment until all its runs have ended, or nobody runs it any more."""
     store.open_experiment(experiment_dir)
-    with View(console) as view:
+    with View(console, find_jobs) as view:
         view.follow(experiment_dir)
         while True:
             statuses = {run.state.status for run in view.tick(now=True)}
             launched = store.launcher_of(experiment_dir)
-            if statuses <= set(OVER) or not (launched or "running" in statuses):
+            if statuses <= set(OVER) or not (launched or statuses & {"running", "waiting", "stalled"}):
                 break
             time.sleep(REFRESH_S)
     if not statuses <= {"finished"} and not launched:

@@ -6,10 +6,10 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from abrun import store
 from abrun.errors import StoreError
@@ -19,6 +19,15 @@ from abrun.store import RunState
 
 READ_WHOLE = 1 << 16  # bytes of metrics
 NUM_SKIMMED = 32  # rows of a longer file: a sparkline has at most 40 characters
+
+
+class Jobs(Protocol):
+    """What a cluster's scheduler knows of an experiment."""
+
+    def state_of(self, state: RunState) -> RunState: ...
+
+
+FindJobs = Callable[[Path], Jobs | None]  # of an experiment's directory; abrun.launch.queued_jobs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,8 +141,9 @@ def _start_up_s(state: RunState, first: Mapping[str, Any]) -> float | None:
 class ExperimentReader:
     """The runs of an experiment as they are now, warm starts first."""
 
-    def __init__(self, experiment_dir: Path) -> None:
+    def __init__(self, experiment_dir: Path, find_jobs: FindJobs = lambda experiment_dir: None) -> None:
         self.experiment_dir = experiment_dir
+        self._jobs = find_jobs(experiment_dir)
         self._followers: dict[Path, _Follower] = {}
         self._finished: dict[RunName, WatchedRun] = {}
 
@@ -153,6 +163,7 @@ class ExperimentReader:
 
     def _read(self, state: RunState) -> WatchedRun:
         follower = self._followers.setdefault(state.directory, _Follower(state.directory))
+        state = self._jobs.state_of(state) if self._jobs else state
         try:
             return follower.read(state)
         except StoreError as error:
@@ -167,7 +178,7 @@ def time_left_s(runs: Sequence[WatchedRun]) -> float | None:
     start_ups = [run.start_up_s for run in runs if run.start_up_s is not None]
     start_up_s = statistics.median(start_ups) if start_ups else 0.0
     ends = [_seconds_left(run, runs, start_up_s) for run in runs if run.state.status == "running"]
-    to_come = [run for run in runs if run.state.status == "pending" and not run.is_warm_start]
+    to_come = [run for run in runs if run.state.status in ("pending", "waiting") and not run.is_warm_start]
     known = [end for end in ends if end is not None]
     if not ends or len(known) < len(ends):
         return None

@@ -19,14 +19,14 @@ from abrun.redaction import shown
 from abrun.watch.reading import WatchedRun, time_left_s
 
 WIDE = 104  # columns from which the table has full headings and two spaces between them
-COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "dim"}
+COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "dim", "waiting": "dim"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def render(name: str, runs: Sequence[WatchedRun], width: int, height: int | None = None) -> RenderableType:
     """Table, progress bar and what went wrong, for a terminal of that size."""
     planned = [run for run in runs if not run.is_warm_start]
-    begun = all(run.state.status != "pending" for run in planned)
+    begun = all(run.state.status not in ("pending", "waiting") for run in planned)
     # A warm start that is over, or (its folder deleted since) that nothing waits for, is no news.
     over = ("finished", "pending") if begun else ("finished",)
     listed = [run for run in runs if not (run.is_warm_start and run.state.status in over)]
@@ -39,21 +39,32 @@ def render(name: str, runs: Sequence[WatchedRun], width: int, height: int | None
         left_out = Counter(run.state.status for run in listed if run not in fitting)
         counts = ", ".join(f"{count} {status}" for status, count in left_out.items())
         parts.append(Text(f"and {counts}", style="dim"))
-    parts += [
-        Text(f"{run.label}: {shown(run.state.message or '')}", style="red", overflow="ellipsis", no_wrap=True)
-        for run in troubles[:5]
-    ]
+    for run in troubles[:5]:
+        text = f"{run.label}: {shown(run.state.message or '')}"
+        parts.append(Text(text, style=_trouble(run), overflow="ellipsis", no_wrap=True))
     if any(run.skimmed for run in fitting):
         parts.append(Text("curve, peak memory: of some steps of long runs", style="dim"))
     parts.append(_progress(planned, time_left_s(runs), width))
     return Group(*parts)
 
 
+def _trouble(run: WatchedRun) -> str:
+    return "dim" if run.state.status == "waiting" else "red"
+
+
 def _most_telling(runs: Sequence[WatchedRun], room: int | None) -> list[WatchedRun]:
     """All where there is room; else those at work or in trouble first, then the latest to finish."""
     if room is None or len(runs) <= room:
         return list(runs)
-    ranks = {"running": 0, "stalled": 0, "failed": 1, "interrupted": 1, "finished": 2, "pending": 3}
+    ranks = {
+        "running": 0,
+        "stalled": 0,
+        "failed": 1,
+        "interrupted": 1,
+        "finished": 2,
+        "waiting": 3,
+        "pending": 4,
+    }
     order = sorted(
         range(len(runs)),
         key=lambda i: (ranks[runs[i].state.status], -i if runs[i].state.status == "finished" else i),

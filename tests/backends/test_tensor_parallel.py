@@ -52,7 +52,7 @@ OPTIMIZER = {
 }
 SP = {"sequence_parallel": True}
 STEPS = 2
-LOSS, NORM, GRADIENT, WEIGHT = 2e-6, 1e-5, 5e-5, 3e-4  # that float32 may differ by
+LOSS, NORM, GRADIENT, WEIGHT = 5e-6, 1e-5, 5e-5, 3e-4  # that float32 may differ by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,9 +140,9 @@ def run_trl(with_vllm: bool, shapes: Shapes, device: str, work: Path) -> list[di
 
 def train_trl(work: str, device: str, with_vllm: bool, shapes: Shapes) -> None:
     import torch
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     on_gpu = device == "cuda"
     times: list[float] = []

@@ -119,7 +119,11 @@ def to_break(config: OwnRunConfig) -> Iterator[SamplingApart]:
     from abrun.rollout.vllm import separate
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(separate, "Transfer", lambda *given: Transfer(*given[:-1], PATIENCE_S))
+        patched.setattr(
+            separate,
+            "Transfer",
+            lambda folder, rank, size, device, patience_s: Transfer(folder, rank, size, device, PATIENCE_S),
+        )
         sampling = SamplingApart(config)
     sampling.engine._engines._silence_s = PATIENCE_S
     try:

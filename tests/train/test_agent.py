@@ -106,13 +106,13 @@ def test_what_killed_agents_left_is_removed_and_what_others_use_is_not(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / f"{SCRATCH}left"
-    with scratch(1) as used, scratch(2) as other:
+    with scratch(range(1)) as used, scratch(range(2)) as other:
         assert {path.name for path in other.iterdir()} == {"rank-0", "rank-1"}
         left.mkdir()
         (left / "rank-0").touch()
         for folder in (left, used):
             os.utime(folder, (0, 0))
-        with scratch(1):
+        with scratch(range(1)):
             assert not left.exists()
             assert used.exists() and other.exists()
     assert not list(tmp_path.iterdir())
@@ -120,7 +120,7 @@ def test_what_killed_agents_left_is_removed_and_what_others_use_is_not(
 
 def test_no_room_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(LaunchError, match=r"temporary files: .*No such file.*set TMPDIR"), scratch(1):
+    with pytest.raises(LaunchError, match=r"temporary files: .*No such file.*set TMPDIR"), scratch(range(1)):
         pass
 
 

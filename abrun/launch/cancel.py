@@ -1,0 +1,32 @@
+"""The end of an experiment, asked for from anywhere."""
+
+import os
+import signal
+from pathlib import Path
+
+from abrun import store
+from abrun.errors import LaunchError
+from abrun.launch.engine import queued_jobs
+
+
+def cancel(experiment_dir: Path) -> str:
+    """Ask whatever runs an experiment to save checkpoints and end; returns what was done, for people.
+
+    Raises LaunchError where only another machine can, StoreError where there is no experiment.
+    """
+    store.open_experiment(experiment_dir)
+    queued = queued_jobs(experiment_dir)
+    busy = queued.busy if queued else []
+    if queued and busy:
+        queued.cancel()
+        return f"cancelled: {len(busy)} jobs ({', '.join(busy)}); what runs saves a checkpoint first"
+    owner = store.owner_of(experiment_dir)
+    if owner is None:
+        return f"{experiment_dir.name}: nothing of it runs or waits"
+    if not owner.is_seen_from_here or owner.pid is None:
+        raise LaunchError(f"{experiment_dir}: {owner} launches it; cancel it there")
+    try:
+        os.kill(owner.pid, signal.SIGTERM)
+    except OSError as error:
+        raise LaunchError(f"{experiment_dir}: {owner} launches it and cannot be asked: {error}") from None
+    return f"asked {owner} to stop: its runs save checkpoints first"

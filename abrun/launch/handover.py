@@ -1,0 +1,113 @@
+"""A launch by a scheduler: the experiment's directory, then jobs in a queue that need no launcher."""
+
+import shutil
+import time
+from pathlib import Path
+
+from abrun.errors import LaunchError
+from abrun.launch.engine import Queued, Scheduler, queued_jobs
+from abrun.launch.experiment import experiment_dir_of, owned_experiment
+from abrun.launch.git import record_checkout
+from abrun.launch.supervisor import Observer, Outcome, launch, refuse_impossible
+from abrun.plan import Plan, RunName
+from abrun.store import Status, run_state
+
+POLL_S = 0.5
+SETTLE_S = 20.0  # that a file server may take to show the last words of jobs that have ended
+
+
+def launch_or_hand_over(
+    plan: Plan,
+    runs_dir: Path,
+    *,
+    scheduler: Scheduler | None,
+    observer: Observer,
+    launcher: str | None = None,
+    name: str | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    take_over: bool = False,
+    compare: bool = True,
+    detach: bool = False,
+) -> Outcome | None:
+    """`launch` where there is no scheduler; else `hand_over`, and wait; None where `detach` asks not to."""
+    if scheduler is None:
+        if detach:
+            raise LaunchError(
+                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm"
+            )
+        return launch(
+            plan,
+            runs_dir,
+            observer=observer,
+            launcher=launcher or "local",
+            name=name,
+            jobs=jobs,
+            resume=resume,
+            take_over=take_over,
+        )
+    submitted = hand_over(
+        plan,
+        runs_dir,
+        scheduler=scheduler,
+        observer=observer,
+        name=name,
+        resume=resume,
+        take_over=take_over,
+        compare=compare,
+    )
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    observer.say(f"in the queue: {', '.join(submitted)}; they need no launcher: abrun watch {experiment_dir}")
+    return None if detach else wait_for(plan, experiment_dir, observer)
+
+
+def hand_over(
+    plan: Plan,
+    runs_dir: Path,
+    *,
+    scheduler: Scheduler,
+    observer: Observer,
+    name: str | None = None,
+    resume: bool = False,
+    take_over: bool = False,
+    compare: bool = True,
+) -> list[str]:
+    """Submit every unfinished run of a plan; returns the jobs. Raises what `launch` raises."""
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    refuse_impossible(plan, scheduler.refusals(plan))
+    with owned_experiment(plan, experiment_dir, resume=resume, take_over=take_over, say=observer.say):
+        git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
+        try:
+            return scheduler.submit(plan, experiment_dir, git, compare=compare)
+        except BaseException:
+            if not resume:  # nothing of it is in the queue
+                shutil.rmtree(experiment_dir, ignore_errors=True)
+            raise
+
+
+def wait_for(plan: Plan, experiment_dir: Path, observer: Observer) -> Outcome:
+    """Watch what was handed over until nothing of it is in the queue; however this ends, the jobs go on."""
+    queued = queued_jobs(experiment_dir)
+    if queued is None:
+        raise LaunchError(f"{experiment_dir}: no job of it was handed over")
+    observer.follow(experiment_dir)
+    while _busy(queued, observer):
+        observer.tick()
+        time.sleep(POLL_S)
+    until = time.monotonic() + SETTLE_S
+    while True:
+        states = [run_state(experiment_dir, run.name) for run in plan.runs]
+        if time.monotonic() > until or not any(state.status == "running" for state in states):
+            break
+        time.sleep(POLL_S)
+    statuses: dict[RunName, Status] = {state.name: queued.state_of(state).status for state in states}
+    return Outcome(statuses=statuses, stopped_by=None)
+
+
+def _busy(queued: Queued, observer: Observer) -> bool:
+    try:
+        return bool(queued.busy)
+    except LaunchError as error:  # a controller that restarts
+        observer.say(str(error))
+        time.sleep(10 * POLL_S)
+        return True

@@ -1,0 +1,217 @@
+"""`python -m abrun.launch.slurm.allocation EXPERIMENT_DIR RUN...`: what a job does on the first of its nodes.
+
+The supervisor of any launch, over the runs of this job as steps of its allocation: a run that fails begins
+again here. A job that is out of time or preempted saves checkpoints and asks Slurm to queue it again; what a
+lost node took along, Slurm queues again by itself.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from abrun import store
+from abrun.errors import AbrunError, LaunchError
+from abrun.launch.engine import Place
+from abrun.launch.local import LocalEngine, LocalRun
+from abrun.launch.queue import WARM_START, Job, Queue
+from abrun.launch.slurm import jobs
+from abrun.launch.slurm.commands import release, slurm
+from abrun.launch.slurm.launcher import RELEASE_AFTER_S
+from abrun.launch.supervisor import Supervisor
+from abrun.plan import make_plan
+from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
+from abrun.store import Lease, RunDir
+
+AGENTS_FIRST_S = 10.0  # agents kill ranks that save too slowly before the supervisor kills agents
+RELEASE_S = 30.0
+ANSWER_S = 30.0
+
+
+class StepEngine(LocalEngine):
+    """Runs as steps of this job's allocation, each with its share of every node."""
+
+    def __init__(self, settings: Slurm, num_runs: int) -> None:
+        super().__init__()
+        self._settings, self._num_runs = settings, num_runs
+
+    def place(self, config: RunConfig) -> Place | None:
+        return ()  # of this machine's devices none: the allocation has room for all of its runs
+
+    def start(self, run: RunDir, config: RunConfig, place: Place) -> "Step":
+        started = super().start(run, config, place)
+        return Step(started.run, started.process, started.place, started.slots)
+
+    def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
+        cluster, settings = config.cluster, self._settings
+        cpus, gpus = config.devices_per_node * settings.cpus_per_rank, jobs.gpus_of(config)
+        options = ["--exact", f"--nodes={cluster.nodes}", f"--ntasks={cluster.nodes}", "--ntasks-per-node=1"]
+        options += [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--quiet", f"--job-name={_step(run)}"]
+        options += [f"--gres=gpu:{gpus}"] if gpus else []
+        memory = os.environ.get("SLURM_MEM_PER_NODE", "")
+        if memory.isdigit() and int(memory):  # else the first step would take all of it
+            options.append(f"--mem={int(memory) // self._num_runs}")
+        container = settings.container
+        if container:
+            options.append(f"--container-image={container.image}")
+            options += [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+        python = settings.python or ("python" if container else sys.executable)
+        grace_s = max(1.0, grace_of(settings) - AGENTS_FIRST_S)
+        where = [str(run.path), f"{_this_node()}:{_free_port()}", str(grace_s)]
+        return ["srun", *options, python, "-m", "abrun.launch.slurm.node", *where]
+
+    def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
+        name = self._settings.interface
+        network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+        return {**os.environ, **network}  # not marked as of the run: srun has to outlive it, to end the step
+
+
+class Step(LocalRun):
+    """A step, whose first process on this node is srun."""
+
+    def stop(self, *, kill: bool) -> None:
+        job, found = os.environ["SLURM_JOB_ID"], []
+        if not kill:  # srun would kill the step at once
+            with contextlib.suppress(LaunchError):
+                steps = slurm("squeue", "-h", "-s", f"--jobs={job}", "-o", "%i|%j").splitlines()
+                found = [step.partition("|")[0] for step in steps if step.endswith(f"|{_step(self.run)}")]
+                for step in found:
+                    slurm("scancel", "--signal=TERM", f"{job}.{step.rpartition('.')[2]}")
+        if not found:  # it waits for its nodes
+            super().stop(kill=kill)
+
+
+def _step(run: RunDir) -> str:
+    """What the step of a run is called."""
+    return "-".join(run.path.parts[-2:])
+
+
+class Printed:
+    """An observer whose words go into the job's log."""
+
+    def follow(self, experiment_dir: Path) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+    def tick(self) -> None:
+        pass
+
+
+def grace_of(settings: Slurm) -> float:
+    """Seconds that runs have to save a checkpoint once they are asked to stop."""
+    return max(2.0, settings.save_s - 5.0)
+
+
+def main() -> int:
+    experiment_dir, names = Path(sys.argv[1]), sys.argv[2:]
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # soon out of time
+    try:
+        record = jobs.read_record(experiment_dir)
+        settings = validated(Slurm, record.get("settings", {}), str(experiment_dir / jobs.FOLDER))
+        queue = _queue(experiment_dir, names)
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if restarts > settings.requeues:
+            raise LaunchError(
+                f"launcher.requeues: the job has begun again {restarts} times; --resume goes on"
+            )
+        lease = Lease(experiment_dir / jobs.FOLDER / "leases" / _task_name())
+        lease.acquire(take_over=True)  # Slurm starts a job once: whoever had it is cut off, and will stop
+        try:
+            engine = StepEngine(settings, len([job for job in queue.jobs if not job.done]))
+            Supervisor(queue, engine, Printed(), lease, grace_of(settings), record.get("git")).run()
+        finally:
+            lease.close()
+    except AbrunError as error:
+        _give_up(experiment_dir, names, str(error))
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    left = any(job.status == "interrupted" for job in queue.jobs)
+    lost = any(job.status == "failed" for job in queue.jobs) and not _nodes_answer()
+    with contextlib.suppress(LaunchError):  # Slurm has been faster
+        if (left or lost) and _goes_on(experiment_dir):
+            _requeue()
+    return 0 if all(job.status == "finished" for job in queue.jobs) else 1
+
+
+def _queue(experiment_dir: Path, names: list[str]) -> Queue:
+    """The jobs of these runs; a warm start has a job of Slurm's of its own, which has ended by now."""
+    plan = make_plan(stored_recipe(store.open_experiment(experiment_dir)["recipe"]))
+    keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{jobs.WARM_START}/")]
+    runs = [run for run in plan.runs if str(run.name) in names or run.warm_start in keys]
+    queue = Queue(replace(plan, runs=tuple(runs)), experiment_dir)
+    if keys:
+        queue.jobs = [job for job in queue.jobs if job.shared]
+        return queue
+    for job in queue.jobs:
+        if job.shared:
+            job.status = "finished" if job.run.finished else _ended(job)
+    return queue
+
+
+def _ended(job: Job) -> store.Status:
+    status = job.run.state(WARM_START).status
+    return status if status == "interrupted" else "failed"
+
+
+def _give_up(experiment_dir: Path, names: list[str], why: str) -> None:
+    for name in names:
+        run = RunDir(experiment_dir / name)
+        if run.exists and not run.finished:
+            with contextlib.suppress(AbrunError):
+                run.begin_launch((), None)
+                run.end_launch("failed", why)
+
+
+def _goes_on(experiment_dir: Path) -> bool:
+    """Whether this job has to see to it that its runs go on: nobody has cancelled it, nor queued it again."""
+    if jobs.read_record(experiment_dir).get("cancelled"):
+        return False
+    return "JobState=RUNNING" in slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
+
+
+def _nodes_answer() -> bool:
+    """Whether every node of the allocation still starts a process: Slurm takes minutes to miss one."""
+    nodes = os.environ["SLURM_JOB_NUM_NODES"]
+    spread = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    try:
+        done = subprocess.run(["srun", "--overlap", *spread, "true"], timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _requeue() -> None:
+    """Back into the queue, which ends this process, and without the two minutes that Slurm makes it wait."""
+    job = os.environ["SLURM_JOB_ID"]
+    slurm("scontrol", "requeue", job)
+    until = time.monotonic() + RELEASE_S
+    while time.monotonic() < until:
+        with contextlib.suppress(LaunchError):
+            release(job, int(RELEASE_AFTER_S))
+        time.sleep(0.5)
+
+
+def _task_name() -> str:
+    index = os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{os.environ['SLURM_ARRAY_JOB_ID']}-{index}" if index else os.environ["SLURM_JOB_ID"]
+
+
+def _this_node() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return listening.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

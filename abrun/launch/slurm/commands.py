@@ -1,0 +1,103 @@
+"""The commands of Slurm that abrun needs. What they refuse is a LaunchError: their own words in one line."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from abrun.errors import LaunchError
+
+LIMIT_S = 60.0
+OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What Slurm says of a job, or of one task of an array."""
+
+    job: str
+    index: int | None
+    state: str  # PENDING, RUNNING, ...
+    reason: str
+    nodes: str
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def name(self) -> str:
+        return self.job if self.index is None else f"{self.job}_{self.index}"
+
+
+def submit(script: str, *options: str) -> str:
+    """Submit a script; returns the job's id."""
+    return slurm("sbatch", "--parsable", *options, script).strip().partition(";")[0]
+
+
+def would_run(options: Sequence[str]) -> str | None:
+    """Why no job with these options could ever run, in Slurm's words; None where one could."""
+    done = _run("sbatch", "--test-only", *options, "--wrap=true")
+    return None if done.returncode == 0 else _words(done.stderr)
+
+
+def tasks(jobs: Sequence[str], user: str) -> dict[tuple[str, int | None], Task]:
+    """What Slurm still knows of jobs, by id and array index: it forgets those that ended minutes ago."""
+    if not jobs:
+        return {}
+    # All of the user's: asked for by id, one that is forgotten is an error for all
+    listed = slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N")
+    found = {}
+    for line in listed.splitlines():
+        job, index, state, reason, nodes = line.split("|", 4)
+        if job in jobs:
+            number = int(index) if index.isdigit() else None
+            found[job, number] = Task(job=job, index=number, state=state, reason=reason, nodes=nodes)
+    return found
+
+
+def release(job: str, in_s: int = 0) -> None:
+    """End the two minutes for which Slurm keeps back what it has queued again."""
+    slurm("scontrol", "update", f"JobId={job}", f"StartTime=now{f'+{in_s}' if in_s else ''}")
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """Take jobs that wait out of the queue, and ask those at work to save a checkpoint and end."""
+    _scancel("--state=PENDING", *jobs)
+    _scancel("--batch", "--signal=TERM", "--state=RUNNING", *jobs)
+
+
+def withdraw(jobs: Sequence[str]) -> None:
+    """End jobs at once."""
+    _scancel(*jobs)
+
+
+def _scancel(*argv: str) -> None:
+    done = _run("scancel", "--quiet", *argv)
+    if done.stderr:  # without a word it failed for jobs that have ended, or are in another state
+        raise LaunchError(f"slurm: scancel: {_words(done.stderr)}")
+
+
+def slurm(*argv: str) -> str:
+    """The output of a command of Slurm."""
+    done = _run(*argv)
+    if done.returncode:
+        raise LaunchError(f"slurm: {argv[0]}: {_words(done.stderr)}")
+    return done.stdout
+
+
+def _run(*argv: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"slurm: no command {argv[0]!r} on PATH; launch on a login node, or use --launcher local"
+        ) from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"slurm: {argv[0]}: {error}") from None
+
+
+def _words(said: str) -> str:
+    """The lines of an error without the command's name before each."""
+    lines = [re.sub(r"^(\w+: )?(error: |fatal: )?", "", line).strip() for line in said.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line)) or "refused without a word"

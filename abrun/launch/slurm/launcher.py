@@ -1,0 +1,228 @@
+"""A plan on its way to Slurm: checked by Slurm itself, submitted whole or not at all, followed, cancelled."""
+
+import contextlib
+import getpass
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from abrun import store
+from abrun.errors import LaunchError
+from abrun.launch.queue import Queue
+from abrun.launch.requirements import anywhere_refusals
+from abrun.launch.slurm import commands, jobs
+from abrun.launch.slurm.jobs import Need, Script
+from abrun.plan import Plan
+from abrun.recipe import CommandRunConfig, Slurm
+from abrun.store import RunState
+
+ASK_EVERY_S = 5.0
+RELEASE_AFTER_S = 10.0  # a start in the second of the requeue is killed: "Job credential revoked"
+AT_WORK = ("running", "stalled", "pending")
+
+
+class SlurmLauncher:
+    """Hands the runs of a plan over to Slurm."""
+
+    def __init__(self, settings: Slurm, num_jobs: int | None = None) -> None:
+        self._settings, self._num_jobs = settings, num_jobs
+        self._fits: dict[Need, bool] = {}
+
+    def refusals(self, plan: Plan) -> list[str]:
+        """Why no machine could run the plan, or Slurm never would; finds whether pairs fit an allocation."""
+        lines = anywhere_refusals(plan)
+        for run in plan.runs:
+            config = run.config
+            if isinstance(config, CommandRunConfig) and config.cluster.nodes > 1:
+                lines.append(
+                    f"arm {run.name.arm}: cluster.nodes: got {config.cluster.nodes} with trainer.type "
+                    "'command', not built yet; use nodes: 1"
+                )
+        return list(dict.fromkeys(lines)) or self._refused_by_slurm(plan)
+
+    def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
+        """The text of every script that would be submitted, by name, in order. After `refusals`."""
+        texts = {
+            script.name: jobs.render(script, experiment_dir, self._settings, at_once=self._num_jobs)
+            for script in self._scripts(plan, experiment_dir)
+        }
+        return texts | ({"compare": jobs.render_compare(experiment_dir, self._settings)} if compare else {})
+
+    def submit(
+        self, plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, compare: bool
+    ) -> list[str]:
+        """Submit every unfinished run, each after its warm start, and what compares them; returns the jobs.
+
+        Raises LaunchError with nothing left in the queue where Slurm refuses one of them.
+        """
+        folder, scripts = experiment_dir / jobs.FOLDER, self._scripts(plan, experiment_dir)
+        for name, text in self.scripts(plan, experiment_dir, compare=compare).items():
+            store.write_file(folder / f"{name}.sh", text.encode(), mode=0o644)
+        record: dict[str, Any] = {"settings": self._settings.model_dump(mode="json"), "git": git, "jobs": {}}
+        record["user"] = getpass.getuser()
+        jobs.write_record(experiment_dir, record)
+        submitted: list[str] = []
+
+        def add(name: str, after: list[str]) -> str:
+            options = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+            submitted.append(commands.submit(str(folder / f"{name}.sh"), *options))
+            return submitted[-1]
+
+        try:
+            warm_starts: list[str] = []
+            for script in scripts:
+                job = add(script.name, [] if script.warm_start else warm_starts)
+                warm_starts += [job] if script.warm_start else []
+                record["jobs"][job] = [list(task) for task in script.tasks]
+                jobs.write_record(experiment_dir, record)
+            if compare:
+                record["compare"] = add("compare", list(submitted))
+                jobs.write_record(experiment_dir, record)
+        except BaseException:
+            if submitted:
+                commands.withdraw(submitted)
+            jobs.write_record(experiment_dir, {**record, "jobs": {}, "compare": None})
+            raise
+        return submitted
+
+    def _scripts(self, plan: Plan, experiment_dir: Path) -> list[Script]:
+        queue = Queue(plan, experiment_dir)
+        to_run = {job.label for job in queue.jobs if not (job.done or job.shared)}
+        warm_starts = []
+        for job in queue.jobs:
+            if job.shared and not job.run.finished:
+                need = jobs.need_of([job.config], self._settings)
+                assert need is not None
+                name, task = f"{jobs.WARM_START}-{len(warm_starts)}", f"{jobs.WARM_START}/{job.run.path.name}"
+                warm_starts.append(Script(name=name, need=need, tasks=((task,),), warm_start=True))
+        runs = [run for run in plan.runs if str(run.name) in to_run]
+        return warm_starts + jobs.grouped(runs, self._settings, self._fits)
+
+    def _refused_by_slurm(self, plan: Plan) -> list[str]:
+        container = self._settings.container
+        if container:
+            try:
+                commands.slurm("srun", f"--container-image={container.image}", "--help")
+            except LaunchError as error:
+                return [
+                    f"launcher.container: got {container.image!r}, and Slurm has no pyxis plugin: {error}"
+                ]
+        asked = jobs.cluster_options(self._settings)
+        for group in jobs.pairs(plan.runs):
+            configs = [run.config for run in group]
+            together = jobs.need_of(configs, self._settings)
+            if together is None or self._fits.get(together) is False:
+                continue
+            if together not in self._fits:
+                self._fits[together] = commands.would_run([*asked, *together.options()]) is None
+            if self._fits[together]:
+                continue
+            for config in configs:
+                alone = jobs.need_of([config], self._settings)
+                assert alone is not None
+                wrong = None if self._fits.get(alone) else commands.would_run([*asked, *alone.options()])
+                if wrong:
+                    return [f"slurm: {wrong} (asked for: {' '.join([*asked, *alone.options()])})"]
+                self._fits[alone] = True
+        return []
+
+
+class SlurmJobs:
+    """What Slurm knows of the jobs of an experiment, asked every few seconds at most."""
+
+    def __init__(self, experiment_dir: Path, record: Mapping[str, Any]) -> None:
+        self._experiment_dir, self._record = experiment_dir, record
+        self._place_of = {
+            name: (job, index)
+            for job, tasks in record.get("jobs", {}).items()
+            for index, names in enumerate(tasks)
+            for name in names
+        }
+        self._tasks: dict[tuple[str, int | None], commands.Task] = {}
+        self._asked_s: float | None = None
+        self._kept_back_s: dict[str, float] = {}  # since when this has seen a task so
+
+    @classmethod
+    def of(cls, experiment_dir: Path) -> "SlurmJobs | None":
+        """None where the experiment was never handed over to Slurm."""
+        record = jobs.read_record(experiment_dir)
+        return cls(experiment_dir, record) if record.get("jobs") else None
+
+    @property
+    def ids(self) -> list[str]:
+        compare = self._record.get("compare")
+        return [*self._record["jobs"], *([compare] if compare else [])]
+
+    @property
+    def busy(self) -> list[str]:
+        """The jobs that wait or work."""
+        return sorted({task.job for task in self._known().values() if not task.over}, key=int)
+
+    def state_of(self, state: RunState) -> RunState:
+        """A run's state, where Slurm knows better than its directory."""
+        warm_start = state.name.arm == jobs.WARM_START
+        name = f"{jobs.WARM_START}/{state.directory.name}" if warm_start else str(state.name)
+        if state.status == "finished" or name not in self._place_of:
+            return state
+        job, index = self._place_of[name]
+        try:
+            known = self._known()
+        except LaunchError:  # this host has no Slurm, or its controller does not answer
+            return state
+        task = known.get((job, index)) or known.get((job, None))
+        if task and not task.over:
+            if task.state in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):
+                if state.status not in ("pending", "interrupted"):
+                    return state
+                message = f"job {task.name} begins or ends on {task.nodes}"
+            else:
+                message = f"job {task.name} waits: {task.reason}"
+            return replace(state, status="waiting", message=message)
+        if state.status not in AT_WORK:
+            return state
+        ended = f"job {task.name} ended: {task.state}" if task else f"job {job} is no longer in Slurm's queue"
+        if task and task.state == "CANCELLED":
+            return replace(state, status="interrupted", message=f"{ended}; continue with --resume")
+        word = (
+            ""
+            if state.status != "pending"
+            else (
+                f", and left no word in {state.directory}: do the nodes share it? Look into "
+                f"{self._experiment_dir / jobs.FOLDER}, and ask: scontrol show job {job}"
+            )
+        )
+        return replace(state, status="failed", message=ended + word)
+
+    def cancel(self) -> None:
+        """Take back what waits, and let what runs save a checkpoint and end."""
+        record = jobs.read_record(self._experiment_dir)
+        jobs.write_record(self._experiment_dir, {**record, "cancelled": True})
+        commands.cancel(self.ids)
+        self._asked_s = None
+
+    def compared(self) -> str | None:
+        """What the job that compares has printed; None where there is none."""
+        if not self._record.get("compare"):
+            return None
+        with contextlib.suppress(OSError):
+            return (self._experiment_dir / jobs.FOLDER / "compare.log").read_text(errors="replace")
+        return ""
+
+    def _known(self) -> dict[tuple[str, int | None], commands.Task]:
+        now = time.monotonic()
+        if self._asked_s is None or now - self._asked_s > ASK_EVERY_S:
+            self._tasks = commands.tasks(self.ids, self._record.get("user", ""))
+            self._asked_s = now
+            self._release(now)
+        return self._tasks
+
+    def _release(self, now: float) -> None:
+        """Let what Slurm has queued again begin, once its nodes have forgotten the start before."""
+        for task in self._tasks.values():
+            if task.state != "PENDING" or task.reason != "BeginTime":
+                self._kept_back_s.pop(task.name, None)
+            elif now - self._kept_back_s.setdefault(task.name, now) >= RELEASE_AFTER_S:
+                with contextlib.suppress(LaunchError):  # another user's
+                    commands.release(task.name)

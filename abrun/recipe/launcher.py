@@ -1,0 +1,158 @@
+"""What starts the runs: this machine, or a cluster that queues jobs, with what a user's own profile adds."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from abrun.errors import RecipeError
+from abrun.recipe.reading import parse_yaml
+from abrun.recipe.refusals import shortened, validated
+from abrun.recipe.section import Count, Section
+from abrun.regular_files import read_regular
+
+TIME = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
+TAKEN = [
+    "account",
+    "array",
+    "chdir",
+    "constraint",
+    "container-image",
+    "cpus-per-task",
+    "dependency",
+    "error",
+    "export",
+    "gpus",
+    "gpus-per-node",
+    "gres",
+    "job-name",
+    "no-requeue",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "parsable",
+    "partition",
+    "qos",
+    "requeue",
+    "signal",
+    "test-only",
+    "time",
+    "wait",
+    "wrap",
+]
+MOST_PROFILE = 1 << 16  # bytes
+
+
+class Local(Section):
+    """Processes on this machine."""
+
+    type: Literal["local"]
+
+
+class Container(Section):
+    """The image that ranks run in, by the pyxis plugin of Slurm. abrun has to be installed there, too."""
+
+    image: str  # as `srun --container-image` takes it
+    mounts: list[str] = Field(default=[])  # HOST_PATH:CONTAINER_PATH; the runs directory has to be among them
+
+
+class Slurm(Section):
+    """Jobs of Slurm. What is left open here is taken from the user's profile, then from Slurm's defaults."""
+
+    type: Literal["slurm"]
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    # The limit of a job, as sbatch takes it ("2:00:00"). A run that takes longer goes on in the next one
+    time: str | None = None
+    save_s: Annotated[int, Field(ge=1, le=65535)] = 120  # before that limit runs save a checkpoint and stop
+    requeues: Annotated[int, Field(ge=0)] = 20  # how often a job begins again after limit, preemption, fault
+    cpus_per_rank: Count = 1
+    interface: str | None = None  # the network that nodes talk over, such as ib0; default: the libraries' own
+    python: str | None = None  # of the nodes or the container; default: the one that launches
+    setup: list[str] = Field(default=[])  # lines of shell before that, such as: module load cuda
+    container: Container | None = None
+    sbatch: dict[str, str | int | bool] = Field(
+        default={}
+    )  # any other options of sbatch: {exclusive: true, mem: 64G}
+
+    @field_validator("time")
+    @classmethod
+    def _time_is_one(cls, time: str | None) -> str | None:
+        if time is not None and not re.fullmatch(TIME, time):
+            raise ValueError(
+                f"got {shortened(time)}; allowed: such as '90' (minutes), '2:00:00', '1-12:00:00'"
+            )
+        return time
+
+    @field_validator("account", "partition", "qos", "constraint", "interface", "python")
+    @classmethod
+    def _is_a_word(cls, value: str | None) -> str | None:
+        return value if value is None else _line(value)
+
+    @field_validator("setup")
+    @classmethod
+    def _setup_is_lines(cls, setup: list[str]) -> list[str]:
+        return [_line(line) for line in setup]
+
+    @field_validator("sbatch")
+    @classmethod
+    def _options_are_free(cls, options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+        for name, value in options.items():
+            if not re.fullmatch("[a-z][a-z-]+", name):
+                raise ValueError(
+                    f"got {shortened(name)}; allowed: a long option without its dashes: mem, exclude"
+                )
+            if name in TAKEN:
+                raise ValueError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
+            _line(str(value))
+        return options
+
+
+def _line(value: str) -> str:
+    if not value.strip() or not value.isprintable():
+        raise ValueError(f"got {shortened(value)}; allowed: one line of text")
+    return value
+
+
+LAUNCHERS: dict[str, type[Local] | type[Slurm]] = {"local": Local, "slurm": Slurm}
+
+
+def profile_path() -> Path:
+    """The user's own defaults of launchers: a mapping of their types to their fields."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(home).expanduser() / "abrun" / "launchers.yaml"
+
+
+def launcher_settings(declared: Local | Slurm | None, kind: str | None) -> Local | Slurm | None:
+    """What `--launcher` or else the recipe names, with the user's profile below it; without either: local.
+
+    None for a name that no recipe may say. Raises RecipeError where profile and recipe do not fit.
+    """
+    kind = kind or (declared.type if declared else "local")
+    if kind not in LAUNCHERS:
+        return None
+    path = profile_path()
+    profile = _profile(path, kind)
+    validated(LAUNCHERS[kind], {"type": kind, **profile}, f"{path}: {kind}")
+    said = declared.model_dump(exclude_unset=True) if declared and declared.type == kind else {}
+    return validated(LAUNCHERS[kind], {**profile, **said, "type": kind}, "launcher")
+
+
+def _profile(path: Path, kind: str) -> Mapping[str, Any]:
+    try:
+        content = parse_yaml(read_regular(path, MOST_PROFILE).decode(), str(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from None
+    fits = isinstance(content, dict) and all(isinstance(each, dict) for each in content.values())
+    if content is not None and not (fits and content.keys() <= LAUNCHERS.keys()):
+        raise RecipeError(f"{path}: got {shortened(content)}; allowed: mappings under {', '.join(LAUNCHERS)}")
+    return (content or {}).get(kind, {})

@@ -1,0 +1,52 @@
+"""What a run prints, line by line, as it comes."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from abrun.redaction import shown
+from abrun.regular_files import open_regular
+from abrun.store import RunDir, RunState
+from abrun.watch.reading import FindJobs
+
+POLL_S = 0.5
+AT_WORK = ("waiting", "running", "stalled")
+
+
+def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[str]:
+    """The lines of a run's log; with `follow` those to come, too, until it has ended.
+
+    Raises StoreError where the folder holds no run.
+    """
+    run = RunDir(directory)
+    name = run.record().name
+    jobs = find_jobs(directory.parent.parent)
+
+    def state() -> RunState:
+        state = run.state(name)
+        return jobs.state_of(state) if jobs else state
+
+    position, rest = 0, b""
+    while True:
+        ended = not follow or state().status not in AT_WORK  # asked first: its last lines are there by now
+        position, content = _read(run, position)
+        *lines, rest = (rest + content).split(b"\n")
+        yield from (_text(line) for line in lines)
+        if ended:
+            yield from [_text(rest)] if rest else []
+            return
+        time.sleep(POLL_S)
+
+
+def _read(run: RunDir, position: int) -> tuple[int, bytes]:
+    try:
+        with open_regular(run.log) as file:
+            file.seek(min(position, run.log_size()))  # shorter: its middle was cut out
+            content = file.read()
+            return file.tell(), content
+    except OSError:
+        return position, b""
+
+
+def _text(line: bytes) -> str:
+    return shown(line.decode(errors="replace").rstrip("\r").expandtabs()) + "\n"

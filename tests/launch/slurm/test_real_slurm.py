@@ -1,0 +1,343 @@
+"""Faults under a real Slurm of two nodes on this machine: what status says, and when; what resumes; whether
+the end is that of an undisturbed experiment. Prints a row of the table in docs/clusters.md for each fault."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.launch import queued_jobs
+from abrun.layout import RunName
+from abrun.store import RunDir, RunState, run_state
+from abrun.watch import ExperimentReader
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = Path(__file__).with_name("cluster.sh")
+COMMANDS = ("slurmctld", "slurmd", "sbatch", "ip", "nsenter")
+MISSING = [command for command in COMMANDS if shutil.which(command) is None]
+ARMS = ("baseline", "treatment")
+SHORT = (
+    "seeds=[0]",
+    "warm_start=null",
+    "controls.aa_reruns=0",
+    "compare.primary=[]",
+    "checkpoint.every=5",
+    "algorithm.prompts_per_step=8",
+)
+WATCHED: dict[tuple[Path, int], Any] = {}  # one view of each experiment's jobs, as a watching abrun has
+WHATEVER_ELSE = ("timing/", "performance/", "memory/")
+
+
+def sh(*argv: str | Path, **env: str) -> str:
+    done = subprocess.run(
+        [*map(str, argv)], env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def abrun(*argv: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "abrun", *argv], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if MISSING:
+        pytest.skip(f"no {', '.join(MISSING)}: apt-get install --no-install-recommends slurm-wlm iproute2")
+    if os.geteuid():
+        pytest.skip("network namespaces for the nodes need root")
+    folder = tmp_path_factory.mktemp("slurm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("D", str(folder))
+        patch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        patch.setenv("PYTHONPATH", str(ROOT))
+        try:
+            sh(CLUSTER, "up")
+            yield folder
+        finally:
+            subprocess.run([CLUSTER, "down"], check=False)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The same experiment by the local launcher on two ranks, by its number of steps."""
+    runs_dir, made = tmp_path_factory.mktemp("local"), dict[int, Path]()
+
+    def experiment(steps: int) -> Path:
+        if steps not in made:
+            made[steps] = runs_dir / f"steps-{steps}"
+            launch(runs_dir, made[steps].name, steps, "--launcher", "local", "--set", "cluster.cpu_ranks=2")
+        return made[steps]
+
+    return experiment
+
+
+def launch(runs_dir: Path, name: str, steps: int, *more: str) -> str:
+    settings = [word for each in (*SHORT, f"steps={steps}") for word in ("--set", each)]
+    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    return abrun("launch", recipe, "--runs-dir", str(runs_dir), "--name", name, *settings, *more)
+
+
+def submit(runs_dir: Path, name: str, steps: int, *more: str) -> Path:
+    launch(runs_dir, name, steps, "--launcher", "slurm", "--detach", "--set", "cluster.nodes=2", *more)
+    return runs_dir / name
+
+
+def state(experiment_dir: Path, arm: str = "baseline") -> RunState:
+    found = run_state(experiment_dir, RunName(arm=arm, seed=0))
+    submitted = (experiment_dir / "_slurm" / "jobs.json").stat().st_mtime_ns
+    if (experiment_dir, submitted) not in WATCHED:
+        WATCHED[experiment_dir, submitted] = queued_jobs(experiment_dir)
+    return WATCHED[experiment_dir, submitted].state_of(found)
+
+
+def seconds_until(happened: Callable[[], Any], within_s: float) -> float:
+    began = time.monotonic()
+    while not happened():
+        took_s = time.monotonic() - began
+        assert took_s < within_s, f"not within {within_s} s"
+        time.sleep(0.3)
+    return time.monotonic() - began
+
+
+def run(experiment_dir: Path, arm: str = "baseline") -> RunDir:
+    return RunDir(experiment_dir / arm / "seed-0")
+
+
+def rows(experiment_dir: Path, arm: str) -> dict[int, dict[str, Any]]:
+    """Of each step the last attempt's row, without what is measured rather than computed."""
+    lines = (run(experiment_dir, arm).path / "metrics.jsonl").read_text().splitlines()
+    found = {row["step"]: row for row in map(json.loads, filter(str.strip, lines))}
+    return {
+        step: {
+            key: value
+            for key, value in row.items()
+            if key not in ("time_s", "attempt") and not key.startswith(WHATEVER_ELSE)
+        }
+        for step, row in found.items()
+    }
+
+
+def verdict(experiment_dir: Path) -> dict[str, Any]:
+    report = experiment_dir / "report" / "verdict.json"
+    if not report.exists():
+        abrun("compare", str(experiment_dir), "--allow-inconclusive")
+    content = json.loads(report.read_text())
+    return {key: content[key] for key in ("verdict", "reasons", "num_pairs", "step_one", "divergence")}
+
+
+def check_end(experiment_dir: Path, reference: Path) -> None:
+    """Every run has finished, with the numbers of the undisturbed ones; so has the comparison."""
+    jobs = queued_jobs(experiment_dir)
+    assert jobs is not None
+    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=400)  # pyright: ignore
+    for arm in ARMS:
+        assert state(experiment_dir, arm).status == "finished"
+        assert rows(experiment_dir, arm) == rows(reference, arm)
+    assert verdict(experiment_dir) == verdict(reference)
+
+
+def lost_steps(experiment_dir: Path, reached: dict[str, int]) -> int:
+    """The most steps that a run did again: from the checkpoint that it went on from."""
+    lost = 0
+    for arm in ARMS:
+        events = run(experiment_dir, arm).events()
+        resumed = [event["step"] for event in events if event["event"] == "resumed"]
+        began_again = run(experiment_dir, arm).last_attempt > 1
+        lost = max(lost, reached[arm] - (resumed[0] if resumed else 0) if began_again else 0)
+    return lost
+
+
+def at_step(experiment_dir: Path, step: int) -> dict[str, int]:
+    """Wait until both runs have come that far; how far each is."""
+    seconds_until(
+        lambda: all(run(experiment_dir, arm).heartbeat().step >= step for arm in ARMS), within_s=400
+    )
+    return {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
+
+
+def is_past(experiment_dir: Path, reached: dict[str, int]) -> bool:
+    """Whether a later attempt has made a step that none had made before; looks on as `abrun watch` does."""
+    state(experiment_dir)
+    return run(experiment_dir).last_attempt > 1 and run(experiment_dir).heartbeat().step > reached["baseline"]
+
+
+def ranks_of(directory: Path, rank: int) -> list[int]:
+    """The processes of one rank of a run, on whichever node: all are processes of this machine."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            environ = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if f"ABRUN_RUN_DIR={directory}".encode() in environ and f"RANK={rank}".encode() in environ:
+                found.append(int(entry.name))
+    return found
+
+
+def job_of(experiment_dir: Path) -> str:
+    return next(iter(json.loads((experiment_dir / "_slurm" / "jobs.json").read_text())["jobs"]))
+
+
+def table_row(fault: str, noticed_s: float, resumed_s: float, lost: int) -> None:
+    print(f"\n| {fault} | {noticed_s:.0f} s | {resumed_s:.0f} s | {lost} |")
+
+
+@pytest.mark.parametrize("fault", ["rank killed", "power cut", "node set down", "preempted"])
+def test_what_is_lost_comes_back_by_itself(
+    fault: str, cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    experiment_dir = submit(tmp_path, "disturbed", 40)
+    baseline = run(experiment_dir)
+    reached = at_step(experiment_dir, 12)
+    began = time.monotonic()
+    if fault == "rank killed":
+        (pid,) = ranks_of(baseline.path, 1)
+        os.kill(pid, signal.SIGKILL)
+        noticed_s = seconds_until(lambda: baseline.launches()[0].status == "failed", within_s=20)
+        assert "rank 1 of 2 (on n2): killed by SIGKILL" in (baseline.launches()[0].message or "")
+    elif fault == "power cut":
+        sh(CLUSTER, "cut", "n2")
+        noticed_s = seconds_until(lambda: state(experiment_dir).status != "running", within_s=20)
+        seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=90)
+        sh(CLUSTER, "boot", "n2")
+    elif fault == "node set down":
+        sh("scontrol", "update", "NodeName=n2", "State=down", "Reason=test")
+        noticed_s = seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=60)
+        with contextlib.suppress(AssertionError):  # it may have come back by itself
+            sh("scontrol", "update", "NodeName=n2", "State=resume")
+    else:
+        sh("sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 5")
+        noticed_s = seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=60)
+        reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
+    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
+    resumed_s = time.monotonic() - began
+    check_end(experiment_dir, undisturbed(40))
+    lost = lost_steps(experiment_dir, reached)
+    table_row(fault, noticed_s, resumed_s, lost)
+    assert lost <= 5 + 3  # those since the last checkpoint, and some until the fault struck
+
+
+def test_a_run_that_takes_longer_than_its_job_goes_on_in_the_next(
+    cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    limits = ["--set", "launcher={type: slurm, time: '3', save_s: 40}"]
+    experiment_dir = submit(tmp_path, "limited", 40, *limits)
+    at_step(experiment_dir, 8)
+    ranks = [pid for arm in ARMS for rank in (0, 1) for pid in ranks_of(run(experiment_dir, arm).path, rank)]
+    assert len(ranks) == 4
+    for pid in ranks:  # a step that takes until the limit
+        os.kill(pid, signal.SIGSTOP)
+    log = experiment_dir / "_slurm" / "pairs-0.log"
+    seconds_until(lambda: "stopping 2 runs" in log.read_text(), within_s=200)
+    began = time.monotonic()
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
+    noticed_s = seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=40)
+    reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
+    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
+    resumed_s = time.monotonic() - began
+    check_end(experiment_dir, undisturbed(40))
+    lost = lost_steps(experiment_dir, reached)
+    table_row("time limit", noticed_s, resumed_s, lost)
+    assert lost == 0
+
+
+def test_what_is_cancelled_stays_so_until_it_is_resumed(
+    cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    experiment_dir = submit(tmp_path, "cancelled", 40)
+    reached = at_step(experiment_dir, 7)
+    sh("scancel", job_of(experiment_dir))
+    noticed_s = seconds_until(lambda: state(experiment_dir).status == "interrupted", within_s=30)
+    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=60)  # pyright: ignore
+    assert state(experiment_dir).status == "interrupted"
+    resumed = time.monotonic()
+    submit(tmp_path, "cancelled", 40, "--resume")
+    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
+    resumed_s = time.monotonic() - resumed
+    assert abrun("cancel", str(experiment_dir)).startswith("cancelled: 2 jobs")
+    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=60)  # pyright: ignore
+    for arm in ARMS:
+        assert state(experiment_dir, arm).status == "interrupted"
+        assert [event["event"] for event in run(experiment_dir, arm).events()][-1] == "interrupted"
+    submit(tmp_path, "cancelled", 40, "--resume")
+    check_end(experiment_dir, undisturbed(40))
+    table_row("scancel", noticed_s, resumed_s, lost_steps(experiment_dir, reached))
+
+
+def test_nodes_that_do_not_share_the_runs_are_found_before_training(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    sh(CLUSTER, "cut", "n2")
+    sh(CLUSTER, "boot", "n2", HIDE=str(tmp_path / "scratch"))
+    try:
+        experiment_dir = submit(tmp_path / "scratch", "apart", 2)
+        seconds_until(lambda: state(experiment_dir).status == "failed", within_s=60)
+        said = state(experiment_dir).message or ""
+        assert (
+            f"{experiment_dir}/baseline/seed-0: not on n2, and on n1 it is: the nodes have to share it"
+            in said
+        )
+        assert run(experiment_dir).last_attempt == 0
+    finally:
+        sh(CLUSTER, "cut", "n2")
+        sh(CLUSTER, "boot", "n2")
+
+
+MANY = """
+name: many
+steps: 3
+trainer:
+  type: command
+  argv: [sh, -c, 'sleep {x}; printf "step,train/reward\\\\n1,0.5\\\\n2,0.6\\\\n3,0.7\\\\n" > {run_dir}/m.csv']
+  parameters: {x: 1}
+  metrics: {format: csv, path: '{run_dir}/m.csv'}
+arms: {baseline: {}, treatment: {trainer.parameters.x: 2}}
+seeds: SEEDS
+"""
+
+
+def test_two_hundred_runs_at_once_leave_it_responsive(cluster: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "many.yaml"
+    recipe.write_text(MANY.replace("SEEDS", str(list(range(100)))))
+    where = ["--runs-dir", str(tmp_path)]
+
+    def seconds(*argv: str) -> float:
+        began = time.monotonic()
+        abrun(*argv, *where)
+        return time.monotonic() - began
+
+    submitted_s = seconds("launch", str(recipe), "--launcher", "slurm", "--detach", "--jobs", "2")
+    queued_s = seconds("status", "many")
+    finished = lambda: len(list(tmp_path.glob("many/*/*/result.json")))  # noqa: E731
+    seconds_until(lambda: finished() >= 4, within_s=200)
+    working_s = seconds("status", "many")
+    reader = ExperimentReader(tmp_path / "many", queued_jobs)
+    reader.read()
+    began = time.monotonic()
+    statuses = Counter(run.state.status for run in reader.read())
+    tick_s = time.monotonic() - began
+    cancelled_s = seconds("cancel", "many")
+    ended_s = seconds_until(lambda: not queued_jobs(tmp_path / "many").busy, within_s=60)  # pyright: ignore
+    print(
+        f"\n200 runs: submitted in {submitted_s:.1f} s; status {queued_s:.1f} s while all wait, "
+        f"{working_s:.1f} s at work ({dict(statuses)}); a tick of watch {1000 * tick_s:.0f} ms; "
+        f"cancelled in {cancelled_s:.1f} s, the queue empty {ended_s:.0f} s later"
+    )
+    assert statuses["waiting"] > 100 and sum(statuses.values()) == 200
+    assert max(submitted_s, queued_s, working_s, cancelled_s) < 20 and tick_s < 1

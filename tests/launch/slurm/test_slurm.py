@@ -1,0 +1,448 @@
+"""Slurm without one: what is rendered, submitted, refused and cancelled, against a fake of its commands."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun import cli
+from abrun.errors import LaunchError, RecipeError
+from abrun.implementations import LAUNCHERS
+from abrun.launch import cancel, hand_over, make_scheduler, queued_jobs
+from abrun.launch.slurm import allocation, launcher, node
+from abrun.launch.supervisor import _errors
+from abrun.layout import RunName
+from abrun.plan import Plan, make_plan
+from abrun.recipe import launcher_settings, load_recipe
+from abrun.store import RunDir, RunState, run_state
+from tests.launch.fakes import FAKE, Silent
+from tests.launch.test_local import SMALL
+
+FAKE_SLURM = Path(__file__).with_name("fake_slurm.sh")
+GOLDEN = Path(__file__).with_name("golden")
+WHOLE = (
+    "launcher={type: slurm, account: rl, partition: low, qos: normal, constraint: 'h200&ib', "
+    "time: '4:00:00', save_s: 300, cpus_per_rank: 2, "
+    "setup: [module load cuda], sbatch: {exclusive: true, mem: 64G}}"
+)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the fake."""
+    folder = tmp_path / "slurm"
+    (folder / "bin").mkdir(parents=True)
+    for command in ("sbatch", "squeue", "scancel", "scontrol", "srun"):
+        (folder / "bin" / command).symlink_to(FAKE_SLURM)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(folder))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return folder
+
+
+def planned(*settings: str) -> Plan:
+    return make_plan(load_recipe(SMALL, settings))
+
+
+def submit(plan: Plan, runs_dir: Path, **options: Any) -> Path:
+    scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, "slurm"), None)
+    assert scheduler is not None
+    hand_over(plan, runs_dir, scheduler=scheduler, observer=Silent(), **options)
+    return runs_dir / plan.recipe.name
+
+
+def queue(slurm: Path) -> list[str]:
+    return (slurm / "queue").read_text().splitlines() if (slurm / "queue").exists() else []
+
+
+def waiting(slurm: Path) -> list[str]:
+    return [line for line in queue(slurm) if "|PENDING|" in line]
+
+
+def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState:
+    jobs = queued_jobs(experiment_dir)
+    assert jobs is not None
+    return jobs.state_of(run_state(experiment_dir, RunName(arm=arm, seed=seed)))
+
+
+# --- scripts ---
+
+
+@pytest.mark.parametrize("name", ["pairs", "runs", "warm-start-0", "compare"])
+def test_the_scripts_are_these(
+    name: str, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    plan = planned(WHOLE, "cluster.nodes=2", "warm_start={steps: 2}", "controls.aa_reruns=1")
+    scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, None), None)
+    assert scheduler is not None and scheduler.refusals(plan) == []
+    texts = scheduler.scripts(plan, Path("/runs/small"), compare=True)
+    assert [*texts] == ["warm-start-0", "pairs", "runs", "compare"]
+    text = texts[name].replace(sys.executable, "/venv/bin/python").replace(os.getcwd(), "/home/me")
+    text = re.sub(r"warm-start/\w{16}", "warm-start/KEY", text)
+    assert text == (GOLDEN / f"{name}.sh").read_text()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+@pytest.mark.parametrize("name", ["pairs", "runs", "warm-start-0", "compare"])
+def test_shellcheck_finds_nothing_in_them(name: str) -> None:
+    done = subprocess.run(["shellcheck", GOLDEN / f"{name}.sh"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_arms_that_fill_a_node_have_jobs_of_their_own(slurm: Path, tmp_path: Path) -> None:
+    submit(planned("cluster.cpu_ranks=8"), tmp_path, compare=False)
+    scripts = sorted(path.name for path in (tmp_path / "small" / "_slurm").glob("*.sh"))
+    assert scripts == ["runs.sh"]
+    record = json.loads((tmp_path / "small" / "_slurm" / "jobs.json").read_text())
+    names = [["baseline/seed-0"], ["treatment/seed-0"], ["baseline/seed-1"], ["treatment/seed-1"]]
+    assert record["jobs"] == {"101": names}
+
+
+def test_arms_of_other_sizes_are_side_by_side_where_the_nodes_are_as_many(
+    slurm: Path, tmp_path: Path
+) -> None:
+    wider = planned("arms.treatment={cluster.cpu_ranks: 4}")
+    text = submit(wider, tmp_path).joinpath("_slurm", "pairs.sh").read_text()
+    assert "--ntasks-per-node=2\n#SBATCH --cpus-per-task=4\n" in text
+    more_nodes = planned("name=other", "arms.treatment={cluster.nodes: 2}")
+    folder = submit(more_nodes, tmp_path) / "_slurm"
+    assert "--nodes=1\n" in (folder / "runs.sh").read_text()
+    assert "--nodes=2\n" in (folder / "runs-2.sh").read_text()
+
+
+# --- submission and refusals ---
+
+
+def test_jobs_wait_for_the_warm_start_and_the_comparison_for_all(slurm: Path, tmp_path: Path) -> None:
+    submit(planned("warm_start={steps: 2}", "controls.aa_reruns=1"), tmp_path)
+    calls = (slurm / "calls").read_text().splitlines()
+    submitted = [call.split(" --parsable ")[1] for call in calls if "--parsable" in call]
+    folder = tmp_path / "small" / "_slurm"
+    assert submitted == [
+        f"{folder}/warm-start-0.sh",
+        f"--dependency=afterany:101 {folder}/pairs.sh",
+        f"--dependency=afterany:101 {folder}/runs.sh",
+        f"--dependency=afterany:101:102:103 {folder}/compare.sh",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (
+            "partition: gone",
+            "small: slurm: invalid partition specified: gone; Batch job submission failed: Invalid "
+            "partition name specified (asked for: --partition=gone --nodes=1 --ntasks-per-node=1 "
+            "--cpus-per-task=1)",
+        ),
+        (
+            "account: nobody",
+            "small: slurm: Batch job submission failed: Invalid account or account/partition",
+        ),
+        (
+            "cpus_per_rank: 9",
+            "small: slurm: allocation failure: Requested node configuration is not available",
+        ),
+        (
+            "container: {image: 'nvcr.io#nvidia/pytorch'}",
+            "small: launcher.container: got 'nvcr.io#nvidia/pytorch', and Slurm has no pyxis plugin: slurm: "
+            "srun: unrecognized option '--container-image=nvcr.io#nvidia/pytorch'",
+        ),
+    ],
+)
+def test_what_slurm_refuses_is_one_line_of_its_own_and_leaves_nothing(
+    setting: str, line: str, slurm: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(LaunchError) as refused:
+        submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+    assert queue(slurm) == [] and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("script", ["pairs.sh", "compare.sh"])
+def test_a_refusal_half_way_takes_back_what_was_submitted(script: str, slurm: Path, tmp_path: Path) -> None:
+    (slurm / "refused").write_text(script)
+    with pytest.raises(
+        LaunchError, match=r"^slurm: sbatch: Batch job submission failed: Job violates .* limit\)$"
+    ):
+        submit(planned("warm_start={steps: 2}"), tmp_path / "runs")
+    assert len(queue(slurm)) > 0 and waiting(slurm) == []
+    assert not (tmp_path / "runs" / "small").exists()
+    (slurm / "refused").unlink()
+    submit(planned("warm_start={steps: 2}"), tmp_path / "runs")
+    assert len(waiting(slurm)) == 4
+
+
+def test_a_machine_without_slurm_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"^slurm: no command 'sbatch' on PATH; launch on a login node"):
+        submit(planned(), tmp_path / "runs")
+
+
+def test_a_login_node_without_gpus_can_submit_what_needs_them(slurm: Path, tmp_path: Path) -> None:
+    plan = planned("cluster.gpus_per_node=8", "policy.logprobs.impl=triton", "arms.treatment={steps: 4}")
+    submit(plan, tmp_path)
+    assert "--gres=gpu:8\n" in (tmp_path / "small" / "_slurm" / "runs.sh").read_text()
+
+
+def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path) -> None:
+    metrics = "{format: csv, path: '{run_dir}/m.csv'}"
+    command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
+    with pytest.raises(LaunchError, match=r"arm treatment: cluster.nodes: got 2 with trainer.type 'command'"):
+        submit(planned(command, "cluster.nodes=2", "compare.primary=[]"), tmp_path)
+
+
+def test_resume_submits_what_is_left_once_the_queue_is_empty(slurm: Path, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    with pytest.raises(LaunchError, match=r"jobs of it are in the queue \(101, 102\): wait .* abrun cancel"):
+        submit(planned(), tmp_path, resume=True)
+    cancel(experiment_dir)
+    RunDir(experiment_dir / "baseline" / "seed-0").begin_attempt().finish(3)
+    (experiment_dir / "baseline/seed-0/metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "attempt": 1}}\n' for step in (1, 2, 3))
+    )
+    submit(planned(), tmp_path, resume=True)
+    record = json.loads((experiment_dir / "_slurm" / "jobs.json").read_text())
+    names = [["treatment/seed-0"]], [["baseline/seed-1", "treatment/seed-1"]]
+    assert [*record["jobs"].values()] == [*names] and "cancelled" not in record
+
+
+# --- what becomes of jobs ---
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("101|0|PENDING|Resources|", "waiting", "job 101_0 waits: Resources"),
+        ("101|0|RUNNING|None|n[1-2]", "waiting", "job 101_0 begins or ends on n[1-2]"),
+        ("101|0|CANCELLED|None|", "interrupted", "job 101_0 ended: CANCELLED; continue with --resume"),
+        ("101|0|FAILED|NonZeroExitCode|n1", "failed", "job 101_0 ended: FAILED, and left no word in "),
+        ("999|0|RUNNING|None|n1", "failed", "job 101 is no longer in Slurm's queue, and left no word in "),
+    ],
+)
+def test_the_state_of_a_run_that_has_not_begun_is_its_jobs(
+    line: str, status: str, message: str, slurm: Path, tmp_path: Path
+) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    (slurm / "queue").write_text(line + "\n")
+    state = seen(experiment_dir)
+    assert state.status == status and (state.message or "").startswith(message)
+
+
+def test_a_run_at_work_whose_job_has_ended_is_dead(slurm: Path, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    here = RunDir(experiment_dir / "baseline" / "seed-0")
+    here.begin_launch((), None)
+    here.begin_attempt()
+    (slurm / "queue").write_text("101|0|RUNNING|None|n1\n")
+    assert seen(experiment_dir).status == "running"
+    (slurm / "queue").write_text("101|0|NODE_FAIL|None|n1\n")
+    assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
+        "failed",
+        "job 101_0 ended: NODE_FAIL",
+    )
+    (slurm / "queue").write_text("101|0|PENDING|BeginTime|\n")
+    assert seen(experiment_dir).status == "waiting"
+
+
+def test_where_slurm_does_not_answer_the_run_directory_does(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert seen(experiment_dir).status == "pending"
+
+
+def test_cancel_takes_back_what_waits_and_asks_what_runs(slurm: Path, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    assert cancel(experiment_dir).startswith("cancelled: 2 jobs (101, 102)")
+    assert (slurm / "calls").read_text().splitlines()[-2:] == [
+        "scancel --quiet --state=PENDING 101 102",
+        "scancel --quiet --batch --signal=TERM --state=RUNNING 101 102",
+    ]
+    assert cancel(experiment_dir) == "small: nothing of it runs or waits"
+    assert allocation._goes_on(experiment_dir) is False
+
+
+def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = queued_jobs(submit(planned(), tmp_path))
+    assert jobs is not None
+    (slurm / "queue").write_text("101|0|PENDING|BeginTime|\n101|1|PENDING|Resources|\n")
+    monkeypatch.setattr(launcher, "ASK_EVERY_S", 0)
+
+    def updates() -> list[str]:
+        assert jobs.busy == ["101"]
+        calls = (slurm / "calls").read_text().splitlines()
+        return [call for call in calls if "update" in call]
+
+    assert updates() == updates() == []
+    monkeypatch.setattr(launcher, "RELEASE_AFTER_S", 0)
+    assert updates() == ["scontrol update JobId=101_0 StartTime=now"]
+
+
+def test_of_what_the_nodes_said_the_cause_comes_first() -> None:
+    printed = (
+        "step 3\nerror: rank 0 of 2 (on n1): RuntimeError: Connection closed by peer\n"
+        "error: rank 1 of 2 (on n2): killed by SIGKILL\nno error: here\n"
+    )
+    assert _errors(printed) == [
+        "rank 1 of 2 (on n2): killed by SIGKILL",
+        "rank 0 of 2 (on n1): RuntimeError: Connection closed by peer",
+    ]
+
+
+# --- on a node ---
+
+
+def on_node(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setattr(sys, "argv", ["node", str(directory), "n1:4000", "30"])
+    return node.main(), capfd.readouterr().err
+
+
+def test_a_node_that_does_not_see_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host = socket.gethostname()
+    code, said = on_node(tmp_path / "runs", monkeypatch, capfd)
+    assert code == 2
+    assert said == (
+        f"error: {tmp_path}/runs: not on {host}, and on n1 it is: the nodes have to share it; launch with "
+        "--runs-dir on a file system that all of them see\n"
+    )
+
+
+def test_a_node_that_lacks_gpus_says_so(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    submit(planned("cluster.gpus_per_node=8"), tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    code, said = on_node(tmp_path / "small" / "baseline" / "seed-0", monkeypatch, capfd)
+    assert code == 2
+    assert said.startswith(
+        f"error: {socket.gethostname()}: cluster.gpus_per_node: got 8 ranks; this machine has 2"
+    )
+
+
+# --- what a recipe, a profile and the command line say ---
+
+
+def test_a_profile_lies_below_the_recipe(slurm: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "config" / "abrun" / "launchers.yaml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("slurm: {account: mine, partition: low, save_s: 60}\n")
+    recipe = load_recipe(SMALL, ["launcher={type: slurm, partition: high}"])
+    settings = launcher_settings(recipe.launcher, None)
+    assert settings is not None and settings.type == "slurm"
+    assert (settings.account, settings.partition, settings.save_s) == ("mine", "high", 60)
+    assert launcher_settings(recipe.launcher, "local").type == "local"  # pyright: ignore
+    of_profile = launcher_settings(None, "slurm")
+    assert of_profile is not None and of_profile.partition == "low"  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("slurm: {partitoin: low}", ": slurm: partitoin: unknown key; did you mean 'partition'?"),
+        ("slurm: {save_s: 0}", ": slurm: save_s: got 0; allowed: 1 or more"),
+        ("slurm: [low]", ": got {'slurm': ['low']}; allowed: mappings under local, slurm"),
+        ("slurm: {", ", line 2: not readable as YAML"),
+    ],
+)
+def test_a_bad_profile_is_one_line(text: str, line: str, slurm: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "config" / "abrun" / "launchers.yaml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text(text + "\n")
+    with pytest.raises(RecipeError) as refused:
+        launcher_settings(None, "slurm")
+    assert str(refused.value).startswith(f"{profile}{line}")
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("{type: pbs}", "launcher.type: got 'pbs'; allowed: 'local', 'slurm'"),
+        ("{type: slurm, time: tomorrow}", "launcher.time: got 'tomorrow'; allowed: such as '90' (minutes)"),
+        ("{type: slurm, sbatch: {nodes: 2}}", "launcher.sbatch: got nodes, which abrun sets itself"),
+        (
+            "{type: slurm, sbatch: {--mem: 2G}}",
+            "launcher.sbatch: got '--mem'; allowed: a long option without",
+        ),
+        (
+            "{type: local, partition: low}",
+            "launcher.partition: unknown key with this type; use type: 'slurm'",
+        ),
+        ('{type: slurm, setup: ["a\\nb"]}', "launcher.setup: got 'a\\nb'; allowed: one line of text"),
+    ],
+)
+def test_a_bad_section_is_one_line(section: str, line: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        planned(f"launcher={section}")
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(
+            sys, "argv", ["abrun", *map(str, arguments), "--runs-dir", str(tmp_path / "runs")]
+        )
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        output, errors = capsys.readouterr()
+        return int(str(exited.value.code)), output, errors
+
+    return run
+
+
+def test_a_detached_launch_and_what_can_be_asked_of_it(slurm: Path, tmp_path: Path, run: Cli) -> None:
+    code, said, _ = run("launch", SMALL, "--launcher", "slurm", "--detach")
+    assert (
+        code == 0
+        and said.startswith("in the queue: 101, 102; they need no launcher")
+        and "abrun watch" in said
+    )
+    code, said, _ = run("status", "small")
+    assert code == 0 and "4 waiting" in said and "baseline/seed-0: job 101_0 waits: Priority" in said
+    log = tmp_path / "runs" / "small" / "baseline" / "seed-0" / "stdout.log"
+    log.write_text("one\ntwo\x1b[2J\nthree")
+    assert run("logs", "small/baseline/seed-0") == (0, "one\ntwo\\x1b[2J\nthree\n", "")
+    code, _, refused = run("logs", "small/baseline/seed-7")
+    assert code == 2 and "small/baseline/seed-7" in refused
+    code, said, _ = run("cancel", "small")
+    assert code == 0 and said.startswith("cancelled: 2 jobs")
+    assert run("logs", "small/baseline/seed-0", "--follow")[1] == "one\ntwo\\x1b[2J\nthree\n"
+
+
+def test_a_dry_run_shows_the_scripts_and_submits_nothing(slurm: Path, tmp_path: Path, run: Cli) -> None:
+    code, said, _ = run("launch", SMALL, "--launcher", "slurm", "--dry-run")
+    assert code == 0 and "#SBATCH --array=0-1" in said and "abrun compare" in said
+    assert queue(slurm) == [] and not (tmp_path / "runs").exists()
+    code, said, _ = run("launch", SMALL, "--launcher", "slurm", "--dry-run", "--set", "cluster.cpu_ranks=16")
+    assert "Why it cannot run there" in said and "Requested node configuration is not available" in said
+
+
+def test_the_local_launcher_does_not_detach(run: Cli) -> None:
+    code, _, said = run("launch", SMALL, "--detach")
+    assert code == 2 and said.startswith(
+        "abrun: --detach: the local launcher has no queue; use nohup or tmux"
+    )
