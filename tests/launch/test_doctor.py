@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS
+from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
 from abrun.launch import doctor
 from abrun.launch.doctor import KERNELS, Diagnosis, diagnose
 from tests.test_cli import Run, run
@@ -49,7 +49,11 @@ def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
     assert code == 0 and found["versions"]["torch"] == torch.__version__
     parts = {(part["kind"], part["name"]): part["refusal"] for part in found["parts"]}
     kinds = {"policy.backend": BACKENDS, "rollout.engine": ENGINES, "policy.logprobs.impl": KERNELS}
-    expected = {(kind, name) for kind, names in (kinds | {"launcher": LAUNCHERS}).items() for name in names}
+    expected = {
+        (kind, name)
+        for kind, names in (kinds | {"launcher": (*LAUNCHERS, *SCHEDULERS)}).items()
+        for name in names
+    }
     assert expected | {("device", "cpu"), ("device", "cuda")} == parts.keys()
     assert parts["policy.backend", "dtensor"] is None and parts["rollout.engine", "torch"] is None
     assert (parts["device", "cuda"] is None) == torch.cuda.is_available()
