@@ -33,7 +33,12 @@ def _unreduced(*, reduce_dtype: object, **settings: Any) -> MixedPrecisionPolicy
 
 
 def _judge(
-    self: Head, hidden: Tensor, weight: Tensor, target: Tensor, token_loss: None = None
+    self: Head,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    token_loss: None = None,
+    support: None = None,
 ) -> tuple[Tensor, Tensor]:
     logprobs = (hidden @ weight.T).log_softmax(dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(dim=-1)

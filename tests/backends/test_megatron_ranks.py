@@ -139,7 +139,7 @@ def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
     for found in of_ranks:
         rows = found["rows"]
         torch.testing.assert_close(found["logprobs"], expected["logprobs"][rows], rtol=1e-5, atol=2e-5)
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=3e-5, abs=1e-6)
         assert found["extremes"] == pytest.approx(expected["extremes"], rel=1e-4)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert min(found["norms"]) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
