@@ -302,6 +302,50 @@ def test_of_what_the_nodes_said_the_cause_comes_first() -> None:
     ]
 
 
+# --- in a job ---
+
+
+def run_job(experiment_dir: Path, monkeypatch: pytest.MonkeyPatch, *, restarts: int = 0) -> int:
+    """What the job of a run does."""
+    for name, value in {"JOB_ID": 101, "RESTART_COUNT": restarts, "JOB_NUM_NODES": 1}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setattr(sys, "argv", ["allocation", str(experiment_dir), "baseline/seed-0"])
+    monkeypatch.setattr(allocation.signal, "signal", lambda *_: None)
+    return allocation.main()
+
+
+def test_a_job_that_begins_again_too_often_gives_up(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment_dir = submit(planned("launcher={type: slurm, requeues: 2}"), tmp_path)
+    assert run_job(experiment_dir, monkeypatch, restarts=3) == 2
+    state = run_state(experiment_dir, RunName(arm="baseline", seed=0))
+    assert state.status == "failed" and "launcher.requeues" in str(state.message)
+
+
+@pytest.mark.parametrize(
+    ("status", "requeued"), [("interrupted", True), ("finished", False), ("failed", False)]
+)
+def test_a_job_queues_itself_again_where_its_runs_were_interrupted(
+    status: Any, requeued: bool, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended:
+        def __init__(self, queue: Any, *_: Any) -> None:
+            self._jobs = queue.jobs
+
+        def run(self) -> None:
+            for job in self._jobs:
+                job.status = status
+
+    asked: list[str] = []
+    monkeypatch.setattr(allocation, "Supervisor", Ended)
+    monkeypatch.setattr(allocation, "_nodes_answer", lambda: True)
+    monkeypatch.setattr(allocation, "_goes_on", lambda _: True)
+    monkeypatch.setattr(allocation, "_requeue", lambda: asked.append("requeue"))
+    code = run_job(submit(planned(), tmp_path), monkeypatch)
+    assert code == (status != "finished") and bool(asked) == requeued
+
+
 # --- on a node ---
 
 
