@@ -81,18 +81,18 @@ class Resampling:
 
     def mean(self, values: Array, *, least: float = -math.inf) -> Estimate:  # [N]
         """`least`: below which no mean of such values can be."""
-        sums = np.bincount(self._prompts, values).astype(float)
-        lengths = self._lengths
-        mean = float(sums.sum() / lengths.sum())
+        mean, lengths = float(values.mean()), self._lengths
         if self.num_prompts < FEWEST_PROMPTS:
             return Estimate(value=mean, low=None, high=None)
-        spread = float(_standard_error(np.ones((1, self.num_prompts)), sums, lengths, np.array([mean]))[0])
-        means = (self._draws @ sums) / (self._draws @ lengths)
-        spreads = _standard_error(self._draws, sums, lengths, means)
+        # Of what is above the mean: squares of errors of 1e-7 above 1 would be lost beside those of 1.
+        sums = np.bincount(self._prompts, values - mean)
+        spread = float(_standard_error(np.ones((1, self.num_prompts)), sums, lengths, np.zeros(1))[0])
+        offsets = (self._draws @ sums) / (self._draws @ lengths)
+        spreads = _standard_error(self._draws, sums, lengths, offsets)
         usable = spreads > 1e-9 * spread  # not those of one prompt, drawn again and again
         if not spread or not usable.any():
             return Estimate(value=mean, low=mean, high=mean)
-        low, high = np.quantile((means[usable] - mean) / spreads[usable], self._tails)
+        low, high = np.quantile(offsets[usable] / spreads[usable], self._tails)
         ends = (max(mean - float(end) * spread, least) for end in (high, low))
         return Estimate(value=mean, low=next(ends), high=next(ends))
 

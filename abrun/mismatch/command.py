@@ -147,7 +147,12 @@ def _name(index: int) -> str:
 
 def _asked(scoring: Scoring) -> dict[str, Any]:
     config = scoring.config.model_dump(mode="json")
-    return {"config": config, "method": scoring.method, "weights": scoring.weights}
+    return {
+        "config": config,
+        "method": scoring.method,
+        "weights": scoring.weights,
+        "on_recorded_sets": scoring.on_recorded_sets,
+    }
 
 
 def _found(directory: Path, rows: list[dict[str, Any]]) -> dict[int, Scored | str]:

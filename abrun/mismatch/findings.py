@@ -235,9 +235,11 @@ def _bars(
 
 
 def _reproduces(path: Sequence[tuple[Step, Scored | str | None]], inference: Array, own: Array) -> bool:
-    """Whether the engine that scores again is nearer to what it recorded than the trainer is."""
+    """Whether the engine that scores again is nearer to what it recorded than the trainer is, or as near as
+    float32 can tell."""
     again = [found.logprobs for step, found in path if step.key == "engine" and isinstance(found, Scored)]
-    return all(error(inference, logprobs) < error(inference, own) for logprobs in again)
+    far = max(error(inference, own), 1 + PARITY)
+    return all(error(inference, logprobs) < far for logprobs in again)
 
 
 def _floor(rows: Sequence[Row]) -> list[Row]:

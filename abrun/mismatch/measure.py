@@ -13,7 +13,7 @@ and a row each: done, or why not.
 import gc
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +193,14 @@ class Recorded:
         """
         weights = self.folder / asked["weights"]
         decodes = asked["method"] == "decode"  # as a policy that trains does, not as a frozen one
+        batch = self.batch if asked["on_recorded_sets"] else replace(self.batch, support=None)
         policy = make_backend(config, ranks, weights=weights, seed=0, trainable=decodes)
         if asked["method"] == "trainer":
-            return _with_routes(policy, self.batch, _top_k(weights))
+            return _with_routes(policy, batch, _top_k(weights))
         text = load_text(config.model, weights=weights)
         if decodes:
-            logprobs = TorchEngine(config.rollout, policy, text).score(*self._parts())
+            engine = TorchEngine(config.rollout, policy, text)
+            logprobs = engine.score(*self._parts(), self._support())
         else:
             logprobs = self._by_vllm(config, policy, text)
         return {"logprobs": torch.tensor([value for each in logprobs for value in each])}
@@ -209,6 +211,13 @@ class Recorded:
         starts, ends = mask.int().argmax(dim=1).tolist(), (mask.cumsum(dim=1).argmax(dim=1) + 1).tolist()
         rows = list(zip(self.batch.token_ids.tolist(), starts, ends, strict=True))
         return [row[:start] for row, start, _ in rows], [row[start:end] for row, start, end in rows]
+
+    def _support(self) -> list[Tensor] | None:
+        """Of each completion."""
+        support = self.batch.support
+        if support is None:
+            return None
+        return [of_row[mask] for of_row, mask in zip(support, self.batch.token_mask, strict=True)]
 
     def _by_vllm(self, config: OwnRunConfig, policy: Backend, text: Text) -> list[list[float]]:
         from abrun.rollout.vllm.instance import Instance

@@ -20,6 +20,8 @@ class Scoring:
     method: Method  # a forward pass of the trainer; decoded one by one by the torch engine; by vLLM
     config: OwnRunConfig
     weights: Weights = "now"
+    # With filters: of the sets of tokens that the sampler kept, where it told; else of those kept now
+    on_recorded_sets: bool = True
 
     @property
     def has_process(self) -> bool:
@@ -248,9 +250,9 @@ def _asked(config: OwnRunConfig, index: int, override: str) -> Change:
         raise RecipeError(
             f"--set: got {override!r}; everything is scored on one rank: leave cluster as it is"
         )
-    return Change(
-        key=f"set_{index}", label=override, kind="sampling", scoring=Scoring(method="trainer", config=asked)
-    )
+    same = asked.rollout.filters == config.rollout.filters and asked.rollout.records_support
+    scoring = Scoring(method="trainer", config=asked, on_recorded_sets=same)
+    return Change(key=f"set_{index}", label=override, kind="sampling", scoring=scoring)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

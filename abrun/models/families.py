@@ -85,6 +85,26 @@ def attends_to_all(config: Any) -> bool:
     return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
 
 
+def positions_of(config: Any) -> int | None:
+    """How many tokens a sequence may have; None: no limit is known.
+
+    LongRoPE (arXiv:2402.13753) rotates all tokens of a batch otherwise once one of its sequences is longer
+    than the original positions: beyond these a token's logits would depend on the tokens after it.
+    """
+    config = config.get_text_config(decoder=True)
+    rotations = getattr(config, "rope_parameters", None) or {}
+    of_layers = [each for each in rotations.values() if isinstance(each, dict)]
+    known = [
+        getattr(config, "max_position_embeddings", None),
+        *(
+            each.get("original_max_position_embeddings")
+            for each in (rotations, *of_layers)
+            if each.get("rope_type") == "longrope"
+        ),
+    ]
+    return min((positions for positions in known if isinstance(positions, int)), default=None)
+
+
 def experts_of(network: nn.Module) -> list[Any]:
     """Each layer's experts, in order, where they are one module: each parameter is [num_experts, ...].
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from abrun.errors import RecipeError
+from abrun.models.families import positions_of
 from abrun.models.presets import CharacterTokenizer, character_tokenizer, preset_config
 from abrun.models.sources import loading, source_of
 from abrun.recipe import Model
@@ -87,12 +88,11 @@ def _text(
 ) -> Text:
     ids: Any = generation.eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
     ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return Text(
         tokenizer=tokenizer,
         system_prompt=system_prompt,
         end_ids=frozenset(i for i in ids if i is not None),
-        max_positions=positions if isinstance(positions, int) else None,
+        max_positions=positions_of(config),
     )
 
 

@@ -62,7 +62,12 @@ class TorchEngine:
         return self._backend.ranks.gather_context(completions)
 
     @torch.no_grad()
-    def score(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+    def score(
+        self,
+        prompts: list[list[int]],
+        completions: list[list[int]],
+        support: list[Tensor] | None = None,  # [tokens, W] of each: what filters kept; None: what they keep
+    ) -> list[list[float]]:
         """Log-probs of completions that are given: as if they were drawn, by the same steps.
 
         Each ends with an end token, or has `max_new_tokens`. On one rank.
@@ -70,12 +75,14 @@ class TorchEngine:
         most, temperature = self._rollout.max_new_tokens, self._rollout.temperature
         filled = [tokens + [self._pad_id] * (most - len(tokens)) for tokens in completions]
         given = torch.tensor(filled, device=self._device)
+        kept = None if support is None else self._filled(support, most)
         size = self._rollout.batch_size or max(len(prompts), 1)
         scored: list[Completion] = []
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
                 part = slice(start, start + size)
-                rows = _Given(given[part], **self._settings(prompts[part], temperature))
+                settings = self._settings(prompts[part], temperature)
+                rows = _Given(given[part], None if kept is None else kept[part], **settings)
                 scored.extend(self._generate(decoder, prompts[part], rows))
         return [each.logprobs for each in scored]
 
@@ -91,6 +98,12 @@ class TorchEngine:
 
     def close(self) -> None:
         """Nothing."""
+
+    def _filled(self, support: list[Tensor], most: int) -> Tensor:  # [tokens, W] each -> [B, most, W]
+        filled = torch.zeros(len(support), most, support[0].shape[1], dtype=torch.uint8)
+        for row, kept in enumerate(support):
+            filled[row, : len(kept)] = kept
+        return filled.to(self._device)
 
     def _settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
         return {
@@ -236,13 +249,19 @@ class _Rows:
 class _Given(_Rows):
     """Sequences whose tokens are known, drawn as if by chance."""
 
-    def __init__(self, given: Tensor, **settings: Any) -> None:  # [B, T]
+    def __init__(
+        self,
+        given: Tensor,  # [B, T]
+        kept: Tensor | None,  # [B, T, W]
+        **settings: Any,
+    ) -> None:
         super().__init__(given, **settings)
-        self._given = given
+        self._given, self._kept = given, kept
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         token = self._given.index_select(1, self._num_drawn)[:, 0]
+        kept = None if self._kept is None else self._kept.index_select(1, self._num_drawn)[:, 0]
         logprobs, _ = filtered_logprobs(
-            logits / self._temperature, token, filters=self._filters, ignore_index=-1
+            logits / self._temperature, token, filters=self._filters, ignore_index=-1, support=kept
         )
         return token, logprobs

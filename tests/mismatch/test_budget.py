@@ -88,6 +88,18 @@ def test_more_intervals_are_wider_and_equal_values_have_none() -> None:
     assert few.low is None and few.high is None
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1e-7, 1e-9])
+def test_intervals_are_as_wide_however_small_the_errors_are(scale: float) -> None:
+    """Errors of float32 are 1e-7 above 1, and their intervals those of the same errors, enlarged."""
+    prompts = np.repeat(np.arange(16), 500)
+    errors = np.abs(RNG.normal(0, 1, len(prompts))) * np.exp(RNG.normal(0, 0.7, 16))[prompts]
+    resampling = Resampling(prompts, num_intervals=10)
+    large, small = resampling.mean(errors), resampling.mean(1 + scale * errors, least=1.0)
+    assert large.low is not None and large.high is not None and small.low is not None and small.high
+    for one, other in ((large.value, small.value), (large.low, small.low), (large.high, small.high)):
+        assert (other - 1) / scale == pytest.approx(one, rel=1e-4)
+
+
 def test_bins_hold_each_token_once() -> None:
     bins = binned(np.array([1.0, 2.0, 4.0]), np.array([0.0, 0.5, 7.0]), [0, 1, 2, 8])
     assert [(each.first, each.num_tokens, each.mean, each.largest) for each in bins] == [

@@ -128,6 +128,19 @@ def test_filters_that_are_not_scored_are_seen(measure: Measure) -> None:
     assert row(budget, "logprobs_chunked").reason == "min_p, top_k and top_p need whole logits"
 
 
+def test_the_sets_that_the_sampler_kept_are_no_part_of_the_engine_s_code(measure: Measure) -> None:
+    """All score the recorded sets, the engine too, but where the user asks for other filters."""
+    sets = ["rollout.exact_support=false", "rollout.top_p=0.3", "rollout.top_p=0.8"]
+    budget = measure("rollout.top_p=0.8", "policy.dtype=bfloat16", sets=sets)
+    assert excess(budget) > 1e-4 and row(budget, "engine_torch").error == 1
+    (code,) = (bar.adds.value for bar in budget.bars if bar.key == "engine_float32")
+    assert abs(code) < 1e-6
+    own, other, same = (row(budget, f"set_{index}").moves for index in range(3))
+    assert own is not None and other is not None and same is not None
+    assert 1 < own.value < 1.05 < other.value and same.value == 1
+    assert_adds_up(budget)
+
+
 @pytest.mark.slow
 def test_experts_that_tokens_go_to(measure: Measure) -> None:
     budget = measure("model.preset=qwen3-moe-tiny", "policy.dtype=bfloat16")

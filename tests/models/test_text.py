@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from abrun.errors import RecipeError
 from abrun.models import Text, character_tokenizer, load_text
+from abrun.models.families import positions_of
 from abrun.recipe import Model
+from tests.models.architectures import tiny_config, tiny_network
 
 PRINTABLE = "".join(chr(code) for code in range(32, 127))
 
@@ -34,6 +37,25 @@ def test_no_network_is_built(checkpoint: Path, tmp_path: Path, monkeypatch: pyte
     (folder / "model.safetensors").unlink()
     assert from_path(folder).max_positions == 128
     assert load_text(Model(preset="qwen2.5-1.5b"), weights=None).max_positions == 32_768
+
+
+def test_longrope_is_taken_up_to_its_original_positions() -> None:
+    """Longer sequences rotate all tokens of a batch otherwise, those that were already drawn, too."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+    rotation = {"rope_type": "longrope", "original_max_position_embeddings": 16} | factors
+    network = tiny_network("phi3", rope_parameters=rotation, max_position_embeddings=64, sliding_window=None)
+    positions = positions_of(network.config)
+    assert positions == 16
+    tokens = torch.arange(positions + 1)[None] % 90 + 3
+    with torch.no_grad():
+        network.eval()
+        longer, most, fewer = (
+            network(tokens[:, :length]).logits[0, : positions - 1]
+            for length in (positions + 1, positions, positions - 1)
+        )
+    torch.testing.assert_close(most, fewer)
+    assert float((longer - most).abs().max()) > 1e-4
+    assert positions_of(tiny_config("qwen2")) == 64 and positions_of(tiny_config("mamba")) is None
 
 
 def test_every_printable_character_is_a_token_and_comes_back() -> None:
