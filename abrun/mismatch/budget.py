@@ -85,7 +85,7 @@ class Resampling:
         if self.num_prompts < FEWEST_PROMPTS:
             return Estimate(value=mean, low=None, high=None)
         # Of what is above the mean: squares of errors of 1e-7 above 1 would be lost beside those of 1.
-        sums = np.bincount(self._prompts, values - mean)
+        sums = np.bincount(self._prompts, values - mean).astype(float)
         spread = float(_standard_error(np.ones((1, self.num_prompts)), sums, lengths, np.zeros(1))[0])
         offsets = (self._draws @ sums) / (self._draws @ lengths)
         spreads = _standard_error(self._draws, sums, lengths, offsets)

@@ -42,8 +42,8 @@ def test_no_network_is_built(checkpoint: Path, tmp_path: Path, monkeypatch: pyte
 def test_longrope_is_taken_up_to_its_original_positions() -> None:
     """Longer sequences rotate all tokens of a batch otherwise, those that were already drawn, too."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
-    rotation = {"rope_type": "longrope", "original_max_position_embeddings": 16} | factors
-    network = tiny_network("phi3", rope_parameters=rotation, max_position_embeddings=64, sliding_window=None)
+    settings = {"original_max_position_embeddings": 16, "max_position_embeddings": 64, "sliding_window": None}
+    network = tiny_network("phi3", rope_parameters={"rope_type": "longrope"} | factors, **settings)
     positions = positions_of(network.config)
     assert positions == 16
     tokens = torch.arange(positions + 1)[None] % 90 + 3
