@@ -1,0 +1,166 @@
+"""What vLLM is asked for, and in which order, with an engine in its place that only notes it."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from abrun.backends.ranks import make_ranks
+from abrun.errors import LaunchError
+from abrun.rollout.draws import Draws
+from abrun.rollout.vllm import instance
+from abrun.rollout.vllm.colocated import Colocated
+from abrun.rollout.vllm.starting import Tail, _arguments
+from tests.rollout.vllm_sampling import MAX_NEW_TOKENS, TEXT, config_of
+
+PROMPTS = [[5, 6], [7], [5, 6], [8, 9, 10]]
+END = min(TEXT.end_ids)
+
+
+class Noting:
+    """A vLLM that finishes requests last to first. Row r draws r + 1 tokens, an odd row's last is an end."""
+
+    def __init__(self) -> None:
+        self.llm_engine = self
+        self.events: list[str] = []
+        self.requests: dict[str, tuple[list[int], Any]] = {}
+        self.loaded: list[str] = []
+        self.is_reset = True
+        self._waiting: list[str] = []
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], parameters: Any) -> None:
+        self.requests[name] = (prompt["prompt_token_ids"], parameters)
+        self._waiting.append(name)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[Any]:
+        row = int(self._waiting.pop())
+        tokens = [20 + row] * row + [END if row % 2 else 50]
+        # vLLM gives the most likely tokens beside the drawn one
+        logprobs = [
+            {0: SimpleNamespace(logprob=-9.0), token: SimpleNamespace(logprob=-0.25 * (place + 1))}
+            for place, token in enumerate(tokens)
+        ]
+        reason = "stop" if row % 2 else "length"
+        output = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+        return [
+            SimpleNamespace(finished=False, request_id="0", outputs=[]),
+            SimpleNamespace(finished=True, request_id=str(row), outputs=[output]),
+        ]
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.loaded = [name for name, _ in kwargs["weights_iterator"]]
+        self.events.append(method)
+
+    def apply_model(self, function: Any) -> None:
+        self.events.append(function.__name__)
+
+    def reset_prefix_cache(self) -> bool:
+        self.events.append("reset_prefix_cache")
+        return self.is_reset
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Noting:
+    made, library = Noting(), ModuleType("vllm.sampling_params")
+    vars(library).update(
+        SamplingParams=lambda **settings: SimpleNamespace(**settings),
+        RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"),
+    )
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
+    monkeypatch.setattr(instance, "start", lambda *arguments: made)
+    return made
+
+
+def engine_of(*overrides: str) -> Colocated:
+    backend: Any = SimpleNamespace(ranks=make_ranks(torch.device("cpu"), {}))
+    return Colocated(config_of(*overrides), backend, TEXT)
+
+
+def draws() -> Draws:
+    return Draws(seed=6, stream="sampling", step=1, rows=range(4, 8))
+
+
+def test_every_request_asks_for_the_recipes_distribution_and_its_rows_own_seed(
+    vllm: Noting, group: None
+) -> None:
+    filters = ("rollout.min_p=0.05", "rollout.top_k=7", "rollout.top_p=0.8")
+    engine = engine_of("rollout.temperature=0.7", *filters)
+    completions = engine.generate(PROMPTS, draws())
+    asked = {
+        "temperature": 0.7,
+        "min_p": 0.05,
+        "top_k": 7,
+        "top_p": 0.8,
+        "max_tokens": MAX_NEW_TOKENS,
+        "stop_token_ids": sorted(TEXT.end_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+        "output_kind": "final",
+    }
+    for row, (prompt, seed) in enumerate(zip(PROMPTS, draws().seeds(), strict=True)):
+        found, parameters = vllm.requests[str(row)]
+        assert (found, vars(parameters)) == (prompt, asked | {"seed": seed})
+    assert [one.token_ids for one in completions] == [[50], [21, END], [22, 22, 50], [23, 23, 23, END]]
+    assert [one.truncated for one in completions] == [True, False, True, False]
+    assert completions[2].logprobs == [-0.25, -0.5, -0.75]
+    assert all(one.support is None for one in completions)
+    greedy = engine.generate(PROMPTS, draws(), temperature=0.0)
+    assert vllm.requests["0"][1].temperature == 0 and greedy[3].logprobs == [0.0] * 4
+
+
+def test_without_filters_none_is_asked_for(vllm: Noting, group: None) -> None:
+    engine_of().generate(PROMPTS[:1], draws())
+    parameters = vllm.requests["0"][1]
+    assert (parameters.min_p, parameters.top_k, parameters.top_p) == (0.0, 0, 1.0)
+
+
+def test_a_sync_ends_with_an_empty_prefix_cache(vllm: Noting, group: None) -> None:
+    engine = engine_of()
+    weights = [("model.embed_tokens.weight", torch.zeros(2)), ("model.norm.weight", torch.zeros(2))]
+    for count in (1, 2):
+        engine.sync(iter(weights))
+        assert vllm.events == ["reload_weights", "_repack", "reset_prefix_cache"] * count
+        assert vllm.loaded == [name for name, _ in weights]
+    vllm.is_reset = False
+    with pytest.raises(LaunchError, match=r"failed to take the policy's weights: .*prefix cache is in use"):
+        engine.sync(iter(weights))
+
+
+def test_a_mixture_that_lacks_an_experts_matrix_is_an_error(vllm: Noting, group: None) -> None:
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in (0, 1) for expert in (0, 1)
+    ]
+    engine = engine_of()
+    engine.sync((name, torch.zeros(1)) for name in names)
+    with pytest.raises(LaunchError, match=r"layers\.1\.mlp\.experts: up_proj\.weight of 1 experts, and 2"):
+        engine.sync((name, torch.zeros(1)) for name in names[:-1])
+
+
+def test_it_is_started_to_return_the_log_probs_of_what_it_draws_from() -> None:
+    cpu = torch.device("cpu")
+    plain = _arguments(config_of(), cpu, 1)
+    assert (plain["logprobs_mode"], plain["generation_config"]) == ("processed_logprobs", "vllm")
+    assert plain["dtype"] == "float32" and "hf_overrides" not in plain and "max_num_seqs" not in plain
+    head = "policy.logprobs.head_dtype=float32"
+    other = _arguments(config_of("policy.dtype=bfloat16", head, "rollout.batch_size=3"), cpu, 1)
+    assert (other["dtype"], other["hf_overrides"]) == ("bfloat16", {"head_dtype": "float32"})
+    assert other["max_num_seqs"] == 3
+
+
+def test_what_vllm_goes_on_without_is_noted() -> None:
+    import logging
+
+    tail = Tail()
+    log = logging.Logger("vllm", logging.INFO)
+    log.addHandler(tail)
+    log.info("weights were not loaded from checkpoint: {'model.layers.0.mlp.experts.routed_experts.w13'}")
+    assert not tail.not_loaded
+    log.info("Following weights were not loaded: {'model.norm.weight'}")
+    assert "model.norm.weight" in tail.not_loaded
