@@ -59,18 +59,20 @@ def sample(
     weights = blocks.sum(dim=-1, dtype=torch.float64)
     block, rest = _reached(weights, uniform * weights.sum(dim=-1))
     within = blocks[torch.arange(len(block), device=block.device), block].double()
-    token = block * BLOCK + _reached(within, rest)[0]
+    token = (block * BLOCK + _reached(within, rest)[0]).clamp(max=logits.shape[-1] - 1)
     return token, logprobs.gather(-1, token[:, None])[:, 0]
 
 
 def _reached(weights: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:  # [B, N] float64, [B] float64
     """The first place [B] where the sum of weights so far is above `amount`, and what is left of that there.
 
-    Rounding may take the amount past the sum of all: then it is the last place with any weight.
+    Rounding may take the amount past the sum of all: then it is the last place with any weight. Of NaN it is
+    the last place: whoever draws from that is told by its log-prob, and not by a fault of the device.
     """
     cumulative = weights.cumsum(dim=-1)
     most = torch.nextafter(cumulative[:, -1], torch.zeros_like(amount))
     place = torch.searchsorted(cumulative, torch.minimum(amount, most)[:, None], right=True)
+    place = place.clamp(max=weights.shape[-1] - 1)
     before = cumulative.gather(-1, place) - weights.gather(-1, place)
     return place[:, 0], (amount - before[:, 0]).clamp(min=0)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from abrun.errors import LaunchError
 from abrun.recipe import Grpo, Ppo
 from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, RolloutEngine
@@ -85,6 +86,7 @@ class Rollouts:
         check_length(setup.data.text, longest, f"rollout.max_new_tokens: got {rollout.max_new_tokens}")
         with setup.phases("generation"):
             completions = engine.generate([prompt for prompt in prompts for _ in range(size)], draws)
+        _check_finite(completions, step)
         with setup.phases("reward", memory=False):
             rewards = setup.data.rewards([example for example in examples for _ in range(size)], completions)
         return [
@@ -127,3 +129,14 @@ class Rollouts:
         )
         keys = ("reward", "mean_gen_tokens_per_sample", "truncation_rate", "mean_prompt_length")
         return {f"train/{key}": total / totals[0] for key, total in zip(keys, totals[1:], strict=True)}
+
+
+def _check_finite(completions: list[Completion], step: int) -> None:
+    """Raises LaunchError where an engine has drawn from what is no distribution."""
+    for completion in completions:
+        for logprob in completion.logprobs:
+            if not math.isfinite(logprob):
+                raise LaunchError(
+                    f"policy: got a log-prob of {logprob} at step {step}, so its weights have diverged; use a "
+                    "lower policy.optimizer.learning_rate"
+                )

@@ -1,6 +1,7 @@
 """The budget of small runs: planted causes are found, and nothing else is blamed."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,13 @@ def test_it_goes_on_as_the_run_did_with_a_floor(
     for seen in budget.facts.seen:
         assert seen["here"] == pytest.approx(recorded[int(seen["step"])], rel=0, abs=1e-15)
         assert seen["run"] == recorded[int(seen["step"])] > 1
+    assert (budget.num_prompts, budget.num_sequences) == (12, 24)
+    assert all(each.prompt == each.sequence // 2 for each in budget.sequences)
+    first, *_ = budget.positions
+    assert (first.first, first.num_tokens) == (0, 24), "each sequence has one first token"
+    factors = [math.exp(abs(w["inference_logprob"] - w["trainer_logprob"])) for w in budget.facts.worst]
+    assert factors == sorted(factors, reverse=True) and len(factors) == 10
+    assert factors[0] == pytest.approx(max(each.largest for each in budget.sequences), rel=1e-12)
     exact = row(budget, "float32")
     assert exact.moves is not None and 1.0001 < exact.moves.value < 1.05
     assert exact in budget.floor and len(budget.floor) == 2
