@@ -137,6 +137,6 @@ def _check_finite(completions: list[Completion], step: int) -> None:
         for logprob in completion.logprobs:
             if not math.isfinite(logprob):
                 raise LaunchError(
-                    f"policy: got a log-prob of {logprob} at step {step}, so its weights have diverged; use a "
-                    "lower policy.optimizer.learning_rate"
+                    f"policy: got a log-prob of {logprob} at step {step}, so its weights have diverged; use "
+                    "a lower policy.optimizer.learning_rate"
                 )
