@@ -27,11 +27,10 @@ from abrun.layout import engine_log
 from abrun.models import Text
 from abrun.processes import RUN_DIR, Awake, below, end_all, ending_of, oom_kills, start
 from abrun.recipe import OwnRunConfig
-from abrun.recipe.refusals import shortened
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.server import ALIVE, FAILED, Setup
-from abrun.rollout.vllm.starting import MOST_LINES
+from abrun.rollout.vllm.starting import MOST_LINES, quoted
 from abrun.rollout.vllm.transfer import Transfer, chunks, described
 
 POLL_S = 1.0
@@ -241,8 +240,9 @@ class Process:
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MOST_LINES:]
         status = self._process.poll()
         how = "hung up" if status is None else ending_of(status, printed, self._oom_kills)
-        shown = " / ".join(shortened(line) for line in lines)
-        return f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {shown or 'nothing'}"
+        return (
+            f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {quoted(lines) or 'nothing'}"
+        )
 
 
 def _places(config: OwnRunConfig) -> list[str]:

@@ -8,7 +8,7 @@ import random
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from abrun import progress
 from abrun.errors import LaunchError
 from abrun.models import save_config
 from abrun.recipe import OwnRunConfig, vllm_refusal
-from abrun.recipe.refusals import shortened
+from abrun.redaction import told
 
 # Read as vLLM is imported, or as its engine starts.
 ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine and its worker are this process
@@ -34,6 +34,7 @@ CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is
 GPU_MEMORY_UTILIZATION = {"beside the trainer": 0.6, "alone": 0.9}
 EXPERTS = ".experts.routed_experts."
 MOST_LINES = 4  # of vLLM's log, in an error
+MOST_OF_A_LINE = 200  # characters
 
 
 class Tail(logging.Handler):
@@ -52,7 +53,12 @@ class Tail(logging.Handler):
             self.not_loaded = line
 
     def __str__(self) -> str:
-        return " / ".join(shortened(line) for line in self._lines)
+        return quoted(self._lines)
+
+
+def quoted(lines: Iterable[str]) -> str:
+    """The last lines of a log, as part of an error's one line."""
+    return " / ".join(told(line, MOST_OF_A_LINE) for line in lines)
 
 
 def _says_not_loaded(line: str) -> bool:
