@@ -31,7 +31,7 @@ KERNELS = ("logits", "chunked", "triton")
 SECONDS = 60  # that an import may take
 PROBES = {
     "torch": "import torch, json; print(json.dumps([torch.version.cuda, torch.cuda.device_count()]))",
-    "transformers": "from transformers import AttentionInterface; print(0)",  # reads its parts as they are asked
+    "transformers": "from transformers import AttentionInterface; print(0)",  # it is lazy
     "triton": "import triton; print(0)",
 }
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")  # and imported where they are there

@@ -75,7 +75,8 @@ def test_it_ends_as_the_first_rank_that_failed_and_listens_to_nobody(tmp_path: P
 def test_what_a_failed_import_hides_is_told() -> None:
     """As transformers raises it where torchvision is built for another torch."""
     callstack = (
-        "Traceback (most recent call last):\n  File ...\nRuntimeError: operator torchvision::nms does not exist\n"
+        "Traceback (most recent call last):\n  File ...\n"
+        "RuntimeError: operator torchvision::nms does not exist\n"
         "\nThe above exception was the direct cause of the following exception:\n\n"
         "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: Could not import module 'X'\n"
     )
