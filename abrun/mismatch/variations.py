@@ -248,9 +248,19 @@ def _asked(config: OwnRunConfig, index: int, override: str) -> Change:
         raise RecipeError(
             f"--set: got {override!r}; everything is scored on one rank: leave cluster as it is"
         )
+    if _scoring_keys(asked) == _scoring_keys(config):
+        raise RecipeError(
+            f"--set: got {override!r}, which changes nothing of how this run's trainer scores tokens; give "
+            "another value of a key of policy or model, or of rollout.temperature, min_p, top_k or top_p"
+        )
     return Change(
         key=f"set_{index}", label=override, kind="sampling", scoring=Scoring(method="trainer", config=asked)
     )
+
+
+def _scoring_keys(config: OwnRunConfig) -> tuple[Any, ...]:
+    """What log-probs may depend on; engines are scored in any case."""
+    return config.policy, config.model, config.rollout.temperature, config.rollout.filters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
