@@ -35,6 +35,7 @@ from abrun.rollout.vllm.transfer import Transfer, chunks, described
 
 POLL_S = 1.0
 PATIENCE = 0.9  # of the time after which the run would count as hanging itself
+MOST_READ = 1 << 16  # bytes of a log
 ENDING_S = 5.0  # for a process whose socket is closed to be gone
 
 
@@ -235,7 +236,7 @@ class Process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING_S)
         with self._log.open("rb") as log:
-            log.seek(self._printed_before)
+            log.seek(max(self._printed_before, self._log.stat().st_size - MOST_READ))
             printed = log.read().decode(errors="replace")
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MOST_LINES:]
         status = self._process.poll()
