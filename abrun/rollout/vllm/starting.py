@@ -81,6 +81,8 @@ def failing(doing: str, tail: Tail) -> Iterator[None]:
         reason = _words(error)
         if error.__cause__ and (cause := _words(error.__cause__)) not in reason:
             reason += f" (from {cause})"
+        if "memory" in reason.lower():
+            reason += "; rollout.gpu_memory_utilization is the share of the memory that vLLM takes"
         raise LaunchError(
             f"rollout.engine: vllm failed to {doing}: {reason}; last in its log: {str(tail) or 'nothing'}"
         ) from error
