@@ -137,6 +137,8 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
         vllm: Any = importlib.import_module("vllm")
         log = logging.getLogger("vllm")
         log.addHandler(tail)
+        if not log.isEnabledFor(tail.level):  # by VLLM_LOGGING_LEVEL: weights are missed at WARNING
+            log.setLevel(tail.level)
         if num_ranks > 1:
             _without_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
