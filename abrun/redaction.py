@@ -189,10 +189,10 @@ def _is_dense(value: str) -> bool:
     )
 
 
-def told(message: str) -> str:
+def told(message: str, most: int = MOST_TOLD) -> str:
     """A message as one line of bounded length without secrets, to be kept."""
     line = " ".join(redacted(message[:MOST_QUOTED]).split())
-    return line if len(line) <= MOST_TOLD else f"{line[:MOST_TOLD]}..."
+    return line if len(line) <= most else f"{line[:most]}..."
 
 
 class _Bounded(reprlib.Repr):

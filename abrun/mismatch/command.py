@@ -1,9 +1,12 @@
 """abrun mismatch: which run and weights, the processes that score, and the budget that comes of it."""
 
+import contextlib
+import fcntl
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.store import RunDir
 
 MODULE = "abrun.mismatch.measure"
-FOLDER = "mismatch"
+FOLDER, SCRATCH = "mismatch", ".scratch-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +64,10 @@ def measure_run(
         if each.scoring is not None and each.scoring not in scorings:
             scorings.append(each.scoring)
     output = output or chosen.run.path / FOLDER
-    with store.explained(output):
-        store.make_folder(output)
-        scratch = tempfile.TemporaryDirectory(prefix=".scratch-", dir=output)
-    say(f"{chosen.run.path}: after step {chosen.step}, by {len(scorings)} scorings")
-    with scratch as folder:
-        record, found = _score(Path(folder), output / "jobs", chosen, config, scorings, num_sequences, say)
-        with np.load(Path(folder) / "recorded.npz", allow_pickle=False) as arrays:
+    with _scratch(output) as folder:
+        say(f"{chosen.run.path}: after step {chosen.step}, by {len(scorings)} scorings")
+        record, found = _score(folder, output / "jobs", chosen, config, scorings, num_sequences, say)
+        with np.load(folder / "recorded.npz", allow_pickle=False) as arrays:
             recorded = {name: arrays[name] for name in arrays.files}
     mask = recorded["token_mask"]
     sequences, places = mask.nonzero()
@@ -97,6 +97,32 @@ def measure_run(
     )
     write_report(budget, output)
     return budget, output
+
+
+@contextlib.contextmanager
+def _scratch(output: Path) -> Iterator[Path]:
+    """A folder in `output` for weights and tokens; those that killed measurements have left are removed.
+
+    Raises StoreError where another one is at work there.
+    """
+    with store.explained(output), contextlib.ExitStack() as stack:
+        store.make_folder(output)
+        lock = os.open(output, os.O_RDONLY)
+        stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(
+                f"{output}: another abrun mismatch is at work there; wait for it, or give another --output"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        for left in output.glob(f"{SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output))
+        kept = stack.pop_all()
+    with kept:
+        yield Path(folder)
 
 
 def _of(

@@ -250,9 +250,21 @@ def _asked(config: OwnRunConfig, index: int, override: str) -> Change:
         raise RecipeError(
             f"--set: got {override!r}; everything is scored on one rank: leave cluster as it is"
         )
+    if _scoring_keys(asked) == _scoring_keys(config):
+        raise RecipeError(
+            f"--set: got {override!r}, which changes nothing of how this run's trainer scores tokens; give "
+            "another value of a key of policy or model, or of rollout.temperature, min_p, top_k, top_p or "
+            "exact_support"
+        )
     same = asked.rollout.filters == config.rollout.filters and asked.rollout.records_support
     scoring = Scoring(method="trainer", config=asked, on_recorded_sets=same)
     return Change(key=f"set_{index}", label=override, kind="sampling", scoring=scoring)
+
+
+def _scoring_keys(config: OwnRunConfig) -> tuple[Any, ...]:
+    """What log-probs may depend on; engines are scored in any case."""
+    rollout = config.rollout
+    return config.policy, config.model, rollout.temperature, rollout.filters, rollout.records_support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,6 +188,11 @@ def shell_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
+def first_cause(printed: str) -> str:
+    """Of chained tracebacks the first one, which the others were raised from."""
+    return printed.partition("\nThe above exception was the direct cause of")[0].strip()
+
+
 def ending_of(status: int, printed: str, oom_kills_before: int | None) -> str:
     """A process's end in words, with the error that is the last in what it printed.
 

@@ -10,6 +10,7 @@ import datetime
 import fcntl
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ from abrun import progress
 from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError
 from abrun.processes import (
+    PYTHON_ERROR,
     RUN_DIR,
     Awake,
     StopRequests,
@@ -40,6 +42,7 @@ from abrun.processes import (
     end_all,
     end_like,
     ending_of,
+    first_cause,
     killed_by,
     oom_kills,
     processes_of,
@@ -171,7 +174,12 @@ def _run_ranks(asked: argparse.Namespace, scratch: str) -> tuple[int, str | None
 def _words(failure: ProcessFailure, oom_kills_before: int | None) -> str:
     said = failure.error_file_data.get("message")
     if isinstance(said, dict) and not killed_by(failure.exitcode):  # else there was no file
-        return " ".join(str(said.get("message")).split())
+        message = " ".join(str(said.get("message")).split())
+        if message.startswith(("ImportError", "ModuleNotFoundError")):  # transformers' own say nothing
+            printed = str((said.get("extraInfo") or {}).get("py_callstack"))
+            causes = re.findall(PYTHON_ERROR, first_cause(printed), re.MULTILINE)
+            message += f" (from {causes[-1]})" if causes and causes[-1] not in message else ""
+        return message
     return ending_of(failure.exitcode, "", oom_kills_before)
 
 

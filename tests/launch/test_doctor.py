@@ -114,6 +114,11 @@ def table(diagnosis: Diagnosis) -> str:
         ("import os; os.kill(os.getpid(), 11)", "cannot be imported: exit code -11; pip"),
         ("", "cannot be imported: AttributeError: "),  # an empty folder of that name
         ("import os; os._exit(0)", "cannot be imported: IndexError: "),
+        (
+            "try:\n    raise OSError('torchaudio.so: no such file')\n"
+            "except OSError as error:\n    raise ImportError('see above') from error",
+            "OSError: torchaudio.so: no such file; pip uninstall torchaudio, which",
+        ),
         ("import time; time.sleep(60)", "cannot be imported: no answer in 2 s; pip"),
     ],
 )

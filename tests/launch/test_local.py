@@ -26,6 +26,7 @@ from abrun.processes import Process, processes_of
 from abrun.recipe import load_recipe, stored_run
 from abrun.store import experiment, files, lock, rundir
 from tests.launch.fakes import FAKE, Silent
+from tests.train.runs import make_run, run_config
 
 SMALL = Path(__file__).parent / "small.yaml"
 
@@ -789,3 +790,21 @@ def test_a_run_of_our_own_gets_the_variables_of_its_recipe() -> None:
     assert found["SOME_SWITCH"] == "on-"
     assert found["OMP_NUM_THREADS"] == "1", "a rank on CPU cores has one thread, whatever a recipe says"
     assert environment(Path("run"), ["0"], recipe.run_config("baseline"))["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize(("asked_after_s", "expected"), [(1.0, "failed"), (-1.0, "interrupted")])
+def test_what_failed_before_it_was_asked_to_stop_has_failed(
+    asked_after_s: float, expected: str, tmp_path: Path
+) -> None:
+    """Between the word of a run and its end lie seconds in which Ctrl-C may come."""
+    run = make_run(tmp_path / "run", run_config())
+    run_dir = store.RunDir(run)
+    run_dir.begin_launch((), None)
+    run_dir.begin_attempt().fail("rollout.engine: vllm failed to start", exit_code=2)
+    job = queue.Job(label="run", run=run_dir, config=run_config())
+    job.stopping, job.asked_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
+    status, message = supervisor._ending(job, -signal.SIGTERM)
+    assert (status, message) == (
+        expected,
+        "rollout.engine: vllm failed to start" if expected == "failed" else supervisor.STOPPED,
+    )

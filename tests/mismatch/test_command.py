@@ -10,6 +10,7 @@ import pytest
 from abrun import store
 from abrun.errors import AbrunError
 from abrun.layout import RunName
+from abrun.mismatch.command import _scratch as scratch
 from abrun.mismatch.command import choose
 from abrun.mismatch.variations import changes_of, on_one_rank, path_of
 from tests.train.runs import make_run, run_config
@@ -137,3 +138,24 @@ def test_a_run_that_may_not_be_written_to_needs_an_output(tmp_path: Path) -> Non
     with pytest.raises(AbrunError, match=r"mismatch: cannot be written: .*") as raised:
         measure_run(str(run), tmp_path)
     assert os.linesep not in str(raised.value)
+
+
+def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / "mismatch" / ".scratch-killed"
+    left.mkdir(parents=True)
+    (left / "weights.safetensors").write_bytes(b"x")
+    with scratch(tmp_path / "mismatch") as folder:
+        assert not left.exists() and folder.is_dir()
+        with (
+            pytest.raises(AbrunError, match=r"another abrun mismatch is at work there; .* --output"),
+            scratch(tmp_path / "mismatch"),
+        ):
+            pass
+        assert folder.is_dir()
+    assert not list((tmp_path / "mismatch").iterdir())
+
+
+@pytest.mark.parametrize("override", ["steps=20", "rollout.engine=vllm", "rollout.temperature=1.0"])
+def test_a_change_that_changes_no_scoring_is_refused(override: str) -> None:
+    with pytest.raises(AbrunError, match=f"--set: got '{override}', which changes nothing .*; give"):
+        changes_of(on_one_rank(run_config()), [override])

@@ -123,6 +123,14 @@ def test_weights_that_it_does_not_know_are_one_line() -> None:
             sampling.engine.sync(iter(weights))
 
 
+def test_weights_that_it_lacks_are_one_line_however_quiet_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    with to_break(config_of("rollout.devices=1")) as sampling:
+        weights = [weight for weight in sampling.backend.weights() if "layers.1.mlp.down" not in weight[0]]
+        with pytest.raises(LaunchError, match=r"failed to take the policy's weights: .*mlp\.down_proj"):
+            sampling.engine.sync(iter(weights))
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from abrun.store import RunDir
 from abrun.train.agent import SCRATCH, TIMED_OUT
 from abrun.train.agent import _conclude as conclude
 from abrun.train.agent import _scratch as scratch
+from abrun.train.agent import _words as words
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and parent-death signals")
 
@@ -68,6 +70,24 @@ def test_it_ends_as_the_first_rank_that_failed_and_listens_to_nobody(tmp_path: P
     assert agent.returncode == -signal.SIGKILL
     assert "error: rank 1 of 2: killed by SIGKILL" in said
     assert not processes_of(tmp_path)
+
+
+def test_what_a_failed_import_hides_is_told() -> None:
+    """As transformers raises it where torchvision is built for another torch."""
+    callstack = (
+        "Traceback (most recent call last):\n  File ...\n"
+        "RuntimeError: operator torchvision::nms does not exist\n"
+        "\nThe above exception was the direct cause of the following exception:\n\n"
+        "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: Could not import module 'X'\n"
+    )
+
+    def told(message: str) -> str:
+        said = {"message": {"message": message, "extraInfo": {"py_callstack": callstack}}}
+        return words(SimpleNamespace(error_file_data=said, exitcode=1), None)  # pyright: ignore
+
+    message = "ModuleNotFoundError: Could not import module 'X'"
+    assert told(message) == f"{message} (from RuntimeError: operator torchvision::nms does not exist)"
+    assert told("LaunchError: rollout.engine: x") == "LaunchError: rollout.engine: x"
 
 
 def test_a_rank_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path) -> None:

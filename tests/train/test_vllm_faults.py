@@ -21,7 +21,9 @@ SEPARATE = ("rollout.devices=1", "rollout.max_new_tokens=200", "steps=3", "check
 def started(directory: Path, *overrides: str) -> Trainer:
     if not directory.exists():
         make_run(directory, run_config(*settings(directory.parent, *SEPARATE, *overrides)))
-    return Trainer(directory, env={RUN_DIR: str(directory.resolve())})
+    temporary = directory.parent / "temporary"
+    temporary.mkdir(exist_ok=True)
+    return Trainer(directory, env={RUN_DIR: str(directory.resolve()), "TMPDIR": str(temporary)})
 
 
 def engines(trainer: Trainer) -> set[Process]:
@@ -83,3 +85,19 @@ def test_with_the_trainer_its_engine_ends(number: signal.Signals, tmp_path: Path
     trainer.send(number)
     assert trainer.wait(60) == (-9 if number == signal.SIGKILL else 3)
     assert_nothing_is_left(tmp_path / "run")
+
+
+@pytest.mark.parametrize("victim", ["first", "second", "trainer"])
+def test_engines_that_are_killed_leave_no_segments_and_no_sockets(victim: str, tmp_path: Path) -> None:
+    """Of two processes that share one."""
+    before = set(os.listdir("/dev/shm"))
+    trainer = started(tmp_path / "run", "rollout.devices=2", "rollout.tensor_parallel=2")
+    trainer.wait_for_step(1, 280)
+    first, second = sorted(engines(trainer), key=lambda process: process.pid)
+    pid = {"first": first.pid, "second": second.pid, "trainer": trainer.processes[0].pid}[victim]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert trainer.wait(60) == (-9 if victim == "trainer" else 2)
+    assert_nothing_is_left(tmp_path / "run")
+    assert set(os.listdir("/dev/shm")) <= before
+    assert not [path for path in (tmp_path / "temporary").iterdir() if path.is_socket()]

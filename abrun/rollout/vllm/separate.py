@@ -27,15 +27,15 @@ from abrun.layout import engine_log
 from abrun.models import Text
 from abrun.processes import RUN_DIR, Awake, below, end_all, ending_of, oom_kills, start
 from abrun.recipe import OwnRunConfig
-from abrun.recipe.refusals import shortened
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.server import ALIVE, FAILED, Setup
-from abrun.rollout.vllm.starting import MOST_LINES
+from abrun.rollout.vllm.starting import MOST_LINES, quoted
 from abrun.rollout.vllm.transfer import Transfer, chunks, described
 
 POLL_S = 1.0
 PATIENCE = 0.9  # of the time after which the run would count as hanging itself
+MOST_READ = 1 << 16  # bytes of a log
 ENDING_S = 5.0  # for a process whose socket is closed to be gone
 
 
@@ -236,13 +236,14 @@ class Process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING_S)
         with self._log.open("rb") as log:
-            log.seek(self._printed_before)
+            log.seek(max(self._printed_before, self._log.stat().st_size - MOST_READ))
             printed = log.read().decode(errors="replace")
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MOST_LINES:]
         status = self._process.poll()
         how = "hung up" if status is None else ending_of(status, printed, self._oom_kills)
-        shown = " / ".join(shortened(line) for line in lines)
-        return f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {shown or 'nothing'}"
+        return (
+            f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {quoted(lines) or 'nothing'}"
+        )
 
 
 def _places(config: OwnRunConfig) -> list[str]:

@@ -8,7 +8,7 @@ import random
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from abrun import progress
 from abrun.errors import LaunchError
 from abrun.models import save_config
 from abrun.recipe import OwnRunConfig, vllm_refusal
-from abrun.recipe.refusals import shortened
+from abrun.redaction import told
 
 # Read as vLLM is imported, or as its engine starts.
 ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine and its worker are this process
@@ -34,6 +34,7 @@ CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is
 GPU_MEMORY_UTILIZATION = {"beside the trainer": 0.6, "alone": 0.9}
 EXPERTS = ".experts.routed_experts."
 MOST_LINES = 4  # of vLLM's log, in an error
+MOST_OF_AN_ERROR, MOST_OF_A_LINE = 400, 200  # characters
 
 
 class Tail(logging.Handler):
@@ -52,7 +53,12 @@ class Tail(logging.Handler):
             self.not_loaded = line
 
     def __str__(self) -> str:
-        return " / ".join(shortened(line) for line in self._lines)
+        return quoted(self._lines)
+
+
+def quoted(lines: Iterable[str]) -> str:
+    """The last lines of a log, as part of an error's one line."""
+    return " / ".join(told(line, MOST_OF_A_LINE) for line in lines)
 
 
 def _says_not_loaded(line: str) -> bool:
@@ -72,10 +78,18 @@ def failing(doing: str, tail: Tail) -> Iterator[None]:
         yield
     except Exception as error:  # some hundred thousand foreign lines: what they raise is theirs
         tail.has_failed = True
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        reason = _words(error)
+        if error.__cause__ and (cause := _words(error.__cause__)) not in reason:
+            reason += f" (from {cause})"
+        if "memory" in reason.lower():
+            reason += "; rollout.gpu_memory_utilization is the share of the memory that vLLM takes"
         raise LaunchError(
             f"rollout.engine: vllm failed to {doing}: {reason}; last in its log: {str(tail) or 'nothing'}"
         ) from error
+
+
+def _words(error: BaseException) -> str:
+    return told(f"{type(error).__name__}: {error}", MOST_OF_AN_ERROR)
 
 
 @contextlib.contextmanager
@@ -123,7 +137,9 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
         vllm: Any = importlib.import_module("vllm")
         log = logging.getLogger("vllm")
         log.addHandler(tail)
-        if device.type == "cpu" and num_ranks > 1:
+        if not log.isEnabledFor(tail.level):  # by VLLM_LOGGING_LEVEL: weights are missed at WARNING
+            log.setLevel(tail.level)
+        if num_ranks > 1:
             _without_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
             save_config(config.model, Path(folder))
@@ -139,12 +155,16 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
 
 
 def _without_shared_memory() -> None:
-    """Ranks on CPU cores that share an engine talk through their process group.
+    """Ranks that share an engine talk through their process group.
 
-    The segments in which they would are named alike by all engines of a host, and outlive a killed process.
+    The segments in which they would outlive a killed process, as do the sockets beside them. Those of CPU
+    cores are named alike by all engines of a host.
     """
-    library: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    communicators = "vllm.distributed.device_communicators"
+    library: Any = importlib.import_module(f"{communicators}.cpu_communicator")
     library.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False
+    library = importlib.import_module(f"{communicators}.shm_broadcast")
+    library.MessageQueue.create_from_process_group = lambda *arguments, **options: None
 
 
 def end(llm: Any) -> None:
