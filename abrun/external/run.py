@@ -30,6 +30,7 @@ from abrun.processes import (
     stopping_signals,
     wait,
 )
+from abrun.progress import LAST_STEPS, patience
 from abrun.recipe import CommandRunConfig, invocation, secrets_of, stored_run
 from abrun.redaction import redacted
 from abrun.store import FencedError, RunDir, RunRecord, RunWriter
@@ -94,6 +95,7 @@ class _Run:
         }
         self._began_s = self._stepped_s = time.monotonic()
         self._step, self._longest_step_s = 0, 0.0
+        self._steps_s: list[float] = []
         self._awake = Awake()
 
     def run(self) -> int:
@@ -168,8 +170,11 @@ class _Run:
             if self._step:
                 took_s = now - max(self._stepped_s, self._awake.since_s())
                 self._longest_step_s = max(self._longest_step_s, took_s)
+                self._steps_s = [*self._steps_s[1 - LAST_STEPS :], took_s]
             self._step, self._stepped_s = step, now
-            self._writer.heartbeat(step)
+            # What a command validates or saves, it does not say: its longest step may have had some of that
+            patience_s = max(patience(self._steps_s), 2 * self._longest_step_s)
+            self._writer.heartbeat(step, min(patience_s, self._config.stalled_s))
 
     def _conclude(self, status: int) -> int:
         step = self._follower.last_step
