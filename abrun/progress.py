@@ -128,7 +128,18 @@ def places(folder: Path, ranks: Mapping[int, Sign], patience_s: float = 0.5) -> 
         with contextlib.suppress(ProcessLookupError):
             os.kill(sign.pid, SHOW_STACK)
     time.sleep(patience_s)
-    return {rank: _place(_stack(folder, rank)) for rank in ranks}
+    return {rank: _stuck(sign.pid) or _place(_stack(folder, rank)) for rank, sign in ranks.items()}
+
+
+def _stuck(pid: int) -> str | None:
+    """Why a process cannot say where it is, by the kernel's word."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+    return {"T": "a process that a signal has stopped", "D": "a call of the system that does not return"}.get(
+        state
+    )
 
 
 def _place(stack: Path) -> str:

@@ -112,6 +112,8 @@ class RunWriter:
     def check_fence(self) -> None:
         """Raises FencedError where a newer attempt has begun, or the record of this one is gone."""
         newest = self.run.last_attempt
+        if not newest:
+            raise FencedError(f"{self.run.path}: was removed; attempt {self.attempt} stops")
         if newest != self.attempt:
             raise FencedError(
                 f"{self.run.path}: attempt {newest} owns this run now; attempt {self.attempt} stops"

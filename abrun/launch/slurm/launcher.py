@@ -142,6 +142,7 @@ class SlurmJobs:
         }
         self._tasks: dict[tuple[str, int | None], commands.Task] = {}
         self._asked_s: float | None = None
+        self._silent: LaunchError | None = None  # what was said when Slurm did not answer
         self._kept_back_s: dict[str, float] = {}  # since when this has seen a task so
 
     @classmethod
@@ -213,9 +214,15 @@ class SlurmJobs:
     def _known(self) -> dict[tuple[str, int | None], commands.Task]:
         now = time.monotonic()
         if self._asked_s is None or now - self._asked_s > ASK_EVERY_S:
-            self._tasks = commands.tasks(self.ids, self._record.get("user", ""))
-            self._asked_s = now
-            self._release(now)
+            try:
+                self._tasks, self._silent = commands.tasks(self.ids, self._record.get("user", "")), None
+            except LaunchError as error:  # not asked again for each run
+                self._silent = error
+            self._asked_s = time.monotonic()
+            if not self._silent:
+                self._release(now)
+        if self._silent:
+            raise self._silent
         return self._tasks
 
     def _release(self, now: float) -> None:
