@@ -97,6 +97,7 @@ class _Run:
         self._step, self._longest_step_s = 0, 0.0
         self._steps_s: list[float] = []
         self._awake = Awake()
+        self._pid: int | None = None
 
     def run(self) -> int:
         filled, trainer, writer = self._filled, self._config.trainer, self._writer
@@ -110,6 +111,7 @@ class _Run:
         ):
             started = "resumed" if writer.attempt > 1 else "started"
             writer.event(started, step=self._follower.last_step, command=shlex.join(filled.argv))
+            self._pid = process.pid
             status, overdue = self._follow(process, requests)
             if status is None:
                 end_group(process, GRACE_S, lambda: requests.insisted)
@@ -194,7 +196,7 @@ class _Run:
         """Why a command that has ended did not make a run."""
         if status:
             printed = self._here.printed(self._log_start)
-            return f"{ending_of(status, printed, self._oom_kills)}; see {self._here.log}"
+            return f"{ending_of(status, printed, self._oom_kills, self._pid)}; see {self._here.log}"
         if not self._follower.found:
             metrics = self._config.trainer.metrics
             problem = self._follower.problem or "; ".join(self._follower.notes) or "it holds no numbers"

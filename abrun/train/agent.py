@@ -182,7 +182,7 @@ def _words(failure: ProcessFailure, printed: str, oom_kills_before: int | None) 
     said = failure.error_file_data.get("message")
     if isinstance(said, dict) and not killed_by(failure.exitcode):  # else there was no file
         return " ".join(str(said.get("message")).split())
-    return ending_of(failure.exitcode, "", oom_kills_before)
+    return ending_of(failure.exitcode, "", oom_kills_before, failure.pid)
 
 
 def _conclude(run: RunDir | None, known: int, status: int, message: str | None, asked: int | None) -> None:

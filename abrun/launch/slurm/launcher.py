@@ -15,6 +15,7 @@ from abrun.launch.requirements import anywhere_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan
+from abrun.processes import STARVED
 from abrun.recipe import CommandRunConfig, Slurm
 from abrun.store import RunState
 
@@ -184,6 +185,7 @@ class SlurmJobs:
         if state.status not in AT_WORK:
             return state
         ended = f"job {task.name} ended: {task.state}" if task else f"job {job} is no longer in Slurm's queue"
+        ended += STARVED if task and task.state == "OUT_OF_MEMORY" else ""
         if task and task.state == "CANCELLED":
             return replace(state, status="interrupted", message=f"{ended}; continue with --resume")
         word = (
