@@ -134,7 +134,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     left = any(job.status == "interrupted" for job in queue.jobs)
-    lost = any(job.status == "failed" for job in queue.jobs) and not _nodes_answer()
+    failed = [job for job in queue.jobs if job.status == "failed"]
+    lost = bool(failed) and (any(map(_began_no_more, failed)) or not _nodes_answer())
     if left or lost:
         _go_on(experiment_dir)
     return 0 if all(job.status == "finished" for job in queue.jobs) else 1
@@ -167,6 +168,14 @@ def _give_up(experiment_dir: Path, names: list[str], why: str) -> None:
             with contextlib.suppress(AbrunError):
                 run.begin_launch((), None)
                 run.end_launch("failed", why)
+
+
+def _began_no_more(job: Job) -> bool:
+    """Whether a run that had worked here could not be started again, as while a network is down."""
+    with contextlib.suppress(AbrunError):
+        begun = [launch.attempts for launch in job.run.launches()[-2:]]
+        return len(begun) == 2 and 0 < begun[0] == begun[1]
+    return False
 
 
 def _go_on(experiment_dir: Path) -> None:

@@ -20,6 +20,7 @@ class Task:
     state: str  # PENDING, RUNNING, ...
     reason: str
     nodes: str
+    script: str = ""  # the path of what was submitted
 
     @property
     def over(self) -> bool:
@@ -41,18 +42,15 @@ def would_run(options: Sequence[str]) -> str | None:
     return None if done.returncode == 0 else _words(done.stderr)
 
 
-def tasks(jobs: Sequence[str], user: str) -> dict[tuple[str, int | None], Task]:
-    """What Slurm still knows of jobs, by id and array index: it forgets those that ended minutes ago."""
-    if not jobs:
-        return {}
-    # All of the user's: asked for by id, one that is forgotten is an error for all
-    listed = slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N")
-    found = {}
+def tasks(user: str) -> list[Task]:
+    """What Slurm still knows of a user's jobs, task by task: it forgets those that ended minutes ago."""
+    # Asked for by id, one that is forgotten is an error for all
+    listed = slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N|%o")
+    found = []
     for line in listed.splitlines():
-        job, index, state, reason, nodes = line.split("|", 4)
-        if job in jobs:
-            number = int(index) if index.isdigit() else None
-            found[job, number] = Task(job=job, index=number, state=state, reason=reason, nodes=nodes)
+        job, index, state, reason, nodes, script = line.split("|", 5)
+        number = int(index) if index.isdigit() else None
+        found.append(Task(job=job, index=number, state=state, reason=reason, nodes=nodes, script=script))
     return found
 
 

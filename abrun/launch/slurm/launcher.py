@@ -3,7 +3,7 @@
 import contextlib
 import getpass
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,14 @@ class SlurmLauncher:
             store.write_file(folder / f"{name}.sh", text.encode(), mode=0o644)
         record: dict[str, Any] = {"settings": self._settings.model_dump(mode="json"), "git": git, "jobs": {}}
         record["user"] = getpass.getuser()
+        # Before there is a job: should this process be killed, those that it could not record are found by it
+        record["submitting"] = {script.name: [list(task) for task in script.tasks] for script in scripts}
         jobs.write_record(experiment_dir, record)
         submitted: list[str] = []
 
         def add(name: str, after: list[str]) -> str:
             options = [f"--dependency=afterany:{':'.join(after)}"] if after else []
-            submitted.append(commands.submit(str(folder / f"{name}.sh"), *options))
+            submitted.append(commands.submit(jobs.script_path(experiment_dir, name), *options))
             return submitted[-1]
 
         try:
@@ -80,11 +82,14 @@ class SlurmLauncher:
                 jobs.write_record(experiment_dir, record)
             if compare:
                 record["compare"] = add("compare", list(submitted))
-                jobs.write_record(experiment_dir, record)
+            del record["submitting"]
+            jobs.write_record(experiment_dir, record)
         except BaseException:
+            with contextlib.suppress(LaunchError):  # one that was being submitted
+                submitted += SlurmJobs(experiment_dir, record).busy
             if submitted:
-                commands.withdraw(submitted)
-            jobs.write_record(experiment_dir, {**record, "jobs": {}, "compare": None})
+                commands.withdraw(list(dict.fromkeys(submitted)))
+            jobs.write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
             raise
         return submitted
 
@@ -135,12 +140,10 @@ class SlurmJobs:
 
     def __init__(self, experiment_dir: Path, record: Mapping[str, Any]) -> None:
         self._experiment_dir, self._record = experiment_dir, record
-        self._place_of = {
-            name: (job, index)
-            for job, tasks in record.get("jobs", {}).items()
-            for index, names in enumerate(tasks)
-            for name in names
-        }
+        self._jobs: dict[str, list[list[str]]] = dict(record.get("jobs", {}))
+        self._compare: str | None = record.get("compare")
+        self._place_of: dict[str, tuple[str, int]] = {}
+        self._place()
         self._tasks: dict[tuple[str, int | None], commands.Task] = {}
         self._asked_s: float | None = None
         self._silent: LaunchError | None = None  # what was said when Slurm did not answer
@@ -150,12 +153,36 @@ class SlurmJobs:
     def of(cls, experiment_dir: Path) -> "SlurmJobs | None":
         """None where the experiment was never handed over to Slurm."""
         record = jobs.read_record(experiment_dir)
-        return cls(experiment_dir, record) if record.get("jobs") else None
+        return cls(experiment_dir, record) if record.get("jobs") or record.get("submitting") else None
 
     @property
     def ids(self) -> list[str]:
-        compare = self._record.get("compare")
-        return [*self._record["jobs"], *([compare] if compare else [])]
+        return [*self._jobs, *([self._compare] if self._compare else [])]
+
+    def _place(self) -> None:
+        self._place_of = {
+            name: (job, index)
+            for job, tasks in self._jobs.items()
+            for index, names in enumerate(tasks)
+            for name in names
+        }
+
+    def _adopt(self, listed: Sequence[commands.Task]) -> None:
+        """Take for its own what a launcher has submitted and was killed before it could say so.
+
+        Of one that is at work this may see a job before its record has it: it is the same one.
+        """
+        recorded = [*self._jobs.values()]
+        for name, names in self._record.get("submitting", {}).items():
+            path = jobs.script_path(self._experiment_dir, name)
+            found = [task.job for task in listed if task.script == path and not task.over]
+            if found and names not in recorded:
+                self._jobs[found[0]] = names
+                self._place()
+        path = jobs.script_path(self._experiment_dir, "compare")
+        for task in listed:
+            if "submitting" in self._record and task.script == path and not task.over:
+                self._compare = task.job
 
     @property
     def busy(self) -> list[str]:
@@ -166,13 +193,15 @@ class SlurmJobs:
         """A run's state, where Slurm knows better than its directory."""
         warm_start = state.name.arm == jobs.WARM_START
         name = f"{jobs.WARM_START}/{state.directory.name}" if warm_start else str(state.name)
-        if state.status == "finished" or name not in self._place_of:
+        if state.status == "finished":
             return state
-        job, index = self._place_of[name]
         try:
             known = self._known()
         except LaunchError:  # this host has no Slurm, or its controller does not answer
             return state
+        if name not in self._place_of:
+            return state
+        job, index = self._place_of[name]
         task = known.get((job, index)) or known.get((job, None))
         if task and not task.over:
             if task.state in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):
@@ -202,12 +231,13 @@ class SlurmJobs:
         """Take back what waits, and let what runs save a checkpoint and end."""
         record = jobs.read_record(self._experiment_dir)
         jobs.write_record(self._experiment_dir, {**record, "cancelled": True})
+        self._known()
         commands.cancel(self.ids)
         self._asked_s = None
 
     def compared(self) -> str | None:
         """What the job that compares has printed; None where there is none."""
-        if not self._record.get("compare"):
+        if not self._compare:
             return None
         with contextlib.suppress(OSError):
             return (self._experiment_dir / jobs.FOLDER / "compare.log").read_text(errors="replace")
@@ -217,7 +247,10 @@ class SlurmJobs:
         now = time.monotonic()
         if self._asked_s is None or now - self._asked_s > ASK_EVERY_S:
             try:
-                self._tasks, self._silent = commands.tasks(self.ids, self._record.get("user", "")), None
+                listed = commands.tasks(self._record.get("user", ""))
+                self._adopt(listed)
+                self._tasks = {(task.job, task.index): task for task in listed if task.job in self.ids}
+                self._silent = None
             except LaunchError as error:  # not asked again for each run
                 self._silent = error
             self._asked_s = time.monotonic()
