@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from abrun.errors import LaunchError
 
 LIMIT_S = 60.0
+NOT_CONFIGURED = r"fatal: (Could not establish a configuration source|Unable to process configuration file)"
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
 
@@ -86,13 +87,22 @@ def slurm(*argv: str) -> str:
 
 def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except FileNotFoundError:
         raise LaunchError(
             f"slurm: no command {argv[0]!r} on PATH; launch on a login node, or use --launcher local"
         ) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"slurm: {argv[0]}: no answer for {LIMIT_S:.0f} s; is the controller up?") from None
+    except OSError as error:
         raise LaunchError(f"slurm: {argv[0]}: {error}") from None
+    if done.returncode and re.search(NOT_CONFIGURED, done.stderr):
+        said = _words(done.stderr)[-200:]
+        raise LaunchError(
+            "slurm: this host has Slurm's commands, but no configuration of a cluster (slurm.conf): launch "
+            f"on a login node, set SLURM_CONF, or use --launcher local ({argv[0]}: {said})"
+        )
+    return done
 
 
 def _words(said: str) -> str:

@@ -112,6 +112,8 @@ class SlurmLauncher:
             try:
                 commands.slurm("srun", f"--container-image={container.image}", "--help")
             except LaunchError as error:
+                if "container-image" not in str(error):
+                    return [str(error)]
                 return [
                     f"launcher.container: got {container.image!r}, and Slurm has no pyxis plugin: {error}"
                 ]
@@ -217,15 +219,14 @@ class SlurmJobs:
         ended += STARVED if task and task.state == "OUT_OF_MEMORY" else ""
         if task and task.state == "CANCELLED":
             return replace(state, status="interrupted", message=f"{ended}; continue with --resume")
-        word = (
-            ""
-            if state.status != "pending"
-            else (
+        if state.status == "pending":
+            ended += (
                 f", and left no word in {state.directory}: do the nodes share it? Look into "
                 f"{self._experiment_dir / jobs.FOLDER}, and ask: scontrol show job {job}"
             )
-        )
-        return replace(state, status="failed", message=ended + word)
+        elif task and task.state == "FAILED":
+            ended += ", and its run left no word, as on a full disk"
+        return replace(state, status="failed", message=ended)
 
     def cancel(self) -> None:
         """Take back what waits, and let what runs save a checkpoint and end."""

@@ -7,6 +7,13 @@ cd "$FAKE_SLURM" || exit
 command=${0##*/}
 echo "$command $*" >>calls
 touch queue
+if [ -f no-conf ]; then # as in Slurm 22.05 without a slurm.conf
+  echo "$command: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+$command: error: fetch_config: DNS SRV lookup failed
+$command: error: _establish_config_source: failed to fetch config
+$command: fatal: Could not establish a configuration source" >&2
+  exit 1
+fi
 
 option() { # NAME: of sbatch, on its command line or in its script
   { printf '%s\n' "${args[@]}"; [ -z "$script" ] || sed -n 's/^#SBATCH //p' "$script"; } | sed -n "s/^--$1=//p" | head -1

@@ -290,15 +290,15 @@ def idle_nodes() -> int:
 def test_a_network_cut_in_mid_step_ends_both_sides(
     cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    experiment_dir = submit(tmp_path, "parted", 40, "--set", "limits.stalled_s=30")
+    experiment_dir = submit(tmp_path, "parted", 40, "--set", "limits.stalled_s=90")
     reached = at_step(experiment_dir, 12)
     began = time.monotonic()
     sh(CLUSTER, "unplug", "n2")
     try:
-        noticed_s = seconds_until(lambda: state(experiment_dir).status != "running", within_s=60)
+        noticed_s = seconds_until(lambda: state(experiment_dir).status != "running", within_s=90)
         said = state(experiment_dir).message
         gone = lambda: not any(ranks_of(run(experiment_dir, arm).path, 1) for arm in ARMS)  # noqa: E731
-        ended_s = seconds_until(gone, within_s=90)  # what the other side cannot be told
+        ended_s = seconds_until(gone, within_s=150)  # what the other side cannot be told
         reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
     finally:
         sh(CLUSTER, "plug", "n2")

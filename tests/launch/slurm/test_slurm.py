@@ -208,6 +208,19 @@ def test_a_machine_without_slurm_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         submit(planned(), tmp_path / "runs")
 
 
+@pytest.mark.parametrize("setting", ["partition: low", "container: {image: x}"])
+def test_a_machine_without_slurm_conf_says_so(setting: str, slurm: Path, tmp_path: Path) -> None:
+    (slurm / "no-conf").touch()
+    with pytest.raises(LaunchError) as refused:
+        submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
+    assert re.search(
+        r"^(small: )?slurm: this host has Slurm's commands, but no configuration of a cluster \(slurm.conf\): launch "
+        r"on a login node, .*; Could not establish a configuration source\)$",
+        str(refused.value),
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_login_node_without_gpus_can_submit_what_needs_them(slurm: Path, tmp_path: Path) -> None:
     plan = planned("cluster.gpus_per_node=8", "policy.logprobs.impl=triton", "arms.treatment={steps: 4}")
     submit(plan, tmp_path)
