@@ -214,8 +214,8 @@ def test_a_machine_without_slurm_conf_says_so(setting: str, slurm: Path, tmp_pat
     with pytest.raises(LaunchError) as refused:
         submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
     assert re.search(
-        r"^(small: )?slurm: this host has Slurm's commands, but no configuration of a cluster \(slurm.conf\): launch "
-        r"on a login node, .*; Could not establish a configuration source\)$",
+        r"^(small: )?slurm: this host has Slurm's commands, but no configuration of a cluster \(slurm.conf\): "
+        r"launch on a login node, .*; Could not establish a configuration source\)$",
         str(refused.value),
     )
     assert not (tmp_path / "runs").exists()
