@@ -17,7 +17,7 @@ from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan
 from abrun.processes import STARVED
 from abrun.recipe import CommandRunConfig, Slurm
-from abrun.store import RunState
+from abrun.store import RunDir, RunState
 
 ASK_EVERY_S = 5.0
 RELEASE_AFTER_S = 10.0  # a start in the second of the requeue is killed: "Job credential revoked"
@@ -209,6 +209,11 @@ class SlurmJobs:
             if task.state in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):
                 if state.status not in ("pending", "interrupted"):
                     return state
+                if not warm_start and not RunDir(state.directory).exists:
+                    gone = (
+                        f"{state.directory}: was removed while job {task.name} runs; --resume makes it anew"
+                    )
+                    return replace(state, status="failed", message=gone)
                 message = f"job {task.name} begins or ends on {task.nodes}"
             else:
                 message = f"job {task.name} waits: {task.reason}"

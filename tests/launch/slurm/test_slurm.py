@@ -213,11 +213,9 @@ def test_a_machine_without_slurm_conf_says_so(setting: str, slurm: Path, tmp_pat
     (slurm / "no-conf").touch()
     with pytest.raises(LaunchError) as refused:
         submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
-    assert re.search(
-        r"^(small: )?slurm: this host has Slurm's commands, but no configuration of a cluster \(slurm.conf\): "
-        r"launch on a login node, .*; Could not establish a configuration source\)$",
-        str(refused.value),
-    )
+    said = str(refused.value).removeprefix("small: ")
+    assert re.match(r"slurm: this host has Slurm's commands, but no configuration of a cluster \(sl", said)
+    assert said.endswith("; Could not establish a configuration source)") and "\n" not in said
     assert not (tmp_path / "runs").exists()
 
 
@@ -269,6 +267,17 @@ def test_the_state_of_a_run_that_has_not_begun_is_its_jobs(
     (slurm / "queue").write_text(line + "\n")
     state = seen(experiment_dir)
     assert state.status == status and (state.message or "").startswith(message)
+
+
+def test_a_run_whose_folder_is_removed_while_its_job_runs_has_failed(slurm: Path, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    (slurm / "queue").write_text("101|0|RUNNING|None|n1|\n")
+    shutil.rmtree(experiment_dir / "baseline" / "seed-0")
+    assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
+        "failed",
+        f"{experiment_dir}/baseline/seed-0: was removed while job 101_0 runs; --resume makes it anew",
+    )
+    assert seen(experiment_dir, "treatment").status == "waiting"
 
 
 def test_a_run_at_work_whose_job_has_ended_is_dead(slurm: Path, tmp_path: Path) -> None:
