@@ -9,6 +9,7 @@ ATTEMPTS = "attempts"
 LAUNCH = "launch.json"
 ENVIRONMENT = "environment.json"
 HEARTBEAT = "heartbeat.json"
+NODES = "nodes"
 RESULT = "result.json"
 FINAL_SAMPLE = "final-sample.safetensors"
 METRICS = "metrics.jsonl"
@@ -24,6 +25,7 @@ RUN_FILES = (
     LAUNCH,
     ENVIRONMENT,
     HEARTBEAT,
+    NODES,
     RESULT,
     FINAL_SAMPLE,
     METRICS,

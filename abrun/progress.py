@@ -5,11 +5,14 @@ A rank that hangs in a loop, a lock or a collective gives no sign; the log, whic
 
 import contextlib
 import faulthandler
+import math
 import os
 import re
 import signal
+import statistics
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +21,9 @@ from abrun.processes import die_with_parent
 AGENT = "ABRUN_AGENT"  # the environment variable that names the process that watches
 FOLDER = "ABRUN_PROGRESS"  # and where the lines are
 SHOW_STACK = signal.SIGUSR2
+PATIENCE, LEAST_PATIENCE_S = 10, 60.0  # a silence longer than that many steps, and than that, is unusual
+FEWEST_STEPS, LAST_STEPS = 3, 20  # to judge by: the first ones compile
+STUCK = {"T": "a process that a signal has stopped", "D": "a call of the system that does not return"}
 _LINE = 200  # bytes
 
 
@@ -27,6 +33,9 @@ class _Line:
     def __init__(self) -> None:
         self.file: int | None = None
         self.doing = ""
+        self.usual = False  # whether what this rank does now is a part of every step
+        self.stepped_s: float | None = None
+        self.steps_s = deque[float](maxlen=LAST_STEPS)
 
 
 _line = _Line()
@@ -54,14 +63,43 @@ def prepare(folder: Path, ranks: range) -> None:
         (folder / f"rank-{rank}").write_bytes(b" " * _LINE)
 
 
-def beat(doing: str | None = None) -> None:
-    """A sign of life, and what begins now, where that is another thing than before. Takes microseconds."""
+def beat(doing: str | None = None, *, usual: bool = True) -> None:
+    """A sign of life, and what begins now, where that is another thing than before. Takes microseconds.
+
+    `usual`: whether it is a part of every step, so that the last steps say how long it may take at most.
+    """
+    if doing:
+        _line.doing, _line.usual = doing, usual
     if _line.file is None:
         return
-    _line.doing = doing or _line.doing
-    text = f"{os.getpid()} {time.monotonic():.3f} {_line.doing}"
+    patience_s = patience(_line.steps_s) if _line.usual else math.inf
+    text = f"{os.getpid()} {time.monotonic():.3f} {patience_s:.1f} {_line.doing}"
     with contextlib.suppress(OSError):  # such as a full disk
         os.pwrite(_line.file, text.encode()[:_LINE].ljust(_LINE), 0)
+
+
+def stepped() -> None:
+    """A step has ended, or the first one begins."""
+    now = time.monotonic()
+    if _line.stepped_s is not None:
+        _line.steps_s.append(now - _line.stepped_s)
+    _line.stepped_s = now
+    beat()
+
+
+def doing() -> str:
+    """What this process said last that it does."""
+    return _line.doing
+
+
+def patience(steps_s: Sequence[float]) -> float:
+    """Seconds of silence after which a run that took these for its last steps seems to hang.
+
+    Infinite where they are too few to say.
+    """
+    if len(steps_s) < FEWEST_STEPS:
+        return math.inf
+    return max(LEAST_PATIENCE_S, PATIENCE * statistics.median(steps_s))
 
 
 class Sign(NamedTuple):
@@ -69,6 +107,7 @@ class Sign(NamedTuple):
 
     pid: int
     time_s: float  # of time.monotonic, which the processes of a host share
+    patience_s: float  # of silence from then on, after which it seems to hang
     doing: str
 
 
@@ -77,8 +116,8 @@ def signs(folder: Path, ranks: range) -> dict[int, Sign]:
     found = {}
     for rank in ranks:
         try:
-            pid, time_s, doing = (folder / f"rank-{rank}").read_text().split(" ", 2)
-            found[rank] = Sign(int(pid), float(time_s), doing.strip())
+            pid, time_s, patience_s, doing = (folder / f"rank-{rank}").read_text().split(" ", 3)
+            found[rank] = Sign(int(pid), float(time_s), float(patience_s), doing.strip())
         except (OSError, ValueError):
             continue
     return found
@@ -90,7 +129,18 @@ def places(folder: Path, ranks: Mapping[int, Sign], patience_s: float = 0.5) -> 
         with contextlib.suppress(ProcessLookupError):
             os.kill(sign.pid, SHOW_STACK)
     time.sleep(patience_s)
-    return {rank: _place(_stack(folder, rank)) for rank in ranks}
+    return {rank: _stuck(sign.pid) or _place(_stack(folder, rank)) for rank, sign in ranks.items()}
+
+
+def _stuck(pid: int) -> str | None:
+    """Why a process cannot say where it is, by the kernel's word."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+    return {"T": "a process that a signal has stopped", "D": "a call of the system that does not return"}.get(
+        state
+    )
 
 
 def _place(stack: Path) -> str:
@@ -98,7 +148,8 @@ def _place(stack: Path) -> str:
         shown = stack.read_text(errors="replace")
     except OSError:  # removed by whoever tidies the folder of temporary files
         shown = ""
-    frame = re.search(r'^  File "(.*)", line (\d+) in (.*)$', shown, re.MULTILINE)
+    last = shown.rpartition("most recent call first")[2]
+    frame = re.search(r'^  File "(.*)", line (\d+) in (.*)$', last, re.MULTILINE)
     if frame is None:
         return "an unknown place"
     file, line, function = frame.groups()

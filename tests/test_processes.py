@@ -1,14 +1,18 @@
 """Processes are started as they were asked for, and what cannot be started is said at once."""
 
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from abrun.processes import start
+from abrun.processes import STARVED, ending_of, start
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -71,3 +75,73 @@ def test_a_process_is_started_once_it_runs_not_once_it_ends() -> None:
     assert process.poll() is None
     process.kill()
     process.wait()
+
+
+EATER = """
+import sys, time
+from abrun.processes import ending_of, oom_kills, start
+import signal
+before = oom_kills()
+eater = start([sys.executable, "-c", sys.argv[1]], {}, dies_by=signal.SIGKILL)
+print(ending_of(eater.wait(), "", before, eater.pid))
+"""
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 80 MB: what is written into its `cgroup.procs` or `tasks` belongs to it."""
+    name = f"abrun-test-{os.getpid()}"
+    first = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    group = Path("/sys/fs/cgroup") / name if first else Path("/sys/fs/cgroup/memory") / name
+    try:
+        group.mkdir()
+        (group / ("memory.max" if first else "memory.limit_in_bytes")).write_text("80000000")
+    except OSError as error:
+        pytest.skip(f"no control group of our own: {error}")
+    yield group
+    for pid in (group / "cgroup.procs").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    time.sleep(0.2)
+    group.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("does", "expected"),
+    [
+        ("x = [bytearray(1 << 20) for _ in range(300)]", f"killed by SIGKILL{STARVED}"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        (  # another one of the same group was starved, and this one killed by hand
+            "import os, signal, subprocess, sys; subprocess.run([sys.executable, '-c', "
+            "'x = [bytearray(1 << 20) for _ in range(300)]']); os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL",
+        ),
+    ],
+)
+def test_a_process_that_the_kernel_starved_is_told_from_one_that_was_killed(
+    small_group: Path, does: str, expected: str
+) -> None:
+    if "subprocess" in does and not os.access("/dev/kmsg", os.R_OK):
+        pytest.skip("the kernel's log cannot be read")
+    joins = f"echo $$ > {small_group}/cgroup.procs; exec "
+    command = shlex.join([sys.executable, "-c", EATER, does])
+    done = subprocess.run(["sh", "-c", joins + command], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("printed", "starved"),
+    [
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0. Some of your processes may", True),
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been",
+            True,
+        ),
+        ("srun: error: n1: task 0: Out Of Memory", True),
+        ("srun: error: n1: task 0: Killed", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+    ],
+)
+def test_slurm_says_that_memory_ran_out(printed: str, starved: bool) -> None:
+    assert (STARVED in ending_of(-9, f"step 3\n{printed}\n", None)) is starved
+    assert (STARVED in ending_of(137, f"step 3\n{printed}\n", None)) is starved
+    assert STARVED not in ending_of(1, printed, None)

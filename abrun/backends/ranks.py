@@ -6,6 +6,7 @@ over the data-parallel ranks alone, and each sample counts once.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,13 +14,19 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    DistError,
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroup,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from abrun import progress
 from abrun.errors import LaunchError
 from abrun.recipe import DIMENSIONS
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a hang is noticed sooner by the agents: see abrun.train.agent
+LOST = r"[Tt]imed out|Connection closed by peer|Connection reset by peer|Broken pipe|unreachable"
 
 T = TypeVar("T")
 
@@ -163,8 +170,11 @@ def _experts_mesh(device: torch.device, sizes: Mapping[str, int], expert_paralle
     return mesh
 
 
-def join_ranks(cluster: Mapping[str, int]) -> torch.device:
-    """Join the process group of the run's ranks and return this rank's device."""
+def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device:
+    """Join the process group of the run's ranks and return this rank's device.
+
+    `timeout`: how long a collective waits for a rank.
+    """
     on_gpu = cluster["gpus_per_node"] > 0
     if on_gpu and not torch.cuda.is_available():
         raise LaunchError(
@@ -177,10 +187,24 @@ def join_ranks(cluster: Mapping[str, int]) -> torch.device:
         torch.set_num_threads(1)  # the order of float sums, and so every metric's last bits, depend on it
     backend = "nccl" if on_gpu else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
+        dist.init_process_group(backend, timeout=timeout, device_id=device if on_gpu else None)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     expected = cluster["nodes"] * (cluster["gpus_per_node"] or cluster["cpu_ranks"])
     if dist.get_world_size() != expected:
         raise LaunchError(f"cluster: asks for {expected} ranks and {dist.get_world_size()} were started")
     return device
+
+
+def lost_ranks(error: RuntimeError, timeout: timedelta) -> str | None:
+    """A line on a collective that failed for want of other ranks, or of the way to them; else None."""
+    said = " ".join(str(error).split())
+    if not isinstance(error, DistError) and "gloo" not in said:
+        return None
+    if not re.search(LOST, said):
+        return None
+    waited = f" for {timeout.total_seconds():g} s" if "imed out" in said else ""
+    return (
+        f"waited in vain{waited} for other ranks, in a collective during {progress.doing() or 'the start'}: "
+        f"they ended, hang, or cannot be reached ({said[:300]})"
+    )

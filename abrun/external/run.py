@@ -30,6 +30,7 @@ from abrun.processes import (
     stopping_signals,
     wait,
 )
+from abrun.progress import LAST_STEPS, patience
 from abrun.recipe import CommandRunConfig, invocation, secrets_of, stored_run
 from abrun.redaction import redacted
 from abrun.store import FencedError, RunDir, RunRecord, RunWriter
@@ -94,7 +95,9 @@ class _Run:
         }
         self._began_s = self._stepped_s = time.monotonic()
         self._step, self._longest_step_s = 0, 0.0
+        self._steps_s: list[float] = []
         self._awake = Awake()
+        self._pid: int | None = None
 
     def run(self) -> int:
         filled, trainer, writer = self._filled, self._config.trainer, self._writer
@@ -108,6 +111,7 @@ class _Run:
         ):
             started = "resumed" if writer.attempt > 1 else "started"
             writer.event(started, step=self._follower.last_step, command=shlex.join(filled.argv))
+            self._pid = process.pid
             status, overdue = self._follow(process, requests)
             if status is None:
                 end_group(process, GRACE_S, lambda: requests.insisted)
@@ -168,8 +172,11 @@ class _Run:
             if self._step:
                 took_s = now - max(self._stepped_s, self._awake.since_s())
                 self._longest_step_s = max(self._longest_step_s, took_s)
+                self._steps_s = [*self._steps_s[1 - LAST_STEPS :], took_s]
             self._step, self._stepped_s = step, now
-            self._writer.heartbeat(step)
+            # What a command validates or saves, it does not say: its longest step may have had some of that
+            patience_s = max(patience(self._steps_s), 2 * self._longest_step_s)
+            self._writer.heartbeat(step, min(patience_s, self._config.stalled_s))
 
     def _conclude(self, status: int) -> int:
         step = self._follower.last_step
@@ -189,7 +196,7 @@ class _Run:
         """Why a command that has ended did not make a run."""
         if status:
             printed = self._here.printed(self._log_start)
-            return f"{ending_of(status, printed, self._oom_kills)}; see {self._here.log}"
+            return f"{ending_of(status, printed, self._oom_kills, self._pid)}; see {self._here.log}"
         if not self._follower.found:
             metrics = self._config.trainer.metrics
             problem = self._follower.problem or "; ".join(self._follower.notes) or "it holds no numbers"

@@ -19,7 +19,15 @@ from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
 from abrun.launch.queue import WARM_START, Job, Queue
 from abrun.plan import Plan, RunName
-from abrun.processes import StopRequests, ending_of, killed_by, oom_kills, stopping_signals
+from abrun.processes import (
+    STARVED,
+    StopRequests,
+    ending_of,
+    killed_by,
+    memory_ran_out,
+    oom_kills,
+    stopping_signals,
+)
 from abrun.recipe import secrets_of
 from abrun.redaction import redacted
 from abrun.store import STOPPED, Lease, Status, run_state
@@ -264,8 +272,9 @@ def _ending(job: Job, status: int) -> tuple[Status, str | None]:
         return "failed", attempt.message
     if errors:
         words = "; ".join(errors[:MOST_ERRORS])
+        words += STARVED if STARVED not in words and memory_ran_out(printed) else ""
     elif status:
-        words = ending_of(status, printed, job.oom_kills)
+        words = ending_of(status, printed, job.oom_kills, job.started.pid if job.started else None)
     else:
         words = "ended without a result"
     return "failed", f"{redacted(words, secrets_of(job.config, os.environ))}; see {job.run.log}"

@@ -21,6 +21,12 @@ RUN_DIR = "ABRUN_RUN_DIR"  # the environment variable that every process of a ru
 INSISTS_AFTER_S = 2.0
 PAUSE_S = 10.0  # more than a busy machine lets a process wait
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel
+SLURM_STARVED = r"^slurmstepd: error: Detected .*oom.?kill|^srun: error: .*(Out Of Memory|OUT_OF_MEMORY)"
+STARVED = (
+    ", when memory ran out (the machine's, not a GPU's): run fewer at once (--jobs), ask Slurm for more "
+    "(launcher.sbatch.mem), or use smaller batches"
+)
 STARTER = Path(__file__).with_name("starter.py")
 Popen = subprocess.Popen[bytes]
 # The last line of a traceback, but not of torchrun's own
@@ -193,35 +199,85 @@ def first_cause(printed: str) -> str:
     return printed.partition("\nThe above exception was the direct cause of")[0].strip()
 
 
-def ending_of(status: int, printed: str, oom_kills_before: int | None) -> str:
+def ending_of(status: int, printed: str, oom_kills_before: int | None, pid: int | None = None) -> str:
     """A process's end in words, with the error that is the last in what it printed.
 
-    Where the kernel has killed more for want of memory than `oom_kills` said when it started, it says so.
+    Where the kernel has killed more for want of memory than `oom_kills` said when it started, or Slurm says
+    that it has, it says so; with a `pid` only where the kernel's log, if it can be read, names that.
     """
     name = killed_by(status)
+    if name == "SIGKILL" or status == shell_code(-signal.SIGKILL):  # that of a shell's child
+        starved = memory_ran_out(printed) or _counted_and_named(oom_kills_before, pid if name else None)
+        return f"{f'killed by {name}' if name else f'exit code {status}'}{STARVED if starved else ''}"
     if name:
-        starved = name == "SIGKILL" and oom_kills() != oom_kills_before
-        return f"killed by {name}{', when the kernel ran out of memory' if starved else ''}"
+        return f"killed by {name}"
     errors = re.findall(PYTHON_ERROR, printed, re.MULTILINE)
     return f"exit code {status}{f' ({errors[-1]})' if errors else ''}"
 
 
-def oom_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory: in this control group, or on this host.
+def memory_ran_out(printed: str) -> bool:
+    """Whether Slurm says of a step that the kernel has killed some of it for want of memory."""
+    return bool(re.search(SLURM_STARVED, printed, re.MULTILINE))
 
-    None where nobody counts. See memory.events in the kernel's cgroup-v2.rst, and vmstat's oom_kill.
+
+def _counted_and_named(oom_kills_before: int | None, pid: int | None) -> bool:
+    """Whether the kernel has killed for want of memory since: a process of this group, and this one."""
+    now, named = oom_kills(), _oom_killed()
+    counted = None if now is None or oom_kills_before is None else now > oom_kills_before
+    told = None if named is None or pid is None else pid in named
+    return bool(counted or told) and counted is not False and told is not False
+
+
+def oom_kills() -> int | None:
+    """How many processes the kernel has killed for want of memory: in this control group, else on this host.
+
+    None where nobody counts. See memory.events in the kernel's cgroup-v2.rst, memory.oom_control in
+    cgroup-v1/memory.rst, and vmstat's oom_kill.
     """
+    groups = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            groups[controllers] = path
+    root = "/sys/fs/cgroup"
+    counters = (
+        *(f"{root}{path}/memory.events" for path in (groups.get("", ""), "")),
+        *(f"{root}/memory{path}/memory.oom_control" for path in (groups.get("memory", ""), "")),
+        "/proc/vmstat",
+    )
+    for counter in counters:  # the narrowest first: others' processes are not counted there
+        with contextlib.suppress(OSError):
+            counts = re.findall(r"^oom_kill (\d+)$", Path(counter).read_text(), re.MULTILINE)
+            if counts:
+                return int(counts[0])
+    return None
+
+
+def _oom_killed() -> set[int] | None:
+    """The processes that the kernel's log says it has killed for want of memory.
+
+    None where this user may not read it, or it counts processes otherwise than this one's namespace.
+    """
+    killed = set[int]()
     try:
-        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].splitlines()
+        if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
+            return None
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    own = Path(f"/sys/fs/cgroup{group[0] if group else '/'}/memory.events")
-    counters = (own, Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
-    counts = []
-    for counter in (*counters, Path("/proc/vmstat")):
-        with contextlib.suppress(OSError):
-            counts += re.findall(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
-    return sum(map(int, counts)) if counts else None
+    try:
+        while True:
+            try:
+                line = os.read(log, 8192)
+            except BlockingIOError:  # that was all
+                return killed
+            except BrokenPipeError:  # overwritten as it was read
+                continue
+            killed |= {int(pid) for pid in re.findall(rb"[Oo]ut of memory: Kill(?:ed)? process (\d+)", line)}
+    except OSError:
+        return None
+    finally:
+        os.close(log)
 
 
 # --- finding ---

@@ -14,6 +14,8 @@
         environment.json  versions, devices, precision; hashes of    written by the job, at every start
                            prompts and initial weights
         heartbeat.json    step, time, pid                            written by the job, every step
+        nodes/0000.json   whether the ranks of a node give signs,    written by the node's agent, every 15 s
+                           and where they are if they do not
         result.json       the run is finished                        written by the job, last
         metrics.jsonl     one line a step                            appended by the job
         events.jsonl      started, resumed, checkpoint, failed, ...  appended by the job
@@ -61,7 +63,17 @@ from abrun.store.files import (
 )
 from abrun.store.lines import NOT_METRICS, LineReader, LineWriter, read_lines
 from abrun.store.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of, owner_of
-from abrun.store.records import Attempt, Launch, RunRecord, RunState, Status, started_after
+from abrun.store.records import (
+    NODE_EVERY_S,
+    Attempt,
+    Launch,
+    Node,
+    RunRecord,
+    RunState,
+    SilentRank,
+    Status,
+    started_after,
+)
 from abrun.store.rundir import SCHEMA_VERSION, RunDir
 from abrun.store.saved import STATE as SAVED_STATE
 from abrun.store.saved import SavedState, saved_state
@@ -70,6 +82,7 @@ from abrun.store.writer import STOPPED, FencedError, RunWriter
 __all__ = [
     "EXPERIMENT",
     "LOCK",
+    "NODE_EVERY_S",
     "NOT_METRICS",
     "REFERENCE",
     "SAVED_STATE",
@@ -83,11 +96,13 @@ __all__ = [
     "LineReader",
     "LineWriter",
     "Locked",
+    "Node",
     "RunDir",
     "RunRecord",
     "RunState",
     "RunWriter",
     "SavedState",
+    "SilentRank",
     "Status",
     "TakenOverError",
     "can_fork",

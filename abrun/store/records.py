@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,6 +19,7 @@ from abrun.store.owner import Owner
 SCHEMA_VERSION = 1
 Status = Literal["pending", "waiting", "running", "stalled", "finished", "failed", "interrupted"]
 T = TypeVar("T")
+NODE_EVERY_S, NODE_LOST_S = 15.0, 60.0  # how often a node's agent says that it is there, and when it is lost
 LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
 
 
@@ -75,6 +76,48 @@ class Heartbeat:
 
     time_s: float = 0.0
     step: int = 0
+    patience_s: float | None = None  # of silence from then on, after which the run seems to hang
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentRank:
+    """Where a rank is that has given no sign of life for long."""
+
+    rank: int
+    place: str  # the innermost function of its main thread, with its file and line
+    doing: str  # as it said last
+    waits: bool  # in the code of torch, as one that waits for the others does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What the agent of the ranks of one node says of them, every few seconds: a file in `nodes/`."""
+
+    attempt: int = 0
+    node: int = 0
+    host: str = ""
+    time_s: float = 0.0
+    silent_since_s: float | None = None  # the last sign of any of its ranks; None while they give some
+    ranks: tuple[SilentRank, ...] = ()
+
+
+def silence(nodes: Sequence[Node], now: float) -> str | None:
+    """Why a run of these nodes seems to hang, with those ranks first that wait for no other; None: it works.
+
+    A node that says nothing is lost. Ranks that are silent on one node alone wait for those of another.
+    """
+    lost = [node for node in nodes if now - node.time_s > NODE_LOST_S]
+    if lost:
+        names = ", ".join(f"node {node.node} ({node.host})" for node in lost)
+        return f"no sign of life of {names} for {now - min(node.time_s for node in lost):.0f} s"
+    since = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
+    if len(since) < len(nodes) or not nodes:
+        return None
+    ranks = [(rank, node.host) for node in nodes for rank in node.ranks]
+    ranks.sort(key=lambda found: (found[0].waits, found[0].rank))
+    words = [f"rank {rank.rank} (on {host}) in {rank.place} during {rank.doing}" for rank, host in ranks[:4]]
+    more = [f"and {len(ranks) - 4} more"] if len(ranks) > 4 else []
+    return f"no sign of life for {now - max(since):.0f} s: {'; '.join([*words, *more])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

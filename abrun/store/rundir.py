@@ -47,6 +47,7 @@ from abrun.store.records import (
     Heartbeat,
     Launch,
     Launches,
+    Node,
     RunRecord,
     RunState,
     Status,
@@ -57,6 +58,7 @@ from abrun.store.records import (
     read_attempt,
     record_in,
     refuse_other_schema,
+    silence,
     started_after,
 )
 from abrun.store.writer import RunWriter
@@ -231,6 +233,11 @@ class RunDir:
         unfinished = ("running", "interrupted") if interrupted else ("running",)
         return RunWriter(self, attempt) if attempt.number > known and attempt.status in unfinished else None
 
+    def write_node(self, node: Node) -> None:
+        """What a node's agent says of its ranks; of a run that is there, and that no later attempt owns."""
+        if self.exists and self.last_attempt == node.attempt:
+            write_json(self.path / layout.NODES / f"{node.node:04d}.json", asdict(node), durable=False)
+
     # --- what anybody reads ---
 
     def record(self) -> RunRecord:
@@ -293,6 +300,14 @@ class RunDir:
             return read_as(Heartbeat, self.path / layout.HEARTBEAT)
         except StoreError:
             return Heartbeat()
+
+    def nodes(self, attempt: int) -> list[Node]:
+        """What the agents of an attempt's nodes said last."""
+        found = []
+        for path in sorted((self.path / layout.NODES).glob("*.json")):
+            with contextlib.suppress(StoreError):  # as after a loss of power
+                found.append(read_as(Node, path))
+        return [node for node in found if node.attempt == attempt]
 
     def environment(self) -> dict[str, Any] | None:
         """Versions, devices, prompts, initial weights of the last attempt; None before they are recorded."""
@@ -357,8 +372,9 @@ class RunDir:
             status = "finished"
         elif status == "finished":
             status = "pending"  # its result was removed: it is to run again
-        elif status == "running" and time.time() - max(started_s or 0.0, heartbeat.time_s) > STALLED_AFTER_S:
-            status = "stalled"
+        elif status == "running":
+            message = self._why_stalled(attempt.number, max(started_s or 0.0, heartbeat.time_s), heartbeat)
+            status = "stalled" if message else "running"
         return RunState(
             name=name,
             directory=self.path,
@@ -366,9 +382,19 @@ class RunDir:
             step=heartbeat.step,
             started_s=started_s,
             num_steps=num_steps if type(num_steps) is int else 0,
-            message=message if status in ("failed", "interrupted") else None,
+            message=message if status in ("failed", "interrupted", "stalled") else None,
             ending=ending_of(told),
         )
+
+    def _why_stalled(self, attempt: int, since_s: float, heartbeat: Heartbeat) -> str | None:
+        """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
+        now, nodes = time.time(), self.nodes(attempt)
+        if nodes:
+            return silence(nodes, now)
+        if now - since_s <= (heartbeat.patience_s or STALLED_AFTER_S):
+            return None
+        step = f"no step after step {heartbeat.step}" if heartbeat.step else "no sign of life"
+        return f"{step} for {now - since_s:.0f} s"
 
     def step_attempts(self) -> dict[int, int]:
         """By step, the newest attempt that recorded it; of a file that is damaged, what can be read."""

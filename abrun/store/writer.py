@@ -53,9 +53,11 @@ class RunWriter:
         content = {"prompts_sha256": prompts_sha256, "rewards": rewards, "lengths": lengths}
         self._validations.write({"step": step, "attempt": self.attempt, **content})
 
-    def heartbeat(self, step: int) -> None:
+    def heartbeat(self, step: int, patience_s: float | None = None) -> None:
+        """A sign of life; the run seems to hang where no other follows for `patience_s`."""
         self.check_fence()
         content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt}
+        content |= {} if patience_s is None else {"patience_s": patience_s}
         write_json(self.run.path / layout.HEARTBEAT, content, durable=False)
 
     def event(self, event: str, **details: Any) -> None:
@@ -110,6 +112,8 @@ class RunWriter:
     def check_fence(self) -> None:
         """Raises FencedError where a newer attempt has begun, or the record of this one is gone."""
         newest = self.run.last_attempt
+        if not newest:
+            raise FencedError(f"{self.run.path}: was removed; attempt {self.attempt} stops")
         if newest != self.attempt:
             raise FencedError(
                 f"{self.run.path}: attempt {newest} owns this run now; attempt {self.attempt} stops"

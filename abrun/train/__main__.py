@@ -2,6 +2,7 @@
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from abrun import progress
@@ -23,8 +24,8 @@ def _train(directory: Path) -> int:
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from abrun.backends.ranks import join_ranks
-    from abrun.errors import AbrunError
+    from abrun.backends.ranks import COLLECTIVE_TIMEOUT, join_ranks, lost_ranks
+    from abrun.errors import AbrunError, LaunchError
     from abrun.store import RunDir, RunWriter
     from abrun.train.loop import Interrupted, train
 
@@ -34,7 +35,15 @@ def _train(directory: Path) -> int:
         record = run.record()
         if os.environ.get("RANK", "0") == "0":  # before the ranks find together, which may fail
             writer = run.begin_attempt()
-        train(run, record, writer, join_ranks(record.config["cluster"]))
+        limits = record.config.get("limits") or {}
+        timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=limits.get("stalled_s") or 0.0))
+        try:
+            train(run, record, writer, join_ranks(record.config["cluster"], timeout))
+        except RuntimeError as error:
+            lost = lost_ranks(error, timeout)
+            if lost is None:
+                raise
+            raise LaunchError(lost) from error
     except Interrupted as error:
         if writer:
             writer.interrupt(exit_code=INTERRUPTED)

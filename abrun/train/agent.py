@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from abrun import progress
 from abrun.capture import capped
-from abrun.errors import AbrunError, LaunchError
+from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.processes import (
     PYTHON_ERROR,
     RUN_DIR,
@@ -50,7 +50,7 @@ from abrun.processes import (
     shell_code,
     stopping_signals,
 )
-from abrun.store import RunDir
+from abrun.store import NODE_EVERY_S, Node, RunDir, SilentRank
 
 GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
 LOOPBACK = "loopback"
@@ -59,6 +59,8 @@ NEW_S = 60.0
 MEETING_S = 180  # that a node waits for the others of a run
 POLL_S = 0.1
 MOST_SHOWN = 4
+# Of a rank that NCCL has ended: which collective took too long, and how long
+WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\((.*?)\) ran for (\d+) milliseconds"
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
 
 
@@ -83,7 +85,7 @@ def main() -> int:
         known = run.last_attempt
         try:
             with _scratch(_ranks_here(asked)) as scratch:
-                status, message = _watched(asked, requests, scratch)
+                status, message = _watched(asked, requests, scratch, _Notes(run, known, asked.node))
         except LaunchError as error:
             status, message = FAILED, str(error)
         _conclude(run if asked.node == 0 else None, known, status, message, requests.first)
@@ -95,10 +97,12 @@ def _ranks_here(asked: argparse.Namespace) -> range:
     return range(asked.node * asked.ranks, (asked.node + 1) * asked.ranks)
 
 
-def _watched(asked: argparse.Namespace, requests: StopRequests, scratch: Path) -> tuple[int, str | None]:
+def _watched(
+    asked: argparse.Namespace, requests: StopRequests, scratch: Path, notes: "_Notes"
+) -> tuple[int, str | None]:
     """The exit status of the ranks, and a line on what was wrong."""
     os.environ[progress.FOLDER] = str(scratch)
-    watch = _Watch(requests, asked, scratch)
+    watch = _Watch(requests, asked, scratch, notes)
     watch.start()
     try:
         status, message = _run_ranks(asked, str(scratch))
@@ -157,13 +161,14 @@ def _run_ranks(asked: argparse.Namespace, scratch: str) -> tuple[int, str | None
         signals_to_handle="SIGURG",  # none of those that _Watch passes on
     )
     rendezvous_handler_registry.register(LOOPBACK, Loopback)
-    oom_kills_before = oom_kills()
+    oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", asked.module, str(asked.directory))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         ranks = f"{asked.nodes * asked.ranks}" + (f" (on {socket.gethostname()})" if asked.meet else "")
-        return failure.exitcode, f"rank {rank} of {ranks}: {_words(failure, oom_kills_before)}"
+        printed = RunDir(asked.directory).printed(log_start)
+        return failure.exitcode, f"rank {rank} of {ranks}: {_words(failure, printed, oom_kills_before)}"
     except ValueError as error:  # a rank was killed as it wrote its error file
         return FAILED, f"a rank failed, and its error file is damaged: {error}"
     except DistError as error:
@@ -171,7 +176,11 @@ def _run_ranks(asked: argparse.Namespace, scratch: str) -> tuple[int, str | None
     return 0, None
 
 
-def _words(failure: ProcessFailure, oom_kills_before: int | None) -> str:
+def _words(failure: ProcessFailure, printed: str, oom_kills_before: int | None) -> str:
+    late = re.search(WATCHDOG, printed)
+    if late and killed_by(failure.exitcode) == "SIGABRT":
+        work, waited_s = late[1], int(late[2]) / 1000
+        return f"waited in vain for {waited_s:.0f} s for other ranks, in a collective of NCCL ({work})"
     said = failure.error_file_data.get("message")
     if isinstance(said, dict) and not killed_by(failure.exitcode):  # else there was no file
         message = " ".join(str(said.get("message")).split())
@@ -180,7 +189,7 @@ def _words(failure: ProcessFailure, oom_kills_before: int | None) -> str:
             causes = re.findall(PYTHON_ERROR, first_cause(printed), re.MULTILINE)
             message += f" (from {causes[-1]})" if causes and causes[-1] not in message else ""
         return message
-    return ending_of(failure.exitcode, "", oom_kills_before)
+    return ending_of(failure.exitcode, "", oom_kills_before, failure.pid)
 
 
 def _conclude(run: RunDir | None, known: int, status: int, message: str | None, asked: int | None) -> None:
@@ -218,16 +227,56 @@ class Loopback(StaticTCPRendezvous):
         return LOOPBACK
 
 
-class _Watch(threading.Thread):
-    """Passes requests to stop on to the ranks, and ends ranks that hang or take too long."""
+class _Notes:
+    """What this node says of its ranks in the run directory, for whoever asks for the run's status."""
 
-    def __init__(self, requests: StopRequests, asked: argparse.Namespace, scratch: Path) -> None:
+    def __init__(self, run: RunDir, known: int, node: int) -> None:
+        self._run, self._known, self._node = run, known, node
+        self._attempt = 0
+        self._written_s = -math.inf
+        self._where: list[SilentRank] | None = None
+
+    def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
+        """To be asked often; `ranks` says where they are, None while they give signs."""
+        now = time.monotonic()
+        changed = (self._where is None) != (ranks is None)
+        if now - self._written_s < NODE_EVERY_S and not changed:
+            return
+        self._written_s = now
+        self._attempt = self._attempt or self._run.last_attempt
+        if self._attempt <= self._known:
+            self._attempt = 0
+            return
+        if changed:
+            self._where = ranks() if ranks else None
+        note = Node(
+            attempt=self._attempt,
+            node=self._node,
+            host=socket.gethostname(),
+            time_s=time.time(),
+            silent_since_s=None if self._where is None else time.time() - silent_s,
+            ranks=tuple(self._where or ()),
+        )
+        with contextlib.suppress(StoreError):  # a full disk is no reason to end ranks
+            self._run.write_node(note)
+
+
+class _Watch(threading.Thread):
+    """Passes requests to stop on to the ranks, and ends ranks that hang or take too long.
+
+    Whose silence is unusual says so before.
+    """
+
+    def __init__(
+        self, requests: StopRequests, asked: argparse.Namespace, scratch: Path, notes: _Notes
+    ) -> None:
         super().__init__(daemon=True)
         self.done = threading.Event()
         self.ended_because: str | None = None
         self._requests = requests
         self._limits = asked
         self._scratch = scratch
+        self._notes = notes
         self._began_s = time.monotonic()
         self._awake = Awake()
         self._told = set[int]()
@@ -256,20 +305,31 @@ class _Watch(threading.Thread):
     def _hanging(self, now: float) -> str | None:
         """Where the ranks are that have all been silent for too long, those first that wait for no other."""
         signs = progress.signs(self._scratch, _ranks_here(self._limits))
-        if len(signs) == self._limits.ranks:
+        begun = len(signs) == self._limits.ranks
+        if begun:
             reap_adopted({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
         silent_s = now - max(last_s, self._awake.since_s())
+        patience_s = max(sign.patience_s for sign in signs.values()) if begun else math.inf
+        self._notes.write(silent_s, (lambda: self._where(signs)) if silent_s > patience_s else None)
         if silent_s <= self._limits.stalled_s:
             return None
-        places = progress.places(self._scratch, signs)
-        order = sorted(signs, key=lambda rank: (is_waiting(places[rank]), signs[rank].time_s))
-        words = [f"rank {rank} in {places[rank]} during {signs[rank].doing}" for rank in order[:MOST_SHOWN]]
-        if len(signs) < self._limits.ranks:
+        order = self._where(signs)
+        words = [f"rank {each.rank} in {each.place} during {each.doing}" for each in order[:MOST_SHOWN]]
+        if not begun:
             words.append(f"{self._limits.ranks - len(signs)} rank(s) that never came to their first line")
         if len(order) > MOST_SHOWN:
             words.append(f"and {len(order) - MOST_SHOWN} more")
         return f"limits.stalled_s: no sign of life for {silent_s:.0f} s: {'; '.join(words)}"
+
+    def _where(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:
+        """Where ranks are, those first that wait for no other."""
+        places = progress.places(self._scratch, signs)
+        order = sorted(signs, key=lambda rank: (is_waiting(places[rank]), signs[rank].time_s))
+        return [
+            SilentRank(rank=rank, place=places[rank], doing=signs[rank].doing, waits=is_waiting(places[rank]))
+            for rank in order
+        ]
 
 
 def is_waiting(place: str) -> bool:

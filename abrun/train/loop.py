@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from abrun import progress
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError
 from abrun.recipe import OwnRunConfig
@@ -73,20 +74,23 @@ def _train(
     if validator and start == first:
         recorder.metrics(first, validator.validate(first))
     setup.phases.collect()
+    progress.stepped()
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
         row = {**values, **_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)
         recorder.metrics(step, row)
+        progress.stepped()
         stop, save = requests.collect(setup.ranks)
         if stop or save or step % config.checkpoint.every == 0:
-            with setup.phases("checkpointing", memory=False):
+            with setup.phases("checkpointing", memory=False, usual=False):
                 checkpoint.save(checkpoints, setup.learner, setup.ranks, step=step, keep=keep, writer=writer)
             saved = step
             recorder.event("checkpoint", step=step)
         if stop and step < config.steps:
             raise Interrupted(f"{run.path}: stopped after step {saved}; launch with --resume to go on")
+    progress.beat("finishing", usual=False)
     final_weights = None
     if config.checkpoint.final_weights:
         final_weights = checkpoint.save_final(

@@ -85,9 +85,9 @@ class Phases:
         self.interrupted: str | None = None  # the phase that an error has ended
 
     @contextlib.contextmanager
-    def __call__(self, phase: str, *, memory: bool = True) -> Iterator[None]:
-        """Time `phase`, and record its peak unless `memory` is False."""
-        progress.beat(phase)
+    def __call__(self, phase: str, *, memory: bool = True, usual: bool = True) -> Iterator[None]:
+        """Time `phase`, and record its peak unless `memory` is False. `usual`: whether every step has it."""
+        progress.beat(phase, usual=usual)
         start = time.perf_counter()
         try:
             with self._measured(phase) if memory else contextlib.nullcontext():

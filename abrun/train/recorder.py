@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +56,7 @@ class Recorder:
         `started_from`: the checkpoint of another run that it began from. Collective.
         """
         ranks = policy.ranks
-        places = ranks.of_all((socket.gethostname(), _device_name(ranks.device)))
+        places = ranks.of_all((socket.gethostname(), _device_name(ranks.device), _driver(ranks.device)))
         initial_weights = policy_hash(policy)
         if self._writer is None:
             return
@@ -64,8 +65,9 @@ class Recorder:
                 "python": platform.python_version(),
                 "versions": {name: _version(name) for name in RECORDED_PACKAGES}
                 | {"torch": torch.__version__},
-                "devices": [name for _, name in places],
-                "hosts": sorted({host for host, _ in places}),
+                "devices": [name for _, name, _ in places],
+                "hosts": sorted({host for host, _, _ in places}),
+                "drivers": sorted({driver for _, _, driver in places if driver}),
                 "dtype": config.policy.dtype,
                 "precision": _precision(config.policy, ranks.device),
                 "prompts_sha256": prompts_sha256(prompts),
@@ -148,6 +150,16 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _driver(device: torch.device) -> str | None:
+    """The version of the driver of NVIDIA's GPUs, by its own word."""
+    try:
+        said = Path("/proc/driver/nvidia/version").read_text() if device.type == "cuda" else ""
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module\D*([\d.]+)", said)
+    return found[1] if found else None
 
 
 def _device_name(device: torch.device) -> str:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from abrun import progress
 from abrun.recipe import Completions, Preferences, Validation
 from abrun.rollout.draws import Draws
 from abrun.tasks import Example
@@ -56,6 +57,7 @@ class Validator:
     def validate(self, step: int) -> dict[str, float]:
         """Record the rewards of all prompts, and return the metrics, the same on every rank. Collective."""
         examples = self._setup.data.held_out
+        progress.beat("validation", usual=False)
         found = self._evaluator.evaluate(examples, step)
         prompts = (example.prompt for example in examples)
         self._recorder.validation(step, prompts, found.rewards, found.lengths)
@@ -83,6 +85,7 @@ class Completer:
         mine = ranks.share(len(examples))
         draws = Draws(seed=setup.seed, stream="validation", step=step, rows=range(len(examples))[mine])
         with setup.sampler.awake() as engine:
+            progress.beat("validation", usual=False)
             completions = engine.generate(self._prompts(examples[mine]), draws, temperature=self._temperature)
         rewards = ranks.gather(setup.data.rewards(examples[mine], completions))
         lengths = ranks.gather([len(completion.token_ids) for completion in completions])

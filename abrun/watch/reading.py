@@ -17,7 +17,8 @@ from abrun.layout import RunName
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
 from abrun.store import RunState
 
-READ_WHOLE = 1 << 16  # bytes of metrics
+READ_WHOLE = 1 << 16  # bytes of a run's metrics, at first
+READ_AT_FIRST = 1 << 24  # of all runs' together
 NUM_SKIMMED = 32  # rows of a longer file: a sparkline has at most 40 characters
 
 
@@ -76,8 +77,9 @@ class _Follower:
     Of a file that is long when it is first looked at, some rows speak for the others.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, read_whole: int) -> None:
         self._run = store.RunDir(directory)
+        self._read_whole = read_whole
         self._lines = self._run.rows()
         self._begun = False
         self._stride = 1  # steps that a point of a curve stands for
@@ -101,13 +103,14 @@ class _Follower:
         )
 
     def _rows(self) -> list[dict[str, Any]]:
-        if self._begun or self._run.num_metric_bytes <= READ_WHOLE:
+        if self._begun or self._run.num_metric_bytes <= self._read_whole:
             self._begun = True
             return self._lines.read()
         self._begun = True
-        rows = self._lines.skim(NUM_SKIMMED)
+        num_rows = max(4, NUM_SKIMMED * self._read_whole // READ_WHOLE)
+        rows = self._lines.skim(num_rows)
         steps = [row["step"] for row in rows if type(row.get("step")) is int]
-        self._stride = max([1, *(step // NUM_SKIMMED for step in steps)])
+        self._stride = max([1, *(step // num_rows for step in steps)])
         return rows
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -146,11 +149,14 @@ class ExperimentReader:
         self._jobs = find_jobs(experiment_dir)
         self._followers: dict[Path, _Follower] = {}
         self._finished: dict[RunName, WatchedRun] = {}
+        self._read_whole = READ_WHOLE
 
     def read(self) -> list[WatchedRun]:
         """Raises StoreError for a corrupt file of the experiment itself; a run's own fault is its message."""
         names = store.planned_runs(self.experiment_dir)
-        runs = [self._read(state) for state in store.warm_start_states(self.experiment_dir, names)]
+        self._read_whole = min(READ_WHOLE, READ_AT_FIRST // max(1, len(names)))
+        left = [name for name in names if name not in self._finished]
+        runs = [self._read(state) for state in store.warm_start_states(self.experiment_dir, left)]
         for name in names:
             if name not in self._finished:
                 run = self._read(store.run_state(self.experiment_dir, name))
@@ -162,7 +168,7 @@ class ExperimentReader:
         return runs
 
     def _read(self, state: RunState) -> WatchedRun:
-        follower = self._followers.setdefault(state.directory, _Follower(state.directory))
+        follower = self._followers.setdefault(state.directory, _Follower(state.directory, self._read_whole))
         state = self._jobs.state_of(state) if self._jobs else state
         try:
             return follower.read(state)

@@ -1,14 +1,18 @@
 """Which ranks share what: samples go to replicas, and each sample counts once, whatever a replica's shape."""
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from abrun.backends.ranks import make_ranks
+from abrun import progress
+from abrun.backends.ranks import lost_ranks, make_ranks
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
+SECOND = timedelta(seconds=1)
 
 
 SHAPES: list[tuple[dict[str, int], list[int], int, list[int | None]]] = [
@@ -78,3 +82,37 @@ def test_experts_are_shared_by_ranks_with_other_tokens_each() -> None:
         for (group, copies), (shape, size, expected) in zip(of_rank, EXPERTS, strict=True):
             replica = shape.get("tensor_parallel", 1) * shape.get("pipeline_parallel", 1)
             assert group == expected[rank] and copies == 4 // replica // size
+
+
+def _wait_in_vain(rank: int, world_size: int) -> str | None:
+    group = dist.new_group(timeout=SECOND)
+    progress.beat("logprobs")
+    if rank == 1:
+        time.sleep(2.5)
+        return None
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        return lost_ranks(error, SECOND)
+    return "it worked"
+
+
+def test_a_collective_that_waits_too_long_says_where_and_how_long() -> None:
+    said, _ = run_ranks(_wait_in_vain, 2)
+    begins = "waited in vain for 1 s for other ranks, in a collective during logprobs: they ended, hang, or"
+    assert said.startswith(begins), said
+
+
+def test_other_errors_are_not_taken_for_lost_ranks() -> None:
+    assert (
+        lost_ranks(RuntimeError("CUDA error: the launch timed out and was terminated"), timedelta(seconds=1))
+        is None
+    )
+    assert (
+        lost_ranks(RuntimeError("[gloo/x.cc:9] op.preamble.length <= op.nbytes"), timedelta(seconds=1))
+        is None
+    )
+    lost = lost_ranks(
+        RuntimeError("[gloo/pair.cc:9] Connection closed by peer [10.0.0.1]:9"), timedelta(seconds=1)
+    )
+    assert lost and lost.startswith("waited in vain for other ranks")

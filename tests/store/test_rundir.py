@@ -14,7 +14,7 @@ import pytest
 from abrun import store
 from abrun.errors import StoreError
 from abrun.layout import RunName
-from abrun.store import RunDir, rundir
+from abrun.store import Node, RunDir, rundir
 
 NAME = RunName(arm="baseline", seed=0)
 
@@ -62,6 +62,68 @@ def test_an_attempt_under_way_runs_or_stalls(
     make_run(tmp_path, **files)
     state = store.run_state(tmp_path, *store.planned_runs(tmp_path))
     assert (state.status, state.step) == (status, 0 if heartbeat_ago is None else 7)
+
+
+NOW = 1e9
+WAITS = {"place": "all_reduce (torch/distributed/d.py:9)", "doing": "logprobs", "waits": True}
+READS = {"place": "read (data/shards.py:88)", "doing": "generation", "waits": False}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([{}, {}], None),
+        ([{"silent_since_s": NOW - 90, "ranks": [{"rank": 0, **WAITS}]}, {}], None),  # for the other node
+        (
+            [
+                {"silent_since_s": NOW - 90, "ranks": [{"rank": 0, **WAITS}]},
+                {"silent_since_s": NOW - 80, "ranks": [{"rank": 2, **WAITS}, {"rank": 3, **READS}]},
+            ],
+            "no sign of life for 80 s: rank 3 (on n1) in read (data/shards.py:88) during generation; "
+            "rank 0 (on n0) in all_reduce (torch/distributed/d.py:9) during logprobs; rank 2 (on n1) in",
+        ),
+        ([{}, {"time_s": NOW - 90}], "no sign of life of node 1 (n1) for 90 s"),
+        ([{}, {"attempt": 1, "time_s": NOW - 90}], None),  # of the attempt before, on other nodes
+        ([{"attempt": 1}, {"attempt": 1}], "no step after step 7 for 700 s"),  # they have not said a word yet
+    ],
+)
+def test_a_run_seems_to_hang_where_no_node_of_it_gives_a_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[dict], expected: str | None
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    beaten: dict = {"heartbeat": {"time_s": NOW - 700, "step": 7}}  # a long step, if the nodes say so
+    attempt: dict = {"attempts/0002": {"status": "running", "started_s": NOW - 1000}}
+    said: dict = {
+        f"nodes/{number:04d}": {"attempt": 2, "node": number, "host": f"n{number}", "time_s": NOW, **node}
+        for number, node in enumerate(nodes)
+    }
+    state = RunDir(make_run(tmp_path, **attempt, **beaten, **said)).state(NAME)
+    assert (state.status, (state.message or "")[: len(expected or "")]) == (
+        "stalled" if expected else "running",
+        expected or "",
+    )
+
+
+@pytest.mark.parametrize(("patience_s", "status"), [(600.0, "running"), (60.0, "stalled")])
+def test_a_command_that_makes_no_step_stalls_by_its_own_patience(
+    tmp_path: Path, patience_s: float, status: str
+) -> None:
+    now = time.time()
+    files: dict = {"attempts/0001": {"status": "running", "started_s": now - 1000}}
+    beaten = {"time_s": now - 100, "step": 7, "patience_s": patience_s}
+    assert RunDir(make_run(tmp_path, **files, heartbeat=beaten)).state(NAME).status == status
+
+
+def test_only_the_newest_attempt_speaks_for_its_nodes(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_attempt()
+    run.begin_attempt()
+    for attempt in (1, 2):
+        run.write_node(Node(attempt=attempt, host="here", time_s=1.0))
+    assert [node.attempt for node in run.nodes(2)] == [2] and run.nodes(1) == []
+    shutil.rmtree(run.path)
+    run.write_node(Node(attempt=2, host="here", time_s=1.0))
+    assert not run.path.exists()
 
 
 def test_attempts_count_from_one_and_say_how_they_ended(tmp_path: Path) -> None:

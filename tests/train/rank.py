@@ -9,15 +9,25 @@ import time
 from pathlib import Path
 
 from abrun import progress
+from abrun.store import RunDir
 
+WATCHDOG = (
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"  # as torch says it
+)
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
 
 
-def hang() -> None:
-    time.sleep(300)
+def hang(directory: Path) -> None:
+    while not (directory / "go-on").exists():
+        time.sleep(0.1)
+    while True:
+        progress.beat()
+        time.sleep(0.1)
 
 
 def main(directory: Path) -> None:
+    if os.environ.get("PATIENCE_S"):
+        progress.LEAST_PATIENCE_S = float(os.environ["PATIENCE_S"])
     progress.join()
     rank = os.environ["RANK"]
     does = json.loads(os.environ["RANK_DOES"]).get(rank, "wait")
@@ -33,8 +43,16 @@ def main(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if does == "fail":
         sys.exit(7)
+    if does == "abort":
+        print(f"{WATCHDOG} ran for 5041 milliseconds before timing out.", flush=True)
+        os.abort()
+    if (directory / "config.json").exists():
+        if rank == "0":
+            RunDir(directory).begin_attempt()
+        for _ in range(4):
+            progress.stepped()
     progress.beat("generation" if does == "hang" else "policy_training")
-    hang() if does == "hang" else time.sleep(300)
+    hang(directory) if does == "hang" else time.sleep(300)
 
 
 main(Path(sys.argv[1]))

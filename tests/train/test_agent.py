@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,12 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from abrun.errors import LaunchError
+from abrun.layout import RunName
 from abrun.processes import processes_of
-from abrun.store import RunDir
+from abrun.store import RunDir, RunRecord
 from abrun.train.agent import SCRATCH, TIMED_OUT
 from abrun.train.agent import _conclude as conclude
 from abrun.train.agent import _scratch as scratch
@@ -24,7 +28,9 @@ from abrun.train.agent import _words as words
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and parent-death signals")
 
 
-def start(directory: Path, *limits: str, **does: str) -> "subprocess.Popen[str]":
+def start(
+    directory: Path, *limits: str, stdout: Any = subprocess.PIPE, **does: str
+) -> "subprocess.Popen[str]":
     """Two ranks under an agent; `rank_0="hang"`: what each does, to wait being the rule."""
     environment = {
         **os.environ,
@@ -35,7 +41,7 @@ def start(directory: Path, *limits: str, **does: str) -> "subprocess.Popen[str]"
     return subprocess.Popen(
         [*command, str(directory)],
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
     )
@@ -59,6 +65,37 @@ def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
     assert "error: limits.stalled_s: no sign of life for" in said
     assert "rank 1 in hang (tests/train/rank.py:" in said and "during generation" in said
     assert not processes_of(tmp_path)
+
+
+def test_a_silence_of_more_than_ten_steps_is_told_by_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATIENCE_S", "1")
+    run, name = RunDir(tmp_path), RunName(arm="baseline", seed=0)
+    run.write_record(RunRecord(experiment="e", name=name, initial_weights=None, config={"steps": 9}))
+    agent = start(tmp_path, rank_1="hang")
+    try:
+        until(lambda: run.state(name).status == "stalled")
+        said = run.state(name).message or ""
+        assert re.match(
+            r"no sign of life for \d+ s: rank 0 \(on .*\) in main \(.*\) during policy_training; "
+            rf"rank 1 \(on {socket.gethostname()}\) in hang \(tests/train/rank.py:\d+\) during generation$",
+            said,
+        ), said
+        (tmp_path / "go-on").touch()
+        until(lambda: run.state(name).status == "running")
+    finally:
+        agent.terminate()
+        agent.communicate(timeout=60)
+
+
+def test_what_nccl_said_of_a_collective_is_told(tmp_path: Path) -> None:
+    with (tmp_path / "stdout.log").open("w") as log:  # as launchers have it
+        agent = start(tmp_path, stdout=log, rank_1="abort")
+        agent.wait(timeout=60)
+    said = (tmp_path / "stdout.log").read_text()
+    expected = "waited in vain for 5 s for other ranks, in a collective of NCCL (SeqNum=3, OpType=ALLREDUCE)"
+    assert f"error: rank 1 of 2: {expected}" in said
 
 
 def test_it_ends_as_the_first_rank_that_failed_and_listens_to_nobody(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
+from abrun.compare.judge.placement import placement_notes
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.experiment import Experiment
 
 SCHEMA_VERSION = 2
 _EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "savings")
-_ENVIRONMENT = ("python", "versions", "devices", "hosts", "precision")
+_ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class VerdictFile:
     savings: list[Saving]
     arms: dict[str, ArmSection]
     not_tested: list[str]
-    notes: list[str]  # what reading the runs had to decide
+    notes: list[str]  # what reading the runs had to decide, and pairs that were placed differently
     environments: list[EnvironmentOfRuns]
     reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
 
@@ -88,7 +89,10 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
             for arm in arms
         },
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
-        notes=[f"{run}: {note}" for run in experiment.runs.values() for note in run.notes],
+        notes=[
+            *placement_notes(experiment),
+            *(f"{run}: {note}" for run in experiment.runs.values() for note in run.notes),
+        ],
         environments=_environments(experiment),
         reference=experiment.reference.name if experiment.reference else None,
     )

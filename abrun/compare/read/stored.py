@@ -84,7 +84,14 @@ def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> Reco
         metrics={shown(metric): series for metric, series in metrics.items()},
         final_weights_hash=run.final_weights_hash,
         final_sample=run.final_sample,
+        span_s=_span_s(run),
     )
+
+
+def _span_s(run: RunDir) -> tuple[float, float] | None:
+    attempts = run.attempts()
+    started_s, ended_s = (attempts[0].started_s, attempts[-1].ended_s) if attempts else (None, None)
+    return None if started_s is None or ended_s is None else (started_s, ended_s)
 
 
 def _config(record: RunRecord) -> dict[str, Any]:

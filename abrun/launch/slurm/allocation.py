@@ -31,6 +31,7 @@ from abrun.store import Lease, RunDir
 AGENTS_FIRST_S = 10.0  # agents kill ranks that save too slowly before the supervisor kills agents
 RELEASE_S = 30.0
 ANSWER_S = 30.0
+INSIST_S = 60.0
 
 
 class StepEngine(LocalEngine):
@@ -133,10 +134,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     left = any(job.status == "interrupted" for job in queue.jobs)
-    lost = any(job.status == "failed" for job in queue.jobs) and not _nodes_answer()
-    with contextlib.suppress(LaunchError):  # Slurm has been faster
-        if (left or lost) and _goes_on(experiment_dir):
-            _requeue()
+    failed = [job for job in queue.jobs if job.status == "failed"]
+    lost = bool(failed) and (any(map(_began_no_more, failed)) or not _nodes_answer())
+    if left or lost:
+        _go_on(experiment_dir)
     return 0 if all(job.status == "finished" for job in queue.jobs) else 1
 
 
@@ -167,6 +168,29 @@ def _give_up(experiment_dir: Path, names: list[str], why: str) -> None:
             with contextlib.suppress(AbrunError):
                 run.begin_launch((), None)
                 run.end_launch("failed", why)
+
+
+def _began_no_more(job: Job) -> bool:
+    """Whether a run that had worked here could not be started again, as while a network is down."""
+    with contextlib.suppress(AbrunError):
+        begun = [launch.attempts for launch in job.run.launches()[-2:]]
+        return len(begun) == 2 and 0 < begun[0] == begun[1]
+    return False
+
+
+def _go_on(experiment_dir: Path) -> None:
+    """Queue this job again, where that is its part; Slurm's controller may just be restarting."""
+    until = time.monotonic() + INSIST_S
+    while True:
+        try:
+            if _goes_on(experiment_dir):
+                _requeue()
+            return
+        except LaunchError as error:  # or Slurm has been faster, and ends this process
+            if time.monotonic() > until:
+                print(f"error: not queued again: {error}; --resume goes on", file=sys.stderr)
+                return
+        time.sleep(2)
 
 
 def _goes_on(experiment_dir: Path) -> bool:

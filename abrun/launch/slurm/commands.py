@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from abrun.errors import LaunchError
 
 LIMIT_S = 60.0
+NOT_CONFIGURED = r"fatal: (Could not establish a configuration source|Unable to process configuration file)"
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
 
@@ -20,6 +21,7 @@ class Task:
     state: str  # PENDING, RUNNING, ...
     reason: str
     nodes: str
+    script: str = ""  # the path of what was submitted
 
     @property
     def over(self) -> bool:
@@ -41,18 +43,15 @@ def would_run(options: Sequence[str]) -> str | None:
     return None if done.returncode == 0 else _words(done.stderr)
 
 
-def tasks(jobs: Sequence[str], user: str) -> dict[tuple[str, int | None], Task]:
-    """What Slurm still knows of jobs, by id and array index: it forgets those that ended minutes ago."""
-    if not jobs:
-        return {}
-    # All of the user's: asked for by id, one that is forgotten is an error for all
-    listed = slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N")
-    found = {}
+def tasks(user: str) -> list[Task]:
+    """What Slurm still knows of a user's jobs, task by task: it forgets those that ended minutes ago."""
+    # Asked for by id, one that is forgotten is an error for all
+    listed = slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N|%o")
+    found = []
     for line in listed.splitlines():
-        job, index, state, reason, nodes = line.split("|", 4)
-        if job in jobs:
-            number = int(index) if index.isdigit() else None
-            found[job, number] = Task(job=job, index=number, state=state, reason=reason, nodes=nodes)
+        job, index, state, reason, nodes, script = line.split("|", 5)
+        number = int(index) if index.isdigit() else None
+        found.append(Task(job=job, index=number, state=state, reason=reason, nodes=nodes, script=script))
     return found
 
 
@@ -88,13 +87,22 @@ def slurm(*argv: str) -> str:
 
 def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except FileNotFoundError:
         raise LaunchError(
             f"slurm: no command {argv[0]!r} on PATH; launch on a login node, or use --launcher local"
         ) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"slurm: {argv[0]}: no answer for {LIMIT_S:.0f} s; is the controller up?") from None
+    except OSError as error:
         raise LaunchError(f"slurm: {argv[0]}: {error}") from None
+    if done.returncode and re.search(NOT_CONFIGURED, done.stderr):
+        said = _words(done.stderr)[-200:]
+        raise LaunchError(
+            "slurm: this host has Slurm's commands, but no configuration of a cluster (slurm.conf): launch "
+            f"on a login node, set SLURM_CONF, or use --launcher local ({argv[0]}: {said})"
+        )
+    return done
 
 
 def _words(said: str) -> str:

@@ -147,6 +147,11 @@ def _quoted(option: str) -> str:
 # --- what was submitted ---
 
 
+def script_path(experiment_dir: Path, name: str) -> str:
+    """Where a script lies, as Slurm is told, and tells again of its job."""
+    return os.path.realpath(experiment_dir / FOLDER / f"{name}.sh")
+
+
 def write_record(experiment_dir: Path, content: Mapping[str, Any]) -> None:
     store.write_json(experiment_dir / FOLDER / RECORD, content)
 
@@ -154,11 +159,13 @@ def write_record(experiment_dir: Path, content: Mapping[str, Any]) -> None:
 def read_record(experiment_dir: Path) -> dict[str, Any]:
     """`jobs`: by id, the names of the runs of each task; `compare`: an id; `settings`, `git`, `user`.
 
+    `submitting`: by script, the tasks of what is being submitted; gone once all of that has an id.
     Empty where nothing was submitted. Raises StoreError where it does not read.
     """
     path = experiment_dir / FOLDER / RECORD
     content = store.read_json(path) if path.is_file() else {}
     jobs = content.get("jobs", {})
-    if not isinstance(jobs, dict) or not all(isinstance(tasks, list) for tasks in jobs.values()):
+    listed = [*jobs.values()] if isinstance(jobs, dict) else [None]
+    if not all(isinstance(tasks, list) for tasks in listed):
         raise StoreError(f"{path}: jobs: got another form than this abrun's; restore the file, or remove it")
     return content

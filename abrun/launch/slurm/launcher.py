@@ -3,7 +3,7 @@
 import contextlib
 import getpass
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from abrun.launch.requirements import anywhere_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan
+from abrun.processes import STARVED
 from abrun.recipe import CommandRunConfig, Slurm
-from abrun.store import RunState
+from abrun.store import RunDir, RunState
 
 ASK_EVERY_S = 5.0
 RELEASE_AFTER_S = 10.0  # a start in the second of the requeue is killed: "Job credential revoked"
@@ -62,12 +63,14 @@ class SlurmLauncher:
             store.write_file(folder / f"{name}.sh", text.encode(), mode=0o644)
         record: dict[str, Any] = {"settings": self._settings.model_dump(mode="json"), "git": git, "jobs": {}}
         record["user"] = getpass.getuser()
+        # Before there is a job: should this process be killed, those that it could not record are found by it
+        record["submitting"] = {script.name: [list(task) for task in script.tasks] for script in scripts}
         jobs.write_record(experiment_dir, record)
         submitted: list[str] = []
 
         def add(name: str, after: list[str]) -> str:
             options = [f"--dependency=afterany:{':'.join(after)}"] if after else []
-            submitted.append(commands.submit(str(folder / f"{name}.sh"), *options))
+            submitted.append(commands.submit(jobs.script_path(experiment_dir, name), *options))
             return submitted[-1]
 
         try:
@@ -79,11 +82,14 @@ class SlurmLauncher:
                 jobs.write_record(experiment_dir, record)
             if compare:
                 record["compare"] = add("compare", list(submitted))
-                jobs.write_record(experiment_dir, record)
+            del record["submitting"]
+            jobs.write_record(experiment_dir, record)
         except BaseException:
+            with contextlib.suppress(LaunchError):  # one that was being submitted
+                submitted += SlurmJobs(experiment_dir, record).busy
             if submitted:
-                commands.withdraw(submitted)
-            jobs.write_record(experiment_dir, {**record, "jobs": {}, "compare": None})
+                commands.withdraw(list(dict.fromkeys(submitted)))
+            jobs.write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
             raise
         return submitted
 
@@ -106,6 +112,8 @@ class SlurmLauncher:
             try:
                 commands.slurm("srun", f"--container-image={container.image}", "--help")
             except LaunchError as error:
+                if "container-image" not in str(error):
+                    return [str(error)]
                 return [
                     f"launcher.container: got {container.image!r}, and Slurm has no pyxis plugin: {error}"
                 ]
@@ -134,26 +142,49 @@ class SlurmJobs:
 
     def __init__(self, experiment_dir: Path, record: Mapping[str, Any]) -> None:
         self._experiment_dir, self._record = experiment_dir, record
-        self._place_of = {
-            name: (job, index)
-            for job, tasks in record.get("jobs", {}).items()
-            for index, names in enumerate(tasks)
-            for name in names
-        }
+        self._jobs: dict[str, list[list[str]]] = dict(record.get("jobs", {}))
+        self._compare: str | None = record.get("compare")
+        self._place_of: dict[str, tuple[str, int]] = {}
+        self._place()
         self._tasks: dict[tuple[str, int | None], commands.Task] = {}
         self._asked_s: float | None = None
+        self._silent: LaunchError | None = None  # what was said when Slurm did not answer
         self._kept_back_s: dict[str, float] = {}  # since when this has seen a task so
 
     @classmethod
     def of(cls, experiment_dir: Path) -> "SlurmJobs | None":
         """None where the experiment was never handed over to Slurm."""
         record = jobs.read_record(experiment_dir)
-        return cls(experiment_dir, record) if record.get("jobs") else None
+        return cls(experiment_dir, record) if record.get("jobs") or record.get("submitting") else None
 
     @property
     def ids(self) -> list[str]:
-        compare = self._record.get("compare")
-        return [*self._record["jobs"], *([compare] if compare else [])]
+        return [*self._jobs, *([self._compare] if self._compare else [])]
+
+    def _place(self) -> None:
+        self._place_of = {
+            name: (job, index)
+            for job, tasks in self._jobs.items()
+            for index, names in enumerate(tasks)
+            for name in names
+        }
+
+    def _adopt(self, listed: Sequence[commands.Task]) -> None:
+        """Take for its own what a launcher has submitted and was killed before it could say so.
+
+        Of one that is at work this may see a job before its record has it: it is the same one.
+        """
+        recorded = [*self._jobs.values()]
+        for name, names in self._record.get("submitting", {}).items():
+            path = jobs.script_path(self._experiment_dir, name)
+            found = [task.job for task in listed if task.script == path and not task.over]
+            if found and names not in recorded:
+                self._jobs[found[0]] = names
+                self._place()
+        path = jobs.script_path(self._experiment_dir, "compare")
+        for task in listed:
+            if "submitting" in self._record and task.script == path and not task.over:
+                self._compare = task.job
 
     @property
     def busy(self) -> list[str]:
@@ -164,18 +195,25 @@ class SlurmJobs:
         """A run's state, where Slurm knows better than its directory."""
         warm_start = state.name.arm == jobs.WARM_START
         name = f"{jobs.WARM_START}/{state.directory.name}" if warm_start else str(state.name)
-        if state.status == "finished" or name not in self._place_of:
+        if state.status == "finished":
             return state
-        job, index = self._place_of[name]
         try:
             known = self._known()
         except LaunchError:  # this host has no Slurm, or its controller does not answer
             return state
+        if name not in self._place_of:
+            return state
+        job, index = self._place_of[name]
         task = known.get((job, index)) or known.get((job, None))
         if task and not task.over:
             if task.state in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):
                 if state.status not in ("pending", "interrupted"):
                     return state
+                if not warm_start and not RunDir(state.directory).exists:
+                    gone = (
+                        f"{state.directory}: was removed while job {task.name} runs; --resume makes it anew"
+                    )
+                    return replace(state, status="failed", message=gone)
                 message = f"job {task.name} begins or ends on {task.nodes}"
             else:
                 message = f"job {task.name} waits: {task.reason}"
@@ -183,28 +221,29 @@ class SlurmJobs:
         if state.status not in AT_WORK:
             return state
         ended = f"job {task.name} ended: {task.state}" if task else f"job {job} is no longer in Slurm's queue"
+        ended += STARVED if task and task.state == "OUT_OF_MEMORY" else ""
         if task and task.state == "CANCELLED":
             return replace(state, status="interrupted", message=f"{ended}; continue with --resume")
-        word = (
-            ""
-            if state.status != "pending"
-            else (
+        if state.status == "pending":
+            ended += (
                 f", and left no word in {state.directory}: do the nodes share it? Look into "
                 f"{self._experiment_dir / jobs.FOLDER}, and ask: scontrol show job {job}"
             )
-        )
-        return replace(state, status="failed", message=ended + word)
+        elif task and task.state == "FAILED":
+            ended += ", and its run left no word, as on a full disk"
+        return replace(state, status="failed", message=ended)
 
     def cancel(self) -> None:
         """Take back what waits, and let what runs save a checkpoint and end."""
         record = jobs.read_record(self._experiment_dir)
         jobs.write_record(self._experiment_dir, {**record, "cancelled": True})
+        self._known()
         commands.cancel(self.ids)
         self._asked_s = None
 
     def compared(self) -> str | None:
         """What the job that compares has printed; None where there is none."""
-        if not self._record.get("compare"):
+        if not self._compare:
             return None
         with contextlib.suppress(OSError):
             return (self._experiment_dir / jobs.FOLDER / "compare.log").read_text(errors="replace")
@@ -213,9 +252,18 @@ class SlurmJobs:
     def _known(self) -> dict[tuple[str, int | None], commands.Task]:
         now = time.monotonic()
         if self._asked_s is None or now - self._asked_s > ASK_EVERY_S:
-            self._tasks = commands.tasks(self.ids, self._record.get("user", ""))
-            self._asked_s = now
-            self._release(now)
+            try:
+                listed = commands.tasks(self._record.get("user", ""))
+                self._adopt(listed)
+                self._tasks = {(task.job, task.index): task for task in listed if task.job in self.ids}
+                self._silent = None
+            except LaunchError as error:  # not asked again for each run
+                self._silent = error
+            self._asked_s = time.monotonic()
+            if not self._silent:
+                self._release(now)
+        if self._silent:
+            raise self._silent
         return self._tasks
 
     def _release(self, now: float) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# cluster.sh up|down|boot NODE|cut NODE|unplug NODE|plug NODE    A real Slurm on this machine, for tests: a
+# cluster.sh up|down|boot NODE|cut NODE|unplug NODE|plug NODE|behead|head    A real Slurm on this machine, for tests: a
 # controller and the nodes n1 and n2, each with network, host name and processes of its own, on a private bridge.
 # Needs root, and: apt-get install -y --no-install-recommends slurm-wlm iproute2.  State: $D, which the caller sets.
 # up writes commands of Slurm into $D/bin that reach the controller from outside.
@@ -27,6 +27,8 @@ cut) # the power of a node
   ;;
 unplug) ip -n abctl link set "v${2#n}" down; exit ;;
 plug) ip -n abctl link set "v${2#n}" up; exit ;;
+behead) kill -9 "$(cat "$D/ctl.pid")"; exit ;;
+head) in_ns ctl slurmctld -f "$SLURM_CONF"; exit ;; # goes on with the jobs that it knew
 down)
   for node in n1 n2; do [ -f "$D/$node.host" ] && kill -9 "$(cat "$D/$node.host")" 2>/dev/null || true; done
   [ -f "$D/ctl.pid" ] && kill "$(cat "$D/ctl.pid")" 2>/dev/null || true

@@ -7,6 +7,13 @@ cd "$FAKE_SLURM" || exit
 command=${0##*/}
 echo "$command $*" >>calls
 touch queue
+if [ -f no-conf ]; then # as in Slurm 22.05 without a slurm.conf
+  echo "$command: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+$command: error: fetch_config: DNS SRV lookup failed
+$command: error: _establish_config_source: failed to fetch config
+$command: fatal: Could not establish a configuration source" >&2
+  exit 1
+fi
 
 option() { # NAME: of sbatch, on its command line or in its script
   { printf '%s\n' "${args[@]}"; [ -z "$script" ] || sed -n 's/^#SBATCH //p' "$script"; } | sed -n "s/^--$1=//p" | head -1
@@ -39,17 +46,18 @@ sbatch: error: Batch job submission failed: Invalid partition name specified" >&
   last=$(option array)
   last=${last%%%*}
   if [ -z "$last" ]; then
-    echo "$number|N/A|PENDING|Priority|" >>queue
+    echo "$number|N/A|PENDING|Priority||$script" >>queue
   else
-    for index in $(seq 0 "${last#0-}"); do echo "$number|$index|PENDING|Priority|" >>queue; done
+    for index in $(seq 0 "${last#0-}"); do echo "$number|$index|PENDING|Priority||$script" >>queue; done
   fi
+  [ "$(basename "$script")" != "$(cat deadly 2>/dev/null)" ] || kill -9 "$PPID"
   echo $number
   ;;
 squeue) cat queue ;;
 scancel)
   for job in "$@"; do
     case $job in -*) continue ;; esac
-    [[ " $* " == *" --state=RUNNING "* ]] || sed -i "s/^$job|\([^|]*\)|PENDING|.*/$job|\1|CANCELLED|None|/" queue
+    [[ " $* " == *" --state=RUNNING "* ]] || sed -i "s/^$job|\([^|]*\)|PENDING|.*/$job|\1|CANCELLED|None||/" queue
   done
   ;;
 srun)

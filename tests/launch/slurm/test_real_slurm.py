@@ -4,6 +4,7 @@ the end is that of an undisturbed experiment. Prints a row of the table in docs/
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from abrun.errors import LaunchError
 from abrun.launch import queued_jobs
 from abrun.layout import RunName
 from abrun.store import RunDir, RunState, run_state
@@ -279,6 +281,155 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     submit(tmp_path, "cancelled", 40, "--resume")
     check_end(experiment_dir, undisturbed(40))
     table_row("scancel", noticed_s, resumed_s, lost_steps(experiment_dir, reached))
+
+
+def idle_nodes() -> int:
+    return int(sh("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").strip() or 0)
+
+
+def test_a_network_cut_in_mid_step_ends_both_sides(
+    cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    experiment_dir = submit(tmp_path, "parted", 40, "--set", "limits.stalled_s=90")
+    reached = at_step(experiment_dir, 12)
+    began = time.monotonic()
+    sh(CLUSTER, "unplug", "n2")
+    try:
+        noticed_s = seconds_until(lambda: state(experiment_dir).status != "running", within_s=90)
+        said = state(experiment_dir).message
+        gone = lambda: not any(ranks_of(run(experiment_dir, arm).path, 1) for arm in ARMS)  # noqa: E731
+        ended_s = seconds_until(gone, within_s=150)  # what the other side cannot be told
+        reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
+    finally:
+        sh(CLUSTER, "plug", "n2")
+    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
+    resumed_s = time.monotonic() - began
+    check_end(experiment_dir, undisturbed(40))
+    lost = lost_steps(experiment_dir, reached)
+    table_row("network cut", noticed_s, resumed_s, lost)
+    print(f"status said: {said}; the ranks beyond the cut ended {noticed_s + ended_s:.0f} s after it")
+    assert lost <= 5 + 3
+
+
+def test_a_head_that_restarts_costs_nothing(
+    cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    experiment_dir = submit(tmp_path, "headless", 40)
+    at_step(experiment_dir, 12)
+    sh(CLUSTER, "behead")
+    try:
+        began = time.monotonic()
+        assert "Unable to contact slurm controller" in abrun("cancel", str(experiment_dir), code=2)
+        refused_s, began = time.monotonic() - began, time.monotonic()
+        assert abrun("status", str(experiment_dir)).count("running") >= 2
+        answered_s = time.monotonic() - began
+        reached = at_step(experiment_dir, run(experiment_dir).heartbeat().step + 2)
+    finally:
+        sh(CLUSTER, "head")
+    began = time.monotonic()
+    known = lambda: queued_jobs(experiment_dir).busy  # noqa: E731  # pyright: ignore
+    with contextlib.suppress(LaunchError):
+        seconds_until(known, within_s=60)
+    resumed_s = time.monotonic() - began
+    check_end(experiment_dir, undisturbed(40))
+    assert [run(experiment_dir, arm).last_attempt for arm in ARMS] == [1, 1]
+    table_row("head restarted", refused_s, resumed_s, lost_steps(experiment_dir, reached))
+    print(f"without a head: cancel refused after {refused_s:.0f} s, status answered after {answered_s:.0f} s")
+
+
+def test_a_full_disk_fails_the_runs_and_resumes_once_there_is_room(
+    cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    sh("mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk))
+    try:
+        for node in ("n1", "n2"):  # so that they see it
+            sh(CLUSTER, "cut", node)
+            sh(CLUSTER, "boot", node)
+        seconds_until(lambda: idle_nodes() == 2, within_s=60)
+        experiment_dir = submit(disk, "full", 40)
+        reached = at_step(experiment_dir, 12)
+        began = time.monotonic()
+        with contextlib.suppress(OSError), (disk / "hog").open("wb", buffering=0) as hog:
+            while True:
+                hog.write(bytes(4096))
+        noticed_s = seconds_until(lambda: state(experiment_dir).status == "failed", within_s=90)
+        said = state(experiment_dir).message
+        seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=60)  # pyright: ignore
+        (disk / "hog").unlink()
+        resumed = time.monotonic()
+        submit(disk, "full", 40, "--resume")
+        seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
+        resumed_s = time.monotonic() - resumed
+        check_end(experiment_dir, undisturbed(40))
+        table_row("disk full, then --resume", noticed_s, resumed_s, lost_steps(experiment_dir, reached))
+        print(f"status said: {said}; after {time.monotonic() - began:.0f} s it was over")
+    finally:
+        for node in ("n1", "n2"):
+            sh(CLUSTER, "cut", node)
+        sh("umount", "-l", str(disk))
+        for node in ("n1", "n2"):
+            sh(CLUSTER, "boot", node)
+        seconds_until(lambda: idle_nodes() == 2, within_s=60)
+
+
+def test_a_run_directory_removed_in_mid_run_is_made_anew_and_nothing_else_is_lost(
+    cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    experiment_dir = submit(tmp_path, "removed", 40)
+    reached = at_step(experiment_dir, 12)
+    shutil.rmtree(run(experiment_dir).path)
+    noticed_s = seconds_until(lambda: state(experiment_dir).status == "failed", within_s=60)
+    said = state(experiment_dir).message
+    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=300)  # pyright: ignore
+    assert state(experiment_dir, "treatment").status == "finished"
+    assert run(experiment_dir, "treatment").last_attempt == 1
+    resumed = time.monotonic()
+    submit(tmp_path, "removed", 40, "--resume")
+    seconds_until(lambda: run(experiment_dir).heartbeat().step > reached["baseline"], within_s=400)
+    resumed_s = time.monotonic() - resumed
+    (experiment_dir / "report" / "verdict.json").unlink(missing_ok=True)
+    check_end(experiment_dir, undisturbed(40))
+    table_row("run directory removed, then --resume", noticed_s, resumed_s, reached["baseline"])
+    print(f"status said: {said}")
+
+
+def test_an_experiment_removed_in_mid_run_ends_its_jobs_and_does_not_come_back(
+    cluster: Path, tmp_path: Path
+) -> None:
+    experiment_dir = submit(tmp_path, "gone", 40)
+    at_step(experiment_dir, 7)
+    job = job_of(experiment_dir)
+    shutil.rmtree(experiment_dir)
+    ended = lambda: job not in sh("squeue", "-h", "-t", "R,CG,PD", "-o", "%F")  # noqa: E731
+    noticed_s = seconds_until(ended, within_s=90)
+    print(f"\n| experiment removed | {noticed_s:.0f} s |")
+    assert not [path for path in experiment_dir.rglob("*") if path.is_file()]
+
+
+def test_a_rank_that_hangs_in_mid_step_is_named(
+    cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    experiment_dir = submit(tmp_path, "hanging", 40)
+    reached = at_step(experiment_dir, 12)
+    (pid,) = ranks_of(run(experiment_dir).path, 1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        noticed_s = seconds_until(lambda: state(experiment_dir).status == "stalled", within_s=90)
+        said = state(experiment_dir).message or ""
+        assert "stalled" in abrun("status", str(experiment_dir))
+        assert re.match(
+            r"no sign of life for \d+ s: rank 1 \(on n2\) in a process that a signal has stop", said
+        )
+        assert re.search(r"; rank 0 \(on n1\) in \w+ \(.*torch/.*\) during \w+$", said)
+        assert state(experiment_dir, "treatment").status in ("running", "finished")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    resumed_s = seconds_until(lambda: state(experiment_dir).status == "running", within_s=30)
+    check_end(experiment_dir, undisturbed(40))
+    table_row("rank that hangs", noticed_s, resumed_s, lost_steps(experiment_dir, reached))
+    print(f"status said: {said}")
 
 
 def test_nodes_that_do_not_share_the_runs_are_found_before_training(cluster: Path, tmp_path: Path) -> None:

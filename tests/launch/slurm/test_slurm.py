@@ -182,10 +182,41 @@ def test_a_refusal_half_way_takes_back_what_was_submitted(script: str, slurm: Pa
     assert len(waiting(slurm)) == 4
 
 
+@pytest.mark.parametrize("script", ["pairs.sh", "compare.sh"])
+def test_a_job_that_a_killed_launcher_could_not_record_is_found(
+    script: str, slurm: Path, tmp_path: Path
+) -> None:
+    (slurm / "deadly").write_text(script)  # the launcher is killed as this one is submitted
+    launching = [sys.executable, "-m", "abrun", "launch", str(SMALL), "--launcher", "slurm", "--detach"]
+    done = subprocess.run([*launching, "--runs-dir", str(tmp_path)], capture_output=True, check=False)
+    assert done.returncode == -9
+    number, experiment_dir = len(waiting(slurm)), tmp_path / "small"
+    assert number == (2 if script == "pairs.sh" else 3)
+    assert seen(experiment_dir).message == "job 101_0 waits: Priority"
+    with pytest.raises(LaunchError, match=r"jobs of it are in the queue \(101.*\): wait .* abrun cancel"):
+        submit(planned(), tmp_path, resume=True)
+    (slurm / "deadly").unlink()
+    assert cancel(experiment_dir).startswith("cancelled: ") and waiting(slurm) == []
+    submit(planned(), tmp_path, resume=True)
+    record = json.loads((experiment_dir / "_slurm" / "jobs.json").read_text())
+    assert len(waiting(slurm)) == 3 and "submitting" not in record
+
+
 def test_a_machine_without_slurm_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"^slurm: no command 'sbatch' on PATH; launch on a login node"):
         submit(planned(), tmp_path / "runs")
+
+
+@pytest.mark.parametrize("setting", ["partition: low", "container: {image: x}"])
+def test_a_machine_without_slurm_conf_says_so(setting: str, slurm: Path, tmp_path: Path) -> None:
+    (slurm / "no-conf").touch()
+    with pytest.raises(LaunchError) as refused:
+        submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
+    said = str(refused.value).removeprefix("small: ")
+    assert re.match(r"slurm: this host has Slurm's commands, but no configuration of a cluster \(sl", said)
+    assert said.endswith("; Could not establish a configuration source)") and "\n" not in said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_login_node_without_gpus_can_submit_what_needs_them(slurm: Path, tmp_path: Path) -> None:
@@ -222,11 +253,11 @@ def test_resume_submits_what_is_left_once_the_queue_is_empty(slurm: Path, tmp_pa
 @pytest.mark.parametrize(
     ("line", "status", "message"),
     [
-        ("101|0|PENDING|Resources|", "waiting", "job 101_0 waits: Resources"),
-        ("101|0|RUNNING|None|n[1-2]", "waiting", "job 101_0 begins or ends on n[1-2]"),
-        ("101|0|CANCELLED|None|", "interrupted", "job 101_0 ended: CANCELLED; continue with --resume"),
-        ("101|0|FAILED|NonZeroExitCode|n1", "failed", "job 101_0 ended: FAILED, and left no word in "),
-        ("999|0|RUNNING|None|n1", "failed", "job 101 is no longer in Slurm's queue, and left no word in "),
+        ("101|0|PENDING|Resources||", "waiting", "job 101_0 waits: Resources"),
+        ("101|0|RUNNING|None|n[1-2]|", "waiting", "job 101_0 begins or ends on n[1-2]"),
+        ("101|0|CANCELLED|None||", "interrupted", "job 101_0 ended: CANCELLED; continue with --resume"),
+        ("101|0|FAILED|NonZeroExitCode|n1|", "failed", "job 101_0 ended: FAILED, and left no word in "),
+        ("999|0|RUNNING|None|n1|", "failed", "job 101 is no longer in Slurm's queue, and left no word in "),
     ],
 )
 def test_the_state_of_a_run_that_has_not_begun_is_its_jobs(
@@ -238,19 +269,30 @@ def test_the_state_of_a_run_that_has_not_begun_is_its_jobs(
     assert state.status == status and (state.message or "").startswith(message)
 
 
+def test_a_run_whose_folder_is_removed_while_its_job_runs_has_failed(slurm: Path, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    (slurm / "queue").write_text("101|0|RUNNING|None|n1|\n")
+    shutil.rmtree(experiment_dir / "baseline" / "seed-0")
+    assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
+        "failed",
+        f"{experiment_dir}/baseline/seed-0: was removed while job 101_0 runs; --resume makes it anew",
+    )
+    assert seen(experiment_dir, "treatment").status == "waiting"
+
+
 def test_a_run_at_work_whose_job_has_ended_is_dead(slurm: Path, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
     here = RunDir(experiment_dir / "baseline" / "seed-0")
     here.begin_launch((), None)
     here.begin_attempt()
-    (slurm / "queue").write_text("101|0|RUNNING|None|n1\n")
+    (slurm / "queue").write_text("101|0|RUNNING|None|n1|\n")
     assert seen(experiment_dir).status == "running"
-    (slurm / "queue").write_text("101|0|NODE_FAIL|None|n1\n")
+    (slurm / "queue").write_text("101|0|NODE_FAIL|None|n1|\n")
     assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
         "failed",
         "job 101_0 ended: NODE_FAIL",
     )
-    (slurm / "queue").write_text("101|0|PENDING|BeginTime|\n")
+    (slurm / "queue").write_text("101|0|PENDING|BeginTime||\n")
     assert seen(experiment_dir).status == "waiting"
 
 
@@ -278,7 +320,7 @@ def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
 ) -> None:
     jobs = queued_jobs(submit(planned(), tmp_path))
     assert jobs is not None
-    (slurm / "queue").write_text("101|0|PENDING|BeginTime|\n101|1|PENDING|Resources|\n")
+    (slurm / "queue").write_text("101|0|PENDING|BeginTime||\n101|1|PENDING|Resources||\n")
     monkeypatch.setattr(launcher, "ASK_EVERY_S", 0)
 
     def updates() -> list[str]:

@@ -1,0 +1,49 @@
+"""Whether the two runs of a pair had the same place: what the runs recorded, not what was asked for.
+
+Other kinds of devices make a pair INVALID (see validity). Other hosts, drivers or hours do not: they change
+times, and what depends on the kernels that a driver compiles, so that a reader has to know.
+"""
+
+from collections.abc import Iterator
+
+from abrun.compare.read.experiment import Experiment, Pair, RecordedRun
+
+APART_S = 3600.0  # between the end of one run and the start of the other
+KEYS = {"hosts": "other hosts", "drivers": "other drivers"}
+
+
+def placement_notes(experiment: Experiment) -> Iterator[str]:
+    """A sentence for each way in which pairs were placed differently; none against a reference."""
+    if experiment.regression:
+        return
+    for arm in experiment.treatments:
+        pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
+        for key, what in KEYS.items():
+            found = [(pair.seed, _values(pair.baseline, key), _values(pair.treatment, key)) for pair in pairs]
+            differing = [each for each in found if each[1] and each[2] and each[1] != each[2]]
+            if differing:
+                seed, left, right = differing[0]
+                yield (
+                    f"{len(differing)} of {len(pairs)} pairs of {arm} ran on {what} than their baseline "
+                    f"(seed {seed}: {right} against {left}): times compare with care"
+                )
+        apart = [(pair.seed, gap_s) for pair in pairs if (gap_s := _gap_s(pair)) > APART_S]
+        if apart:
+            seed, gap_s = max(apart, key=lambda one: one[1])
+            yield (
+                f"{len(apart)} of {len(pairs)} pairs of {arm} ran hours apart (seed {seed}: "
+                f"{gap_s / 3600:.1f} h between its runs): times compare with care"
+            )
+
+
+def _values(run: RecordedRun, key: str) -> str:
+    values = (run.environment or {}).get(key)
+    return ", ".join(map(str, values)) if isinstance(values, list) else ""
+
+
+def _gap_s(pair: Pair) -> float:
+    """Seconds between the end of the one and the start of the other; 0 where they overlap, or do not say."""
+    if pair.baseline.span_s is None or pair.treatment.span_s is None:
+        return 0.0
+    (first, first_end), (second, second_end) = pair.baseline.span_s, pair.treatment.span_s
+    return max(0.0, second - first_end, first - second_end)
