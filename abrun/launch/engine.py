@@ -40,7 +40,7 @@ class Engine(Protocol):
         """Why the plan cannot run here, a line a reason; none where it can."""
         ...
 
-    def place(self, config: RunConfig) -> Place | None:
+    def place(self, run: RunDir, config: RunConfig) -> Place | None:
         """Where a run could start now; None where it has to wait for others to end."""
         ...
 

@@ -44,6 +44,19 @@ class Observer(Protocol):
         ...
 
 
+class Printed:
+    """An observer whose words go into the log of a cluster's job."""
+
+    def follow(self, experiment_dir: Path) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+    def tick(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a launch ended."""
@@ -169,7 +182,7 @@ class Supervisor:
             message = cause.run.state(WARM_START).message
             self._give_up(job, f"not started: its {cause.label} {cause.status}: {message}")
         for job in self._queue.ready():
-            place = self._engine.place(job.config)
+            place = self._engine.place(job.run, job.config)
             if place is None:
                 return
             try:

@@ -48,7 +48,7 @@ class ToyEngine:
     def refusals(self, plan: Plan) -> list[str]:
         return [] if len(plan.recipe.seeds) == 1 else [f"seeds: got {plan.recipe.seeds}; a toy takes one"]
 
-    def place(self, config: RunConfig) -> Place | None:
+    def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return None if any(run.poll() is None for run in self.started) else ("toy",)
 
     def start(self, run: RunDir, config: RunConfig, place: Place) -> ToyRun:

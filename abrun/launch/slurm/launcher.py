@@ -14,7 +14,7 @@ from abrun.launch.queue import Queue
 from abrun.launch.requirements import anywhere_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
-from abrun.plan import Plan
+from abrun.plan import Plan, pairs
 from abrun.recipe import CommandRunConfig, Slurm
 from abrun.store import RunState
 
@@ -110,7 +110,7 @@ class SlurmLauncher:
                     f"launcher.container: got {container.image!r}, and Slurm has no pyxis plugin: {error}"
                 ]
         asked = jobs.cluster_options(self._settings)
-        for group in jobs.pairs(plan.runs):
+        for group in pairs(plan.runs):
             configs = [run.config for run in group]
             together = jobs.need_of(configs, self._settings)
             if together is None or self._fits.get(together) is False:
