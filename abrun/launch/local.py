@@ -94,6 +94,10 @@ class LocalRun:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def lost(self) -> bool:
+        return False  # so is this launcher, then
+
     def poll(self) -> int | None:
         status = self.process.poll()
         if status is not None and not self.ended:

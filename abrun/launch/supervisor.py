@@ -229,9 +229,10 @@ class Supervisor:
         job.run.end_launch(job.status, message, **seen)
         job.lock.close()
         out_of_time = (message or "").startswith("limits.run_s")  # it would take as long again
-        if job.status == "failed" and job.may_retry and not out_of_time:
+        lost = job.started is not None and job.started.lost  # which is no fault of the run's
+        if job.status == "failed" and (lost or (job.may_retry and not out_of_time)):
             self._observer.say(f"{job.label}: {message}: starting it again")
-            job.begin_again()
+            job.begin_again(is_retry=not lost)
 
     def _stop_all(self) -> None:
         """Ask every run to stop, with time for a checkpoint; then leave nothing of it."""
@@ -285,4 +286,4 @@ def _ending(job: Job, status: int) -> tuple[Status, str | None]:
 def _errors(printed: str) -> list[str]:
     """What agents said last, those first that tell of a cause: a lost peer is an effect of it."""
     found = list(dict.fromkeys(re.findall(r"^error: (.+)", printed, re.MULTILINE)))
-    return sorted(found, key=lambda line: not re.search(r"killed by|limits\.", line))
+    return sorted(found, key=lambda line: not re.search(r"is lost|killed by|limits\.", line))

@@ -202,6 +202,9 @@ class SlurmJobs:
         commands.cancel(self.ids)
         self._asked_s = None
 
+    def revive(self) -> None:
+        """Slurm itself queues again what a lost node took along."""
+
     def compared(self) -> str | None:
         """What the job that compares has printed; None where there is none."""
         if not self._record.get("compare"):
