@@ -92,6 +92,10 @@ class Queued(Protocol):
         """Hand over again what has ended without its last word; the new job, None where there is none."""
         ...
 
+    def forget(self) -> None:
+        """Let others take the place of jobs that have ended."""
+        ...
+
     def compared(self) -> str | None:
         """What the job that compares has printed; None where there is none."""
         ...

@@ -34,7 +34,7 @@ def launch_or_hand_over(
     if scheduler is None:
         if detach:
             raise LaunchError(
-                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm"
+                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm or ray"
             )
         return launch(
             plan,

@@ -96,6 +96,6 @@ def test_what_it_cannot_run_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan = make_plan(load_recipe(Path(__file__).parent / "small.yaml"))
     with pytest.raises(LaunchError, match=r"small: seeds: got .* a toy takes one"):
         launch(plan, tmp_path, launcher="toy", observer=Silent())
-    with pytest.raises(LaunchError, match=r"--launcher: got 'pbs'; allowed: local, toy, slurm$"):
+    with pytest.raises(LaunchError, match=r"--launcher: got 'pbs'; allowed: local, toy, slurm, ray$"):
         launch(plan, tmp_path, launcher="pbs", observer=Silent())
     assert not any(tmp_path.iterdir())

@@ -5,6 +5,7 @@ room; a run that fails begins again under its limits, one that a lost node took 
 end, the comparison.
 """
 
+import contextlib
 import importlib
 import os
 import socket
@@ -36,7 +37,7 @@ class Told(Printed):
 
     def say(self, line: str) -> None:
         super().say(line)
-        with self._log.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=file)
 
 

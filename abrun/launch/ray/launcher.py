@@ -22,7 +22,7 @@ from abrun.store import RunState
 
 ASK_EVERY_S = 2.0
 AT_WORK = ("running", "stalled", "pending")
-KILL_AFTER_S = 20.0  # runs that do not save in time are killed by the driver before Ray kills the driver
+KILL_AFTER_S = 20  # runs that do not save in time are killed by the driver before Ray kills the driver
 
 
 class RayLauncher:
@@ -117,6 +117,7 @@ class RayJobs:
         self._experiment_dir, self._said = experiment_dir, said
         self._asked_s: float | None = None
         self._known: client.Known | None = None
+        self._error: LaunchError | None = None
         self._driver: Mapping[str, Any] = {}
 
     @classmethod
@@ -172,6 +173,10 @@ class RayJobs:
         self._said, self._asked_s = again, None
         return again["job"]
 
+    def forget(self) -> None:
+        """No longer speak for the runs: others take the place of the job. Its id is used up all the same."""
+        record.write_job(self._experiment_dir, {**self._said, "job": ""})
+
     def compared(self) -> str | None:
         """What the comparison at the end has printed; None where there is none."""
         if not self._said.get("compare"):
@@ -199,12 +204,16 @@ class RayJobs:
         return self._driver.get("ended") or next(reversed(errors or lines), known.status)
 
     def _ask(self) -> client.Known | None:
-        now = time.monotonic()
-        if self._asked_s is None or now - self._asked_s > ASK_EVERY_S:
-            self._said = (
-                record.read_job(self._experiment_dir) or self._said
-            )  # another may have submitted it again
-            self._known = client.known(self._said["url"], self._said["job"])
+        """Raises LaunchError where nothing answers, at once where that was found just now."""
+        if self._asked_s is None or time.monotonic() - self._asked_s > ASK_EVERY_S:
+            said = record.read_job(self._experiment_dir)
+            self._said = said if said.get("job") else self._said  # another may have submitted it again
             self._driver = record.read_driver(self._experiment_dir, self._said["job"])
-            self._asked_s = now
+            try:
+                self._known, self._error = client.known(self._said["url"], self._said["job"]), None
+            except LaunchError as error:
+                self._error = error
+            self._asked_s = time.monotonic()
+        if self._error:
+            raise self._error
         return self._known

@@ -205,6 +205,10 @@ class SlurmJobs:
     def revive(self) -> None:
         """Slurm itself queues again what a lost node took along."""
 
+    def forget(self) -> None:
+        """No longer speak for the runs: others take the place of these jobs."""
+        jobs.write_record(self._experiment_dir, {**self._record, "jobs": {}, "compare": None})
+
     def compared(self) -> str | None:
         """What the job that compares has printed; None where there is none."""
         if not self._record.get("compare"):

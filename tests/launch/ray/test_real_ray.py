@@ -129,7 +129,7 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     experiment_dir = submit(tmp_path, "cancelled", 40)
     at_step(experiment_dir, 7)
     began = time.monotonic()
-    assert abrun("cancel", str(experiment_dir)).startswith("cancelled: 1 jobs (cancelled-")
+    assert abrun("cancel", str(experiment_dir)).startswith("cancelled: 1 job (cancelled-")
     noticed_s = seconds_until(
         lambda: all(state(experiment_dir, arm).status == "interrupted" for arm in ARMS), within_s=60
     )
