@@ -13,6 +13,7 @@ from abrun.errors import LaunchError
 from abrun.redaction import shortened
 
 ANSWER_S = 5.0
+MOST_WORDS = 300
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client puts above what it is given
 START = "start one with: ray start --head; or give launcher.address, or RAY_ADDRESS"
 
@@ -109,7 +110,7 @@ def _in_words(address: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        words = " ".join(str(error).split())
+        words = " ".join(str(error).split())[:MOST_WORDS]
         if isinstance(error, ConnectionError):
-            raise LaunchError(f"ray: no Ray answers at {address}: {shortened(words)}; {START}") from None
-        raise LaunchError(f"ray: {address}: {shortened(words)}") from None
+            raise LaunchError(f"ray: no Ray answers at {address}: {words}; {START}") from None
+        raise LaunchError(f"ray: {address}: {words}") from None

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
     PlacementGroupSchedulingStrategy,
 )
 
+from abrun.errors import StoreError
 from abrun.launch.engine import Place
 from abrun.launch.queue import Job
 from abrun.launch.ray.agent import NodeAgent
@@ -36,6 +37,7 @@ LOOK_EVERY_S = 2.0
 LAST_WORDS_S = 10.0  # that the other nodes of a run have once one has failed
 SILENT_S = 90.0  # Ray declares a node dead within that time
 KILL_S = 5.0
+TURN = "for its turn"
 AGENTS_FIRST_S = 10.0  # agents kill ranks that save too slowly before the supervisor kills agents
 Resources = dict[str, float]
 ray: Any = importlib.import_module("ray")
@@ -88,6 +90,7 @@ class GangEngine:
         self._losses: Counter[Path] = Counter()
         self._told: Mapping[str, str] = {}
         self._looked_s = 0.0
+        self._say()
 
     def refusals(self, plan: Plan) -> list[str]:
         return []  # what nodes cannot do they say themselves
@@ -103,13 +106,13 @@ class GangEngine:
         if gang is None:
             jobs = self._to_start(run)
             if self._num_jobs and sum(len(gang.jobs) for gang in self._gangs) + len(jobs) > self._num_jobs:
-                self._say({})
+                self._say()
                 return None
             self._gangs.append(gang := self._ask(jobs))
         if gang.broken:  # its other runs end yet
             return None
         if placement_group_table(gang.group)["state"] == "CREATED":
-            self._say({})
+            self._say(gang, None)
             return ()  # of the driver's own machine no device
         self._wait(gang)
         return None
@@ -173,9 +176,14 @@ class GangEngine:
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         has = f"{large_enough} of that size, and not free" if large_enough else "none of that size"
         why = f"for {num_nodes} node{'s' if num_nodes > 1 else ''} with {amounts} each; the cluster has {has}"
-        self._say({job.label: why for job in gang.jobs})
+        self._say(gang, why)
 
-    def _say(self, waiting: Mapping[str, str]) -> None:
+    def _say(self, gang: Gang | None = None, why: str | None = None) -> None:
+        """Tell what waits: a gang, or with no `why` that it does not; all others for their turn."""
+        named = gang.jobs if gang else []
+        to_start = [job for job in self._jobs.values() if not (job.started or job.done)]
+        waiting = {job.label: TURN for job in to_start if job not in named}
+        waiting |= {job.label: why for job in to_start if why and job in named}
         if waiting != self._told:
             self._told = waiting
             self._tell(waiting)
@@ -327,5 +335,5 @@ class GangRun:
 
     def _print(self, content: bytes) -> None:
         if content:
-            with self.run.open_log() as log:
+            with contextlib.suppress(StoreError, OSError), self.run.open_log() as log:
                 os.write(log, content)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.launch.queue import Queue
 from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals
 from abrun.plan import Plan
@@ -55,11 +54,9 @@ class RayLauncher:
     def submit(
         self, plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, compare: bool
     ) -> list[str]:
-        """Submit the job, where a run is unfinished; returns its id."""
+        """Submit the job; returns its id."""
         before = record.read_job(experiment_dir)
         said = self._record(experiment_dir, git, compare=compare, before=before)
-        if Queue(plan, experiment_dir).done:
-            return []
         _submit(experiment_dir, said, before)
         return [said["job"]]
 
@@ -190,12 +187,10 @@ class RayJobs:
         job, waiting = self._said["job"], self._driver.get("waiting", {})
         name = state.directory.name if state.name.arm == "warm-start" else str(state.name)
         label = f"warm start {name}" if state.name.arm == "warm-start" else name
-        if label in waiting and state.status not in ("running", "stalled"):
+        if label in waiting:  # the directory may still tell of a machine that is gone
             return replace(state, status="waiting", message=f"job {job} waits {waiting[label]}")
         if not self._driver:
             return replace(state, status="waiting", message=f"job {job} is {known.status}: {known.message}")
-        if state.status == "pending":
-            return replace(state, status="waiting", message=f"job {job} begins it in its turn")
         return state
 
     def _last_words(self, known: client.Known) -> str:

@@ -120,6 +120,8 @@ def test_a_gang_waits_until_there_is_a_node_for_it(
     sh(CLUSTER, "boot", "n2")
     at_step(experiment_dir, 1)
     table_row("a gang without room", noticed_s, time.monotonic() - began, 0)
+    said = abrun("logs", str(run(experiment_dir).path), "--follow")
+    assert said.rstrip().endswith("finished: step 2")
     check_end(experiment_dir, undisturbed(2))
 
 
