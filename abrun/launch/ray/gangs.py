@@ -182,8 +182,8 @@ class GangEngine:
         """Tell what waits: a gang, or with no `why` that it does not; all others for their turn."""
         named = gang.jobs if gang else []
         to_start = [job for job in self._jobs.values() if not (job.started or job.done)]
-        waiting = {job.label: TURN for job in to_start if job not in named}
-        waiting |= {job.label: why for job in to_start if why and job in named}
+        reasons = {job.label: why if job in named else TURN for job in to_start}
+        waiting = {label: reason for label, reason in reasons.items() if reason}
         if waiting != self._told:
             self._told = waiting
             self._tell(waiting)
