@@ -70,7 +70,7 @@ TakeOver = Annotated[
     bool, typer.Option("--take-over", help="Do not wait until the lock of another machine runs out.")
 ]
 Launcher = Annotated[
-    str | None, typer.Option(help="What starts the runs: local, slurm; default: the recipe's, or local.")
+    str | None, typer.Option(help="What starts the runs: local, slurm, ray; default: the recipe's, or local.")
 ]
 Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]

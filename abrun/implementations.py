@@ -17,7 +17,10 @@ ENGINES = {
     "vllm": "abrun.rollout.vllm:make_engine",
 }
 LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
-SCHEDULERS = {"slurm": ("abrun.launch.slurm:SlurmLauncher", "abrun.launch.slurm:SlurmJobs")}
+SCHEDULERS = {
+    "slurm": ("abrun.launch.slurm:SlurmLauncher", "abrun.launch.slurm:SlurmJobs"),
+    "ray": ("abrun.launch.ray:RayLauncher", "abrun.launch.ray:RayJobs"),
+}
 
 
 def load(implementation: str) -> Any:

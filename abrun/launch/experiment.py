@@ -59,6 +59,9 @@ def owned_experiment(
             if resume:
                 _check_same(plan, experiment_dir)
                 _check_warm_starts(plan, experiment_dir)
+                queued = queued_jobs(experiment_dir)
+                if queued:  # they have ended
+                    queued.forget()
                 _write(plan, experiment_dir, resume=True)
             else:
                 _check_new(experiment_dir)  # again: a faster launcher may have made it meanwhile

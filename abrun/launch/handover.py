@@ -34,7 +34,7 @@ def launch_or_hand_over(
     if scheduler is None:
         if detach:
             raise LaunchError(
-                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm"
+                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm or ray"
             )
         return launch(
             plan,
@@ -106,7 +106,12 @@ def wait_for(plan: Plan, experiment_dir: Path, observer: Observer) -> Outcome:
 
 def _busy(queued: Queued, observer: Observer) -> bool:
     try:
-        return bool(queued.busy)
+        if queued.busy:
+            return True
+        revived = queued.revive()
+        if revived:
+            observer.say(f"what had been handed over is gone: handed over again, as {revived}")
+        return revived is not None
     except LaunchError as error:  # a controller that restarts
         observer.say(str(error))
         time.sleep(10 * POLL_S)

@@ -57,7 +57,7 @@ class LocalEngine:
     def refusals(self, plan: Plan) -> list[str]:
         return refusals(plan, self._machine, self._num_jobs)
 
-    def place(self, config: RunConfig) -> Place | None:
+    def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return self._slots.find(config)
 
     def start(self, run: RunDir, config: RunConfig, place: Place) -> "LocalRun":
@@ -93,6 +93,10 @@ class LocalRun:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def lost(self) -> bool:
+        return False  # so is this launcher, then
 
     def poll(self) -> int | None:
         status = self.process.poll()

@@ -51,9 +51,9 @@ class Job:
         further = self.run.heartbeat().step > self.first_step
         return further and self.num_retries < self.config.limits.retries and not self.stopping
 
-    def begin_again(self) -> None:
+    def begin_again(self, *, is_retry: bool) -> None:
         """Wait for a place again; the run goes on from its newest checkpoint."""
-        self.started, self.status, self.num_retries = None, "pending", self.num_retries + 1
+        self.started, self.status, self.num_retries = None, "pending", self.num_retries + is_retry
 
     def claim(self, say: Callable[[str], object]) -> bool:
         """Own the run directory, where nobody else works, nor makes this warm start for others.

@@ -53,6 +53,19 @@ class Observer(Protocol):
         ...
 
 
+class Printed:
+    """An observer whose words go into the log of a cluster's job."""
+
+    def follow(self, experiment_dir: Path) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+    def tick(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a launch ended."""
@@ -178,7 +191,7 @@ class Supervisor:
             message = cause.run.state(WARM_START).message
             self._give_up(job, f"not started: its {cause.label} {cause.status}: {message}")
         for job in self._queue.ready():
-            place = self._engine.place(job.config)
+            place = self._engine.place(job.run, job.config)
             if place is None:
                 return
             try:
@@ -225,9 +238,10 @@ class Supervisor:
         job.run.end_launch(job.status, message, **seen)
         job.lock.close()
         out_of_time = (message or "").startswith("limits.run_s")  # it would take as long again
-        if job.status == "failed" and job.may_retry and not out_of_time:
+        lost = job.started is not None and job.started.lost  # which is no fault of the run's
+        if job.status == "failed" and (lost or (job.may_retry and not out_of_time)):
             self._observer.say(f"{job.label}: {message}: starting it again")
-            job.begin_again()
+            job.begin_again(is_retry=not lost)
 
     def _stop_all(self) -> None:
         """Ask every run to stop, with time for a checkpoint; then leave nothing of it."""
@@ -283,4 +297,4 @@ def _ending(job: Job, status: int) -> tuple[Status, str | None]:
 def _errors(printed: str) -> list[str]:
     """What agents said last, those first that tell of a cause: a lost peer is an effect of it."""
     found = list(dict.fromkeys(re.findall(r"^error: (.+)", printed, re.MULTILINE)))
-    return sorted(found, key=lambda line: not re.search(r"killed by|limits\.", line))
+    return sorted(found, key=lambda line: not re.search(r"is lost|killed by|limits\.", line))

@@ -27,7 +27,7 @@ from abrun.recipe.command import (
     unset_variables,
 )
 from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
-from abrun.recipe.launcher import Local, Slurm, launcher_settings
+from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
 from abrun.recipe.policy import (
     DIMENSIONS,
@@ -95,6 +95,7 @@ __all__ = [
     "Guards",
     "Invocation",
     "Jsonl",
+    "LauncherSettings",
     "Local",
     "Logprobs",
     "Megatron",
@@ -108,6 +109,7 @@ __all__ = [
     "Ppo",
     "Preferences",
     "Primary",
+    "Ray",
     "Recipe",
     "Rollout",
     "RunConfig",
@@ -152,7 +154,7 @@ class Declared(Section):
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=1000)
     controls: Controls = Controls()
     compare: Compare = Compare()
-    launcher: Annotated[Local | Slurm, Field(discriminator="type")] | None = None  # default: local
+    launcher: Annotated[Local | Slurm | Ray, Field(discriminator="type")] | None = None  # default: local
     record_diff: bool = True  # keep the uncommitted changes of the checkout, without secrets, in git-*.diff
 
     @field_validator("name")

@@ -121,7 +121,49 @@ def _line(value: str) -> str:
     return value
 
 
-LAUNCHERS: dict[str, type[Local] | type[Slurm]] = {"local": Local, "slurm": Slurm}
+class Ray(Section):
+    """A job of a Ray cluster. What is left open here is taken from the user's profile."""
+
+    type: Literal["ray"]
+    # Of the dashboard, http://HEAD:8265; auto: RAY_ADDRESS, or else the cluster that this machine is part of
+    address: str = "auto"
+    save_s: Annotated[int, Field(ge=1, le=3600)] = 120  # for a checkpoint, once the job is asked to stop
+    restarts: Annotated[int, Field(ge=0)] = 20  # how often a run, or the job, begins again after lost nodes
+    cpus_per_rank: Count = 1
+    # What else each node of a run has to have for it, in Ray's names: {"accelerator_type:H200": 0.001}
+    resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default={})
+    interface: str | None = None  # the network that nodes talk over, such as ib0; default: the libraries' own
+    python: str | None = None  # of the cluster's machines; default: the one that launches
+    env: dict[str, str] = Field(
+        default={}
+    )  # variables of all processes. No secrets: Ray's dashboard shows them
+
+    @field_validator("address")
+    @classmethod
+    def _address_is_one(cls, address: str) -> str:
+        if address != "auto" and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):
+            raise ValueError(
+                f"got {shortened(address)}; allowed: 'auto', or a dashboard's: 'http://HEAD:8265' "
+                "(for a cluster of this machine alone: ray start --head, and 'auto')"
+            )
+        return address
+
+    @field_validator("interface", "python")
+    @classmethod
+    def _is_a_word(cls, value: str | None) -> str | None:
+        return value if value is None else _line(value)
+
+    @field_validator("resources")
+    @classmethod
+    def _resources_are_others(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name in resources:
+            if name in ("CPU", "GPU", "bundle") or not _line(name):
+                raise ValueError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
+        return resources
+
+
+LauncherSettings = Local | Slurm | Ray
+LAUNCHERS: dict[str, type[LauncherSettings]] = {"local": Local, "slurm": Slurm, "ray": Ray}
 
 
 def profile_path() -> Path:
@@ -130,7 +172,7 @@ def profile_path() -> Path:
     return Path(home).expanduser() / "abrun" / "launchers.yaml"
 
 
-def launcher_settings(declared: Local | Slurm | None, kind: str | None) -> Local | Slurm | None:
+def launcher_settings(declared: LauncherSettings | None, kind: str | None) -> LauncherSettings | None:
     """What `--launcher` or else the recipe names, with the user's profile below it; without either: local.
 
     None for a name that no recipe may say. Raises RecipeError where profile and recipe do not fit.

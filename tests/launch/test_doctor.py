@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(doctor, "_imported", lambda package: (WORKS | found)[package])
         monkeypatch.setattr(doctor, "_version", known.get)
         monkeypatch.setattr(doctor, "vllm_refusal", lambda on_gpu: None if on_gpu else "no vllm [for] it")
+        monkeypatch.setattr(doctor, "ray_refusal", lambda: None)
+        monkeypatch.setattr(shutil, "which", lambda command: f"/bin/{command}")
         answer = subprocess.CompletedProcess([], 0, stdout=listed, stderr="")
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
         return diagnose()

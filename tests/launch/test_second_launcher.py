@@ -23,6 +23,7 @@ class ToyRun:
     """A process by itself, without torchrun."""
 
     pid = None  # as of a job on another host
+    lost = False
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
@@ -48,7 +49,7 @@ class ToyEngine:
     def refusals(self, plan: Plan) -> list[str]:
         return [] if len(plan.recipe.seeds) == 1 else [f"seeds: got {plan.recipe.seeds}; a toy takes one"]
 
-    def place(self, config: RunConfig) -> Place | None:
+    def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return None if any(run.poll() is None for run in self.started) else ("toy",)
 
     def start(self, run: RunDir, config: RunConfig, place: Place) -> ToyRun:
@@ -95,6 +96,6 @@ def test_what_it_cannot_run_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan = make_plan(load_recipe(Path(__file__).parent / "small.yaml"))
     with pytest.raises(LaunchError, match=r"small: seeds: got .* a toy takes one"):
         launch(plan, tmp_path, launcher="toy", observer=Silent())
-    with pytest.raises(LaunchError, match=r"--launcher: got 'pbs'; allowed: local, toy, slurm$"):
+    with pytest.raises(LaunchError, match=r"--launcher: got 'pbs'; allowed: local, toy, slurm, ray$"):
         launch(plan, tmp_path, launcher="pbs", observer=Silent())
     assert not any(tmp_path.iterdir())

@@ -4,7 +4,6 @@ commands.py    sbatch, squeue, scontrol, scancel: what they are asked, and their
 jobs.py        which runs share a job, the scripts, and the record of what was submitted
 launcher.py    a plan on its way there: checked, submitted whole or not at all, followed, cancelled
 allocation.py  what a job script runs on its first node: the supervisor, over steps of the allocation
-node.py        what a step runs on each node: checks that node, then becomes the agent of its ranks
 """
 
 from abrun.launch.slurm.launcher import SlurmJobs, SlurmLauncher

@@ -19,11 +19,12 @@ from abrun import store
 from abrun.errors import AbrunError, LaunchError
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine, LocalRun
+from abrun.launch.node import free_port
 from abrun.launch.queue import WARM_START, Job, Queue
 from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release, slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
-from abrun.launch.supervisor import Supervisor
+from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
 from abrun.store import Lease, RunDir
@@ -41,7 +42,7 @@ class StepEngine(LocalEngine):
         super().__init__()
         self._settings, self._num_runs = settings, num_runs
 
-    def place(self, config: RunConfig) -> Place | None:
+    def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return ()  # of this machine's devices none: the allocation has room for all of its runs
 
     def start(self, run: RunDir, config: RunConfig, place: Place) -> "Step":
@@ -63,8 +64,8 @@ class StepEngine(LocalEngine):
             options += [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
         python = settings.python or ("python" if container else sys.executable)
         grace_s = max(1.0, grace_of(settings) - AGENTS_FIRST_S)
-        where = [str(run.path), f"{_this_node()}:{_free_port()}", str(grace_s)]
-        return ["srun", *options, python, "-m", "abrun.launch.slurm.node", *where]
+        where = [str(run.path), f"{_this_node()}:{free_port()}", str(grace_s), _this_node()]
+        return ["srun", *options, python, "-m", "abrun.launch.node", *where]
 
     def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
         name = self._settings.interface
@@ -90,19 +91,6 @@ class Step(LocalRun):
 def _step(run: RunDir) -> str:
     """What the step of a run is called."""
     return "-".join(run.path.parts[-2:])
-
-
-class Printed:
-    """An observer whose words go into the job's log."""
-
-    def follow(self, experiment_dir: Path) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-
-    def tick(self) -> None:
-        pass
 
 
 def grace_of(settings: Slurm) -> float:
@@ -229,12 +217,6 @@ def _task_name() -> str:
 
 def _this_node() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("", 0))
-        return listening.getsockname()[1]
 
 
 if __name__ == "__main__":

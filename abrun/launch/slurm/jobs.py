@@ -10,7 +10,7 @@ from typing import Any
 
 from abrun import store
 from abrun.errors import StoreError
-from abrun.plan import PlannedRun
+from abrun.plan import PlannedRun, pairs
 from abrun.recipe import RunConfig, Slurm
 
 FOLDER = "_slurm"  # of an experiment; no arm can be called so
@@ -75,15 +75,6 @@ def grouped(runs: Sequence[PlannedRun], settings: Slurm, fits: "Mapping[Need, bo
         name = f"{kind}-{same + 1}" if same else kind
         scripts.append(Script(name=name, need=need, tasks=tuple(tasks)))
     return scripts
-
-
-def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """The runs that are compared seed by seed, then each A/A rerun alone, as they come in launch order."""
-    groups: dict[tuple[int, int, str], list[PlannedRun]] = {}
-    for run in runs:
-        alone = run.name.arm if run.name.rerun else ""
-        groups.setdefault((run.name.seed, run.name.rerun, alone), []).append(run)
-    return list(groups.values())
 
 
 def render(script: Script, experiment_dir: Path, settings: Slurm, *, at_once: int | None = None) -> str:

@@ -14,7 +14,7 @@ from abrun.launch.queue import Queue
 from abrun.launch.requirements import anywhere_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
-from abrun.plan import Plan
+from abrun.plan import Plan, pairs
 from abrun.processes import STARVED
 from abrun.recipe import CommandRunConfig, Slurm
 from abrun.store import RunDir, RunState
@@ -118,7 +118,7 @@ class SlurmLauncher:
                     f"launcher.container: got {container.image!r}, and Slurm has no pyxis plugin: {error}"
                 ]
         asked = jobs.cluster_options(self._settings)
-        for group in jobs.pairs(plan.runs):
+        for group in pairs(plan.runs):
             configs = [run.config for run in group]
             together = jobs.need_of(configs, self._settings)
             if together is None or self._fits.get(together) is False:
@@ -240,6 +240,13 @@ class SlurmJobs:
         self._known()
         commands.cancel(self.ids)
         self._asked_s = None
+
+    def revive(self) -> None:
+        """Slurm itself queues again what a lost node took along."""
+
+    def forget(self) -> None:
+        """No longer speak for the runs: others take the place of these jobs."""
+        jobs.write_record(self._experiment_dir, {**self._record, "jobs": {}, "compare": None})
 
     def compared(self) -> str | None:
         """What the job that compares has printed; None where there is none."""

@@ -16,8 +16,8 @@ import pytest
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
 from abrun.implementations import LAUNCHERS
-from abrun.launch import cancel, hand_over, make_scheduler, queued_jobs
-from abrun.launch.slurm import allocation, launcher, node
+from abrun.launch import cancel, hand_over, make_scheduler, node, queued_jobs
+from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
 from abrun.plan import Plan, make_plan
@@ -395,7 +395,7 @@ def on_node(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> tuple[int, str]:
     monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setattr(sys, "argv", ["node", str(directory), "n1:4000", "30"])
+    monkeypatch.setattr(sys, "argv", ["node", str(directory), "n1:4000", "30", "n1"])
     return node.main(), capfd.readouterr().err
 
 

@@ -1,7 +1,8 @@
-"""`python -m abrun.launch.slurm.node RUN_DIR HOST:PORT GRACE_S`: one node of a run, started by srun on each.
+"""`python -m abrun.launch.node RUN_DIR HOST:PORT GRACE_S SEEN_ON [NODE]`: a node of a run in a cluster's job.
 
 Checks that this node sees the run directory and has what the run needs, says in one line what is wrong, or
-becomes the agent of the node's ranks.
+becomes the agent of the node's ranks. SEEN_ON is the host that has the run directory, NODE which of the run's
+nodes this is; without it, it is the task's number that srun gives.
 """
 
 import os
@@ -19,21 +20,22 @@ FAILED = 2
 
 
 def main() -> int:
-    directory, address, grace_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    meeting = Meeting(address=address, node=int(os.environ["SLURM_PROCID"]), grace_s=grace_s)
+    directory, address, grace_s, seen_on, *number = sys.argv[1:]
+    node = int(number[0] if number else os.environ["SLURM_PROCID"])
+    meeting = Meeting(address=address, node=node, grace_s=float(grace_s))
     try:
-        command, env = _agent(RunDir(directory), meeting)
+        command, env = _agent(RunDir(Path(directory)), meeting, seen_on)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
     os.execve(command[0], command, env)
 
 
-def _agent(run: RunDir, meeting: Meeting) -> tuple[list[str], dict[str, str]]:
-    host, first = socket.gethostname(), meeting.address.rpartition(":")[0]
+def _agent(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[list[str], dict[str, str]]:
+    host = socket.gethostname()
     if not run.exists:
         raise LaunchError(
-            f"{run.path}: not on {host}, and on {first} it is: the nodes have to share it; launch with "
+            f"{run.path}: not on {host}, and on {seen_on} it is: the nodes have to share it; launch with "
             "--runs-dir on a file system that all of them see"
         )
     config = stored_run(run.record().config, str(run.path))
@@ -41,13 +43,20 @@ def _agent(run: RunDir, meeting: Meeting) -> tuple[list[str], dict[str, str]]:
     wrong = node_refusals(config, machine)
     if wrong:
         raise LaunchError(f"{host}: {wrong[0]}")
-    if meeting.node == 0:  # as it would without srun, so that the agent keeps the log's size
+    if meeting.node == 0:  # as it would on one machine, so that the agent keeps the log's size
         with run.open_log() as log:
             os.dup2(log, 1)
             os.dup2(log, 2)
     count = config.devices_per_node
     devices = machine.gpus[:count] if config.cluster.gpus_per_node else ("cpu",) * count
     return command_of(run.path, config, meeting), environment(run.path, devices, config)
+
+
+def free_port() -> int:
+    """A port of this host on which nothing listens."""
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return listening.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,116 @@
+"""The jobs of a Ray cluster, through Ray's own client. What it refuses is a LaunchError of one line."""
+
+import contextlib
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from abrun.errors import LaunchError
+from abrun.redaction import shortened
+
+ANSWER_S = 5.0
+MOST_WORDS = 300
+ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client puts above what it is given
+START = "start one with: ray start --head; or give launcher.address, or RAY_ADDRESS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What Ray knows of a job."""
+
+    status: str  # PENDING, RUNNING, STOPPED, SUCCEEDED, FAILED
+    message: str
+
+    @property
+    def over(self) -> bool:
+        return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
+
+
+def refusal() -> str | None:
+    """Why this environment cannot ask Ray, in a line; None where it can."""
+    if importlib.util.find_spec("ray") is None:
+        return "launcher.type: got 'ray' without the package ray; pip install 'abrun[ray]'"
+    return None
+
+
+def dashboard(address: str) -> str:
+    """The URL at which a cluster takes jobs. Raises LaunchError where no Ray answers there."""
+    wrong = refusal()
+    if wrong:
+        raise LaunchError(wrong)
+    named = None if address == "auto" else address
+    named = named or next(filter(None, map(os.environ.get, ADDRESSES)), None)
+    scheme, _, rest = (named or "").rpartition("://")
+    if scheme not in ("", "http", "https"):
+        raise LaunchError(
+            f"RAY_ADDRESS: got {shortened(named)}; allowed: http://HEAD:8265, or HEAD:6379; or set "
+            "launcher.address"
+        )
+    if rest and rest != "auto":
+        _refuse_silent(named or "")
+    with _in_words(named or "this machine"):
+        return _client(named).get_address()
+
+
+def submit(url: str, job: str, entrypoint: str, runtime_env: Mapping[str, Any]) -> None:
+    _refuse_silent(url)
+    with _in_words(url):
+        _client(url).submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=dict(runtime_env))
+
+
+def known(url: str, job: str) -> Known | None:
+    """None where Ray knows no such job, as after its head has been started again."""
+    _refuse_silent(url)
+    with _in_words(url):
+        client = _client(url)
+        try:
+            details = client.get_job_info(job)
+        except RuntimeError as error:
+            if "status code 404" in str(error):
+                return None
+            raise
+    return Known(status=details.status.value, message=details.message or "")
+
+
+def stop(url: str, job: str) -> None:
+    """Ask a job to end: its driver gets SIGTERM, and as long as was agreed when it was submitted."""
+    _refuse_silent(url)
+    with _in_words(url):
+        _client(url).stop_job(job)
+
+
+def _client(address: str | None) -> Any:
+    from ray.job_submission import JobSubmissionClient  # pyright: ignore[reportMissingImports]
+
+    hidden = {name: os.environ.pop(name) for name in ADDRESSES if name in os.environ} if address else {}
+    try:
+        return JobSubmissionClient(address)
+    finally:
+        os.environ.update(hidden)
+
+
+def _refuse_silent(address: str) -> None:
+    """Raises LaunchError where nothing listens: Ray's client itself would wait for minutes."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        port = parts.port or {"https": 443, "http": 80}.get(parts.scheme, 6379)
+        socket.create_connection((parts.hostname or "", port), timeout=ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"ray: no Ray answers at {address}: {error}; {START}") from None
+
+
+@contextlib.contextmanager
+def _in_words(address: str) -> Iterator[None]:
+    if refusal():
+        raise LaunchError(str(refusal()))
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        words = " ".join(str(error).split())[:MOST_WORDS]
+        if isinstance(error, ConnectionError):
+            raise LaunchError(f"ray: no Ray answers at {address}: {words}; {START}") from None
+        raise LaunchError(f"ray: {address}: {words}") from None

@@ -1,0 +1,140 @@
+"""`python -m abrun.launch.ray.driver EXPERIMENT_DIR JOB`: what the job of an experiment runs in the cluster.
+
+The supervisor of any launch, over gangs of the cluster: warm starts first, then pair after pair as there is
+room; a run that fails begins again under its limits, one that a lost node took along in a new gang. At the
+end, the comparison.
+"""
+
+import contextlib
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from abrun import store
+from abrun.errors import AbrunError, LaunchError
+from abrun.launch.queue import Queue
+from abrun.launch.ray import record
+from abrun.launch.supervisor import Printed, Supervisor
+from abrun.plan import make_plan
+from abrun.recipe import Ray, stored_recipe, validated
+from abrun.store import Lease, Locked
+
+HANDOVER_S = 60.0  # that a job before this one may take to end
+
+
+class Told(Printed):
+    """Words for Ray's log of the job, and for the experiment's."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    def say(self, line: str) -> None:
+        super().say(line)
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=file)
+
+
+def main() -> int:
+    experiment_dir, job = Path(sys.argv[1]), sys.argv[2]
+    try:
+        if not experiment_dir.is_dir():
+            raise LaunchError(
+                f"{experiment_dir}: not on {socket.gethostname()}, which runs the driver: the cluster has "
+                "to share it; launch with --runs-dir on a file system that all of its machines see"
+            )
+        try:
+            code = _run(experiment_dir, job, record.read_job(experiment_dir))
+        except AbrunError as error:
+            _tell(experiment_dir, job, {}, ended=str(error))
+            raise
+        _tell(experiment_dir, job, {}, ended="")
+        return code
+    except AbrunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(experiment_dir: Path, job: str, said: dict[str, Any]) -> int:
+    settings = validated(Ray, said.get("settings", {}), str(experiment_dir / record.FOLDER))
+    observer = Told(experiment_dir / record.FOLDER / record.LOG)
+    _tell(experiment_dir, job, {})
+    _enter(said["cwd"])
+    observer.say(f"{job} begins on {socket.gethostname()}")
+    lease = _lease(experiment_dir)
+    try:
+        engine_of = _cluster()
+        plan = make_plan(stored_recipe(store.open_experiment(experiment_dir)["recipe"]))
+        queue = Queue(plan, experiment_dir)
+
+        engine = engine_of(
+            settings,
+            plan,
+            experiment_dir,
+            queue.jobs,
+            said.get("num_jobs"),
+            partial(_tell, experiment_dir, job),
+        )
+        stopped_by = Supervisor(queue, engine, observer, lease, float(settings.save_s), said.get("git")).run()
+    finally:
+        lease.close()
+    if stopped_by is None and said.get("compare"):
+        with (experiment_dir / record.FOLDER / record.COMPARED).open("wb") as output:
+            argv = [sys.executable, "-m", "abrun", "compare", str(experiment_dir)]
+            subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
+    observer.say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
+    return 0 if all(each.status == "finished" for each in queue.jobs) else 1
+
+
+def _tell(experiment_dir: Path, job: str, waiting: Mapping[str, str], ended: str | None = None) -> None:
+    """Say what runs wait for, unless another job has taken the place of this one."""
+    if record.read_job(experiment_dir).get("job") == job:
+        record.write_driver(experiment_dir, job, waiting, ended)
+
+
+def _enter(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise LaunchError(
+            f"{folder}: from where abrun was started: {error.strerror} on {socket.gethostname()}; start it "
+            "from a folder that all machines of the cluster see"
+        ) from None
+
+
+def _lease(experiment_dir: Path) -> Lease:
+    """The experiment's, taken from a job whose machine is gone: it is cut off, and its runs are fenced."""
+    lease, until = Lease(experiment_dir / record.FOLDER), time.monotonic() + HANDOVER_S
+    while True:
+        try:
+            lease.acquire(take_over=True)
+            return lease
+        except Locked:
+            if time.monotonic() > until:
+                raise
+            time.sleep(1.0)
+
+
+def _cluster() -> Any:
+    """Become a driver of the cluster; returns the class of its engine."""
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise LaunchError(
+            f"{sys.executable} on {socket.gethostname()} cannot import ray ({error}); pip install "
+            "'abrun[ray]' there, or give launcher.python"
+        ) from None
+    ray.init(address="auto", log_to_driver=False, logging_level="warning")
+    from abrun.launch.ray.gangs import GangEngine
+
+    return GangEngine
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""A plan on its way to Ray: one job for all of its runs, followed, cancelled, submitted again."""
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import LaunchError
+from abrun.launch.ray import client, record
+from abrun.launch.requirements import anywhere_refusals
+from abrun.plan import Plan
+from abrun.recipe import CommandRunConfig, Ray
+from abrun.store import RunState
+
+ASK_EVERY_S = 2.0
+AT_WORK = ("running", "stalled", "pending")
+KILL_AFTER_S = 20  # runs that do not save in time are killed by the driver before Ray kills the driver
+
+
+class RayLauncher:
+    """Hands the runs of a plan over to a cluster."""
+
+    def __init__(self, settings: Ray, num_jobs: int | None = None) -> None:
+        self._settings, self._num_jobs = settings, num_jobs
+        self._url: str | None = None
+
+    def refusals(self, plan: Plan) -> list[str]:
+        """Why no machine could run the plan. Raises LaunchError where no Ray answers."""
+        lines = anywhere_refusals(plan)
+        for run in plan.runs:
+            config = run.config
+            if isinstance(config, CommandRunConfig) and config.cluster.nodes > 1:
+                lines.append(
+                    f"arm {run.name.arm}: cluster.nodes: got {config.cluster.nodes} with trainer.type "
+                    "'command', not built yet; use nodes: 1"
+                )
+        if not lines:
+            self._url = client.dashboard(self._settings.address)
+        return list(dict.fromkeys(lines))
+
+    def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
+        """What the job would be. After `refusals`."""
+        said = self._record(experiment_dir, None, compare=compare)
+        job = {"url": said["url"], "entrypoint": _entrypoint(experiment_dir, said), **_environment(said)}
+        return {said["job"]: json.dumps(job, indent=2)}
+
+    def submit(
+        self, plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, compare: bool
+    ) -> list[str]:
+        """Submit the job; returns its id."""
+        before = record.read_job(experiment_dir)
+        said = self._record(experiment_dir, git, compare=compare, before=before)
+        _submit(experiment_dir, said, before)
+        return [said["job"]]
+
+    def _record(
+        self,
+        experiment_dir: Path,
+        git: Mapping[str, Any] | None,
+        *,
+        compare: bool,
+        before: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        before = before or {}
+        name = before.get("name") or f"{experiment_dir.name}-{uuid.uuid4().hex[:6]}"
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        env = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))} if any(paths) else {}
+        return {
+            "name": name,
+            "attempt": before.get("attempt", 0) + 1,
+            "job": f"{name}-a{before.get('attempt', 0) + 1}",
+            "url": self._url,
+            "settings": self._settings.model_dump(mode="json"),
+            "num_jobs": self._num_jobs,
+            "compare": compare,
+            "cwd": os.getcwd(),
+            "python": self._settings.python or sys.executable,
+            "env": {**env, **self._settings.env},
+            "git": git,
+        }
+
+
+def _submit(experiment_dir: Path, said: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    record.write_job(experiment_dir, said)  # which its driver reads
+    try:
+        entrypoint, environment = _entrypoint(experiment_dir, said), _environment(said)
+        client.submit(said["url"], said["job"], entrypoint, environment["runtime_env"])
+    except BaseException:
+        record.write_job(experiment_dir, before)
+        raise
+
+
+def _entrypoint(experiment_dir: Path, said: Mapping[str, Any]) -> str:
+    argv = [said["python"], "-m", "abrun.launch.ray.driver", str(experiment_dir), said["job"]]
+    return f"exec {shlex.join(argv)}"
+
+
+def _environment(said: Mapping[str, Any]) -> dict[str, Any]:
+    wait_s = said["settings"]["save_s"] + KILL_AFTER_S
+    return {"runtime_env": {"env_vars": {**said["env"], "RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}}}
+
+
+class RayJobs:
+    """What Ray, and the driver, know of the job of an experiment, asked every few seconds at most."""
+
+    def __init__(self, experiment_dir: Path, said: Mapping[str, Any]) -> None:
+        self._experiment_dir, self._said = experiment_dir, said
+        self._asked_s: float | None = None
+        self._known: client.Known | None = None
+        self._error: LaunchError | None = None
+        self._driver: Mapping[str, Any] = {}
+
+    @classmethod
+    def of(cls, experiment_dir: Path) -> "RayJobs | None":
+        """None where the experiment was never handed over to Ray."""
+        said = record.read_job(experiment_dir)
+        return cls(experiment_dir, said) if said.get("job") else None
+
+    @property
+    def busy(self) -> list[str]:
+        known = self._ask()
+        return [] if known is None or known.over else [self._said["job"]]
+
+    def state_of(self, state: RunState) -> RunState:
+        """A run's state, where Ray or the driver knows better than its directory."""
+        if state.status == "finished":
+            return state
+        try:
+            known = self._ask()
+        except LaunchError as error:  # the head is gone, or this machine does not reach it
+            return replace(state, message=state.message or str(error))
+        job = self._said["job"]
+        if known and not known.over:
+            return self._of_a_job(state, known)
+        if state.status not in AT_WORK:
+            return state
+        if known is None:
+            why = f"job {job} is no longer known at {self._said['url']}, as when a head has been restarted"
+            return replace(state, status="failed", message=f"{why}; continue with --resume")
+        if known.status == "STOPPED" or self._said.get("cancelled"):
+            message = f"job {job} was stopped; continue with --resume"
+            return replace(state, status="interrupted", message=message)
+        return replace(state, status="failed", message=f"job {job} ended: {self._last_words(known)}")
+
+    def cancel(self) -> None:
+        """Ask the driver to have its runs save a checkpoint, and to end."""
+        record.write_job(self._experiment_dir, {**record.read_job(self._experiment_dir), "cancelled": True})
+        client.stop(self._said["url"], self._said["job"])
+        self._asked_s = None
+
+    def revive(self) -> str | None:
+        """Submit again the job of a driver that has died, as with its machine, as often as may be."""
+        said = record.read_job(self._experiment_dir)
+        known, driver = self._ask(), record.read_driver(self._experiment_dir, said["job"])
+        gone = known is None or known.status == "FAILED"
+        if not gone or said.get("cancelled") or not driver or driver.get("ended") is not None:
+            return None
+        if said["attempt"] > said["settings"]["restarts"]:
+            return None
+        attempt = said["attempt"] + 1
+        again = {**said, "attempt": attempt, "job": f"{said['name']}-a{attempt}"}
+        _submit(self._experiment_dir, again, said)
+        self._said, self._asked_s = again, None
+        return again["job"]
+
+    def forget(self) -> None:
+        """No longer speak for the runs: others take the place of the job. Its id is used up all the same."""
+        record.write_job(self._experiment_dir, {**self._said, "job": ""})
+
+    def compared(self) -> str | None:
+        """What the comparison at the end has printed; None where there is none."""
+        if not self._said.get("compare"):
+            return None
+        with contextlib.suppress(OSError):
+            return (self._experiment_dir / record.FOLDER / record.COMPARED).read_text(errors="replace")
+        return ""
+
+    def _of_a_job(self, state: RunState, known: client.Known) -> RunState:
+        """The state of a run whose job waits or works."""
+        job, waiting = self._said["job"], self._driver.get("waiting", {})
+        name = state.directory.name if state.name.arm == "warm-start" else str(state.name)
+        label = f"warm start {name}" if state.name.arm == "warm-start" else name
+        if label in waiting:  # the directory may still tell of a machine that is gone
+            return replace(state, status="waiting", message=f"job {job} waits {waiting[label]}")
+        if not self._driver:
+            return replace(state, status="waiting", message=f"job {job} is {known.status}: {known.message}")
+        return state
+
+    def _last_words(self, known: client.Known) -> str:
+        lines = [line.strip() for line in known.message.splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return self._driver.get("ended") or next(reversed(errors or lines), known.status)
+
+    def _ask(self) -> client.Known | None:
+        """Raises LaunchError where nothing answers, at once where that was found just now."""
+        if self._asked_s is None or time.monotonic() - self._asked_s > ASK_EVERY_S:
+            said = record.read_job(self._experiment_dir)
+            self._said = said if said.get("job") else self._said  # another may have submitted it again
+            self._driver = record.read_driver(self._experiment_dir, self._said["job"])
+            try:
+                self._known, self._error = client.known(self._said["url"], self._said["job"]), None
+            except LaunchError as error:
+                self._error = error
+            self._asked_s = time.monotonic()
+        if self._error:
+            raise self._error
+        return self._known

@@ -1,0 +1,20 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch.disturbed import launch
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The same experiment by the local launcher on two ranks, by its number of steps."""
+    runs_dir, made = tmp_path_factory.mktemp("local"), dict[int, Path]()
+
+    def experiment(steps: int) -> Path:
+        if steps not in made:
+            made[steps] = runs_dir / f"steps-{steps}"
+            launch(runs_dir, made[steps].name, steps, "--launcher", "local", "--set", "cluster.cpu_ranks=2")
+        return made[steps]
+
+    return experiment

@@ -1,0 +1,150 @@
+"""An experiment that is disturbed in the jobs of a cluster, and what is measured of it."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from abrun.launch import queued_jobs
+from abrun.layout import RunName
+from abrun.store import RunDir, RunState, run_state
+
+ROOT = Path(__file__).parents[2]
+ARMS = ("baseline", "treatment")
+SHORT = (
+    "seeds=[0]",
+    "warm_start=null",
+    "controls.aa_reruns=0",
+    "compare.primary=[]",
+    "checkpoint.every=5",
+    "algorithm.prompts_per_step=8",
+)
+WATCHED: dict[tuple[Path, int], Any] = {}  # one view of each experiment's jobs, as a watching abrun has
+WHATEVER_ELSE = ("timing/", "performance/", "memory/")
+
+
+def sh(*argv: str | Path, **env: str) -> str:
+    done = subprocess.run(
+        [*map(str, argv)], env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def abrun(*argv: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "abrun", *argv], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def launch(runs_dir: Path, name: str, steps: int, *more: str) -> str:
+    return abrun(*launching(runs_dir, name, steps, *more))
+
+
+def launching(runs_dir: Path, name: str, steps: int, *more: str) -> list[str]:
+    """The arguments of abrun."""
+    settings = [word for each in (*SHORT, f"steps={steps}") for word in ("--set", each)]
+    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    return ["launch", recipe, "--runs-dir", str(runs_dir), "--name", name, *settings, *more]
+
+
+def state(experiment_dir: Path, arm: str = "baseline") -> RunState:
+    found = run_state(experiment_dir, RunName(arm=arm, seed=0))
+    (record,) = experiment_dir.glob("_*/job*.json")
+    submitted = record.stat().st_mtime_ns
+    if (experiment_dir, submitted) not in WATCHED:
+        WATCHED[experiment_dir, submitted] = queued_jobs(experiment_dir)
+    return WATCHED[experiment_dir, submitted].state_of(found)
+
+
+def seconds_until(happened: Callable[[], Any], within_s: float) -> float:
+    began = time.monotonic()
+    while not happened():
+        took_s = time.monotonic() - began
+        assert took_s < within_s, f"not within {within_s} s"
+        time.sleep(0.3)
+    return time.monotonic() - began
+
+
+def run(experiment_dir: Path, arm: str = "baseline") -> RunDir:
+    return RunDir(experiment_dir / arm / "seed-0")
+
+
+def rows(experiment_dir: Path, arm: str) -> dict[int, dict[str, Any]]:
+    """Of each step the last attempt's row, without what is measured rather than computed."""
+    lines = (run(experiment_dir, arm).path / "metrics.jsonl").read_text().splitlines()
+    found = {row["step"]: row for row in map(json.loads, filter(str.strip, lines))}
+    return {
+        step: {
+            key: value
+            for key, value in row.items()
+            if key not in ("time_s", "attempt") and not key.startswith(WHATEVER_ELSE)
+        }
+        for step, row in found.items()
+    }
+
+
+def verdict(experiment_dir: Path) -> dict[str, Any]:
+    report = experiment_dir / "report" / "verdict.json"
+    if not report.exists():
+        abrun("compare", str(experiment_dir), "--allow-inconclusive")
+    content = json.loads(report.read_text())
+    return {key: content[key] for key in ("verdict", "reasons", "num_pairs", "step_one", "divergence")}
+
+
+def check_end(experiment_dir: Path, reference: Path) -> None:
+    """Every run has finished, with the numbers of the undisturbed ones; so has the comparison."""
+    jobs = queued_jobs(experiment_dir)
+    assert jobs is not None
+    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=400)  # pyright: ignore
+    for arm in ARMS:
+        assert state(experiment_dir, arm).status == "finished"
+        assert rows(experiment_dir, arm) == rows(reference, arm)
+    assert verdict(experiment_dir) == verdict(reference)
+
+
+def lost_steps(experiment_dir: Path, reached: dict[str, int]) -> int:
+    """The most steps that a run did again: from the checkpoint that it went on from."""
+    lost = 0
+    for arm in ARMS:
+        events = run(experiment_dir, arm).events()
+        resumed = [event["step"] for event in events if event["event"] == "resumed"]
+        began_again = run(experiment_dir, arm).last_attempt > 1
+        lost = max(lost, reached[arm] - (resumed[0] if resumed else 0) if began_again else 0)
+    return lost
+
+
+def at_step(experiment_dir: Path, step: int) -> dict[str, int]:
+    """Wait until both runs have come that far; how far each is."""
+    seconds_until(
+        lambda: all(run(experiment_dir, arm).heartbeat().step >= step for arm in ARMS), within_s=400
+    )
+    return {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
+
+
+def is_past(experiment_dir: Path, reached: dict[str, int]) -> bool:
+    """Whether a later attempt has made a step that none had made before; looks on as `abrun watch` does."""
+    state(experiment_dir)
+    return run(experiment_dir).last_attempt > 1 and run(experiment_dir).heartbeat().step > reached["baseline"]
+
+
+def ranks_of(directory: Path, rank: int) -> list[int]:
+    """The processes of one rank of a run, on whichever node: all are processes of this machine."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            environ = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if f"ABRUN_RUN_DIR={directory}".encode() in environ and f"RANK={rank}".encode() in environ:
+                found.append(int(entry.name))
+    return found
+
+
+def table_row(fault: str, noticed_s: float, resumed_s: float, lost: int) -> None:
+    print(f"\n| {fault} | {noticed_s:.0f} s | {resumed_s:.0f} s | {lost} |")

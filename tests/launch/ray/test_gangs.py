@@ -1,0 +1,285 @@
+"""Gangs over a fake of Ray: who shares nodes, who waits, and what becomes of a run that loses a node."""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from abrun.launch.experiment import owned_experiment
+from abrun.launch.queue import Job, Queue
+from abrun.plan import make_plan
+from abrun.recipe import Ray, load_recipe
+from tests.launch.test_local import SMALL
+
+
+class RayError(Exception):
+    pass
+
+
+class RayActorError(RayError):
+    pass
+
+
+class ActorUnavailableError(RayActorError):
+    pass
+
+
+class Actor:
+    """Its answers by method: a value, or an error to be raised; each is there at once."""
+
+    def __init__(self, cluster: "Cluster", number: int) -> None:
+        self.answers: dict[str, Any] = {
+            "where": (f"n{number}", f"10.0.0.{number}", 4000),
+            "start": None,
+            "poll": (None, b""),
+        }
+        self.cluster, self.asked = cluster, list[tuple[Any, ...]]()
+
+    def __getattr__(self, name: str) -> Any:
+        class Method:
+            @staticmethod
+            def remote(*values: Any) -> Any:
+                self.asked.append((name, *values))
+                answer = self.answers.get(name)
+                if name == "poll" and isinstance(answer, tuple):  # what was printed is told once
+                    self.answers["poll"] = (answer[0], b"")
+                return answer
+
+        return Method
+
+
+class Cluster(ModuleType):
+    """The module ray: nodes, placement groups and actors."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.alive: list[dict[str, float]] = []
+        self.groups: list[list[dict[str, float]]] = []
+        self.created: list[Any] = []
+        self.removed: list[Any] = []
+        self.actors: list[Actor] = []
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": resources} for resources in self.alive]
+
+    def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> int:
+        assert strategy == "STRICT_SPREAD"
+        self.groups.append(bundles)
+        return len(self.groups) - 1
+
+    def placement_group_table(self, group: int) -> dict[str, str]:
+        return {"state": "CREATED" if group in self.created else "PENDING"}
+
+    def remove_placement_group(self, group: int) -> None:
+        self.removed.append(group)
+
+    def remote(self, kind: type) -> "Cluster":
+        return self
+
+    def options(self, **options: Any) -> Any:
+        return type("Made", (), {"remote": self._actor})
+
+    def _actor(self) -> Actor:
+        self.actors.append(Actor(self, 1 + len(self.actors) % 2))
+        return self.actors[-1]
+
+    def wait(self, refs: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return refs, []
+
+    def get(self, answer: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def kill(self, actor: Actor) -> None:
+        actor.asked.append(("killed",))
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    fake = Cluster()
+    fake.alive = [{"CPU": 2.0}] * 2
+    exceptions, util, strategies = (ModuleType(name) for name in ("e", "u", "s"))
+    for kind in (RayError, RayActorError, ActorUnavailableError):
+        setattr(exceptions, kind.__name__, kind)
+    for name in ("placement_group", "placement_group_table", "remove_placement_group"):
+        setattr(util, name, getattr(fake, name))
+    strategies.PlacementGroupSchedulingStrategy = lambda group, **_: group  # pyright: ignore
+    names = ("ray", "ray.exceptions", "ray.util", "ray.util.scheduling_strategies")
+    for name, module in zip(names, (fake, exceptions, util, strategies), strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "abrun.launch.ray.gangs", raising=False)
+    fake.gangs = importlib.import_module("abrun.launch.ray.gangs")  # pyright: ignore
+    monkeypatch.setattr(fake.gangs, "LOOK_EVERY_S", -1)
+    monkeypatch.setattr(fake.gangs, "ASK_EVERY_S", -1)
+    yield fake
+    sys.modules.pop("abrun.launch.ray.gangs", None)
+
+
+class Launch:
+    """An engine, the jobs of its experiment, and what it told of those that wait."""
+
+    def __init__(self, cluster: Any, runs_dir: Path, *changes: str, num_jobs: int | None = None) -> None:
+        plan = make_plan(load_recipe(SMALL, ["cluster.nodes=2", *changes]))
+        with owned_experiment(plan, runs_dir / "small", resume=False):
+            self.jobs = Queue(plan, runs_dir / "small").jobs
+        self.told: Mapping[str, str] = {}
+        settings = Ray(type="ray", restarts=1)
+        arguments = settings, plan, runs_dir / "small", self.jobs, num_jobs, self._tell
+        self.engine = cluster.gangs.GangEngine(*arguments)
+
+    def _tell(self, waiting: Mapping[str, str]) -> None:
+        self.told = waiting
+
+    def place(self, index: int) -> Any:
+        return self.engine.place(self.jobs[index].run, self.jobs[index].config)
+
+    def start(self, index: int) -> Any:
+        job: Job = self.jobs[index]
+        job.started = self.engine.start(job.run, job.config, ())
+        return job.started
+
+    def end(self, index: int) -> None:
+        self.jobs[index].status = "finished"
+
+
+def test_a_pair_shares_nodes_and_the_next_waits_its_turn(cluster: Any, tmp_path: Path) -> None:
+    launch = Launch(cluster, tmp_path)
+    assert launch.place(0) is None and cluster.groups == [[{"CPU": 2.0}] * 2]
+    why = "for 2 nodes with 2 CPU each; the cluster has 2 of that size, and not free"
+    turn = "for its turn"
+    assert [*launch.told.values()] == [why, why, turn, turn]
+    cluster.created.append(0)
+    assert launch.place(0) == () and [*launch.told] == ["baseline/seed-1", "treatment/seed-1"]
+    launch.start(0)
+    assert launch.place(1) == ()
+    launch.start(1)
+    assert launch.place(2) is None and len(cluster.groups) == 2 and cluster.removed == []
+    launch.end(0)
+    launch.end(1)
+    assert launch.place(2) is None and cluster.removed == [0]
+
+
+def test_a_pair_that_no_nodes_hold_is_two_gangs(cluster: Any, tmp_path: Path) -> None:
+    cluster.alive = [{"CPU": 1.0}] * 2
+    launch = Launch(cluster, tmp_path)
+    assert launch.place(0) is None and cluster.groups == [[{"CPU": 1.0}] * 2]
+    cluster.created.append(0)
+    assert launch.place(0) == ()
+    launch.start(0)
+    assert launch.place(1) is None and cluster.groups[1] == [{"CPU": 1.0}] * 2
+
+
+def test_so_is_one_that_is_asked_for_before_there_are_nodes(cluster: Any, tmp_path: Path) -> None:
+    cluster.alive = []
+    launch = Launch(cluster, tmp_path)
+    assert launch.place(0) is None and cluster.groups == [[{"CPU": 2.0}] * 2]
+    assert launch.told["baseline/seed-0"].endswith("the cluster has none of that size")
+    cluster.alive = [{"CPU": 1.0}] * 2
+    launch.place(0)
+    assert launch.place(0) is None and cluster.removed == [0] and cluster.groups[1:] == [[{"CPU": 1.0}] * 2]
+
+
+def test_no_more_runs_at_once_than_are_asked_for(cluster: Any, tmp_path: Path) -> None:
+    launch = Launch(cluster, tmp_path, num_jobs=1)
+    assert launch.place(0) is None and cluster.groups == [[{"CPU": 1.0}] * 2]
+    cluster.created.append(0)
+    assert launch.place(0) == ()
+    launch.start(0)
+    assert launch.place(1) is None and len(cluster.groups) == 1
+    launch.end(0)
+    assert launch.place(1) is None and len(cluster.groups) == 2
+
+
+def test_nodes_meet_at_the_first_and_what_they_print_is_in_the_log(cluster: Any, tmp_path: Path) -> None:
+    launch = Launch(cluster, tmp_path)
+    started = _started(cluster, launch)
+    first, second = cluster.actors
+    for number, actor in enumerate((first, second)):
+        (asked,) = [asked for asked in actor.asked if asked[0] == "start"]
+        assert asked[1][1:5] == ["-m", "abrun.launch.node", str(launch.jobs[0].run.path), "10.0.0.1:4000"]
+        assert asked[1][-1] == str(number)
+    second.answers["poll"] = (2, b"error: rank 1 of 2 (on n2): killed by SIGKILL\n")
+    first.answers["poll"] = (1, b"")
+    assert started.poll() is None  # its last words, of which there may be more, then its status
+    assert "rank 1 of 2 (on n2): killed by SIGKILL" in launch.jobs[0].run.printed()
+    assert started.poll() == 1 and started.lost is False
+    assert ("killed",) in first.asked and ("killed",) in second.asked
+
+
+def _started(cluster: Any, launch: Launch) -> Any:
+    """The first run, past its start."""
+    launch.place(0)
+    started = launch.start(0)
+    while not all(node.started for node in started.nodes):
+        assert started.poll() is None
+    assert started.poll() is None
+    return started
+
+
+def test_others_that_outlive_a_failed_node_are_ended(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = _started(cluster, Launch(cluster, tmp_path))
+    first, second = cluster.actors
+    second.answers["poll"] = (2, b"")
+    assert started.poll() is None and ("stop", True) not in first.asked
+    monkeypatch.setattr(cluster.gangs, "LAST_WORDS_S", -1)
+    started.poll()
+    assert ("stop", True) in first.asked
+    first.answers["poll"] = (-9, b"")
+    assert started.poll() is not None
+
+
+def test_a_lost_node_is_a_new_gang_as_often_as_may_be(cluster: Any, tmp_path: Path) -> None:
+    launch = Launch(cluster, tmp_path)
+    started = _started(cluster, launch)
+    other = launch.start(1)
+    cluster.actors[1].answers["poll"] = RayActorError("The actor died:\nits node is gone")
+    cluster.actors[0].answers["poll"] = (1, b"")
+    while started.poll() is None:
+        pass
+    assert started.lost is True
+    said = launch.jobs[0].run.printed()
+    assert "error: node 1 (n2, 10.0.0.2) is lost: The actor died: its node is gone\n" in said
+    launch.jobs[0].begin_again(is_retry=False)
+    assert launch.place(0) is None and len(cluster.groups) == 1  # the other arm has not ended
+    for actor in cluster.actors[2:]:
+        actor.answers["where"] = RayActorError("gone")
+    while other.poll() is None:
+        pass
+    launch.jobs[1].begin_again(is_retry=False)
+    assert launch.place(0) is None and len(cluster.groups) == 2 and cluster.removed == [0]
+    cluster.created.append(1)
+    assert launch.place(0) == ()
+    cluster.actors.clear()
+    again = launch.start(0)
+    for actor in cluster.actors:
+        actor.answers["where"] = RayActorError("gone")
+    while again.poll() is None:
+        pass
+    assert again.lost is False  # launcher.restarts: 1
+
+
+def test_an_actor_that_is_away_for_a_while_is_asked_again(cluster: Any, tmp_path: Path) -> None:
+    started = _started(cluster, Launch(cluster, tmp_path))
+    for actor in cluster.actors:
+        actor.answers["poll"] = ActorUnavailableError("for now")
+    assert started.poll() is None and started.poll() is None
+    for actor in cluster.actors:
+        actor.answers["poll"] = (0, b"")
+    while started.poll() is None:
+        pass
+    assert started.poll() == 0 and started.lost is False
+
+
+def test_stopping_asks_and_killing_ends(cluster: Any, tmp_path: Path) -> None:
+    started = _started(cluster, Launch(cluster, tmp_path))
+    started.stop(kill=False)
+    assert started.poll() is None and all(("stop", False) in actor.asked for actor in cluster.actors)
+    started.stop(kill=True)
+    assert started.poll() == -9 and all(("killed",) in actor.asked for actor in cluster.actors)

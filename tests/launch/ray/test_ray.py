@@ -1,0 +1,326 @@
+"""Ray without one: what is submitted, refused, cancelled, submitted again, with a fake of its client."""
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun import cli
+from abrun.errors import LaunchError, RecipeError
+from abrun.launch import cancel, hand_over, launch, make_scheduler, queued_jobs
+from abrun.launch.ray import client, driver, record
+from abrun.launch.ray import launcher as ray_launcher
+from abrun.launch.ray.client import Known
+from abrun.layout import RunName
+from abrun.plan import Plan, make_plan
+from abrun.recipe import launcher_settings, load_recipe
+from abrun.store import RunDir, RunState, run_state
+from tests.launch.fakes import FAKE, Silent
+from tests.launch.test_local import SMALL
+
+URL = "http://head:8265"
+
+
+class FakeRay:
+    """A head: its jobs by id, and what each was submitted with."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Known] = {}
+        self.submitted: list[tuple[str, str, Any]] = []
+        self.silent: LaunchError | None = None
+        self.refuses = False
+
+    def dashboard(self, address: str) -> str:
+        self._answer()
+        return URL
+
+    def submit(self, url: str, job: str, entrypoint: str, runtime_env: Any) -> None:
+        self._answer()
+        if job in self.jobs or self.refuses:
+            raise LaunchError(f"ray: {url}: a job {job} is there already")
+        self.submitted.append((job, entrypoint, runtime_env))
+        self.jobs[job] = Known(status="RUNNING", message="Job is currently running.")
+
+    def known(self, url: str, job: str) -> Known | None:
+        self._answer()
+        return self.jobs.get(job)
+
+    def stop(self, url: str, job: str) -> None:
+        self._answer()
+        self.jobs[job] = Known(status="STOPPED", message="Job was intentionally stopped.")
+
+    def _answer(self) -> None:
+        if self.silent:
+            raise self.silent
+
+
+@pytest.fixture
+def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    for name in ("dashboard", "submit", "known", "stop"):
+        monkeypatch.setattr(client, name, getattr(fake, name))
+    monkeypatch.setattr(ray_launcher, "ASK_EVERY_S", -1)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return fake
+
+
+def planned(*settings: str) -> Plan:
+    return make_plan(load_recipe(SMALL, settings))
+
+
+def submit(plan: Plan, runs_dir: Path, **options: Any) -> Path:
+    scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, "ray"), None)
+    assert scheduler is not None
+    hand_over(plan, runs_dir, scheduler=scheduler, observer=Silent(), **options)
+    return runs_dir / plan.recipe.name
+
+
+def jobs_of(experiment_dir: Path) -> Any:
+    found = queued_jobs(experiment_dir)
+    assert found is not None
+    return found
+
+
+def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState:
+    return jobs_of(experiment_dir).state_of(run_state(experiment_dir, RunName(arm=arm, seed=seed)))
+
+
+def job_of(experiment_dir: Path) -> str:
+    return record.read_job(experiment_dir)["job"]
+
+
+def end(ray: FakeRay, experiment_dir: Path, status: str, message: str = "") -> None:
+    ray.jobs[job_of(experiment_dir)] = Known(status=status, message=message)
+
+
+# --- submission and refusals ---
+
+
+def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "here")
+    experiment_dir = submit(planned("launcher={type: ray, save_s: 60, env: {HF_HOME: /models}}"), tmp_path)
+    ((job, entrypoint, runtime_env),) = ray.submitted
+    assert job.startswith("small-") and job.endswith("-a1") and jobs_of(experiment_dir).busy == [job]
+    assert entrypoint == f"exec {sys.executable} -m abrun.launch.ray.driver {experiment_dir} {job}"
+    assert runtime_env == {
+        "env_vars": {
+            "PYTHONPATH": f"{Path.cwd()}/here",
+            "HF_HOME": "/models",
+            "RAY_JOB_STOP_WAIT_TIME_S": "80",
+        }
+    }
+    assert record.read_job(experiment_dir)["url"] == URL
+
+
+def test_a_refused_job_leaves_nothing(ray: FakeRay, tmp_path: Path) -> None:
+    ray.refuses = True
+    with pytest.raises(LaunchError, match=r"^ray: http://head:8265: a job small-\w+-a1 is there already$"):
+        submit(planned(), tmp_path / "runs")
+    assert not (tmp_path / "runs" / "small").exists()
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError) as refused:
+        submit(planned(), tmp_path / "runs")
+    assert str(refused.value) == "launcher.type: got 'ray' without the package ray; pip install 'abrun[ray]'"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_address_where_nothing_listens_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "refusal", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with pytest.raises(LaunchError) as refused:
+        submit(planned(f"launcher={{type: ray, address: '{url}'}}"), tmp_path / "runs")
+    assert str(refused.value) == (
+        f"ray: no Ray answers at {url}: [Errno 111] Connection refused; start one with: ray start --head; or "
+        "give launcher.address, or RAY_ADDRESS"
+    )
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(LaunchError, match=r"^RAY_ADDRESS: got 'ray://head:10001'; allowed: http://HEAD:8265"):
+        submit(planned(), tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("{type: ray, address: local}", "launcher.address: got 'local'; allowed: 'auto', or a dashboard's"),
+        ("{type: ray, address: 'ray://h:10001'}", "launcher.address: got 'ray://h:10001'; allowed: 'auto'"),
+        ("{type: ray, resources: {GPU: 1}}", "launcher.resources: got GPU, which abrun sets itself"),
+        ("{type: ray, partition: low}", "launcher.partition: unknown key with this type; use type: 'slurm'"),
+    ],
+)
+def test_a_bad_section_is_one_line(section: str, line: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        planned(f"launcher={section}")
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_machine_without_gpus_can_submit_what_needs_them(ray: FakeRay, tmp_path: Path) -> None:
+    submit(planned("cluster={nodes: 2, gpus_per_node: 8}", "policy.logprobs.impl=triton"), tmp_path)
+    assert len(ray.submitted) == 1
+
+
+# --- what becomes of the job ---
+
+
+def test_what_the_driver_says_waits_is_waiting(ray: FakeRay, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    job = job_of(experiment_dir)
+    assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
+        "waiting",
+        f"job {job} is RUNNING: Job is currently running.",
+    )
+    record.write_driver(experiment_dir, job, {"baseline/seed-0": "for 2 nodes with 1 CPU each"}, None)
+    assert seen(experiment_dir).message == f"job {job} waits for 2 nodes with 1 CPU each"
+    here = RunDir(experiment_dir / "baseline" / "seed-0")
+    here.begin_launch((), None)
+    here.begin_attempt()
+    assert seen(experiment_dir).status == "waiting"  # what its directory says is of an attempt before
+    record.write_driver(experiment_dir, job, {}, None)
+    assert seen(experiment_dir).status == "running"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "as_status", "words"),
+    [
+        ("STOPPED", "", "interrupted", "was stopped; continue with --resume"),
+        (
+            "FAILED",
+            "Job failed: exit code 2\nlast logs\nerror: /x: not on head\n",
+            "failed",
+            "ended: /x: not on h",
+        ),
+        ("FAILED", "Unexpected error: the supervisor died", "failed", "ended: Unexpected error: the"),
+        (None, "", "failed", "is no longer known at http://head:8265, as when a head has been restarted"),
+    ],
+)
+def test_a_run_without_a_word_is_as_its_job(
+    status: str | None, message: str, as_status: str, words: str, ray: FakeRay, tmp_path: Path
+) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    ray.jobs.clear()
+    if status:
+        end(ray, experiment_dir, status, message)
+    assert seen(experiment_dir).status == as_status and words in (seen(experiment_dir).message or "")
+
+
+def test_where_ray_does_not_answer_the_run_directory_does_and_says_so(ray: FakeRay, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    ray.silent = LaunchError("ray: no Ray answers at http://head:8265")
+    assert (seen(experiment_dir).status, seen(experiment_dir).message) == ("pending", str(ray.silent))
+
+
+def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    job = job_of(experiment_dir)
+    with pytest.raises(LaunchError, match=rf"jobs of it are in the queue \({job}\): wait .* abrun cancel"):
+        submit(planned(), tmp_path, resume=True)
+    assert cancel(experiment_dir) == f"cancelled: 1 job ({job}); what runs saves a checkpoint first"
+    assert cancel(experiment_dir) == "small: nothing of it runs or waits"
+    assert jobs_of(experiment_dir).revive() is None
+    submit(planned(), tmp_path, resume=True)
+    assert job_of(experiment_dir) == job.replace("-a1", "-a2")
+    assert "cancelled" not in record.read_job(experiment_dir)
+
+
+def test_another_launcher_that_goes_on_speaks_for_the_runs(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    end(ray, experiment_dir, "FAILED")
+    monkeypatch.setitem(cli_launchers(), *FAKE)
+    assert launch(planned(), tmp_path, launcher="fake", observer=Silent(), resume=True).exit_code == 0
+    assert queued_jobs(experiment_dir) is None
+
+
+def cli_launchers() -> dict[str, str]:
+    from abrun.implementations import LAUNCHERS
+
+    return LAUNCHERS
+
+
+@pytest.mark.parametrize("lost", ["head", "driver"])
+def test_a_job_whose_driver_died_is_submitted_again_up_to_a_limit(
+    lost: str, ray: FakeRay, tmp_path: Path
+) -> None:
+    experiment_dir = submit(planned("launcher={type: ray, restarts: 2}"), tmp_path)
+    jobs, first = jobs_of(experiment_dir), job_of(experiment_dir)
+    assert jobs.revive() is None  # it works
+    ids = []
+    for _ in range(4):
+        record.write_driver(experiment_dir, job_of(experiment_dir), {}, None)
+        ray.jobs = {} if lost == "head" else {job: Known(status="FAILED", message="") for job in ray.jobs}
+        ids.append(jobs.revive())
+    assert ids == [first.replace("-a1", "-a2"), first.replace("-a1", "-a3"), None, None]
+
+
+def test_a_job_that_had_its_last_word_is_left_alone(ray: FakeRay, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    end(ray, experiment_dir, "FAILED")
+    assert jobs_of(experiment_dir).revive() is None  # its driver never began: it would end so again
+    record.write_driver(experiment_dir, job_of(experiment_dir), {}, "launcher.save_s: wrong")
+    assert jobs_of(experiment_dir).revive() is None
+    assert seen(experiment_dir).message == f"job {job_of(experiment_dir)} ended: launcher.save_s: wrong"
+
+
+# --- in the job ---
+
+
+def test_a_driver_that_does_not_see_the_experiment_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["driver", str(tmp_path / "gone"), "job-a1"])
+    assert driver.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}/gone: not on {socket.gethostname()}, which runs the driver")
+
+
+def test_a_driver_whose_place_another_has_taken_keeps_its_words(ray: FakeRay, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    driver._tell(experiment_dir, "small-a0", {"baseline/seed-0": "stale"})
+    assert not (experiment_dir / "_ray" / "driver.json").exists()
+    driver._tell(experiment_dir, job_of(experiment_dir), {"baseline/seed-0": "for a node"})
+    assert record.read_driver(experiment_dir, job_of(experiment_dir))["waiting"]
+
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(
+            sys, "argv", ["abrun", *map(str, arguments), "--runs-dir", str(tmp_path / "runs")]
+        )
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        output, errors = capsys.readouterr()
+        return int(str(exited.value.code)), output, errors
+
+    return run
+
+
+def test_the_commands_know_the_job(ray: FakeRay, tmp_path: Path, run: Cli) -> None:
+    code, said, _ = run("launch", SMALL, "--launcher", "ray", "--dry-run")
+    assert code == 0 and "abrun.launch.ray.driver" in said and URL in said
+    assert ray.submitted == [] and not (tmp_path / "runs").exists()
+    code, said, _ = run("launch", SMALL, "--launcher", "ray", "--detach")
+    assert code == 0 and said.startswith("in the queue: small-") and "abrun watch" in said
+    code, said, _ = run("status", "small")
+    assert code == 0 and "4 waiting" in said and "is RUNNING" in said
+    assert run("cancel", "small")[1].startswith("cancelled: 1 job (small-")
+    assert "4 interrupted" in run("status", "small")[1]
+    ray.silent = LaunchError("ray: no Ray answers at http://head:8265")
+    assert run("launch", SMALL, "--launcher", "ray")[0] == 2
+    assert json.loads((tmp_path / "runs" / "small" / "_ray" / "job.json").read_text())["cancelled"] is True
