@@ -10,7 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.arguments import parse_formats, parse_lengths, parse_seeds
+from abrun.arguments import (
+    Aliases,
+    Baseline,
+    Claims,
+    Detach,
+    DryRun,
+    Experiment,
+    Group,
+    Launcher,
+    Name,
+    NoCompare,
+    Overrides,
+    Pattern,
+    RecipeFile,
+    Resume,
+    RunsDir,
+    Sources,
+    StepColumn,
+    TakeOver,
+    parse_formats,
+    parse_lengths,
+    parse_seeds,
+)
 from abrun.errors import AbrunError, RecipeError
 from abrun.redaction import shown
 
@@ -23,60 +45,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]
-RecipeFile = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set a value by its dotted key, such as compare.primary.0.sigma=0.1; repeatable. A mapping or a "
-        "list replaces what was there, 'arms={...}' too.",
-    ),
-]
-Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE...",
-        help="An experiment (a path, or a name under --runs-dir); or folders and files of runs, one an arm "
-        "(NAME=PATH names it); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
-    ),
-]
-Claims = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--primary",
-        metavar="METRIC:WINDOW:MARGIN",
-        help="A claim instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
-    ),
-]
-Baseline = Annotated[str | None, typer.Option(help="Which arm is the baseline.")]
-Pattern = Annotated[
-    str | None, typer.Option(help="How names of runs hold arm and seed, such as '{arm}-s{seed}'.")
-]
-Group = Annotated[str | None, typer.Option(help="Only the wandb runs of this group.")]
-Aliases = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="OURS=THEIRS",
-        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework: trl, "
-        "verl, nemo-rl, skyrl; repeatable.",
-    ),
-]
-StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
-TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Do not wait until the lock of another machine runs out.")
-]
-Launcher = Annotated[
-    str | None, typer.Option(help="What starts the runs: local, slurm; default: the recipe's, or local.")
-]
-Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
-Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
-NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
 @app.command()
@@ -143,6 +111,29 @@ def launch(
     if not (outcome.stopped_by or no_compare):
         _compare_after_launch(experiment_dir, console, queued.compared() if queued else None)
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def export(
+    recipe: RecipeFile,
+    to: Annotated[str, typer.Option(help="The engine: jobset (Kubernetes), skypilot.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new folder; default: <name>-<engine>.")
+    ] = None,
+    overrides: Overrides = None,
+    name: Name = None,
+    no_compare: NoCompare = False,
+) -> None:
+    """Write an experiment's manifests for an engine that abrun itself starts nothing on."""
+    from abrun.launch import experiment_dir_of
+    from abrun.launch.export import export as write_manifests
+    from abrun.plan import make_plan
+    from abrun.recipe import load_recipe
+
+    plan = make_plan(load_recipe(recipe, overrides or []))
+    name = experiment_dir_of(plan, Path(), name).name
+    said = write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare)
+    _console().print(said, soft_wrap=True, markup=False, highlight=False)
 
 
 @app.command()

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
+from abrun.recipe.exported import JobSet, SkyPilot
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, validated
-from abrun.recipe.section import Count, Section
+from abrun.recipe.section import Count, Section, line_of_text
 from abrun.regular_files import read_regular
 
 TIME = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
@@ -94,12 +95,12 @@ class Slurm(Section):
     @field_validator("account", "partition", "qos", "constraint", "interface", "python")
     @classmethod
     def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else _line(value)
+        return value if value is None else line_of_text(value)
 
     @field_validator("setup")
     @classmethod
     def _setup_is_lines(cls, setup: list[str]) -> list[str]:
-        return [_line(line) for line in setup]
+        return [line_of_text(line) for line in setup]
 
     @field_validator("sbatch")
     @classmethod
@@ -111,17 +112,17 @@ class Slurm(Section):
                 )
             if name in TAKEN:
                 raise ValueError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
-            _line(str(value))
+            line_of_text(str(value))
         return options
 
 
-def _line(value: str) -> str:
-    if not value.strip() or not value.isprintable():
-        raise ValueError(f"got {shortened(value)}; allowed: one line of text")
-    return value
-
-
-LAUNCHERS: dict[str, type[Local] | type[Slurm]] = {"local": Local, "slurm": Slurm}
+Launcher = Local | Slurm | JobSet | SkyPilot
+LAUNCHERS: dict[str, type[Launcher]] = {
+    "local": Local,
+    "slurm": Slurm,
+    "jobset": JobSet,
+    "skypilot": SkyPilot,
+}
 
 
 def profile_path() -> Path:
@@ -130,7 +131,7 @@ def profile_path() -> Path:
     return Path(home).expanduser() / "abrun" / "launchers.yaml"
 
 
-def launcher_settings(declared: Local | Slurm | None, kind: str | None) -> Local | Slurm | None:
+def launcher_settings(declared: Launcher | None, kind: str | None) -> Launcher | None:
     """What `--launcher` or else the recipe names, with the user's profile below it; without either: local.
 
     None for a name that no recipe may say. Raises RecipeError where profile and recipe do not fit.

@@ -22,14 +22,15 @@ def main() -> int:
     directory, address, grace_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     meeting = Meeting(address=address, node=int(os.environ["SLURM_PROCID"]), grace_s=grace_s)
     try:
-        command, env = _agent(RunDir(directory), meeting)
+        command, env = agent_of(RunDir(directory), meeting)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
     os.execve(command[0], command, env)
 
 
-def _agent(run: RunDir, meeting: Meeting) -> tuple[list[str], dict[str, str]]:
+def agent_of(run: RunDir, meeting: Meeting) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of the agent of this node's ranks. Raises LaunchError for what it lacks."""
     host, first = socket.gethostname(), meeting.address.rpartition(":")[0]
     if not run.exists:
         raise LaunchError(
