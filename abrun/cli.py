@@ -162,6 +162,9 @@ def compare(
     allow_inconclusive: Annotated[
         bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
     ] = False,
+    wandb: Annotated[
+        bool, typer.Option("--wandb", help="Upload the report to wandb, with its verdict.")
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Judge whether arms converge the same way: an experiment, or runs that any framework logged.
@@ -192,6 +195,12 @@ def compare(
     )
     if "terminal" in wanted:
         _console().print(comparison.summary())
+    if wandb:
+        from abrun.compare.read.sources import stored_in
+        from abrun.mirror.report import upload
+
+        said = upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))
+        print(shown(said), file=sys.stderr if said.startswith("--wandb") else sys.stdout)
     tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if tolerated else comparison.exit_code)
 
@@ -403,6 +412,15 @@ def logs(
     for part in live.log_of(path if path.is_dir() else Path(run), queued_jobs, follow=follow):
         sys.stdout.write(part)
         sys.stdout.flush()
+
+
+@app.command()
+def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Send wandb what it lacks of an experiment's runs, such as those recorded offline."""
+    from abrun.mirror.sync import sync as send
+    from abrun.store import find_experiment
+
+    send(find_experiment(experiment, runs_dir), print)
 
 
 @app.command()

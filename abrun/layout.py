@@ -17,6 +17,7 @@ EVENTS = "events.jsonl"
 VALIDATION = "validation.jsonl"
 LOG = "stdout.log"
 CHECKPOINTS = "checkpoints"
+WANDB = "wandb.json"
 
 RUN_FILES = (
     CONFIG,
@@ -32,6 +33,7 @@ RUN_FILES = (
     VALIDATION,
     LOG,
     CHECKPOINTS,
+    WANDB,
 )
 
 
