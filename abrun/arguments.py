@@ -52,6 +52,23 @@ Aliases = Annotated[
     ),
 ]
 StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
+Reference = Annotated[
+    Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
+]
+NoStepOne = Annotated[
+    bool,
+    typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
+]
+ReportFolder = Annotated[
+    Path | None, typer.Option(help="Where the report goes; default: the experiment, or <name>-report.")
+]
+Formats = Annotated[
+    str, typer.Option("--format", help="What to write: terminal, html, markdown, json, png, svg.")
+]
+AllowInconclusive = Annotated[
+    bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
+]
+ToWandb = Annotated[bool, typer.Option("--wandb", help="Upload the report to wandb, with its verdict.")]
 TakeOver = Annotated[
     bool, typer.Option("--take-over", help="Do not wait until the lock of another machine runs out.")
 ]

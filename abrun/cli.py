@@ -12,23 +12,29 @@ from typer.exceptions import TyperException
 
 from abrun.arguments import (
     Aliases,
+    AllowInconclusive,
     Baseline,
     Claims,
     Detach,
     DryRun,
     Experiment,
+    Formats,
     Group,
     Launcher,
     Name,
     NoCompare,
+    NoStepOne,
     Overrides,
     Pattern,
     RecipeFile,
+    Reference,
+    ReportFolder,
     Resume,
     RunsDir,
     Sources,
     StepColumn,
     TakeOver,
+    ToWandb,
     parse_formats,
     parse_lengths,
     parse_seeds,
@@ -132,39 +138,25 @@ def export(
 
     plan = make_plan(load_recipe(recipe, overrides or []))
     name = experiment_dir_of(plan, Path(), name).name
-    said = write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare)
-    _console().print(said, soft_wrap=True, markup=False, highlight=False)
+    print(shown(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare)))
 
 
 @app.command()
 def compare(
     sources: Sources,
     primary: Claims = None,
-    reference: Annotated[
-        Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
-    ] = None,
+    reference: Reference = None,
     arm: Annotated[str | None, typer.Option(help="With --reference: which arm (the baseline).")] = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
     group: Group = None,
     alias: Aliases = None,
     step_column: StepColumn = None,
-    no_step_one: Annotated[
-        bool,
-        typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Where the report goes; default: the experiment, or <name>-report.")
-    ] = None,
-    formats: Annotated[
-        str, typer.Option("--format", help="What to write: terminal, html, markdown, json, png, svg.")
-    ] = "terminal,html,markdown,json,png,svg",
-    allow_inconclusive: Annotated[
-        bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
-    ] = False,
-    wandb: Annotated[
-        bool, typer.Option("--wandb", help="Upload the report to wandb, with its verdict.")
-    ] = False,
+    no_step_one: NoStepOne = False,
+    output: ReportFolder = None,
+    formats: Formats = "terminal,html,markdown,json,png,svg",
+    allow_inconclusive: AllowInconclusive = False,
+    wandb: ToWandb = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Judge whether arms converge the same way: an experiment, or runs that any framework logged.
@@ -199,8 +191,7 @@ def compare(
         from abrun.compare.read.sources import stored_in
         from abrun.mirror.report import upload
 
-        said = upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))
-        print(shown(said), file=sys.stderr if said.startswith("--wandb") else sys.stdout)
+        print(shown(upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))))
     tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if tolerated else comparison.exit_code)
 
@@ -392,8 +383,7 @@ def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     from abrun.launch import cancel as cancel_experiment
     from abrun.store import find_experiment
 
-    said = cancel_experiment(find_experiment(experiment, runs_dir))
-    _console().print(said, soft_wrap=True, markup=False, highlight=False)
+    print(shown(cancel_experiment(find_experiment(experiment, runs_dir))))
 
 
 @app.command()

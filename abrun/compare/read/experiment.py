@@ -31,6 +31,7 @@ class RecordedRun:
     metrics: Mapping[str, Series]
     final_weights_hash: str | None = None  # None: the source does not say
     final_sample: Callable[[], Mapping[str, Array]] = dict  # some of the final weights, read when asked for
+    wandb: str | None = None  # where its mirror in wandb is seen
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
 
