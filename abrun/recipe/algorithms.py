@@ -75,7 +75,10 @@ class PolicyGradientSettings(Section):
     epochs_per_step: Count = 1  # passes over the completions of a step
     minibatches_per_step: Count = 1  # optimizer steps in each of them
     normalize_advantages: bool = True
-    ratio: Literal["old", "on_policy"] = "old"  # on_policy: to the policy itself, so 1 with its gradient
+    # Of the policy's probabilities to those of old, which a pass of its own finds before the first update; or
+    # on_policy: to themselves, so 1 with its gradient, without that pass where nothing else needs it. auto:
+    # on_policy where a step has one update.
+    ratio: Literal["auto", "old", "on_policy"] = "auto"
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_high: NonNegative = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
@@ -94,11 +97,10 @@ class PolicyGradientSettings(Section):
 
     @model_validator(mode="after")
     def _on_policy_is_one_update(self) -> Self:
-        num_updates = self.epochs_per_step * self.minibatches_per_step
-        if self.ratio == "on_policy" and num_updates > 1:
+        if self.ratio == "on_policy" and self._num_updates > 1:
             raise ValueError(
-                f"algorithm.ratio: got 'on_policy' with {num_updates} optimizer steps a rollout batch, of "
-                "which only the first is on policy; use ratio: old, or epochs_per_step: 1 and "
+                f"algorithm.ratio: got 'on_policy' with {self._num_updates} optimizer steps a rollout batch, "
+                "of which only the first is on policy; use ratio: old, or epochs_per_step: 1 and "
                 "minibatches_per_step: 1"
             )
         return self
@@ -118,6 +120,15 @@ class PolicyGradientSettings(Section):
     def _chooses(self) -> bool:
         """Whether a step trains on some groups of what it draws."""
         return False
+
+    @property
+    def _num_updates(self) -> int:
+        return self.epochs_per_step * self.minibatches_per_step
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether log-probs of the training pass are also those of the start of the step."""
+        return self.ratio == "on_policy" or (self.ratio == "auto" and self._num_updates == 1)
 
     @property
     def batch_size(self) -> int:

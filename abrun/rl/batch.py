@@ -82,7 +82,8 @@ class Scored(Sequences):
     """What is known before the first update, but for advantages."""
 
     inference_logprobs: Tensor  # [B, S] float32, of the rollout engine
-    old_logprobs: Tensor  # [B, S] float32, of the policy at the start of the step
+    # [B, S] float32, of the policy at the start of the step; None: the update's own pass tells them
+    old_logprobs: Tensor | None
     reference_logprobs: Tensor | None  # [B, S] float32; None: the recipe has no reference
     importance_weights: Tensor | None  # [B, S] float32, trainer against engine; None: no correction
     loss_weights: Tensor  # [B, S] float64, what each token counts in the global loss of its update

@@ -89,6 +89,7 @@ def policy_metrics(
     `sampling_importance_ratio` is that of the batch's importance weights, where it has some.
     """
     mask = batch.token_mask
+    assert batch.old_logprobs is not None
     # Masked entries become 0 before any arithmetic, so that what they hold cannot turn into NaN.
     inference = torch.where(mask, batch.inference_logprobs, 0.0).double()  # g
     old = torch.where(mask, batch.old_logprobs, 0.0).double()  # p
@@ -147,6 +148,7 @@ def document_metrics(
     document. `train/entropy` is the mean over tokens, so this mean of it is `train/document_entropy`.
     """
     mask = batch.token_mask
+    assert batch.old_logprobs is not None
     weight = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_documents
     advantages, ratio = batch.advantages.double(), policy_loss.ratio.double()
     weighted_means = {

@@ -62,17 +62,37 @@ def generalized_advantages(
     A_{t+1}, returns = A + V. After the last one V and A are 0: also after a completion that was truncated,
     whose reward is thus taken for all that it would ever get, as the other systems do.
     """
-    rewards, values = (torch.where(token_mask, each, 0.0) for each in (token_rewards, values))
-    advantages = torch.zeros_like(values)
-    advantage = next_value = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        counted = token_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(counted, delta + gamma * gae_lambda * advantage, advantage)
-        next_value = torch.where(counted, values[:, t], next_value)
-        advantages[:, t] = advantage
-    advantages = torch.where(token_mask, advantages, 0.0)
-    return advantages, advantages + values
+    rewards, values = (torch.where(token_mask, each, 0.0).double() for each in (token_rewards, values))
+    delta = rewards + gamma * _of_next_token(values, token_mask) - values
+    delta = torch.where(token_mask, delta, 0.0)
+    decay = torch.ones_like(values).masked_fill(token_mask, gamma * gae_lambda)  # holes hand on what is after
+    advantages = torch.where(token_mask, _summed_from_the_end(delta, decay), 0.0)
+    return advantages.to(token_rewards.dtype), (advantages + values).to(token_rewards.dtype)
+
+
+def _of_next_token(values: Tensor, token_mask: Tensor) -> Tensor:  # [B, S] -> [B, S]
+    """The value of the next completion token after each position, 0 where there is none."""
+    num_positions = values.shape[1]
+    position = torch.arange(num_positions, device=values.device).expand(values.shape)
+    own = torch.where(token_mask, position, num_positions)
+    first_from = own.flip(1).cummin(dim=1).values.flip(1)
+    padded = torch.nn.functional.pad(values, (0, 1))
+    return padded.gather(1, torch.nn.functional.pad(first_from[:, 1:], (0, 1), value=num_positions))
+
+
+def _summed_from_the_end(terms: Tensor, decay: Tensor) -> Tensor:  # [B, S], [B, S] -> [B, S]
+    """x_t = terms_t + decay_t x_{t+1}: each round doubles the reach, so log2 S rounds and not S steps.
+
+    (Hillis and Steele 1986, "Data parallel algorithms", for linear recurrences.) What x_t is made of depends
+    on the terms from t on alone, not on where t stands.
+    """
+    reach = 1
+    while reach < terms.shape[1]:
+        later_terms, later_decay = (
+            torch.nn.functional.pad(each[:, reach:], (0, reach)) for each in (terms, decay)
+        )
+        terms, decay, reach = terms + decay * later_terms, decay * later_decay, 2 * reach
+    return terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ class GrpoAlgorithm(PolicyGradient[Grpo, PolicyBatch]):
     def _with_advantages(self, batch: Scored, rewards: Tensor) -> tuple[PolicyBatch, dict[str, float]]:
         family, penalties, metrics = self._settings, self._penalties(batch), {}
         if penalties is None:
-            penalties = torch.zeros_like(batch.old_logprobs)
+            penalties = torch.zeros_like(batch.inference_logprobs)
         else:
             metrics = self._reward_metrics(rewards, penalties, batch.token_mask)
         if family.kl_in == "reward_to_go":

@@ -1,7 +1,7 @@
 """One step of a policy gradient: sample completions, judge them, and update the policy.
 
-The log-probs at the start of the step are fixed before its first update, so with several updates a step
-(epochs, minibatches) the importance ratio leaves 1 and clipping acts.
+With several updates a step (epochs, minibatches) the log-probs at its start are fixed by a pass before the
+first of them, so that the importance ratio leaves 1 and clipping acts. One update has them from its own pass.
 
 A completion that was truncated at `rollout.max_new_tokens` counts in every metric and in the loss like any
 other, with the reward that the verifier gives to its text; `train/truncation_rate` says how many there were.
@@ -10,7 +10,7 @@ With `overlong_filtering` its reward counts, for the baseline of its group, too,
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ from abrun.train.setup import Setup, make_reference
 
 Settings = TypeVar("Settings", Grpo, Ppo)
 Batch = TypeVar("Batch", bound=PolicyBatch)
+Stage = TypeVar("Stage", bound=Scored)
 Rows = slice | Tensor
 
 
@@ -99,33 +100,37 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         return self._setup.learner.update_on_each(updates, step)
 
     def _scored(self, batch: Sampled, weights: Tensor) -> Scored:
-        phases, correction, reference = self._setup.phases, self._settings.importance_correction, None
-        policy, routes = self._setup.policy, None
-        with phases("logprobs"):
-            if self._setup.config.policy.replay_routing:
-                old, routes = policy.routed_logprobs(batch)
-            else:
-                old = policy.logprobs(batch)
+        phases, policy, old, routes, reference = self._setup.phases, self._setup.policy, None, None, None
+        if self._needs_old_logprobs:
+            with phases("logprobs"):
+                if self._setup.config.policy.replay_routing:
+                    old, routes = policy.routed_logprobs(batch)
+                else:
+                    old = policy.logprobs(batch)
         if self._reference is not None:
             with phases("reference_logprobs"):
                 reference = self._reference.logprobs(batch)
-        corrections = None
-        if correction is not None:
-            corrections = importance_weights(
-                old,
-                batch.inference_logprobs,
-                batch.token_mask,
-                correction=correction.type,
-                low=correction.low,
-                high=correction.high,
-            )
-        return batch.at(
+        scored = batch.at(
             Scored,
-            old_logprobs=old,
+            old_logprobs=None,
             reference_logprobs=reference,
-            importance_weights=corrections,
+            importance_weights=None,
             loss_weights=weights,
             routes=routes,
+        )
+        return scored if old is None else with_old_logprobs(scored, old, self._settings)
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """Whether something asks for the log-probs of the step's start before the update's own pass."""
+        settings, policy = self._settings, self._setup.config.policy
+        correction = settings.importance_correction
+        return (
+            not settings.on_policy
+            or policy.replay_routing
+            or (self._reference is not None and settings.kl_in != "loss")
+            # One pass knows its tokens alone, and never a sequence.
+            or (policy.logprobs.one_pass and correction is not None and correction.type == "sequence_mask")
         )
 
     def _penalties(self, batch: Scored) -> Tensor | None:
@@ -133,6 +138,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         settings = self._settings
         if batch.reference_logprobs is None or settings.kl_in == "loss":
             return None
+        assert batch.old_logprobs is not None
         return settings.kl_coefficient * kl_penalty(
             batch.old_logprobs, batch.reference_logprobs, batch.token_mask, estimator=settings.kl_estimator
         )
@@ -148,6 +154,21 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         keys = ("train/reward", "train/reward_before_kl", "train/kl_penalty_sum_per_sequence")
         means = {key: total / count for key, total in zip(keys, totals, strict=True)}
         return means | {"train/kl_penalty": totals[-1] / max(num_tokens, 1.0)}
+
+
+def with_old_logprobs(batch: Stage, old_logprobs: Tensor, settings: Grpo | Ppo) -> Stage:
+    """And with the importance weights that they give, where the recipe corrects."""
+    weights, correction = None, settings.importance_correction
+    if correction is not None:
+        weights = importance_weights(
+            old_logprobs,
+            batch.inference_logprobs,
+            batch.token_mask,
+            correction=correction.type,
+            low=correction.low,
+            high=correction.high,
+        )
+    return replace(batch, old_logprobs=old_logprobs, importance_weights=weights)
 
 
 def _minibatches(batch: Sampled, settings: Grpo | Ppo) -> Iterator[Rows]:
@@ -191,9 +212,10 @@ class PolicyObjective:
     gradient_factor: float = 1.0  # what the recipe's grad_divisor makes of the loss for its gradient
 
     def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        return self._shares(batch, logprobs, entropy) * self.gradient_factor
+        return self._shares(self._complete(batch, logprobs), logprobs, entropy) * self.gradient_factor
 
     def metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+        batch = self._complete(batch, logprobs)
         parts = self._policy_metrics(batch, logprobs, entropy)
         penalty = self._kl_penalty(batch, logprobs)
         if penalty is not None:
@@ -201,6 +223,12 @@ class PolicyObjective:
             parts.sums["train/kl_penalty"] = weighted(penalty, weights).sum()
         parts.sums["train/loss"] = self._shares(batch, logprobs, entropy).sum() / self.num_updates
         return parts
+
+    def _complete(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
+        """With this pass's own log-probs as those of old, where no pass before it has told them."""
+        if batch.old_logprobs is not None:
+            return batch
+        return with_old_logprobs(batch, logprobs.detach(), self.settings)
 
     def _shares(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """What each token adds to the reported loss."""
@@ -236,7 +264,8 @@ class PolicyObjective:
 
     def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
         settings = self.settings
-        old_logprobs = logprobs.detach() if settings.ratio == "on_policy" else batch.old_logprobs
+        assert batch.old_logprobs is not None
+        old_logprobs = logprobs.detach() if settings.on_policy else batch.old_logprobs
         tensors = logprobs, old_logprobs, batch.advantages, batch.token_mask
         if settings.loss == "reinforce":
             return reinforce_loss(*tensors)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import IO
 
 from abrun.processes import below, end_all
 from abrun.store import RunDir
@@ -33,7 +34,7 @@ class WandbMirror:
         except OSError as error:
             say(f"{error}. This run goes on without a mirror.")
             return
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=[self._process.stdout], daemon=True)
         self._reader.start()
 
     def poll(self) -> None:
@@ -43,7 +44,7 @@ class WandbMirror:
 
     def finish(self) -> None:
         """Let it send the rest, for a minute at most; nothing of it is left."""
-        process = self._process
+        process, self._process = self._process, None
         if process is None:
             return
         with contextlib.suppress(OSError):
@@ -53,21 +54,21 @@ class WandbMirror:
             code = process.wait(self._finish_s)
         except subprocess.TimeoutExpired:
             code = None
+        self.poll()
         end_all(lambda: below(process.pid))
         with contextlib.suppress(OSError):
             process.kill()
         process.wait()
         self._reader.join(1.0)
         again = f"abrun sync {self._path.parent.parent} sends what is missing"
-        self.poll()
-        if code is None:
+        if code is None:  # what it says as it is ended is no news
             self._say(f"not everything was sent within {self._finish_s:g} s; {again}")
-        elif code < 0:
+            return
+        self.poll()
+        if code < 0:
             self._say(f"its process was killed by signal {-code}; {again}")
-        self._process = None
 
-    def _read(self) -> None:
-        assert self._process and self._process.stdout
-        for line in self._process.stdout:
+    def _read(self, output: IO[str]) -> None:
+        for line in output:
             if line.startswith("wandb: "):
                 self._lines.append(line.removeprefix("wandb: ").strip())

@@ -1,10 +1,13 @@
 """The dtensor backend against plain autograd and torch.optim.AdamW on the Hugging Face model."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from abrun.backends.dtensor import DtensorBackend
@@ -257,7 +260,12 @@ def test_two_ranks_do_what_one_does(group: None) -> None:
     expected_norms, expected = plain_training()
     for rank, found in enumerate(run_ranks(on_two_ranks, 2)):
         assert_same(found["gradients"], grads, rtol=1e-4, atol=1e-6)
-        assert_same(found["checkpointed"], grads, rtol=1e-4, atol=1e-6)
+        for key in ("checkpointed", "kept", "kept, checkpointed"):
+            assert_same(found[key], grads, rtol=1e-4, atol=1e-6)
+        # Two microbatches; two layers, gathered for either pass, and all else, gathered for both.
+        assert found["collectives, each"] == {"foreach_all_gather": 2 * 5, "foreach_reduce": 2 * 3}
+        for key in ("kept", "kept, checkpointed"):
+            assert found[f"collectives, {key}"] == {"foreach_all_gather": 3, "foreach_reduce": 3}
         for impl in ONE_PASS_ON_TWO_RANKS:
             assert_same(found[f"{impl}, one pass"], grads, rtol=1e-4, atol=1e-6)
         assert found["norms"] == pytest.approx(expected_norms, rel=1e-4)
@@ -267,6 +275,21 @@ def test_two_ranks_do_what_one_does(group: None) -> None:
         # Each rank holds half of the weights and of the optimizer's two moments.
         whole = sum(weight.numel() for weight in expected.values())
         assert found["num_held"] <= 0.52 * 3 * whole
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[dict[str, int]]:
+    counts: dict[str, int] = {"foreach_all_gather": 0, "foreach_reduce": 0}
+    with pytest.MonkeyPatch.context() as patched:
+        for name in counts:
+            original = getattr(_fsdp_param_group, name)
+
+            def counting(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+                counts[name] += 1
+                return original(*args, **options)
+
+            patched.setattr(_fsdp_param_group, name, counting)
+        yield counts
 
 
 def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
@@ -280,6 +303,11 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     backend = make_backend(activation_checkpointing=True, micro_batch_size=3)
     backend.forward_backward(share, loss)
     found["checkpointed"] = gradients(backend)
+    for key, settings in (("each", {}), ("kept", KEPT), ("kept, checkpointed", KEPT | CHECKPOINTED)):
+        backend = make_backend(**{"micro_batch_size": 2, **settings})
+        with counted_collectives() as counts:
+            backend.forward_backward(share, loss)
+        found[key], found[f"collectives, {key}"] = gradients(backend), counts
     for impl in ONE_PASS_ON_TWO_RANKS:
         backend = make_backend(logprobs={"impl": impl, "one_pass": True}, micro_batch_size=3)
         backend.forward_backward(share, loss)
@@ -298,6 +326,26 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
                 logits, _ = decoder(*asked)
                 found[key] = logits.tolist()
     return found
+
+
+CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": True}
+KEPT: dict[str, Any] = {"backend": {"type": "dtensor", "keep_gathered": True}}
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "experts"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_kept_gathered_train_to_the_bit_as_those_gathered_each_time(
+    kind: str, dtype: str, group: None
+) -> None:
+    found = {}
+    for name, kept in (("each time", {}), ("once", KEPT)):
+        backend = make_backend(kind, optimizer=OPTIMIZER, micro_batch_size=3, dtype=dtype, **kept)
+        norms = train(backend, 0, 1)
+        after = backend.logprobs(some_batch())
+        found[name] = norms, after, {name: weight.clone() for name, weight in backend.weights()}
+    (norms, after, weights), expected = found["once"], found["each time"]
+    assert norms == expected[0] and torch.equal(after, expected[1])
+    assert_same(weights, expected[2], rtol=0, atol=0)
 
 
 def test_activation_checkpointing_gives_the_same_gradients_by_a_second_forward(group: None) -> None:

@@ -90,7 +90,11 @@ def test_values_are_those_of_each_sequence_alone(
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied"])
-@pytest.mark.parametrize("packing", [{}, {"packing": True, "activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "packing",
+    [{"backend": {"keep_gathered": True}}, {"packing": True, "activation_checkpointing": True}],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "ppo", [{}, {"value_backbone": "shared", "value_coefficient": 0.3}, {"right_shift": False}], ids=str
 )

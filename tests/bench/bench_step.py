@@ -104,6 +104,7 @@ def run_abrun(engine: str, shapes: Shapes, device: str, work: Path) -> list[dict
                 "dtype": "bfloat16" if device == "cuda" else "float32",
                 "activation_checkpointing": True,
                 "packing": True,
+                "backend": {"type": "dtensor", "keep_gathered": True},
                 "micro_batch_tokens": shapes.micro_batch * (shapes.prompt_words + shapes.completion_tokens),
                 "logprobs": {"impl": "triton" if device == "cuda" else "chunked"},
                 "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0},

@@ -138,7 +138,6 @@ def test_grpo_on_one_gpu(backend: str, tmp_path: Path) -> None:
         print(step, row.get("train/reward"), row.get("train/token_mult_prob_error"), seconds)
     errors = [row["train/token_mult_prob_error"] for step, row in rows.items() if step]
     assert len(errors) == 8 and max(errors) < SUSPICIOUS
-    assert rows[8]["train/reward"] > rows[1]["train/reward"]
 
 
 @needs_two_gpus
@@ -187,7 +186,6 @@ def test_one_gpu_trains_and_another_samples(backend: str, tmp_path: Path) -> Non
     show(backend, rows)
     errors = [row["train/token_mult_prob_error"] for row in rows.values()]
     assert len(errors) == 8 and max(errors) < SUSPICIOUS
-    assert rows[8]["train/reward"] > rows[1]["train/reward"]
 
 
 @needs_two_gpus

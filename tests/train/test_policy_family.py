@@ -20,7 +20,7 @@ from abrun.train.learner import Learner
 from abrun.train.policy_gradient import PolicyObjective
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup
-from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
+from tests.train.runs import make_run, metric_values, metrics_by_step, run_config, run_to_end, train_here
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 
 Rows = dict[int, dict[str, float]]
@@ -158,10 +158,10 @@ def test_old_logprobs_stay_while_the_policy_moves(
         monkeypatch.setattr(DtensorBackend, name, counted)
     settings = ("steps=2", "policy.optimizer.warmup_steps=0", "algorithm.clip_high=0.05")
     one = train(tmp_path / "one", warm_weights, *settings)
-    assert counts == {"optimizer_step": 2, "logprobs": 2}
+    assert counts == {"optimizer_step": 2, "logprobs": 0}
     updates = ("algorithm.epochs_per_step=3", "algorithm.minibatches_per_step=2")
     several = train(tmp_path / "several", warm_weights, *settings, *updates)
-    assert counts == {"optimizer_step": 2 + 12, "logprobs": 4}
+    assert counts == {"optimizer_step": 2 + 12, "logprobs": 2}
     assert one[2]["train/probs_ratio"] == 1 and one[2]["train/clip_fraction"] == 0
     assert several[1]["train/probs_ratio_max"] > 1.05 > 0.95 > several[1]["train/probs_ratio_min"]
     assert several[1]["train/clip_fraction"] > 0
@@ -181,6 +181,7 @@ def test_a_policy_that_does_not_move_has_the_metrics_of_one_update(
         "algorithm.loss_reduction=sequence_mean",
         "algorithm.kl_coefficient=0.1",
         "algorithm.entropy_coefficient=0.1",
+        "algorithm.ratio=old",
     )
     one = train(tmp_path / "one", warm_weights, *still)[1]
     updates = ("algorithm.epochs_per_step=3", "algorithm.minibatches_per_step=4")
@@ -223,19 +224,57 @@ def test_minibatches_are_whole_groups(
 
 
 def test_the_on_policy_ratio_is_one_to_the_bit(tmp_path: Path, warm_weights: Path, group: None) -> None:
-    old = train(tmp_path / "old", warm_weights, "steps=2", "policy.micro_batch_size=7", CHUNKED)
-    forced = train(
-        tmp_path / "forced",
-        warm_weights,
-        "steps=2",
-        "policy.micro_batch_size=7",
-        CHUNKED,
-        "algorithm.ratio=on_policy",
-    )
+    settings = ("steps=2", "policy.micro_batch_size=7", CHUNKED)
+    old = train(tmp_path / "old", warm_weights, *settings, "algorithm.ratio=old")
+    forced = train(tmp_path / "forced", warm_weights, *settings, "algorithm.ratio=on_policy")
     for step, row in forced.items():
         assert row["train/probs_ratio_min"] == row["train/probs_ratio_max"] == row["train/probs_ratio"] == 1
         assert row["train/grad_norm"] == pytest.approx(old[step]["train/grad_norm"], rel=1e-3)
         assert row["train/loss"] == pytest.approx(old[step]["train/loss"], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("algorithm.metrics=full", "algorithm.kl_coefficient=0.1", "algorithm.entropy_coefficient=0.02"),
+        ("algorithm.loss=gspo", "algorithm.loss_reduction=sequence_mean", *PACKED),
+        ("algorithm.importance_correction={type: truncated, low: 0.9999999, high: 1.0000001}", *PACKED),
+        ("algorithm.importance_correction={type: sequence_mask, low: 0.99999999, high: 1.00000001}",),
+        (
+            "policy.logprobs={impl: chunked, one_pass: true}",
+            "algorithm.importance_correction={type: icepop, high: 1.0}",
+        ),
+    ],
+    ids=["terms", "gspo", "truncated", "sequence_mask", "one_pass"],
+)
+def test_one_update_has_its_old_logprobs_from_its_own_pass(
+    settings: tuple[str, ...], tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    """And every number is, to the bit, what a pass before it makes of it."""
+    found = {}
+    for ratio in ("old", "auto"):
+        train(tmp_path / ratio, warm_weights, "steps=3", f"algorithm.ratio={ratio}", *settings)
+        found[ratio] = metric_values(tmp_path / ratio)
+    assert "memory/logprobs/peak_live_tensor_bytes" in found["old"].keys() - found["auto"].keys()
+    for key in (key for key in found["auto"] if key.startswith("train/")):
+        assert found["auto"][key] == found["old"][key], key
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"),
+        (
+            "policy.logprobs={impl: chunked, one_pass: true}",
+            "algorithm.importance_correction={type: sequence_mask, low: 0.9, high: 1.1}",
+        ),
+    ],
+)
+def test_what_needs_log_probs_before_its_update_gets_a_pass(
+    settings: tuple[str, ...], tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    row = train(tmp_path / "run", warm_weights, "steps=1", *settings)[1]
+    assert row["memory/logprobs/peak_live_tensor_bytes"] > 0 and row["train/probs_ratio_max"] == 1
 
 
 def test_on_policy_every_loss_takes_the_same_first_step(

@@ -67,7 +67,7 @@ def train_with(directory: Path, weights: Path, *overrides: str) -> dict[int, dic
 
 
 def test_every_metric_is_in_every_row(tmp_path: Path, warm_weights: Path, group: None) -> None:
-    overrides = ("steps=2", "checkpoint.every=1", "algorithm.kl_coefficient=0.01")
+    overrides = ("steps=2", "checkpoint.every=1", "algorithm.kl_coefficient=0.01", "algorithm.ratio=old")
     rows = train_with(tmp_path / "run", warm_weights, *overrides)
     expected = {f"train/{key}" for key in TRAIN_KEYS}
     expected |= {f"timing/train/{phase}_s" for phase in TIMED_PHASES}

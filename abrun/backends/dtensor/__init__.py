@@ -19,7 +19,15 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from abrun.backends import B, Decoder, Objective
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
-from abrun.backends.dtensor.fsdp import ShardedParameters, forget_gathered, materialise, shard, shard_layers
+from abrun.backends.dtensor.fsdp import (
+    ShardedParameters,
+    forget_gathered,
+    gathered_once,
+    keeps_gathered,
+    materialise,
+    shard,
+    shard_layers,
+)
 from abrun.backends.dtensor.routing import Routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
@@ -181,7 +189,10 @@ class DtensorBackend:
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         coefficient, parts, loads = self.settings.router_aux_loss_coefficient, [], []
         whole = self._whole_load(batch) if coefficient else None
-        for microbatch in microbatches(batch, self.settings, self.ranks.data):
+        each = microbatches(batch, self.settings, self.ranks.data)
+        if keeps_gathered(self.settings):
+            each = gathered_once(self.module, each)
+        for microbatch in each:
             packing = packing_for(microbatch, self.settings, self.ranks)
             with self._routing.replayed(_of_tokens(microbatch.routes, packing)):
                 with self._routing.seen() as seen:

@@ -4,7 +4,7 @@ Master weights and optimizer state are float32; `dtype` is what the products com
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from abrun.backends.pieces import Held, Piece, of_optimizer
-from abrun.recipe import Optimizer
+from abrun.recipe import Dtensor, Optimizer, Policy
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -110,6 +111,36 @@ def forget_gathered(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def keeps_gathered(policy: Policy) -> bool:
+    return isinstance(policy.backend, Dtensor) and policy.backend.keep_gathered
+
+
+def gathered_once(module: nn.Module, microbatches: Iterable[T]) -> Iterator[T]:
+    """The microbatches of an update, that between them gather weights once and reduce gradients once.
+
+    The first gathers, layer by layer; the last reduces over ranks and frees what was gathered.
+    """
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+    def set_last(is_last: bool) -> None:
+        for part in sharded:
+            part.set_requires_gradient_sync(is_last, recurse=False)
+            part.set_reshard_after_backward(is_last, recurse=False)
+            # What was gathered for this pass its own backward pass needs, too.
+            part.set_reshard_after_forward(False, recurse=False)
+
+    following = iter(microbatches)
+    microbatch = next(following)
+    set_last(False)
+    for after in following:
+        yield microbatch
+        microbatch = after
+    set_last(True)
+    yield microbatch
+    for part in sharded:
+        part.set_reshard_after_forward(part is not module, recurse=False)
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:

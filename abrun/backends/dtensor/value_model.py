@@ -13,6 +13,8 @@ from abrun.backends.dtensor.fsdp import (
     DTYPES,
     ShardedParameters,
     forget_gathered,
+    gathered_once,
+    keeps_gathered,
     materialise,
     shard,
     shard_layers,
@@ -95,7 +97,10 @@ class DtensorValueModel:
 
     def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
         parts = []
-        for microbatch in self._microbatches(batch):
+        each = self._microbatches(batch)
+        if keeps_gathered(self._policy) and isinstance(self._hidden_states, nn.Module):
+            each = gathered_once(self._hidden_states, each)
+        for microbatch in each:
             values = self._values(microbatch)
             objective.losses(microbatch, values).sum().backward()
             parts.append(objective.metrics(microbatch, values.detach()))
