@@ -1,5 +1,6 @@
 """wandb mirrors a run where it can; whatever it does, training goes on and the store is whole."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ def train(directory: Path, env: dict[str, str], path: Path | None = None) -> lis
     home.mkdir()
     make_run(directory, run_config("steps=2", "wandb={project: test}"))
     clean = {"WANDB_API_KEY": "", "WANDB_MODE": "", "WANDB_SILENT": "true", "HOME": str(home)}
-    trainer = Trainer(directory, env=clean | env, path=path)
+    if path:  # the mirror is a process of its own
+        clean["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", str(Path.cwd()))])
+    trainer = Trainer(directory, env=clean | env)
     assert trainer.wait() == 0, trainer.stderr
     assert last_step(directory) == 2 and (directory / "result.json").exists()
     rows = store.RunDir(directory).events()
