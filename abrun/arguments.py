@@ -1,10 +1,85 @@
-"""Lists in the arguments of the command line, as text. What does not read is a RecipeError, one line."""
+"""The arguments that commands share, and lists in them. What does not read is a RecipeError, one line."""
 
 import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from abrun.errors import RecipeError
 
 MOST_SEEDS = 1000
+
+RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]
+RecipeFile = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a value by its dotted key, such as compare.primary.0.sigma=0.1; repeatable. A mapping or a "
+        "list replaces what was there, 'arms={...}' too.",
+    ),
+]
+Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="An experiment (a path, or a name under --runs-dir); or folders and files of runs, one an arm "
+        "(NAME=PATH names it); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
+    ),
+]
+Claims = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--primary",
+        metavar="METRIC:WINDOW:MARGIN",
+        help="A claim instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
+    ),
+]
+Baseline = Annotated[str | None, typer.Option(help="Which arm is the baseline.")]
+Pattern = Annotated[
+    str | None, typer.Option(help="How names of runs hold arm and seed, such as '{arm}-s{seed}'.")
+]
+Group = Annotated[str | None, typer.Option(help="Only the wandb runs of this group.")]
+Aliases = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OURS=THEIRS",
+        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework: trl, "
+        "verl, nemo-rl, skyrl; repeatable.",
+    ),
+]
+StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
+Reference = Annotated[
+    Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
+]
+NoStepOne = Annotated[
+    bool,
+    typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
+]
+ReportFolder = Annotated[
+    Path | None, typer.Option(help="Where the report goes; default: the experiment, or <name>-report.")
+]
+Formats = Annotated[
+    str, typer.Option("--format", help="What to write: terminal, html, markdown, json, png, svg.")
+]
+AllowInconclusive = Annotated[
+    bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
+]
+ToWandb = Annotated[bool, typer.Option("--wandb", help="Upload the report to wandb, with its verdict.")]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Do not wait until the lock of another machine runs out.")
+]
+Launcher = Annotated[
+    str | None, typer.Option(help="What starts the runs: local, slurm, ray; default: the recipe's, or local.")
+]
+Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
+NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
 def parse_formats(text: str) -> list[str]:

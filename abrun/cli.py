@@ -10,7 +10,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.arguments import parse_formats, parse_lengths, parse_seeds
+from abrun.arguments import (
+    Aliases,
+    AllowInconclusive,
+    Baseline,
+    Claims,
+    Detach,
+    DryRun,
+    Experiment,
+    Formats,
+    Group,
+    Launcher,
+    Name,
+    NoCompare,
+    NoStepOne,
+    Overrides,
+    Pattern,
+    RecipeFile,
+    Reference,
+    ReportFolder,
+    Resume,
+    RunsDir,
+    Sources,
+    StepColumn,
+    TakeOver,
+    ToWandb,
+    parse_formats,
+    parse_lengths,
+    parse_seeds,
+)
 from abrun.errors import AbrunError, RecipeError
 from abrun.redaction import shown
 
@@ -23,60 +51,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]
-RecipeFile = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set a value by its dotted key, such as compare.primary.0.sigma=0.1; repeatable. A mapping or a "
-        "list replaces what was there, 'arms={...}' too.",
-    ),
-]
-Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE...",
-        help="An experiment (a path, or a name under --runs-dir); or folders and files of runs, one an arm "
-        "(NAME=PATH names it); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
-    ),
-]
-Claims = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--primary",
-        metavar="METRIC:WINDOW:MARGIN",
-        help="A claim instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
-    ),
-]
-Baseline = Annotated[str | None, typer.Option(help="Which arm is the baseline.")]
-Pattern = Annotated[
-    str | None, typer.Option(help="How names of runs hold arm and seed, such as '{arm}-s{seed}'.")
-]
-Group = Annotated[str | None, typer.Option(help="Only the wandb runs of this group.")]
-Aliases = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="OURS=THEIRS",
-        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework: trl, "
-        "verl, nemo-rl, skyrl; repeatable.",
-    ),
-]
-StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
-TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Do not wait until the lock of another machine runs out.")
-]
-Launcher = Annotated[
-    str | None, typer.Option(help="What starts the runs: local, slurm, ray; default: the recipe's, or local.")
-]
-Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
-Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
-NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
 @app.command()
@@ -146,31 +120,43 @@ def launch(
 
 
 @app.command()
+def export(
+    recipe: RecipeFile,
+    to: Annotated[str, typer.Option(help="The engine: jobset (Kubernetes), skypilot.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new folder; default: <name>-<engine>.")
+    ] = None,
+    overrides: Overrides = None,
+    name: Name = None,
+    no_compare: NoCompare = False,
+) -> None:
+    """Write an experiment's manifests for an engine that abrun itself starts nothing on."""
+    from abrun.launch import experiment_dir_of
+    from abrun.launch.export import export as write_manifests
+    from abrun.plan import make_plan
+    from abrun.recipe import load_recipe
+
+    plan = make_plan(load_recipe(recipe, overrides or []))
+    name = experiment_dir_of(plan, Path(), name).name
+    print(shown(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare)))
+
+
+@app.command()
 def compare(
     sources: Sources,
     primary: Claims = None,
-    reference: Annotated[
-        Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
-    ] = None,
+    reference: Reference = None,
     arm: Annotated[str | None, typer.Option(help="With --reference: which arm (the baseline).")] = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
     group: Group = None,
     alias: Aliases = None,
     step_column: StepColumn = None,
-    no_step_one: Annotated[
-        bool,
-        typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Where the report goes; default: the experiment, or <name>-report.")
-    ] = None,
-    formats: Annotated[
-        str, typer.Option("--format", help="What to write: terminal, html, markdown, json, png, svg.")
-    ] = "terminal,html,markdown,json,png,svg",
-    allow_inconclusive: Annotated[
-        bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
-    ] = False,
+    no_step_one: NoStepOne = False,
+    output: ReportFolder = None,
+    formats: Formats = "terminal,html,markdown,json,png,svg",
+    allow_inconclusive: AllowInconclusive = False,
+    wandb: ToWandb = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Judge whether arms converge the same way: an experiment, or runs that any framework logged.
@@ -201,6 +187,11 @@ def compare(
     )
     if "terminal" in wanted:
         _console().print(comparison.summary())
+    if wandb:
+        from abrun.compare.read.sources import stored_in
+        from abrun.mirror.report import upload
+
+        print(shown(upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))))
     tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if tolerated else comparison.exit_code)
 
@@ -392,8 +383,7 @@ def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     from abrun.launch import cancel as cancel_experiment
     from abrun.store import find_experiment
 
-    said = cancel_experiment(find_experiment(experiment, runs_dir))
-    _console().print(said, soft_wrap=True, markup=False, highlight=False)
+    print(shown(cancel_experiment(find_experiment(experiment, runs_dir))))
 
 
 @app.command()
@@ -412,6 +402,15 @@ def logs(
     for part in live.log_of(path if path.is_dir() else Path(run), queued_jobs, follow=follow):
         sys.stdout.write(part)
         sys.stdout.flush()
+
+
+@app.command()
+def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Send wandb what it lacks of an experiment's runs, such as those recorded offline."""
+    from abrun.mirror.sync import sync as send
+    from abrun.store import find_experiment
+
+    send(find_experiment(experiment, runs_dir), print)
 
 
 @app.command()

@@ -18,6 +18,7 @@ EVENTS = "events.jsonl"
 VALIDATION = "validation.jsonl"
 LOG = "stdout.log"
 CHECKPOINTS = "checkpoints"
+WANDB = "wandb.json"
 
 RUN_FILES = (
     CONFIG,
@@ -34,6 +35,7 @@ RUN_FILES = (
     VALIDATION,
     LOG,
     CHECKPOINTS,
+    WANDB,
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
-from abrun.compare.judge.verdict_file import VerdictFile, verdict_file
+from abrun.compare.judge.verdict_file import VerdictFile, as_json, verdict_file
 from abrun.compare.read.experiment import Experiment, refuse_unknown_metrics
 from abrun.compare.read.reference import against_reference, load_reference
 from abrun.compare.read.sources import Reading, open_sources, stored_in
@@ -39,6 +39,10 @@ class Comparison:
     @property
     def exit_code(self) -> int:
         return self.content.exit_code
+
+    def as_json(self) -> dict[str, Any]:
+        """What verdict.json holds."""
+        return as_json(self.content)
 
     def summary(self) -> "RenderableType":
         """For a terminal: the verdict first, then why, then the evidence, then the files."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from abrun.errors import LaunchError
 from abrun.implementations import LAUNCHERS, SCHEDULERS, load
 from abrun.plan import Plan
-from abrun.recipe import LauncherSettings, RunConfig
+from abrun.recipe import Exported, LauncherSettings, RunConfig
 from abrun.store import RunDir, RunState
 
 Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
@@ -112,6 +112,11 @@ def queued_jobs(experiment_dir: Path) -> Queued | None:
 
 def make_scheduler(settings: LauncherSettings | None, num_jobs: int | None) -> Scheduler | None:
     """The scheduler that a launcher's settings are of; None where they are of one that starts processes."""
+    if isinstance(settings, Exported):
+        raise LaunchError(
+            f"launcher.type: got {settings.type!r}, for which abrun writes manifests and starts nothing: use "
+            f"abrun export RECIPE --to {settings.type}, or --launcher local, slurm or ray"
+        )
     known = settings is not None and settings.type in SCHEDULERS
     return load(SCHEDULERS[settings.type][0])(settings, num_jobs) if settings and known else None
 

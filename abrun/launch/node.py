@@ -24,14 +24,15 @@ def main() -> int:
     node = int(number[0] if number else os.environ["SLURM_PROCID"])
     meeting = Meeting(address=address, node=node, grace_s=float(grace_s))
     try:
-        command, env = _agent(RunDir(Path(directory)), meeting, seen_on)
+        command, env = agent_of(RunDir(Path(directory)), meeting, seen_on)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
     os.execve(command[0], command, env)
 
 
-def _agent(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[list[str], dict[str, str]]:
+def agent_of(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of the agent of this node's ranks. Raises LaunchError for what it lacks."""
     host = socket.gethostname()
     if not run.exists:
         raise LaunchError(

@@ -27,6 +27,7 @@ from abrun.recipe.command import (
     unset_variables,
 )
 from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
+from abrun.recipe.exported import Exported, JobSet, SkyPilot
 from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
 from abrun.recipe.policy import (
@@ -89,11 +90,13 @@ __all__ = [
     "Declared",
     "Dpo",
     "Dtensor",
+    "Exported",
     "Filters",
     "Grpo",
     "Gsm8k",
     "Guards",
     "Invocation",
+    "JobSet",
     "Jsonl",
     "LauncherSettings",
     "Local",
@@ -115,6 +118,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "Sft",
+    "SkyPilot",
     "Slurm",
     "TaskConfig",
     "Validation",
@@ -154,7 +158,7 @@ class Declared(Section):
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=1000)
     controls: Controls = Controls()
     compare: Compare = Compare()
-    launcher: Annotated[Local | Slurm | Ray, Field(discriminator="type")] | None = None  # default: local
+    launcher: Annotated[LauncherSettings, Field(discriminator="type")] | None = None  # default: local
     record_diff: bool = True  # keep the uncommitted changes of the checkout, without secrets, in git-*.diff
 
     @field_validator("name")

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
+from abrun.recipe.exported import JobSet, SkyPilot
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, validated
-from abrun.recipe.section import Count, Section
+from abrun.recipe.section import Count, Section, line_of_text
 from abrun.regular_files import read_regular
 
 TIME = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
@@ -94,12 +95,12 @@ class Slurm(Section):
     @field_validator("account", "partition", "qos", "constraint", "interface", "python")
     @classmethod
     def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else _line(value)
+        return value if value is None else line_of_text(value)
 
     @field_validator("setup")
     @classmethod
     def _setup_is_lines(cls, setup: list[str]) -> list[str]:
-        return [_line(line) for line in setup]
+        return [line_of_text(line) for line in setup]
 
     @field_validator("sbatch")
     @classmethod
@@ -111,14 +112,8 @@ class Slurm(Section):
                 )
             if name in TAKEN:
                 raise ValueError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
-            _line(str(value))
+            line_of_text(str(value))
         return options
-
-
-def _line(value: str) -> str:
-    if not value.strip() or not value.isprintable():
-        raise ValueError(f"got {shortened(value)}; allowed: one line of text")
-    return value
 
 
 class Ray(Section):
@@ -134,9 +129,8 @@ class Ray(Section):
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default={})
     interface: str | None = None  # the network that nodes talk over, such as ib0; default: the libraries' own
     python: str | None = None  # of the cluster's machines; default: the one that launches
-    env: dict[str, str] = Field(
-        default={}
-    )  # variables of all processes. No secrets: Ray's dashboard shows them
+    # Variables of all processes. No secrets: Ray's dashboard shows them
+    env: dict[str, str] = Field(default={})
 
     @field_validator("address")
     @classmethod
@@ -151,19 +145,25 @@ class Ray(Section):
     @field_validator("interface", "python")
     @classmethod
     def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else _line(value)
+        return value if value is None else line_of_text(value)
 
     @field_validator("resources")
     @classmethod
     def _resources_are_others(cls, resources: dict[str, float]) -> dict[str, float]:
         for name in resources:
-            if name in ("CPU", "GPU", "bundle") or not _line(name):
+            if name in ("CPU", "GPU", "bundle") or not line_of_text(name):
                 raise ValueError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
         return resources
 
 
-LauncherSettings = Local | Slurm | Ray
-LAUNCHERS: dict[str, type[LauncherSettings]] = {"local": Local, "slurm": Slurm, "ray": Ray}
+LauncherSettings = Local | Slurm | Ray | JobSet | SkyPilot
+LAUNCHERS: dict[str, type[LauncherSettings]] = {
+    "local": Local,
+    "slurm": Slurm,
+    "ray": Ray,
+    "jobset": JobSet,
+    "skypilot": SkyPilot,
+}
 
 
 def profile_path() -> Path:

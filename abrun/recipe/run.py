@@ -73,7 +73,7 @@ class Cluster(Section):
 
 
 class Wandb(Section):
-    """Mirror of the metrics; WANDB_MODE and the other WANDB_ variables hold as usual."""
+    """Mirror of the metrics: docs/wandb.md. WANDB_MODE and the other WANDB_ variables hold as usual."""
 
     project: str = "abrun"
     entity: str | None = None

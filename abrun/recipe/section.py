@@ -4,6 +4,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from abrun.redaction import shortened
+
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -14,3 +16,10 @@ class Section(BaseModel):
     """Base of every part of a recipe: frozen, unknown keys refused, no type coercion, no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def line_of_text(value: str) -> str:
+    """The value itself, where it is one line. Raises ValueError, for validators."""
+    if not value.strip() or not value.isprintable():
+        raise ValueError(f"got {shortened(value)}; allowed: one line of text")
+    return value

@@ -189,6 +189,10 @@ class RunDir:
             (self.path / layout.RESULT).unlink(missing_ok=True)
             sync_folder(self.path)
 
+    def note_wandb(self, place: Mapping[str, str]) -> None:
+        """Keep where wandb mirrors the run: id, project, entity, url, as far as they are known."""
+        write_json(self.path / layout.WANDB, place)
+
     # --- what the job writes ---
 
     def begin_attempt(self) -> RunWriter:
@@ -316,6 +320,11 @@ class RunDir:
 
     def events(self) -> list[dict[str, Any]]:
         return read_lines(self.path / layout.EVENTS)
+
+    def wandb(self) -> dict[str, str]:
+        """What `note_wandb` has kept; nothing where the file does not read."""
+        content = read_json_or_empty(self.path / layout.WANDB)
+        return {key: text for key, text in content.items() if isinstance(text, str)}
 
     def rows(self) -> LineReader:
         """The rows of metrics as they were written, to be followed."""

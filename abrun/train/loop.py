@@ -43,7 +43,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     """
     config = OwnRunConfig.model_validate(record.config)
     requests = Requests()
-    recorder = Recorder(writer, config, record)
+    recorder = Recorder(writer, config)
     recorder.event("started", pid=os.getpid())
     setup = make_setup(config, record.name.seed, run.initial_weights, device)
     origin, folder = None, config.checkpoint.start_from

@@ -17,7 +17,7 @@ from torch import Tensor
 from abrun.backends import Backend
 from abrun.models import content_of, sample_of, weights_hash
 from abrun.recipe import OwnRunConfig, Policy
-from abrun.store import RunRecord, RunWriter
+from abrun.store import RunWriter
 from abrun.train.wandb_mirror import WandbMirror
 
 RECORDED_PACKAGES = (
@@ -36,13 +36,11 @@ RECORDED_PACKAGES = (
 class Recorder:
     """What all ranks call to record a run; rank 0 alone has a `writer`, the others do nothing."""
 
-    def __init__(self, writer: RunWriter | None, config: OwnRunConfig, record: RunRecord) -> None:
+    def __init__(self, writer: RunWriter | None, config: OwnRunConfig) -> None:
         self._writer = writer
         self._mirror: WandbMirror | None = None
         if writer and config.wandb:
-            self._mirror = WandbMirror(
-                config, record, writer.run.path, lambda text: self.event("wandb", message=text)
-            )
+            self._mirror = WandbMirror(writer.run, lambda text: self.event("wandb", message=text))
 
     def environment(
         self,
@@ -82,7 +80,7 @@ class Recorder:
             self._writer.metrics(step, values)
             self._writer.heartbeat(step)
             if self._mirror:
-                self._mirror.log(step, values)
+                self._mirror.poll()
 
     def validation(
         self, step: int, prompts: Iterable[str], rewards: Sequence[float], lengths: Sequence[int]

@@ -1,73 +1,74 @@
-"""Mirror of a run's metrics in wandb. The store is the truth: whatever wandb does, training goes on."""
+"""The mirror of a run in wandb, as a process that follows the store: whatever it does, training goes on."""
 
-import hashlib
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO
 
-from abrun.recipe import OwnRunConfig
-from abrun.redaction import without_secrets
-from abrun.store import RunRecord
+from abrun.processes import below, end_all
+from abrun.store import RunDir
+
+FINISH_S = 60.0  # for wandb to take the rest of a run
 
 
 class WandbMirror:
-    """One wandb run a run directory: group = experiment, job_type = arm, an id that a resume finds again.
+    """`python -m abrun.mirror` for a run directory; `poll` passes on what it says."""
 
-    Without an API key it records offline, and says so. The broad `except` clauses are the point of this
-    class.
-    """
-
-    def __init__(
-        self, config: OwnRunConfig, record: RunRecord, directory: Path, say: Callable[[str], None]
-    ) -> None:
-        self._say = say
-        self._run = self._start(config, record, directory, mode=None)
-        if self._run is None:
-            self._run = self._start(config, record, directory, mode="offline")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Mirror one step."""
-        if self._run is None:
-            return
+    def __init__(self, run: RunDir, say: Callable[[str], None], *, finish_s: float = FINISH_S) -> None:
+        self._say, self._finish_s, self._path = say, finish_s, run.path
+        self._lines: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
         try:
-            self._run.log(values, step=step)
-        except Exception as error:
-            self._run = None
-            self._say(f"wandb: stopped mirroring: {_line(error)}")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "abrun.mirror", str(run.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                env={**os.environ, "WANDB_SILENT": "true"},
+            )
+        except OSError as error:
+            say(f"{error}. This run goes on without a mirror.")
+            return
+        self._reader = threading.Thread(target=self._read, args=[self._process.stdout], daemon=True)
+        self._reader.start()
+
+    def poll(self) -> None:
+        """Pass on what it has said since."""
+        while self._lines:
+            self._say(self._lines.pop(0))
 
     def finish(self) -> None:
-        if self._run is None:
+        """Let it send the rest, for a minute at most; nothing of it is left."""
+        process, self._process = self._process, None
+        if process is None:
             return
+        with contextlib.suppress(OSError):
+            if process.stdin:
+                process.stdin.close()
         try:
-            self._run.finish()
-        except Exception as error:
-            self._say(f"wandb: did not finish: {_line(error)}")
+            code = process.wait(self._finish_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.poll()
+        end_all(lambda: below(process.pid))
+        with contextlib.suppress(OSError):
+            process.kill()
+        process.wait()
+        self._reader.join(1.0)
+        again = f"abrun sync {self._path.parent.parent} sends what is missing"
+        if code is None:  # what it says as it is ended is no news
+            self._say(f"not everything was sent within {self._finish_s:g} s; {again}")
+            return
+        self.poll()
+        if code < 0:
+            self._say(f"its process was killed by signal {-code}; {again}")
 
-    def _start(self, config: OwnRunConfig, record: RunRecord, directory: Path, mode: Any) -> Any:
-        assert config.wandb is not None
-        run = record.name
-        name = f"{run.arm}-s{run.seed}" + (f"-aa{run.rerun}" if run.rerun else "")
-        place = f"{record.experiment}/{name}/{directory.resolve()}"
-        try:
-            import wandb
-
-            return wandb.init(
-                project=config.wandb.project,
-                entity=config.wandb.entity,
-                group=record.experiment,
-                job_type=run.arm,
-                name=name,
-                id=hashlib.sha256(place.encode()).hexdigest()[:16],
-                resume="allow",
-                dir=directory,
-                config=without_secrets(config.model_dump(mode="json")),
-                mode=mode,
-            )
-        except Exception as error:
-            then = "goes on without a mirror" if mode else "is mirrored offline"
-            self._say(f"wandb: {_line(error)} This run {then}.")
-            return None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    def _read(self, output: IO[str]) -> None:
+        for line in output:
+            if line.startswith("wandb: "):
+                self._lines.append(line.removeprefix("wandb: ").strip())

@@ -8,12 +8,14 @@ import sys
 import pytest
 from rich.console import Console
 
-from abrun.compare import compare_sources
+from abrun.compare import compare, compare_sources
 from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.sources import Reading
+from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.report import slugs
 from abrun.errors import ComparisonError
 from abrun.recipe import Primary
+from abrun.store import RunDir
 from tests.compare.simulate import edit_rows, fail
 
 TWO_CLAIMS = {
@@ -200,3 +202,19 @@ def test_slugs_never_collide():
         "overview-2",
         "x",
     ]
+
+
+def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
+    """Their address is a run's to say, so what is none is left out."""
+    experiment_dir = simulated()
+    runs = [RunDir(experiment_dir / "baseline" / f"seed-{seed}") for seed in range(2)]
+    runs[0].note_wandb({"id": "a", "url": "https://wandb.ai/team/p/runs/a"})
+    runs[1].note_wandb({"id": "b", "url": "javascript:alert(1)"})
+    found = compare(
+        load_experiment(experiment_dir), output=tmp_path / "out", formats=["markdown", "json", "html"]
+    )
+    assert found.content.wandb == {"baseline/seed-0": "https://wandb.ai/team/p/runs/a"}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "**wandb**: [baseline/seed-0](https://wandb.ai/team/p/runs/a)" in text
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "https://wandb.ai/team/p/runs/a" in page and "javascript:alert" not in page

@@ -50,5 +50,5 @@ def precision(directory: Path, *overrides: str, device: str = "cpu") -> dict[str
     here = store.RunDir(run)
     ranks = replace(make_ranks(torch.device("cpu"), {}), device=torch.device(device))
     policy: Any = SimpleNamespace(ranks=ranks, weights=lambda: iter([("weight", torch.ones(2, 3))]))
-    Recorder(here.begin_attempt(), config, here.record()).environment(config, policy, [], None)
+    Recorder(here.begin_attempt(), config).environment(config, policy, [], None)
     return (here.environment() or {})["precision"]

@@ -61,6 +61,7 @@ class VerdictFile:
     arms: dict[str, ArmSection]
     not_tested: list[str]
     notes: list[str]  # what reading the runs had to decide, and pairs that were placed differently
+    wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
     reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
 
@@ -93,6 +94,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
             *placement_notes(experiment),
             *(f"{run}: {note}" for run in experiment.runs.values() for note in run.notes),
         ],
+        wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
         environments=_environments(experiment),
         reference=experiment.reference.name if experiment.reference else None,
     )

@@ -1,5 +1,6 @@
 """An experiment of the run store, ready to compare."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,8 @@ from abrun.store import (
     readable,
     run_dir,
 )
+
+ADDRESS = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
 
 
 def load_experiment(experiment_dir: Path) -> Experiment:
@@ -83,6 +86,7 @@ def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> Reco
         environment=shown_tree(run.environment()),
         metrics={shown(metric): series for metric, series in metrics.items()},
         final_weights_hash=run.final_weights_hash,
+        wandb=_address(run),
         final_sample=run.final_sample,
         span_s=_span_s(run),
     )
@@ -92,6 +96,12 @@ def _span_s(run: RunDir) -> tuple[float, float] | None:
     attempts = run.attempts()
     started_s, ended_s = (attempts[0].started_s, attempts[-1].ended_s) if attempts else (None, None)
     return None if started_s is None or ended_s is None else (started_s, ended_s)
+
+
+def _address(run: RunDir) -> str | None:
+    """Of its mirror in wandb, where that is nothing but one: a file could say anything."""
+    url = run.wandb().get("url", "")
+    return url if re.fullmatch(ADDRESS, url) else None
 
 
 def _config(record: RunRecord) -> dict[str, Any]:

@@ -28,6 +28,7 @@ STAMP = ".report.json"  # what the page and the figures were drawn of
 FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 MOST_LINES = 25  # of the markdown, without images
+MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
 
 
@@ -221,6 +222,10 @@ def markdown(content: Content, images: Sequence[str]) -> str:
         lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
     facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
     lines += ["", *facts]
+    links = [f"[{_escaped(run)}]({url})" for run, url in content["wandb"].items()]
+    if links:
+        more = f", and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
+        lines.append(f"**wandb**: {', '.join(links[:MOST_LINKS])}{more}")
     if len(lines) > MOST_LINES:
         more = len(lines) - MOST_LINES + 2
         lines = [*lines[: MOST_LINES - 2], "", f"and {more} more lines in report.html and verdict.json"]

@@ -560,7 +560,9 @@ function versions() {
         "Runs",
         [["run"], ["status"], ["steps recorded", "right"], ["last step", "right"], ["how it failed"]],
         report.runs.map((run) => [
-          el("span", { class: "name" }, run.name),
+          (content.wandb || {})[run.name]
+            ? el("a", { class: "name", href: content.wandb[run.name], rel: "noopener" }, `${run.name} (wandb)`)
+            : el("span", { class: "name" }, run.name),
           run.status,
           grouped(run.num_steps),
           run.last_step === null ? "\u2013" : grouped(run.last_step),

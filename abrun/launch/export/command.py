@@ -1,0 +1,61 @@
+"""`abrun export`: refused, or written whole after every manifest has passed its engine's schema."""
+
+from pathlib import Path
+from typing import Any
+
+from abrun import store
+from abrun.errors import LaunchError
+from abrun.launch.export import jobset, skypilot
+from abrun.launch.export.parts import Export, as_yaml
+from abrun.launch.export.schema import refuse_invalid
+from abrun.launch.requirements import anywhere_refusals
+from abrun.launch.supervisor import refuse_impossible
+from abrun.plan import Plan
+from abrun.recipe import CommandRunConfig, launcher_settings
+
+ENGINES: dict[str, Any] = {"jobset": jobset, "skypilot": skypilot}
+AGAINST = {
+    "jobset": "the schema of JobSet jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset after v0.9.1)",
+    "skypilot": "the schema of tasks of SkyPilot 0.14.1",
+}
+NEVER = "validated, never launched"
+
+
+def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = True) -> str:
+    """Write the manifests of a plan, and a script that submits them, into a new folder; returns what to say.
+
+    Raises LaunchError or RecipeError, with nothing written, where engine or plan leave something open.
+    """
+    if engine not in ENGINES:
+        raise LaunchError(f"--to: got {engine!r}; allowed: {', '.join(ENGINES)}")
+    declared = plan.recipe.launcher
+    asked = Export(plan=plan, name=name, settings=launcher_settings(declared, engine))
+    refuse_impossible(plan, [*anywhere_refusals(plan), *_commands(plan), *ENGINES[engine].refusals(asked)])
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise LaunchError(
+            f"{folder}: is here already, and not an empty folder; remove it, or choose another -o"
+        )
+    documents = ENGINES[engine].manifests(asked, compare=compare)
+    for file, document in documents.items():
+        refuse_invalid(document, engine, f"{file}.yaml")
+    note = f"# Written by abrun export: {NEVER}."
+    for file, document in documents.items():
+        store.write_file(folder / f"{file}.yaml", f"{note}\n{as_yaml(document)}".encode(), mode=0o644)
+    lines = ["#!/bin/sh", note, "set -e", 'cd "$(dirname "$0")"']
+    lines += ENGINES[engine].submission(asked, documents)
+    store.write_file(folder / "submit.sh", "\n".join([*lines, ""]).encode(), mode=0o755)
+    count = f"{len(documents)} manifest{'' if len(documents) == 1 else 's'}"
+    return (
+        f"{folder}: {count}, {NEVER}: checked against {AGAINST[engine]}, and no engine has seen them. "
+        f"Submit them with: sh {folder / 'submit.sh'}"
+    )
+
+
+def _commands(plan: Plan) -> list[str]:
+    configs = {run.name.arm: run.config for run in plan.runs}
+    return [
+        f"arm {arm}: cluster.nodes: got {config.cluster.nodes} with trainer.type 'command', not built yet; "
+        "use nodes: 1"
+        for arm, config in configs.items()
+        if isinstance(config, CommandRunConfig) and config.cluster.nodes > 1
+    ]

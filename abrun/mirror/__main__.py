@@ -1,0 +1,53 @@
+"""`python -m abrun.mirror RUN_DIR`: mirrors a run in wandb until its standard input ends, then what is left.
+
+What there is to say it prints, a line each that begins with `wandb: `. With --all it also sends what only
+older attempts have recorded, and says how many steps it sent.
+"""
+
+import argparse
+import select
+import sys
+from pathlib import Path
+
+from abrun.errors import AbrunError
+from abrun.mirror.wandb_run import Rows, WandbRun
+from abrun.recipe import OwnRunConfig, stored_run
+from abrun.store import RunDir
+
+POLL_S = 1.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m abrun.mirror")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--all", action="store_true")
+    asked = parser.parse_args()
+    run = RunDir(asked.directory)
+    try:
+        config = stored_run(run.record().config)
+        assert isinstance(config, OwnRunConfig) and config.wandb
+        rows = Rows(run)
+        mirror = WandbRun(run, run.record(), config.wandb, _say, mode="online" if asked.all else None)
+        sent, ended = 0, False
+        while mirror.alive and not ended:
+            ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # nobody writes there: it has ended
+            sent += sum(mirror.log(*row) for row in rows.new())
+        if asked.all:
+            sent += sum(mirror.log(*row) for row in rows.rest())
+        alive = mirror.alive
+        url = mirror.url
+        mirror.finish()
+    except AbrunError as error:
+        _say(str(error))
+        return 1
+    if asked.all and alive:
+        print(f"sent: {sent} {url or ''}", flush=True)
+    return 0 if alive else 1
+
+
+def _say(line: str) -> None:
+    print(f"wandb: {' '.join(line.split())}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""A process that may hang: waited for so long, and then ended with all that it has started."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from abrun.processes import below, end_all
+
+
+def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int | None, list[str]]:
+    """Exit code (None: it took too long) and lines of output of `python -m MODULE...`, given `said`."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "WANDB_SILENT": "true"},
+        )
+        code: int | None = None
+        try:
+            process.communicate(said, timeout=limit_s)
+            code = process.returncode
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            pass
+        finally:
+            end_all(lambda: below(process.pid))
+            process.kill()
+            process.wait()
+        output.seek(0)
+        return code, output.read().splitlines()

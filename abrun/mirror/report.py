@@ -1,0 +1,96 @@
+"""`abrun compare --wandb`: a report as an artifact of wandb, its verdict in the summary of a run of its own.
+
+`python -m abrun.mirror.report` does that with a description on its standard input.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from abrun.mirror import bounded
+from abrun.mirror.wandb_run import INIT_S, line_of
+from abrun.store import open_experiment
+
+UPLOAD_S = 300.0
+JOB_TYPE = "compare"
+
+
+def upload(content: Mapping[str, Any], files: Sequence[Path], experiment_dir: Path | None) -> str:
+    """What to say of it: where the report is, or why it is not there. `content`: verdict.json's."""
+    folder = str(files[0].parent.resolve()) if files else os.getcwd()
+    name = content["experiment"]
+    asked = {
+        **_place(experiment_dir),
+        "group": name,
+        "name": f"{name}-report",
+        "id": hashlib.sha256(f"{name}/report/{folder}".encode()).hexdigest()[:16],
+        "files": [str(path.resolve()) for path in files],
+        "summary": summary_of(content),
+    }
+    code, lines = bounded.run(["abrun.mirror.report"], UPLOAD_S, said=json.dumps(asked))
+    said = [line.removeprefix("report: ") for line in lines if line.startswith("report: ")]
+    if code == 0 and said:
+        return said[-1]
+    why = f"no answer within {UPLOAD_S:g} s" if code is None else f"exit code {code}"
+    return f"--wandb: the report was not uploaded: {said[-1] if said else why}"
+
+
+def summary_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict as values that wandb can list and sort by."""
+    summary = {"verdict": content["verdict"], "reasons": "; ".join(content["reasons"])}
+    summary["num_pairs"] = content["num_pairs"]
+    for claim in content["primaries"]:
+        key = f"{claim['arm']}/{claim['metric']}"
+        wanted = {"result": claim["result"], "mean_difference": claim["mean_difference"]}
+        wanted["certified_bound"] = claim["certified_bound"]
+        summary |= {f"{key}/{part}": value for part, value in wanted.items() if value is not None}
+    return summary
+
+
+def _place(experiment_dir: Path | None) -> dict[str, str | None]:
+    """The project of the runs themselves; of others the one that wandb's own variables name."""
+    declared: Any = None
+    if experiment_dir is not None:
+        recipe = open_experiment(experiment_dir).get("recipe")
+        declared = recipe.get("wandb") if isinstance(recipe, dict) else None
+    if isinstance(declared, dict):
+        return {"project": declared.get("project"), "entity": declared.get("entity")}
+    return {"project": os.environ.get("WANDB_PROJECT", "abrun"), "entity": os.environ.get("WANDB_ENTITY")}
+
+
+def main() -> int:
+    asked = json.load(sys.stdin)
+    try:
+        import wandb
+
+        run = wandb.init(
+            project=asked["project"],
+            entity=asked["entity"],
+            group=asked["group"],
+            job_type=JOB_TYPE,
+            name=asked["name"],
+            id=asked["id"],
+            resume="allow",
+            settings=wandb.Settings(init_timeout=INIT_S),
+        )
+        artifact = wandb.Artifact(asked["name"], type="report", metadata=asked["summary"])
+        for path in asked["files"]:
+            artifact.add_file(path)
+        run.log_artifact(artifact)
+        run.summary.update(asked["summary"])
+        url, folder = run.url, run.dir
+        run.finish()
+    except Exception as error:
+        print(f"report: {line_of(error)}", flush=True)
+        return 1
+    where = url or f"offline in {Path(folder).parent}; wandb sync sends it"
+    print(f"report: The report is in wandb: {where}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
