@@ -34,7 +34,7 @@ from abrun.store import RunDir, run_dir
 
 ASK_EVERY_S = 0.5
 LOOK_EVERY_S = 2.0
-LAST_WORDS_S = 10.0  # that the other nodes of a run have once one has failed
+LAST_WORDS_S = 3.0  # that the other nodes of a run have once one has failed
 SILENT_S = 90.0  # Ray declares a node dead within that time
 KILL_S = 5.0
 TURN = "for its turn"
