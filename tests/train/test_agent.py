@@ -79,7 +79,7 @@ def test_a_silence_of_more_than_ten_steps_is_told_by_the_status(
         said = run.state(name).message or ""
         assert re.match(
             r"no sign of life for \d+ s: rank 0 \(on .*\) in main \(.*\) during policy_training; "
-            rf"rank 1 \(on {socket.gethostname()}\) in hang \(tests/train/rank.py:\d+\) during generation$",
+            rf"rank 1 \(on {socket.gethostname()}\) in .+ during generation$",
             said,
         ), said
         (tmp_path / "go-on").touch()
