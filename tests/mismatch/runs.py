@@ -31,12 +31,12 @@ def moved(budget: Budget, key: str) -> float:
     return found.moves.value
 
 
-def assert_rounding_explains(budget: Budget) -> None:
+def assert_rounding_explains(budget: Budget, least: float = 1e-5) -> None:
     """In bfloat16, of a healthy run: no fault, and the engine's code is the trainer's, but for rounding."""
     total = budget.error.value - 1
-    assert 1e-5 < total < 0.05
+    assert least <= total < 0.05
     assert sum(bar.adds.value for bar in budget.bars) == pytest.approx(total, abs=1e-12)
     assert moved(budget, "weights_before") > 1 + 3 * total
     assert budget.cause != "weights_before"
     code = [bar.adds.value for bar in budget.bars if bar.key == "engine_float32"]
-    assert code and abs(code[0]) < 0.05 * total
+    assert code and abs(code[0]) <= 0.05 * total

@@ -13,7 +13,9 @@ WITH_VLLM = importlib.util.find_spec("vllm") is not None
 
 def test_of_the_torch_engine(tmp_path: Path) -> None:
     budget = budget_of(tmp_path, "policy.dtype=bfloat16", "cluster.gpus_per_node=1")
-    assert_rounding_explains(budget)
+    assert_rounding_explains(
+        budget, least=0
+    )  # so small a model decodes to the bit what it computes in one pass
     assert 1 < moved(budget, "float32") < 1.05
     for key in ("logprobs_chunked", "logprobs_triton", "packed", "engine_torch"):
         assert moved(budget, key) < 1.05
