@@ -85,7 +85,7 @@ def launch(
     scheduler = make_scheduler(settings, jobs)
     console = _console()
     if scheduler is None:
-        make_engine(launcher or "local", jobs)  # refuses a name that none has
+        make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
     if dry_run:
         from abrun.launch.preview import preview, preview_of_jobs
 

@@ -138,9 +138,7 @@ def _stuck(pid: int) -> str | None:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
-    return {"T": "a process that a signal has stopped", "D": "a call of the system that does not return"}.get(
-        state
-    )
+    return STUCK.get(state)
 
 
 def _place(stack: Path) -> str:

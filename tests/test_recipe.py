@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import os
 import random
 import shutil
@@ -923,3 +924,9 @@ def test_a_margin_that_is_none_is_one_line(margin: str) -> None:
     line = refused(SMALL, f"compare.primary=[{{metric: x, margin: {margin}}}]")
     assert "compare.primary.0.margin: got " in line and "allowed: a number above 0, or such as" in line
     assert "more)" not in line
+
+
+@pytest.mark.parametrize("project", ["", "team/project", "what?", "a\tb", "x" * 129])
+def test_a_project_that_wandb_refuses_is_refused_before_the_runs(project: str) -> None:
+    with pytest.raises(RecipeError, match=r"wandb\.project: got .*; allowed: 1 to 128 characters"):
+        load_recipe(SMALL, [f"wandb={json.dumps({'project': project})}"])

@@ -40,7 +40,7 @@ def launch_or_hand_over(
             plan,
             runs_dir,
             observer=observer,
-            launcher=launcher or "local",
+            launcher="local" if launcher is None else launcher,
             name=name,
             jobs=jobs,
             resume=resume,

@@ -116,10 +116,10 @@ def launch(
     return Outcome(statuses=statuses, stopped_by=stopped_by)
 
 
-def refuse_impossible(plan: Plan, refusals: list[str]) -> None:
+def refuse_impossible(plan: Plan, refusals: list[str], shown_by: str = ": --dry-run shows them") -> None:
     """Raises LaunchError, one line, where there are reasons why a plan cannot run."""
     if refusals:
-        more = f" (and {len(refusals) - 1} more: --dry-run shows them)" if len(refusals) > 1 else ""
+        more = f" (and {len(refusals) - 1} more{shown_by})" if len(refusals) > 1 else ""
         raise LaunchError(f"{plan.recipe.name}: {refusals[0]}{more}")
 
 

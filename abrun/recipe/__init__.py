@@ -28,7 +28,7 @@ from abrun.recipe.command import (
 )
 from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
 from abrun.recipe.exported import Exported, JobSet, SkyPilot
-from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings
+from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings, limit_s
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
 from abrun.recipe.policy import (
     DIMENSIONS,
@@ -130,6 +130,7 @@ __all__ = [
     "heads_misfit",
     "invocation",
     "launcher_settings",
+    "limit_s",
     "load_recipe",
     "megatron_misfit",
     "megatron_refusal",

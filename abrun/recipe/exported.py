@@ -5,10 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from abrun.recipe.section import Count, Section, line_of_text
+from abrun.recipe.section import Count, Section, line_of_text, word
 from abrun.redaction import shortened
 
-WORDS = ("image", "claim", "volume", "namespace", "queue", "gpu", "memory", "accelerator", "python")
+WORDS = ("image", "claim", "volume", "namespace", "queue", "gpu", "memory")
+VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
+# What Kubernetes' server checks beyond its schema: names of objects, keys and values of labels
+OBJECT = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+LABEL = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
 class Exported(Section):
@@ -27,7 +31,12 @@ class Exported(Section):
     @field_validator(*WORDS, check_fields=False)
     @classmethod
     def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else line_of_text(value)
+        return value if value is None else word(value)
+
+    @field_validator("python")
+    @classmethod
+    def _is_a_line(cls, value: str) -> str:
+        return line_of_text(value)
 
     @field_validator("secrets", "setup")
     @classmethod
@@ -55,6 +64,38 @@ class JobSet(Exported):
     gpu: str = "nvidia.com/gpu"  # what the cluster calls a GPU
     memory: str | None = None  # of a run on each node, as Kubernetes takes it: 64Gi
 
+    @field_validator("claim", "queue", "secrets")
+    @classmethod
+    def _are_names_of_objects(cls, names: str | list[str] | None) -> str | list[str] | None:
+        for name in [names] if isinstance(names, str) else names or []:
+            if len(name) > 253 or not re.fullmatch(OBJECT, name):
+                raise ValueError(f"got {shortened(name)}; allowed: small letters, digits, '-' and '.'")
+        return names
+
+    @field_validator("gpu")
+    @classmethod
+    def _is_a_resource(cls, name: str) -> str:
+        return _key_of_a_label(name)
+
+    @field_validator("node_selector")
+    @classmethod
+    def _are_labels(cls, labels: dict[str, str]) -> dict[str, str]:
+        for key, value in labels.items():
+            _key_of_a_label(key)
+            if value and not re.fullmatch(LABEL, value):
+                raise ValueError(
+                    f"got {shortened(value)}; allowed: a label's value: letters, digits, '-', '_' and '.', "
+                    "at most 63"
+                )
+        return labels
+
+
+def _key_of_a_label(key: str) -> str:
+    prefix, slash, name = key.rpartition("/")
+    if not re.fullmatch(LABEL, name) or (slash and not re.fullmatch(OBJECT, prefix)):
+        raise ValueError(f"got {shortened(key)}; allowed: such as nvidia.com/gpu, at most 63 after the '/'")
+    return key
+
 
 class SkyPilot(Exported):
     """Task files for SkyPilot. `secrets`: environment variables that `sky` is to pass on."""
@@ -67,10 +108,20 @@ class SkyPilot(Exported):
     # Any other resources of a task: {infra: k8s, use_spot: true, memory: 64+}
     resources: dict[str, str | int | float | bool] = Field(default={})
 
+    @field_validator("accelerator")
+    @classmethod
+    def _has_no_count(cls, accelerator: str | None) -> str | None:
+        if accelerator is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", accelerator):
+            raise ValueError(
+                f"got {shortened(accelerator)}; allowed: a name such as H100; how many, says "
+                "cluster.gpus_per_node"
+            )
+        return accelerator
+
     @field_validator("secrets")
     @classmethod
     def _secrets_are_variables(cls, names: list[str]) -> list[str]:
-        wrong = [name for name in names if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]
+        wrong = [name for name in names if not re.fullmatch(VARIABLE, name)]
         if wrong:
             raise ValueError(f"got {shortened(wrong[0])}; allowed: names of environment variables")
         return names

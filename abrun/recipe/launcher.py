@@ -1,5 +1,6 @@
 """What starts the runs: this machine, or a cluster that queues jobs, with what a user's own profile adds."""
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -9,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
-from abrun.recipe.exported import JobSet, SkyPilot
+from abrun.recipe.exported import VARIABLE, JobSet, SkyPilot
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, validated
-from abrun.recipe.section import Count, Section, line_of_text
+from abrun.recipe.section import Count, Section, line_of_text, word
 from abrun.regular_files import read_regular
 
 TIME = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
@@ -92,10 +93,15 @@ class Slurm(Section):
             )
         return time
 
-    @field_validator("account", "partition", "qos", "constraint", "interface", "python")
+    @field_validator("account", "partition", "qos", "constraint", "python")
+    @classmethod
+    def _is_a_line(cls, value: str | None) -> str | None:
+        return value if value is None else line_of_text(value)
+
+    @field_validator("interface")
     @classmethod
     def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else line_of_text(value)
+        return value if value is None else word(value)
 
     @field_validator("setup")
     @classmethod
@@ -110,7 +116,7 @@ class Slurm(Section):
                 raise ValueError(
                     f"got {shortened(name)}; allowed: a long option without its dashes: mem, exclude"
                 )
-            if name in TAKEN:
+            if any(taken.startswith(name) for taken in TAKEN):  # sbatch takes beginnings of names, too
                 raise ValueError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
             line_of_text(str(value))
         return options
@@ -142,10 +148,23 @@ class Ray(Section):
             )
         return address
 
-    @field_validator("interface", "python")
+    @field_validator("python")
+    @classmethod
+    def _is_a_line(cls, value: str | None) -> str | None:
+        return value if value is None else line_of_text(value)
+
+    @field_validator("interface")
     @classmethod
     def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else line_of_text(value)
+        return value if value is None else word(value)
+
+    @field_validator("env")
+    @classmethod
+    def _env_is_of_variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if not re.fullmatch(VARIABLE, name):
+                raise ValueError(f"got {shortened(name)}; allowed: names of environment variables")
+        return env
 
     @field_validator("resources")
     @classmethod
@@ -166,6 +185,17 @@ LAUNCHERS: dict[str, type[LauncherSettings]] = {
 }
 
 
+def limit_s(time: str) -> float:
+    """The seconds of a limit as sbatch takes it (`TIME`); infinite for '0', which is none."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = parts + [0] * (3 - len(parts))
+    else:
+        hours, minutes, seconds = ([0] if len(parts) < 3 else []) + parts + ([0] if len(parts) == 1 else [])
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
+
+
 def profile_path() -> Path:
     """The user's own defaults of launchers: a mapping of their types to their fields."""
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -177,7 +207,8 @@ def launcher_settings(declared: LauncherSettings | None, kind: str | None) -> La
 
     None for a name that no recipe may say. Raises RecipeError where profile and recipe do not fit.
     """
-    kind = kind or (declared.type if declared else "local")
+    if kind is None:
+        kind = declared.type if declared else "local"
     if kind not in LAUNCHERS:
         return None
     path = profile_path()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
@@ -77,6 +78,15 @@ class Wandb(Section):
 
     project: str = "abrun"
     entity: str | None = None
+
+    @field_validator("project", "entity")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[^/\\#?%:\s]([^/\\#?%:\t\n\r]{0,126}[^/\\#?%:\s])?", name):
+            raise ValueError(
+                f"got {shortened(name)}; allowed: 1 to 128 characters, none of them one of / \\ # ? % :"
+            )
+        return name
 
 
 class Limits(Section):

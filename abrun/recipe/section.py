@@ -18,6 +18,13 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def word(value: str) -> str:
+    """The value itself, where nothing in it is a space. Raises ValueError, for validators."""
+    if not value.isprintable() or value.split() != [value]:
+        raise ValueError(f"got {shortened(value)}; allowed: one word, without spaces")
+    return value
+
+
 def line_of_text(value: str) -> str:
     """The value itself, where it is one line. Raises ValueError, for validators."""
     if not value.strip() or not value.isprintable():

@@ -1,5 +1,6 @@
 """`abrun export`: refused, or written whole after every manifest has passed its engine's schema."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
         raise LaunchError(f"--to: got {engine!r}; allowed: {', '.join(ENGINES)}")
     declared = plan.recipe.launcher
     asked = Export(plan=plan, name=name, settings=launcher_settings(declared, engine))
-    refuse_impossible(plan, [*anywhere_refusals(plan), *_commands(plan), *ENGINES[engine].refusals(asked)])
+    refusals = [*anywhere_refusals(plan), *_commands(plan), *ENGINES[engine].refusals(asked)]
+    refuse_impossible(plan, refusals, shown_by="")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LaunchError(
             f"{folder}: is here already, and not an empty folder; remove it, or choose another -o"
@@ -47,7 +49,7 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
     count = f"{len(documents)} manifest{'' if len(documents) == 1 else 's'}"
     return (
         f"{folder}: {count}, {NEVER}: checked against {AGAINST[engine]}, and no engine has seen them. "
-        f"Submit them with: sh {folder / 'submit.sh'}"
+        f"Submit them with: sh {shlex.quote(str(folder / 'submit.sh'))}"
     )
 
 

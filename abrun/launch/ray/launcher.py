@@ -141,12 +141,12 @@ class RayJobs:
             return self._of_a_job(state, known)
         if state.status not in AT_WORK:
             return state
+        if self._said.get("cancelled") or (known and known.status == "STOPPED"):
+            message = f"job {job} was stopped; continue with --resume"
+            return replace(state, status="interrupted", message=message)
         if known is None:
             why = f"job {job} is no longer known at {self._said['url']}, as when a head has been restarted"
             return replace(state, status="failed", message=f"{why}; continue with --resume")
-        if known.status == "STOPPED" or self._said.get("cancelled"):
-            message = f"job {job} was stopped; continue with --resume"
-            return replace(state, status="interrupted", message=message)
         return replace(state, status="failed", message=f"job {job} ended: {self._last_words(known)}")
 
     def cancel(self) -> None:

@@ -16,7 +16,7 @@ from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan, pairs
 from abrun.processes import STARVED
-from abrun.recipe import CommandRunConfig, Slurm
+from abrun.recipe import CommandRunConfig, Slurm, limit_s
 from abrun.store import RunDir, RunState
 
 ASK_EVERY_S = 5.0
@@ -41,6 +41,12 @@ class SlurmLauncher:
                     f"arm {run.name.arm}: cluster.nodes: got {config.cluster.nodes} with trainer.type "
                     "'command', not built yet; use nodes: 1"
                 )
+        time, save_s = self._settings.time, self._settings.save_s
+        if time and save_s >= limit_s(time):  # it would be told to stop as it begins, again and again
+            lines.append(
+                f"launcher.save_s: got {save_s}, and launcher.time, {time!r}, is {limit_s(time):.0f} s; "
+                "allowed: less than that: lower it, or ask for more time"
+            )
         return list(dict.fromkeys(lines)) or self._refused_by_slurm(plan)
 
     def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
@@ -220,6 +226,9 @@ class SlurmJobs:
             return replace(state, status="waiting", message=message)
         if state.status not in AT_WORK:
             return state
+        if task is None and state.status == "pending" and self._record.get("cancelled"):
+            message = f"job {job} was cancelled while it waited; continue with --resume"
+            return replace(state, status="interrupted", message=message)
         ended = f"job {task.name} ended: {task.state}" if task else f"job {job} is no longer in Slurm's queue"
         ended += STARVED if task and task.state == "OUT_OF_MEMORY" else ""
         if task and task.state == "CANCELLED":
@@ -236,7 +245,8 @@ class SlurmJobs:
     def cancel(self) -> None:
         """Take back what waits, and let what runs save a checkpoint and end."""
         record = jobs.read_record(self._experiment_dir)
-        jobs.write_record(self._experiment_dir, {**record, "cancelled": True})
+        self._record = {**record, "cancelled": True}
+        jobs.write_record(self._experiment_dir, self._record)
         self._known()
         commands.cancel(self.ids)
         self._asked_s = None

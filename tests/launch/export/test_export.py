@@ -173,6 +173,14 @@ def _put(document: Any, path: tuple[Any, ...], value: Any) -> None:
         ("jobset", ["launcher={type: jobset, imagee: x}"], "did you mean 'image'"),
         ("jobset", ["launcher={type: jobset, image: x, claim: y, memory: lots}"], "'lots'"),
         ("jobset", ["launcher={type: jobset, image: x, claim: y, namespace: A_b}"], "'A_b' does not match"),
+        ("jobset", ["launcher={type: jobset, image: a b}"], "launcher.image: got 'a b'; allowed: one word"),
+        ("jobset", ["launcher={type: jobset, claim: A_b}"], "launcher.claim: got 'A_b'; allowed: small"),
+        ("jobset", ["launcher={type: jobset, queue: Q_}"], "launcher.queue: got 'Q_'; allowed: small"),
+        ("jobset", ["launcher={type: jobset, secrets: [a b]}"], "secrets: got 'a b'; allowed: small"),
+        ("jobset", ["launcher={type: jobset, gpu: a/b/c}"], "launcher.gpu: got 'a/b/c'; allowed: such as"),
+        ("jobset", ["launcher={type: jobset, node_selector: {a: b c}}"], "node_selector: got 'b c'; allowed"),
+        ("jobset", ["launcher={type: jobset, node_selector: {a b: c}}"], "node_selector: got 'a b'; allowed"),
+        ("skypilot", ["launcher={type: skypilot, accelerator: 'H100:8'}"], "got 'H100:8'; allowed: a name"),
         ("skypilot", [TWO_NODES], "launcher.accelerator: missing; arm baseline has 8 GPUs a node"),
         ("skypilot", ["launcher={type: skypilot, resources: {cpus: 3}}"], "got cpus, which abrun sets"),
         ("skypilot", ["launcher={type: skypilot, resources: {use_spott: true}}"], "'use_spott' was"),
@@ -186,6 +194,14 @@ def test_bad_input_is_one_line_and_writes_nothing(
         exported(tmp_path / "out", engine, *settings)
     assert words in str(refused.value) and "\n" not in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_an_export_tells_to_do_can_be_done(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as refused:
+        exported(tmp_path / "out", "jobset")
+    assert "dry-run" not in str(refused.value)  # which it has not
+    plan = make_plan(load_recipe(SMALL, [JOBSET]))
+    assert export(plan, "jobset", tmp_path / "a b", "small").endswith(f"sh '{tmp_path}/a b/submit.sh'")
 
 
 def test_a_launch_is_refused_what_can_only_be_exported(

@@ -21,7 +21,7 @@ from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
 from abrun.plan import Plan, make_plan
-from abrun.recipe import launcher_settings, load_recipe
+from abrun.recipe import launcher_settings, limit_s, load_recipe
 from abrun.store import RunDir, RunState, run_state
 from tests.launch.fakes import FAKE, Silent
 from tests.launch.test_local import SMALL
@@ -296,6 +296,37 @@ def test_a_run_at_work_whose_job_has_ended_is_dead(slurm: Path, tmp_path: Path) 
     assert seen(experiment_dir).status == "waiting"
 
 
+def test_what_was_cancelled_while_it_waited_has_not_failed_once_slurm_forgets_it(
+    slurm: Path, tmp_path: Path
+) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    jobs = queued_jobs(experiment_dir)
+    assert jobs is not None
+    jobs.cancel()
+    (slurm / "queue").write_text("")
+    assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
+        "interrupted",
+        "job 101 was cancelled while it waited; continue with --resume",
+    )
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400), ("2:30", 150), ("2:00:05", 7205), ("1-12", 129600), ("1-0:30", 88200),
+        ("1-0:0:1", 86401), ("0", float("inf")),
+    ],
+)  # fmt: skip
+def test_a_limit_is_read_as_sbatch_reads_it(time: str, seconds: float) -> None:
+    assert limit_s(time) == seconds
+
+
+def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(slurm: Path, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"launcher\.save_s: got 120, and launcher\.time, '2', is 120 s;"):
+        submit(planned("launcher={type: slurm, time: '2'}"), tmp_path)
+    assert not (slurm / "queue").exists() and not (tmp_path / "runs").exists()
+
+
 def test_where_slurm_does_not_answer_the_run_directory_does(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,6 +494,10 @@ def test_a_bad_profile_is_one_line(text: str, line: str, slurm: Path, tmp_path: 
         ("{type: pbs}", "launcher.type: got 'pbs'; allowed: 'local', 'slurm'"),
         ("{type: slurm, time: tomorrow}", "launcher.time: got 'tomorrow'; allowed: such as '90' (minutes)"),
         ("{type: slurm, sbatch: {nodes: 2}}", "launcher.sbatch: got nodes, which abrun sets itself"),
+        ("{type: slurm, sbatch: {arr: 0-1}}", "launcher.sbatch: got arr, which abrun sets itself"),
+        ("{type: slurm, interface: ib0 ib1}", "launcher.interface: got 'ib0 ib1'; allowed: one word"),
+        ("{type: ray, interface: ib0 ib1}", "launcher.interface: got 'ib0 ib1'; allowed: one word"),
+        ("{type: ray, env: {A B: x}}", "launcher.env: got 'A B'; allowed: names of environment"),
         (
             "{type: slurm, sbatch: {--mem: 2G}}",
             "launcher.sbatch: got '--mem'; allowed: a long option without",
@@ -525,6 +560,11 @@ def test_a_dry_run_shows_the_scripts_and_submits_nothing(slurm: Path, tmp_path: 
     assert queue(slurm) == [] and not (tmp_path / "runs").exists()
     code, said, _ = run("launch", SMALL, "--launcher", "slurm", "--dry-run", "--set", "cluster.cpu_ranks=16")
     assert "Why it cannot run there" in said and "Requested node configuration is not available" in said
+
+
+def test_an_empty_name_of_a_launcher_is_none(run: Cli) -> None:
+    code, _, errors = run("launch", SMALL, "--launcher", "")
+    assert code == 2 and "--launcher: got ''; allowed: local, slurm, ray" in errors
 
 
 def test_the_local_launcher_does_not_detach(run: Cli) -> None:
