@@ -132,6 +132,14 @@ def refused(path: Path, *overrides: str) -> str:
             ["algorithm.ratio", "'on_policy'", "6 optimizer steps", "ratio: old"],
         ),
         (
+            "policy={compile: true, backend: {type: megatron}}",
+            ["policy.compile", "'megatron'", "compile: false", "type: dtensor"],
+        ),
+        (
+            "policy={compile: true, backend: {context_parallel: 2}}",
+            ["policy.compile", "'dtensor'", "a replica of many ranks", "compile: false"],
+        ),
+        (
             "algorithm={type: grpo, dynamic_sampling: {}, advantage_baseline: batch_mean}",
             ["algorithm.dynamic_sampling", "'batch_mean'", "leave_one_out", "dynamic_sampling: null"],
         ),

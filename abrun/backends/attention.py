@@ -139,5 +139,6 @@ def _mask(span: Span, device: torch.device) -> Tensor | None:  # [1, 1, queries,
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-AttentionInterface.register(ATTENTION, _attention)
+# A stream's sequences are other Python numbers in each microbatch, and each would be compiled for.
+AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

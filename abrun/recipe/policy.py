@@ -201,6 +201,7 @@ class Policy(Section):
     packing: bool = False  # sequences of a microbatch one after the other, without padding
     micro_batch_tokens: Count | None = None  # with packing: at most so many a microbatch, or one sequence
     activation_checkpointing: bool = False
+    compile: bool = False  # each layer by torch.compile; on dtensor, where a replica is one rank
     # Of a mixture of experts: the weight of the loss that balances experts over the global batch of an update
     router_aux_loss_coefficient: NonNegative = 0.0
     replay_routing: bool = False  # updates send tokens to the experts that the old log-probs' pass chose
@@ -209,6 +210,16 @@ class Policy(Section):
     @classmethod
     def _dtensor_need_not_be_named(cls, backend: Any) -> Any:
         return {"type": "dtensor", **backend} if isinstance(backend, dict) else backend
+
+    @model_validator(mode="after")
+    def _what_is_compiled_is_on_one_rank(self) -> Self:
+        if self.compile and (self.backend.type != "dtensor" or self.backend.is_spread):
+            raise ValueError(
+                f"policy.compile: got true with backend {self.backend.type!r}"
+                f"{' and a replica of many ranks' * (self.backend.type == 'dtensor')}; use compile: false, "
+                "or type: dtensor without tensor, context and expert parallelism"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_size_of_microbatches(self) -> Self:

@@ -364,6 +364,40 @@ def test_activation_checkpointing_gives_the_same_gradients_by_a_second_forward(g
     assert_same(found[True], found[False])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+@pytest.mark.parametrize(
+    "more", [{}, {"packing": True, "micro_batch_tokens": 40}, KEPT | {"packing": True}], ids=str
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
+    kind: str, more: dict[str, Any], checkpointing: bool, group: None
+) -> None:
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    found = {}
+    for compiled in (False, True):
+        counters.clear()
+        settings = {"activation_checkpointing": checkpointing, **more}
+        backend = make_backend(kind, optimizer=OPTIMIZER, compile=compiled, **settings)
+        norms = train(backend, 0, 1)
+        graphs = counters["stats"]["unique_graphs"]
+        train(backend, 0, 1)
+        assert counters["stats"]["unique_graphs"] == graphs <= 4 * compiled and (graphs > 0) == compiled
+        backend.logprobs(some_batch())
+        graphs = counters["stats"]["unique_graphs"]
+        token_ids = torch.tensor([[5, 6, 7]])
+        with backend.decoding() as decoder, torch.no_grad():
+            logits, _ = decoder(token_ids, torch.ones_like(token_ids), torch.arange(3)[None], None)
+        assert counters["stats"]["unique_graphs"] == graphs
+        found[compiled] = norms, logits, {name: weight.clone() for name, weight in backend.weights()}
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-3)
+    torch.testing.assert_close(found[True][1], found[False][1], rtol=1e-2, atol=1e-2)
+    assert_same(found[True][2], found[False][2], rtol=1e-2, atol=1e-2)
+
+
 def test_bfloat16_computes_near_and_keeps_float32_weights(group: None) -> None:
     batch = some_batch()
     exact, near = make_backend(), make_backend(dtype="bfloat16")

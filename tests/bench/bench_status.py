@@ -9,6 +9,8 @@ the least and the most.
 """
 
 import argparse
+import contextlib
+import io
 import statistics
 import subprocess
 import sys
@@ -80,7 +82,8 @@ def write_finished(experiment_dir: Path, num_runs: int, num_steps: int, num_runn
             writer.metrics(step, METRICS)
         writer.heartbeat(num_steps)
         if index >= num_running:
-            writer.finish(num_steps)
+            with contextlib.redirect_stdout(io.StringIO()):  # of a run its last line
+                writer.finish(num_steps)
             run.end_launch("finished", None, exit_code=0, signal=None)
 
 

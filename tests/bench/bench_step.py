@@ -1,6 +1,7 @@
 """A whole training step on one GPU, generation included: abrun's two engines, and TRL with vLLM and Liger.
 
     python tests/bench/bench_step.py                    # one GPU; needs vllm, trl and liger-kernel
+    python tests/bench/bench_step.py --only abrun-vllm --set policy.compile=true
     python tests/bench/bench_step.py --device cpu       # the script's own logic, on a tiny model
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) by GRPO in bfloat16 on the same prompts:
@@ -88,34 +89,37 @@ def prompts(shapes: Shapes) -> list[str]:
     ]
 
 
-def run_abrun(engine: str, shapes: Shapes, device: str, work: Path) -> list[dict[str, float]]:
+def run_abrun(
+    engine: str, shapes: Shapes, device: str, work: Path, overrides: list[str]
+) -> list[dict[str, float]]:
     """Seconds of each step, whole and by phase."""
     from abrun import store
     from abrun.layout import RunName
-    from abrun.recipe import OwnRunConfig
+    from abrun.recipe import OwnRunConfig, overridden
 
     data = work / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": one, "answer": "7"}) + "\n" for one in prompts(shapes)))
-    config = OwnRunConfig.model_validate(
-        {
-            "algorithm": {"type": "grpo", "prompts_per_step": shapes.prompts, "group_size": shapes.group},
-            "model": {"path": str(work / "model")},
-            "policy": {
-                "dtype": "bfloat16" if device == "cuda" else "float32",
-                "activation_checkpointing": True,
-                "packing": True,
-                "backend": {"type": "dtensor", "keep_gathered": True},
-                "micro_batch_tokens": shapes.micro_batch * (shapes.prompt_words + shapes.completion_tokens),
-                "logprobs": {"impl": "triton" if device == "cuda" else "chunked"},
-                "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0},
-            },
-            "rollout": {"engine": engine, "max_new_tokens": shapes.completion_tokens},
-            "task": {"type": "jsonl", "path": str(data)},
-            "steps": STEPS,
-            "checkpoint": {"every": 10 * STEPS},
-            "cluster": {"gpus_per_node": int(device == "cuda")},
-        }
-    )
+    tree: dict[str, Any] = {
+        "algorithm": {"type": "grpo", "prompts_per_step": shapes.prompts, "group_size": shapes.group},
+        "model": {"path": str(work / "model")},
+        "policy": {
+            "dtype": "bfloat16" if device == "cuda" else "float32",
+            "activation_checkpointing": True,
+            "packing": True,
+            "backend": {"type": "dtensor", "keep_gathered": True},
+            "micro_batch_tokens": shapes.micro_batch * (shapes.prompt_words + shapes.completion_tokens),
+            "logprobs": {"impl": "triton" if device == "cuda" else "chunked"},
+            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0},
+        },
+        "rollout": {"engine": engine, "max_new_tokens": shapes.completion_tokens},
+        "task": {"type": "jsonl", "path": str(data)},
+        "steps": STEPS,
+        "checkpoint": {"every": 10 * STEPS},
+        "cluster": {"gpus_per_node": int(device == "cuda")},
+    }
+    for override in overrides:
+        tree = overridden(tree, override)
+    config = OwnRunConfig.model_validate(tree)
     run = store.RunDir(work / f"abrun-{engine}")
     name = RunName(arm="baseline", seed=0)
     run.write_record(
@@ -211,6 +215,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=list(SHAPES), default="cuda")
     parser.add_argument("--only", nargs="*", choices=CANDIDATES, default=CANDIDATES)
+    parser.add_argument("--set", action="append", default=[], help="key=value for abrun's candidates")
     parser.add_argument("--trl", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.trl:
@@ -228,7 +233,7 @@ def main() -> None:
                 continue
             try:
                 if trainer == "abrun":
-                    rows = run_abrun(engine, shapes, asked.device, Path(folder))
+                    rows = run_abrun(engine, shapes, asked.device, Path(folder), asked.set)
                 else:
                     rows = run_trl(engine == "vllm", shapes, asked.device, Path(folder))
             except RuntimeError as error:

@@ -20,6 +20,7 @@ from tests.train.runs import single_rank
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = load_recipe(RECIPES / "fused-logprobs-memory.yaml")
+WITH_OLD_PASS = load_recipe(RECIPES / "fused-logprobs-memory.yaml", ["algorithm.ratio=old"])
 VOCABULARY = 32_768
 
 
@@ -41,7 +42,7 @@ def measured_here(
 
 def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("abrun.memory.profile.probe", measured_here)
-    profile = measure_recipe(RECIPE, tmp_path, lengths=[32, 256])
+    profile = measure_recipe(WITH_OLD_PASS, tmp_path, lengths=[32, 256])
     peaks = {(p.arm, p.length): p for p in profile.peaks}
     assert list(peaks) == [("baseline", 32), ("treatment", 32), ("baseline", 256), ("treatment", 256)]
     grown = {

@@ -120,7 +120,7 @@ def test_what_a_failed_import_hides_is_told() -> None:
 
     def told(message: str) -> str:
         said = {"message": {"message": message, "extraInfo": {"py_callstack": callstack}}}
-        return words(SimpleNamespace(error_file_data=said, exitcode=1), None)  # pyright: ignore
+        return words(SimpleNamespace(error_file_data=said, exitcode=1), "", None)  # pyright: ignore
 
     message = "ModuleNotFoundError: Could not import module 'X'"
     assert told(message) == f"{message} (from RuntimeError: operator torchvision::nms does not exist)"

@@ -28,6 +28,7 @@ from abrun.backends.dtensor.fsdp import (
     shard,
     shard_layers,
 )
+from abrun.backends.dtensor.layers import prepare_layers
 from abrun.backends.dtensor.routing import Routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
@@ -162,11 +163,10 @@ class DtensorBackend:
         if self._tensor:
             self._tensor.spread(network, facts, experts_are_spread=ranks.experts is not None)
         self._hidden_size = facts.head.in_features
-        if policy.activation_checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
         self._routing = Routing(network)
         check_routing(policy, network, self._routing.num_layers)
         self._experts = spread_experts(network, ranks, policy.dtype)
+        prepare_layers(facts.layers, policy)
         shard_layers(facts.layers, ranks.weights, policy.dtype)
         # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
         shard(self.module, ranks.weights, policy.dtype, reshard_after_forward=None if trainable else True)
@@ -233,6 +233,8 @@ class DtensorBackend:
         self.module.eval()
         try:
             with contextlib.ExitStack() as gathered:
+                if self.settings.compile:
+                    gathered.enter_context(torch.compiler.set_stance("force_eager"))
                 if self._tensor:
                     gathered.enter_context(self._tensor.whole_sequences())
                 for experts in self._experts:

@@ -19,6 +19,7 @@ from abrun.backends.dtensor.fsdp import (
     shard,
     shard_layers,
 )
+from abrun.backends.dtensor.layers import prepare_layers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.head import initial_value_weight
 from abrun.backends.packing import Packing, microbatches, packing_for
@@ -149,8 +150,6 @@ class DtensorValueModel:
 
     def _sharded(self, network: Any) -> Backbone:
         enable_streams(network, self._policy)
-        if self._policy.activation_checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
         facts = facts_of(network)
         module = Backbone(facts.base)
         if not facts.head.weight.is_meta:
@@ -158,6 +157,7 @@ class DtensorValueModel:
         if self._tensor:
             self._tensor.spread(network, facts, experts_are_spread=self._ranks.experts is not None)
         spread_experts(network, self._ranks, self._policy.dtype)
+        prepare_layers(facts.layers, self._policy)
         shard_layers(facts.layers, self._ranks.weights, self._policy.dtype)
         shard(module, self._ranks.weights, self._policy.dtype)
         materialise(module, network, self._ranks.device)
