@@ -84,7 +84,7 @@ def render(script: Script, experiment_dir: Path, settings: Slurm, *, at_once: in
         "--requeue",
         "--open-mode=append",
         f"--signal=B:USR1@{settings.save_s}",
-        f"--output={experiment_dir / FOLDER / script.name}{'' if script.warm_start else '-%a'}.log",
+        f"--output={_log(experiment_dir, script.name)}{'' if script.warm_start else '-%a'}.log",
     ]
     argv = [settings.python if settings.python and not settings.container else sys.executable]
     argv += ["-m", "abrun.launch.slurm.allocation", str(experiment_dir)]
@@ -103,7 +103,7 @@ def render(script: Script, experiment_dir: Path, settings: Slurm, *, at_once: in
 def render_compare(experiment_dir: Path, settings: Slurm) -> str:
     """The text of the job that compares the arms once all others have ended."""
     options = ["--nodes=1", "--ntasks=1", "--open-mode=append"]
-    options.append(f"--output={experiment_dir / FOLDER / 'compare.log'}")
+    options.append(f"--output={_log(experiment_dir, 'compare')}.log")
     argv = [sys.executable, "-m", "abrun", "compare", str(experiment_dir)]
     return _script(experiment_dir, "compare", options, settings, [f"exec {shlex.join(argv)}"])
 
@@ -127,6 +127,11 @@ def _script(
     setup = [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
     body = [f"cd {shlex.quote(os.getcwd())} || exit", *setup, *settings.setup, *lines]
     return "\n".join(["#!/bin/bash", *header, "", *body, ""])
+
+
+def _log(experiment_dir: Path, name: str) -> str:
+    """A log without its ending, for --output, where Slurm replaces what follows a '%'."""
+    return str(experiment_dir / FOLDER / name).replace("%", "%%")
 
 
 def _quoted(option: str) -> str:

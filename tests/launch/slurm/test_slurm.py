@@ -310,6 +310,12 @@ def test_what_was_cancelled_while_it_waited_has_not_failed_once_slurm_forgets_it
     )
 
 
+def test_a_folder_with_a_percent_sign_is_no_pattern_of_slurm(slurm: Path, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path / "50 %u")
+    script = (experiment_dir / "_slurm" / "pairs.sh").read_text()
+    assert f'--output="{tmp_path}/50 %%u/small/_slurm/pairs-%a.log"' in script
+
+
 @pytest.mark.parametrize(
     ("time", "seconds"),
     [
