@@ -363,7 +363,7 @@ def test_the_kl_to_go_comes_off_each_tokens_reward(
     rows = train(tmp_path / "run", warm_weights, *settings, *FAMILY["reinforce++"])
     assert rows[1]["train/kl_penalty"] == 0  # the reference is the initial policy
     for sampled, batch, row in zip(drawn, seen, rows.values(), strict=True):
-        assert batch.reference_logprobs is not None
+        assert batch.reference_logprobs is not None and batch.old_logprobs is not None
         log_ratio = (batch.old_logprobs - batch.reference_logprobs).tolist()
         rewards, to_go = sampled.rewards.tolist(), []
         for index, mask in enumerate(batch.token_mask.tolist()):
