@@ -50,6 +50,7 @@ def fake_wandb(folder: Path, **calls: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_offline_mode_writes_an_offline_run(tmp_path: Path) -> None:
     assert train(tmp_path / "run", {"WANDB_MODE": "offline"}) == []
     (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
