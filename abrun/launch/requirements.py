@@ -94,6 +94,16 @@ def refusals(plan: Plan, machine: Machine, num_jobs: int | None) -> list[str]:
     return lines + reference_refusals(plan)
 
 
+def foreign_refusals(plan: Plan) -> list[str]:
+    """Why a cluster's jobs could not run the foreign trainers of the plan."""
+    return [
+        f"arm {run.name.arm}: cluster.nodes: got {run.config.cluster.nodes} with trainer.type 'command', not "
+        "built yet; use nodes: 1"
+        for run in plan.runs
+        if isinstance(run.config, CommandRunConfig) and run.config.cluster.nodes > 1
+    ]
+
+
 def anywhere_refusals(plan: Plan) -> list[str]:
     """What no machine could run: all that a login node can say of nodes that it does not know."""
     configs = {run.name.arm: run.config for run in plan.runs}

@@ -14,9 +14,9 @@ from typing import Any
 
 from abrun.errors import LaunchError
 from abrun.launch.ray import client, record
-from abrun.launch.requirements import anywhere_refusals
+from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.plan import Plan
-from abrun.recipe import CommandRunConfig, Ray
+from abrun.recipe import Ray
 from abrun.store import RunState
 
 ASK_EVERY_S = 2.0
@@ -33,14 +33,7 @@ class RayLauncher:
 
     def refusals(self, plan: Plan) -> list[str]:
         """Why no machine could run the plan. Raises LaunchError where no Ray answers."""
-        lines = anywhere_refusals(plan)
-        for run in plan.runs:
-            config = run.config
-            if isinstance(config, CommandRunConfig) and config.cluster.nodes > 1:
-                lines.append(
-                    f"arm {run.name.arm}: cluster.nodes: got {config.cluster.nodes} with trainer.type "
-                    "'command', not built yet; use nodes: 1"
-                )
+        lines = [*anywhere_refusals(plan), *foreign_refusals(plan)]
         if not lines:
             self._url = client.dashboard(self._settings.address)
         return list(dict.fromkeys(lines))

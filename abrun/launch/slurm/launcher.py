@@ -11,12 +11,12 @@ from typing import Any
 from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.queue import Queue
-from abrun.launch.requirements import anywhere_refusals
+from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan, pairs
 from abrun.processes import STARVED
-from abrun.recipe import CommandRunConfig, Slurm, limit_s
+from abrun.recipe import Slurm, limit_s
 from abrun.store import RunDir, RunState
 
 ASK_EVERY_S = 5.0
@@ -33,14 +33,7 @@ class SlurmLauncher:
 
     def refusals(self, plan: Plan) -> list[str]:
         """Why no machine could run the plan, or Slurm never would; finds whether pairs fit an allocation."""
-        lines = anywhere_refusals(plan)
-        for run in plan.runs:
-            config = run.config
-            if isinstance(config, CommandRunConfig) and config.cluster.nodes > 1:
-                lines.append(
-                    f"arm {run.name.arm}: cluster.nodes: got {config.cluster.nodes} with trainer.type "
-                    "'command', not built yet; use nodes: 1"
-                )
+        lines = [*anywhere_refusals(plan), *foreign_refusals(plan)]
         time, save_s = self._settings.time, self._settings.save_s
         if time and save_s >= limit_s(time):  # it would be told to stop as it begins, again and again
             lines.append(
