@@ -98,7 +98,7 @@ def test_help_answers_within_half_a_second() -> None:
     fastest = float("inf")
     for _ in range(6):
         started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "abrun.cli", "--help"], capture_output=True, check=True)
+        subprocess.run([sys.executable, "-m", "abrun", "--help"], capture_output=True, check=True)
         fastest = min(fastest, time.perf_counter() - started)
         if fastest < 0.5:
             return
@@ -181,7 +181,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
 
 
 def test_a_closed_stdout_is_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "abrun.cli", "status", "--runs-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "abrun", "status", "--runs-dir", str(tmp_path)]
     closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

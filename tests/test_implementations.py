@@ -237,7 +237,7 @@ def test_both_are_launched_by_the_quickstart(tmp_path: Path) -> None:
     argv += ["--set", "controls.aa_reruns=0", *(word for one in overrides for word in ("--set", one))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, "-m", "abrun.cli", *argv],
+        [sys.executable, "-m", "abrun", *argv],
         env=environment,
         capture_output=True,
         text=True,

@@ -38,8 +38,8 @@ def main() -> None:
         print(
             f"{options.runs} runs x {options.steps} steps x {options.metrics} metrics: {size / 2**20:.0f} MiB"
         )
-        command = [sys.executable, "-m", "abrun.cli", "compare", str(experiment_dir)]
-        status = [sys.executable, "-m", "abrun.cli", "status", str(experiment_dir)]
+        command = [sys.executable, "-m", "abrun", "compare", str(experiment_dir)]
+        status = [sys.executable, "-m", "abrun", "status", str(experiment_dir)]
         for attempt in range(options.repeats):
             for cache in (*experiment_dir.rglob("metrics.npz"), *experiment_dir.glob("report/*")):
                 cache.unlink()

@@ -21,7 +21,7 @@ pytestmark = [
 
 def abrun(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "abrun.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "abrun", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 

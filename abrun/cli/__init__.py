@@ -1,0 +1,53 @@
+"""The command line: parse, call one function, print."""
+
+import os
+import sys
+from typing import Any
+
+import typer
+from typer.exceptions import TyperException
+
+from abrun.cli import experiments, judging, measuring
+from abrun.cli.app import app, complain
+from abrun.errors import AbrunError
+
+__all__ = [
+    "experiments",
+    "judging",
+    "main",
+    "measuring",
+]  # the modules of commands, which register themselves
+
+
+def main() -> None:
+    """The entry point: every error that a user can mend is one line on stderr and exit code 2."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    if sys.stdout is None:  # closed by the shell, as in `abrun status >&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        return app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
+    except TyperException as error:
+        return complain(_usage(error))
+    except AbrunError as error:
+        return complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `abrun status | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # such as a path that is too long, or a folder that may not be read
+        where = error.filename or "what is written to, perhaps the standard output"
+        return complain(f"{where}: {error.strerror or error}")
+
+
+def _usage(error: Any) -> str:
+    """What typer calls a usage error, in one line."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "abrun"
+    invalid = getattr(error.__cause__, "errors", list)()  # pydantic's, which knows the value
+    got = f"got {invalid[0]['input']!r}; " if invalid else ""
+    message = error.format_message().rstrip(".").replace("Input should be ", f"{got}allowed: ")
+    return f"{message}; see: {command} --help"

@@ -1,0 +1,205 @@
+"""Commands that start runs, follow them and stop them. Everything slow to import waits inside its command."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from abrun.cli.app import app, complain, console
+from abrun.cli.arguments import (
+    Detach,
+    DryRun,
+    Experiment,
+    Launcher,
+    Name,
+    NoCompare,
+    Overrides,
+    RecipeFile,
+    Resume,
+    RunsDir,
+    TakeOver,
+    parse_seeds,
+)
+from abrun.errors import AbrunError
+from abrun.redaction import shown
+
+if TYPE_CHECKING:
+    from abrun.terminal import Terminal
+
+
+@app.command()
+def launch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once; by default as many as the devices allow.")
+    ] = None,
+    launcher: Launcher = None,
+    runs_dir: RunsDir = Path("runs"),
+    name: Name = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    detach: Detach = False,
+    take_over: TakeOver = False,
+    no_compare: NoCompare = False,
+) -> None:
+    """Run an experiment: all arms and seeds, watched live, then compared.
+
+    Exit code: 0 when every run finished, 1 when one did not, 2 for bad input, 130 after Ctrl-C.
+    """
+    from abrun.launch import experiment_dir_of, make_engine, make_scheduler
+    from abrun.plan import make_plan
+    from abrun.recipe import launcher_settings, load_recipe
+
+    changes = [*(overrides or []), *([f"seeds={parse_seeds(seeds)}"] if seeds is not None else [])]
+    plan = make_plan(load_recipe(recipe, changes))
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    settings = launcher_settings(plan.recipe.launcher, launcher)
+    scheduler = make_scheduler(settings, jobs)
+    screen = console()
+    if scheduler is None:
+        make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
+    if dry_run:
+        from abrun.launch.preview import preview, preview_of_jobs
+
+        show = preview(plan, jobs) if scheduler is None else preview_of_jobs(plan, scheduler, experiment_dir)
+        screen.print(show)
+        return
+    from abrun.launch import launch_or_hand_over, queued_jobs
+    from abrun.watch import View
+
+    with View(screen, queued_jobs) as view:
+        outcome = launch_or_hand_over(
+            plan,
+            runs_dir,
+            scheduler=scheduler,
+            observer=view,
+            launcher=launcher,
+            name=name,
+            jobs=jobs,
+            resume=resume,
+            take_over=take_over,
+            compare=not no_compare,
+            detach=detach,
+        )
+    if outcome is None:
+        return
+    if outcome.exit_code:
+        _say_how_to_go_on(screen, stopped=outcome.stopped_by is not None, resume=resume)
+    queued = queued_jobs(experiment_dir) if scheduler else None
+    if not (outcome.stopped_by or no_compare):
+        _compare_after_launch(experiment_dir, screen, queued.compared() if queued else None)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def export(
+    recipe: RecipeFile,
+    to: Annotated[str, typer.Option(help="The engine: jobset (Kubernetes), skypilot.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new folder; default: <name>-<engine>.")
+    ] = None,
+    overrides: Overrides = None,
+    name: Name = None,
+    no_compare: NoCompare = False,
+) -> None:
+    """Write an experiment's manifests for an engine that abrun itself starts nothing on."""
+    from abrun.launch import experiment_dir_of
+    from abrun.launch.export import export as write_manifests
+    from abrun.plan import make_plan
+    from abrun.recipe import load_recipe
+
+    plan = make_plan(load_recipe(recipe, overrides or []))
+    name = experiment_dir_of(plan, Path(), name).name
+    print(shown(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare)))
+
+
+@app.command()
+def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Follow an experiment that another shell or another host launches, or the jobs of a cluster."""
+    from abrun import watch as live
+    from abrun.launch import queued_jobs
+    from abrun.store import find_experiment
+
+    live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs)
+
+
+@app.command()
+def status(
+    experiment: Annotated[str | None, typer.Argument(help="A path, or a name; without one: all.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show what the runs of an experiment are doing, or all experiments in a line each."""
+    from abrun import watch as live
+    from abrun.store import find_experiment
+
+    screen = console()
+    if experiment is None:
+        screen.print(live.status_of_experiments(runs_dir))
+        return
+    from abrun.launch import queued_jobs
+
+    experiment_dir = find_experiment(experiment, runs_dir)
+    views = live.ExperimentReader(experiment_dir, queued_jobs).read()
+    screen.print(live.render(experiment_dir.name, views, screen.width))
+
+
+@app.command()
+def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Stop an experiment: its runs save a checkpoint and end, its waiting jobs leave the queue."""
+    from abrun.launch import cancel as cancel_experiment
+    from abrun.store import find_experiment
+
+    print(shown(cancel_experiment(find_experiment(experiment, runs_dir))))
+
+
+@app.command()
+def logs(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
+    ],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print on until the run has ended.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Print what a run has printed."""
+    from abrun import watch as live
+    from abrun.launch import queued_jobs
+
+    path = runs_dir / run
+    for part in live.log_of(path if path.is_dir() else Path(run), queued_jobs, follow=follow):
+        sys.stdout.write(part)
+        sys.stdout.flush()
+
+
+@app.command()
+def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Send wandb what it lacks of an experiment's runs, such as those recorded offline."""
+    from abrun.mirror.sync import sync as send
+    from abrun.store import find_experiment
+
+    send(find_experiment(experiment, runs_dir), print)
+
+
+def _say_how_to_go_on(screen: "Terminal", *, stopped: bool, resume: bool) -> None:
+    again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
+    state = "Stopped" if stopped else "Not every run finished"
+    screen.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+
+
+def _compare_after_launch(experiment_dir: Path, screen: "Terminal", compared: str | None) -> None:
+    """Print what a job has `compared`, or else compare here."""
+    if compared:
+        screen.print(compared, soft_wrap=True, markup=False, highlight=False)
+        return
+    from abrun.compare import compare_sources
+    from abrun.compare.read.sources import Reading
+
+    try:
+        comparison = compare_sources([str(experiment_dir)], Reading())
+    except AbrunError as error:  # said here: the exit code speaks of the runs
+        complain(str(error))
+        return
+    screen.print(comparison.summary())
