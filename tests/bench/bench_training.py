@@ -134,7 +134,6 @@ def train(name: str, device: str, preset: str | None, profiled: bool) -> None:
 
 
 def profile(step: Any, quiet: bool) -> None:
-    import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
