@@ -12,22 +12,27 @@ from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.section import Count, Positive, Section
 
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
-SIGMAS = r"\d+(\.\d+)? sigma"
+MARGIN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
+Unit = Literal["", "sigma", "level", "climb"]  # what a margin is measured in; "": the metric's own unit
 
 
 class Primary(Section):
     """One declared claim: arms agree on `metric` over `window` within `margin`.
 
-    `margin` is absolute, in units of the transformed metric, or `"1.5 sigma"`: in standard deviations over
-    seeds, those of `Compare.reference` where one is named, else the runs' own by an exact test. `sigma` (over
-    seeds) and `correlation` (between paired arms) are assumptions that only the power shown before launch
-    depends on.
+    `margin` is absolute, in units of the transformed metric; or `"1.5 sigma"`: in standard deviations of the
+    baseline over seeds, or of `Compare.reference` where one is named; or `"5%"` of the baseline's level in
+    the window, or `"5% of climb"`: of what the baseline learned up to the window's end. A match needs a
+    baseline that climbed by more than the margin, unless `climbs` is false. `sigma` (over seeds) and `correlation`
+    (between paired arms) are assumptions that only the power shown before launch depends on.
     """
 
     metric: str
     window: str = "last 20%"
     margin: float | str
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: by the metric's name
+    climbs: bool = (
+        True  # false: the metric need not move, as where the baseline is at its best from the start
+    )
     sigma: Positive | None = None
     correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
 
@@ -43,21 +48,42 @@ class Primary(Section):
     @field_validator("margin", mode="before")
     @classmethod
     def _margin_is_readable(cls, margin: Any) -> Any:
-        in_sigmas = isinstance(margin, str) and re.fullmatch(SIGMAS, margin)
-        number: Any = float(margin.split()[0]) if in_sigmas else margin
+        found = re.fullmatch(MARGIN, margin) if isinstance(margin, str) else None
+        number: Any = float(found["number"]) if found else margin
         if type(number) not in (int, float) or not 0 < number < math.inf:
-            raise ValueError(f"got {shortened(margin)}; allowed: a number above 0, or such as '1.5 sigma'")
+            raise ValueError(
+                f"got {shortened(margin)}; allowed: a number above 0, or '1.5 sigma', '5%', '5% of climb'"
+            )
         return margin
 
     @property
+    def margin_in(self) -> tuple[float, Unit]:
+        """The margin's number and unit; a percentage as a share."""
+        found = re.fullmatch(MARGIN, self.margin) if isinstance(self.margin, str) else None
+        if found is None:
+            return float(self.margin), ""
+        number = float(found["number"])
+        if found["unit"] == " sigma":
+            return number, "sigma"
+        return number / 100, "climb" if "climb" in found["unit"] else "level"
+
+    @property
     def sigmas(self) -> float | None:
-        """A margin in standard deviations over seeds; None where it is absolute."""
-        return float(self.margin.split()[0]) if isinstance(self.margin, str) else None
+        """A margin in standard deviations over seeds; None where it is in another unit."""
+        number, unit = self.margin_in
+        return number if unit == "sigma" else None
 
 
 class Guards(Section):
-    """One-sided limits that a treatment must keep, over all steps, besides to finish and to stay finite."""
+    """One-sided limits that a treatment must keep, over all steps, besides to finish and to stay finite.
 
+    A limit fails where the treatment is beyond it and worse than its paired baseline by a t-test. `alpha` is
+    what all of these tests together take of the 5 % in which equal arms may be called a mismatch.
+    """
+
+    alpha: Annotated[float, Field(gt=0, lt=0.05)] = 0.01
+    # No NaN or Inf that the baseline does not have: in these metrics, and in those that are claimed.
+    finite: list[str] = Field(default=["train/loss", "train/grad_norm", "train/reward"], max_length=1000)
     # Of train/token_mult_prob_error: the worst run's median, and the share of steps that lie above it.
     token_mult_prob_error_median: Annotated[float, Field(gt=1)] = 1.05
     token_mult_prob_error_share: Annotated[float, Field(ge=0, le=1)] = 0.02
@@ -71,7 +97,7 @@ class Compare(Section):
     primary: list[Primary] = Field(default=[], max_length=100)
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
-    step_one_tolerance: Positive | None = None  # relative; None: 3x the A/A deviation or the dtype's rounding
+    step_one_tolerance: Positive | None = None  # relative; None: by A/A reruns, or the dtype's rounding
     looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
     reference: str | None = None  # a frozen reference ensemble (abrun freeze)
 

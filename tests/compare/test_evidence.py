@@ -214,9 +214,11 @@ def claim(name="train/reward", margin=1.0):
         reduction="mean",
         test="paired TOST",
         margin=margin,
-        margin_sigmas=None,
+        margin_unit="",
+        margin_number=margin,
         margin_text=f"±{margin:g}",
         alpha=0.05,
+        alpha_difference=0.04,
         num_pairs=6,
         seeds=tuple(range(6)),
     )
@@ -252,7 +254,7 @@ def make_step_one():
         tolerance=1e-4,
         tolerance_from="recipe",
         aa_deviation=None,
-        passes=True,
+        result="pass",
     )
 
 

@@ -6,10 +6,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from abrun.compare.judge.claims import judge_primary, resolved_margin
+from abrun.compare.judge.claims import judge_primary
+from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
-from abrun.power import ClaimPower, Spread, assumed_spread, claim_power
+from abrun.looks import level_of_a_look
+from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
 from abrun.recipe import Compare, Primary
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
@@ -32,6 +34,8 @@ def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
         sd_difference=widest.sd_difference,
         num_pairs=widest.num_pairs,
         source=f"measured in {experiment.name} over {widest.num_pairs} pairs",
+        level=widest.baseline_mean,
+        climb=widest.climb,
     )
 
 
@@ -52,7 +56,7 @@ def plan_report(
         return Text(
             f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
         )
-    alpha = ALPHA / max(1, len(compare.looks))
+    alpha = level_of_a_look(compare.looks)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} pairs planned", style="bold"), Text("")]
     powers = []
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -100,7 +104,8 @@ def _spread(
 def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
     if claim.sigmas is not None and not compare.reference:
         return (
-            "margin in sigmas of the runs themselves: exact test, power for independent arms (a lower bound)"
+            f"margin in sigmas of the baseline, pair correlation "
+            f"{spread.correlation if spread else claim.correlation:.2f}"
         )
     if spread is None:
         return (
@@ -108,7 +113,10 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
         )
     sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
     difference = f"sd of a difference {spread.sd_difference:.3g}"
-    return f"{sigma}pair correlation {spread.correlation:.2f}, {difference} ({spread.source})"
+    planned = ""
+    if spread.num_pairs:
+        planned = f"; planned with its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
+    return f"{sigma}pair correlation {spread.correlation:.2f}, {difference} ({spread.source}{planned})"
 
 
 def _needed(expected: ClaimPower) -> str:
