@@ -22,8 +22,8 @@ class Primary(Section):
     `margin` is absolute, in units of the transformed metric; or `"1.5 sigma"`: in standard deviations of the
     baseline over seeds, or of `Compare.reference` where one is named; or `"5%"` of the baseline's level in
     the window, or `"5% of climb"`: of what the baseline learned up to the window's end. A match needs a
-    baseline that climbed by more than the margin, unless `climbs` is false. `sigma` (over seeds) and `correlation`
-    (between paired arms) are assumptions that only the power shown before launch depends on.
+    baseline that climbed by more than the margin, unless `climbs` is false. `sigma` (over seeds) and
+    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on.
     """
 
     metric: str
@@ -52,7 +52,7 @@ class Primary(Section):
         number: Any = float(found["number"]) if found else margin
         if type(number) not in (int, float) or not 0 < number < math.inf:
             raise ValueError(
-                f"got {shortened(margin)}; allowed: a number above 0, or '1.5 sigma', '5%', '5% of climb'"
+                f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb'"
             )
         return margin
 
