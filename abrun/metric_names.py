@@ -60,6 +60,8 @@ MEAN_GEN_TOKENS = "train/mean_gen_tokens_per_sample"
 SIGNAL_SHARE = "train/signal_share"  # of groups, those whose rewards differ
 STEP_TIME = "timing/train/total_step_time_s"
 MEMORY = "memory/"
+MEMORY_PEAK = "memory"  # in a claim: the largest peak of any phase
+FINAL_WEIGHTS = "final_weights"  # in a claim: the hash of all weights that a run ended with
 # On CUDA the allocator's peak; on CPU, which has no such counter, the peak of live tensors. Never mixed.
 PEAK_MEMORY = ("peak_allocated_bytes", "peak_live_tensor_bytes")
 DEVICES: tuple[Need, ...] = ("GPUs", "CPU cores")  # that have the one and the other

@@ -64,7 +64,11 @@ class ClaimPower:
 def claim_power(
     claim: Primary, compare: Compare, spread: Spread | None, alpha: float = ALPHA
 ) -> ClaimPower | None:
-    """Of the test that the verdict will use (see abrun.compare.judge.claims); None where sigma is unknown."""
+    """Of the test that the verdict will use (see abrun.compare.judge.claims); None where sigma is unknown,
+    and for what is no claim of equivalence.
+    """
+    if claim.margin is None:
+        return None
     if claim.sigmas is not None and not compare.reference:
         sigmas, correlation = claim.sigmas, spread.correlation if spread else claim.correlation
         return ClaimPower(

@@ -143,6 +143,9 @@ def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
     return None
 
 
+_CLAIMED = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
+
+
 def _claim(primary: Primary) -> dict[str, Any]:
     transform = primary.transform or default_transform(primary.metric)
-    return {**primary.model_dump(include={"metric", "window", "margin"}), "transform": transform}
+    return {**primary.model_dump(include=_CLAIMED), "transform": transform}

@@ -188,6 +188,7 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
         return Text("No claim declared (compare.primary): only step one and the guards can be judged.")
     from abrun.looks import level_of_a_look  # scipy: half a second
     from abrun.power import assumed_spread, claim_power
+    from abrun.recipe import claim_text
 
     headings = [
         "metric",
@@ -202,6 +203,11 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     for index, claim in enumerate(compare.primary):
         spread = assumed_spread(claim, compare.reference is not None)
         chances = claim_power(claim, compare, spread, level_of_a_look(compare.looks))
+        if claim.margin is None:
+            rows.append(
+                (claim.metric, claim.window, claim_text(claim), "", "", "no equivalence: no power", "")
+            )
+            continue
         if chances is None:
             expected, needed = f"sigma unknown: set compare.primary.{index}.sigma", ""
         else:

@@ -28,8 +28,8 @@ from abrun.recipe.claims import Unit
 from abrun.series import Array, Steps, window_bounds
 from abrun.sigmas import sigma_pairs_needed, sigma_power, sigma_test
 
-Test = Literal["paired TOST", "sigma test"]
-Result = Literal["equivalent", "different", "undecided", "not tested"]
+Test = Literal["paired TOST", "sigma test", "limit", "ratio limit", "exact"]
+Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class PrimaryResult:
     steps: tuple[int, int] | None  # first and last step of the window
     num_steps: int  # steps in it at which the metric was recorded by every pair
     transform: Transform
-    reduction: Literal["mean", "median"]
+    reduction: Literal["mean", "median", "maximum", "minimum"]
     test: Test
     margin: float | None  # in units of the transformed metric; None: relative, and not yet measured
     margin_unit: (
@@ -67,6 +67,9 @@ class PrimaryResult:
     certified_jointly: float | None = (
         None  # an absolute bound that holds together with those of all other claims
     )
+    limited: float | None = None  # of a limit: the treatment's mean over seeds, or its ratio to the baseline
+    limited_interval: tuple[float, float] | None = None  # level 1 - 2 alpha
+    detail: str | None = None  # of an exact claim: where it first fails
     climb: float | None = None  # of the baseline up to the window's end, mean over seeds; None: no direction
     p_equivalence: float | None = None
     p_tost: float | None = None
@@ -100,6 +103,7 @@ def judge_primary(
     grid: Steps,
     alpha: float = ALPHA,
     alpha_difference: float = ALPHA,
+    may_repeat: bool = False,
 ) -> PrimaryResult:
     """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
 
@@ -129,7 +133,7 @@ def judge_primary(
         alpha_difference=alpha_difference,
         num_pairs=len(seeds),
         seeds=tuple(seeds),
-        problem=no_signal(finished, metric),
+        problem=no_signal(finished, metric, may_repeat=may_repeat),
     )
     in_window = np.stack([baseline[usable], treatment[usable]])
     outside = outside_domain(in_window, transform)
@@ -257,18 +261,17 @@ def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
     """
     tested = [result for result in results if result.p_difference is not None]
     from_zero = iter(holm([one.p_difference for one in tested if one.p_difference is not None]))
-    beyond = iter(holm([1.0 if one.p_beyond is None else one.p_beyond for one in tested]))
+    beyond = iter(holm([one.p_beyond for one in results if one.p_beyond is not None]))
     final = []
     for result in results:
         if result.p_difference is not None:
+            bound = _joint_bound(result, len(tested))
+            result = replace(result, p_difference_holm=next(from_zero), certified_jointly=bound)
+        if result.p_beyond is not None:
             p_beyond = next(beyond)
-            different = result.p_beyond is not None and p_beyond < result.alpha_difference
+            different = p_beyond < result.alpha_difference
             result = replace(
-                result,
-                p_difference_holm=next(from_zero),
-                p_beyond_holm=p_beyond,
-                certified_jointly=_joint_bound(result, len(tested)),
-                result="different" if different else result.result,
+                result, p_beyond_holm=p_beyond, result="different" if different else result.result
             )
         final.append(result)
     return final

@@ -62,7 +62,7 @@ def frozen_claims(experiment: Experiment, arm: str) -> Compare:
     runs = list(experiment.arm(arm).values())
     kept = []
     for primary in experiment.compare.primary:
-        number, unit = primary.margin_in
+        number, unit = primary.margin_in if primary.margin is not None else (0.0, "")
         if unit == "sigma":
             margin = _of_sigma(number, primary, runs, f"arm {arm} of {experiment.name}")
             primary = primary.model_copy(update={"margin": float(f"{margin:.3g}")})

@@ -29,8 +29,11 @@ from abrun.series import NO_SERIES, Array
 DRIVERS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
 
 
-def no_signal(pairs: Sequence[Pair], metric: str) -> str | None:
-    """Why these runs would have agreed on a metric whatever the treatment does."""
+def no_signal(pairs: Sequence[Pair], metric: str, *, may_repeat: bool = False) -> str | None:
+    """Why these runs would have agreed on a metric whatever the treatment does.
+
+    `may_repeat`: bit-identical arms are what was declared, not a treatment that was not applied.
+    """
     found = find(metric)
     if found and "given" in found.roles:
         return "it follows from recipe and seed, whatever the arms learn"
@@ -51,8 +54,8 @@ def no_signal(pairs: Sequence[Pair], metric: str) -> str | None:
     return (
         _one_run_as_two_seeds(baselines, metric)
         or _one_run_as_two_seeds(treatments, metric)
-        or _cut_short([*baselines, *treatments])
-        or _untouched(pairs)
+        or cut_short([*baselines, *treatments])
+        or (None if may_repeat else _untouched(pairs))
     )
 
 
@@ -106,7 +109,7 @@ def _climbs(runs: Sequence[RecordedRun], metric: str, last: int) -> Array:
     return climbs(runs, Primary(metric=metric, margin=1.0, transform=default_transform(metric)), last)
 
 
-def _cut_short(runs: Sequence[RecordedRun]) -> str | None:
+def cut_short(runs: Sequence[RecordedRun]) -> str | None:
     """A run whose last recorded step is further from its last configured one than its steps are apart."""
     for run in runs:
         configured, steps = (run.config or {}).get("steps"), run.steps

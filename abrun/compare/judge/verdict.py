@@ -9,6 +9,7 @@ from abrun.compare.judge.claims import PrimaryResult, judge_primary, with_holm
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests
+from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.sensitivity import learning_metrics
 from abrun.compare.judge.step_one import StepOne, shares_prompts, step_one
@@ -68,7 +69,11 @@ def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdi
     With looks declared, the first that decides stands: each tests at a level of which all of them together
     err no more often than one verdict would (see abrun.looks).
     """
-    margins = [resolved_margin(primary, experiment.reference) for primary in primaries]
+    margins = [
+        resolved_margin(primary, experiment.reference) if primary.margin is not None else None
+        for primary in primaries
+    ]
+    may_repeat = any(primary.exact for primary in primaries)
     arms = experiment.treatments
     planned = looks_of(experiment, len(primaries))
     taken = [look for look in planned if all(_ended(experiment, arm, look) for arm in arms)] or planned[:1]
@@ -82,6 +87,16 @@ def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdi
                     experiment.pairs(arm)[: look.num_pairs],
                     primary,
                     margin,
+                    experiment.all_steps(),
+                    look.alpha,
+                    look.alpha_difference,
+                    may_repeat,
+                )
+                if margin
+                else judge_limit(
+                    arm,
+                    experiment.pairs(arm)[: look.num_pairs],
+                    primary,
                     experiment.all_steps(),
                     look.alpha,
                     look.alpha_difference,
@@ -232,6 +247,8 @@ def not_tested(
             f"seeds that fail more rarely: {_count(clean, 'clean seed')} leave{'s' * (clean == 1)} a failure "
             f"rate of up to {100 * most:.0f} % (95 % bound)"
         )
+    if primaries and all(primary.margin is None for primary in primaries):
+        sentences.append("whether the arms converge alike: no claim has a margin")
     if primaries and others > 0:
         sentences.append(f"{_count(others, 'other metric')}: recorded, without a claim")
     if len(steps):
@@ -269,7 +286,7 @@ def decide(
             for guard in guards
             if guard.result in _OPEN_GUARDS
         ),
-        *(primary_sentence(one) for one in primaries if one.result != "equivalent"),
+        *(primary_sentence(one) for one in primaries if one.result not in ("equivalent", "holds")),
     ]
     if not primaries:
         open_questions.append(
@@ -291,6 +308,8 @@ def primary_sentence(result: PrimaryResult) -> str:
     margin = f"{result.margin_text}{unit if result.margin_unit == '' else ''}"
     if result.problem and result.result != "different":
         return f"{result.metric}: not tested over {result.window}: {result.problem}"
+    if result.test in ("limit", "ratio limit", "exact"):
+        return limit_sentence(result)
     if result.mean_difference is None or result.interval is None or result.steps is None:
         return (
             f"{result.metric}: {_count(result.num_pairs, 'usable pair')}; equivalence needs the spread over "

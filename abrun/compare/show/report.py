@@ -260,6 +260,9 @@ def _primary_cells(one: Content) -> list[str]:
     if one["margin_unit"] and one["certified_number"] is not None:
         number = one["certified_number"]
         bound = f"{number:.3g} sigma" if one["margin_unit"] == "sigma" else f"{number:.3%}"
+    if one["limited"] is not None:
+        ends = one["limited_interval"]
+        difference = f"{one['limited']:.4g}" + (f" [{ends[0]:.4g}, {ends[1]:.4g}]" if ends else "")
     scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
     metric = f"{one['metric']}{scale}"
     return [metric, steps, str(one["num_pairs"]), difference, one["margin_text"], bound, one["result"]]

@@ -9,6 +9,7 @@ const VERDICTS = {
 };
 const RESULTS = {
   equivalent: ["good", "\u2713"],
+  holds: ["good", "\u2713"],
   pass: ["good", "\u2713"],
   agrees: ["good", "\u2713"],
   different: ["bad", "\u2715"],
@@ -136,9 +137,11 @@ function primaries() {
         [chip(one.result), muted(outlook(one))],
         dotPlot(one),
         [
-          signed(one.mean_difference, 3),
+          typeof one.limited === "number" ? number(one.limited, 4) : signed(one.mean_difference, 3),
           muted(
-            one.interval || one.ci90
+            one.limited_interval
+              ? `${confidence(one.alpha)} ${interval(one.limited_interval)}`
+              : one.interval || one.ci90
               ? `${confidence(one.interval ? one.alpha : 0.05)} ${interval(one.interval || one.ci90)}`
               : "no interval",
           ),
