@@ -14,10 +14,11 @@ from scipy.stats import binom
 
 from abrun.compare.judge.verdict import judge
 from abrun.compare.read.experiment import Experiment, RecordedRun
-from abrun.equivalence import paired_tost, power, sigma_power
+from abrun.equivalence import paired_tost, power
 from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
+from abrun.sigmas import sigma_power
 
 EXPERIMENTS = 2000
 STEPS = np.arange(1, 31)
