@@ -119,7 +119,16 @@ class Requests:
 
 
 def make_algorithm(setup: Setup) -> Algorithm:
-    """The algorithm that the recipe names; the others are not imported."""
+    """The algorithm that the recipe names, with the fault that it plants; the others are not imported."""
+    algorithm = _algorithm_of(setup)
+    if setup.config.planted_fault is not None:
+        from abrun.train.faults import plant
+
+        plant(setup, algorithm)
+    return algorithm
+
+
+def _algorithm_of(setup: Setup) -> Algorithm:
     settings = setup.config.algorithm
     if settings.type == "grpo":
         from abrun.train.grpo import GrpoAlgorithm

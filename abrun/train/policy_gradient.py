@@ -32,7 +32,6 @@ from abrun.rl.losses import (
 )
 from abrun.rl.metrics import MetricParts, document_metrics, policy_metrics, together
 from abrun.train.batches import BatchSource
-from abrun.train.faults import with_fault
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_reference
 
@@ -71,7 +70,6 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         ]
         scored = self._scored(batch, _loss_weights(batch, parts, reductions))
         judged, metrics = self._with_advantages(scored, batch.rewards)
-        judged = with_fault(self._setup.config.planted_fault, judged)
         epochs = self._settings.epochs_per_step
         updates = [
             (
