@@ -373,6 +373,12 @@ class PlantedFault(Section):
         return self
 
     @property
+    def arm(self) -> str:
+        """Of the runs that have it as a control."""
+        size = "" if self.size is None else f"-{self.size:g}".replace("+", "")
+        return f"fault-{self.name}{size}{f'-draw-{self.draw}' if self.draw else ''}"
+
+    @property
     def amount(self) -> float:
         """The size, or the fault's default; 1 where it has none."""
         return self.size or LIBRARY[self.name].size or 1.0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.sensitivity import sentence
 from abrun.errors import ComparisonError, StoreError
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
@@ -289,6 +290,8 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
             taken = ", ".join(f"{look['num_pairs']} pairs: {look['verdict']}" for look in looks) or "none yet"
             planned = ", ".join(str(look["num_pairs"]) for look in section["looks"])
             yield f"{mark}looks", f"declared at {planned} pairs; taken: {taken}"
+    if content["sensitivity"]:
+        yield "sensitivity", sentence(content["sensitivity"])
     if content["not_tested"]:
         yield "not tested", "; ".join(content["not_tested"])
     if content["notes"]:

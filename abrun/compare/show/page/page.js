@@ -405,6 +405,35 @@ function divergence() {
   );
 }
 
+function sensitivity() {
+  const found = content.sensitivity;
+  if (!found) return null;
+  const seen = (one) =>
+    one.caught_by === "nothing"
+      ? one.verdict === "INVALID" ? "not judged" : "nothing: invisible at this size"
+      : [one.caught_by, one.metric].filter(Boolean).join(": ");
+  return section(
+    "sensitivity",
+    "What it would have caught",
+    el(
+      "p",
+      { class: "intro" },
+      `Faults planted in the baseline, each judged as a treatment is: ${found.num_caught} of ${found.num_judged} were caught.`,
+    ),
+    table(
+      "Planted faults",
+      [["fault"], ["size", "right"], ["caught by"], ["step", "right"], ["pairs", "right"]],
+      found.faults.map((one) => [
+        el("span", { class: "name" }, one.fault),
+        one.size === null ? "-" : `${number(one.size, 3)} ${one.unit}`,
+        seen(one),
+        one.step === null ? "-" : String(one.step),
+        String(one.num_pairs),
+      ]),
+    ),
+  );
+}
+
 function savings() {
   const list = content.savings || [];
   const bytes = (value) =>
@@ -778,6 +807,7 @@ const body = [
   stepOne(),
   divergence(),
   finalWeights(),
+  sensitivity(),
   savings(),
   others(),
   bullets(

@@ -1,0 +1,117 @@
+"""What a comparison would have caught: faults planted in the baseline, each judged as a treatment is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
+from abrun.compare.read.experiment import Experiment, Pair
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.recipe import LIBRARY, ONE_ULP, PlantedFault
+
+Evidence = Literal["step one", "guard", "claim", "nothing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultFound:
+    """One planted fault against the baseline, by the ordinary judge."""
+
+    fault: str
+    arm: str
+    size: float | None  # None: it has none
+    unit: str
+    verdict: Verdict
+    caught_by: Evidence  # what makes the verdict MISMATCH, the earliest of it; nothing: it is none
+    metric: str | None  # that of the step or of the claim, or the guard's name
+    step: int | None  # when it could be known: the guard's first step above its limit, a claim's last
+    num_pairs: int
+    reason: str  # the verdict's first sentence
+
+    @property
+    def caught(self) -> bool:
+        return self.caught_by != "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """Of the planted faults, in the order of the recipe."""
+
+    num_caught: int
+    num_judged: int  # those that are INVALID say nothing
+    faults: list[FaultFound]
+
+
+def sensitivity(experiment: Experiment) -> Sensitivity | None:
+    """None where no fault is planted. Never part of a verdict: each fault is judged by itself."""
+    faults = {arm: planted for arm, planted in experiment.planted.items() if planted.name != ONE_ULP}
+    if not faults or experiment.regression:
+        return None
+    found = [_found(experiment, arm, planted) for arm, planted in faults.items()]
+    return Sensitivity(
+        num_caught=sum(one.caught for one in found),
+        num_judged=sum(one.verdict != "INVALID" for one in found),
+        faults=found,
+    )
+
+
+def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFound:
+    alone = replace(
+        experiment,
+        arms=(experiment.baseline, arm),
+        compare=experiment.compare.model_copy(update={"looks": []}),
+        runs={
+            name: run
+            for name, run in {**experiment.runs, **experiment.controls}.items()
+            if name.arm in (experiment.baseline, arm)
+        },
+        planted={},
+        controls={},
+    )
+    (judged,) = judge(alone, alone.compare.primary)
+    caught_by, metric, step = _evidence(judged, alone)
+    fault = LIBRARY[planted.name]
+    return FaultFound(
+        fault=fault.name,
+        arm=arm,
+        size=None if fault.size is None else planted.amount,
+        unit=fault.unit,
+        verdict=judged.verdict,
+        caught_by=caught_by,
+        metric=metric,
+        step=step,
+        num_pairs=judged.num_pairs,
+        reason=judged.reasons[0] if judged.reasons else "",
+    )
+
+
+def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str | None, int | None]:
+    """The earliest that makes it a mismatch: step one, then a guard, then a claim."""
+    if judged.verdict != "MISMATCH":
+        return "nothing", None, None
+    differing = [one for one in judged.step_one if not one.passes]
+    if differing:
+        worst = max(differing, key=lambda one: one.deviation / one.tolerance)
+        return "step one", worst.metric, worst.step
+    failing = next((one for one in judged.guards if one.result == "fail"), None)
+    if failing is not None:
+        limit = experiment.compare.guards.token_mult_prob_error_median
+        is_error = failing.guard.startswith("token_mult")
+        step = _first_above(experiment.pairs(judged.arm), limit) if is_error else None
+        return "guard", failing.guard, step
+    claim = next((one for one in judged.primaries if one.result == "different"), None)
+    if claim is None:  # a reason that a later version of the judge has
+        return "claim", None, None
+    return "claim", claim.metric, claim.steps[1] if claim.steps else None
+
+
+def _first_above(pairs: Sequence[Pair], limit: float) -> int | None:
+    """The first step at which the engine and the trainer of any run are further apart than a guard allows."""
+    steps = [
+        series.steps[above][0]
+        for pair in pairs
+        for series in [pair.treatment.series(TOKEN_MULT_PROB_ERROR)]
+        if (above := ~(series.values <= limit)).any()
+    ]
+    return int(np.min(steps)) if steps else None
