@@ -103,20 +103,6 @@ def make_plan(recipe: Declared) -> Plan:
             key = _sha256(shared.model_dump(mode="json", exclude={"limits"}))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
-    names = [
-        RunName(arm=arm, seed=seed, rerun=rerun)
-        for index, seed in enumerate(recipe.seeds)
-        for arm, rerun in [
-            *((arm, 0) for arm in (BASELINE, *treatments)),
-            *((BASELINE, 1 + j) for j in range(_around(index, controls.aa_reruns, recipe))),
-        ]
-    ]
-    names += [
-        RunName(arm=arm, seed=seed)
-        for index, seed in enumerate(recipe.seeds)
-        for arm, planted in recipe.control_arms.items()
-        if planted.name != ONE_ULP or planted.draw < _around(index, controls.ulp_reruns, recipe)
-    ]
     return Plan(
         recipe=recipe,
         runs=tuple(
@@ -126,11 +112,30 @@ def make_plan(recipe: Declared) -> Plan:
                 warm_start=warm_start_of[name.arm],
                 is_control=name.arm in recipe.control_arms,
             )
-            for name in names
+            for name in _names(recipe)
         ),
         warm_starts=warm_starts,
         treatment_diff=treatment_diff,
     )
+
+
+def _names(recipe: Declared) -> list[RunName]:
+    """In launch order: pair by pair with their reruns, then the controls seed by seed."""
+    treatments = [arm for arm in recipe.arms if arm != BASELINE]
+    names = [
+        RunName(arm=arm, seed=seed, rerun=rerun)
+        for index, seed in enumerate(recipe.seeds)
+        for arm, rerun in [
+            *((arm, 0) for arm in (BASELINE, *treatments)),
+            *((BASELINE, 1 + j) for j in range(_around(index, recipe.controls.aa_reruns, recipe))),
+        ]
+    ]
+    return names + [
+        RunName(arm=arm, seed=seed)
+        for index, seed in enumerate(recipe.seeds)
+        for arm, planted in recipe.control_arms.items()
+        if planted.name != ONE_ULP or planted.draw < _around(index, recipe.controls.ulp_reruns, recipe)
+    ]
 
 
 def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
