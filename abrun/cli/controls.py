@@ -1,13 +1,16 @@
 """Commands about what a comparison can see. Everything slow to import waits inside its command."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from abrun.cli.app import app, console
 from abrun.cli.arguments import Launcher, Name, Overrides, RecipeFile, Resume, RunsDir, parse_seeds
-from abrun.errors import RecipeError
+from abrun.errors import RecipeError, StoreError
+
+if TYPE_CHECKING:
+    from abrun.store import RunDir
 
 
 @app.command()
@@ -16,6 +19,30 @@ def faults() -> None:
     from abrun.compare.show.sensitivity import library
 
     console().print(library())
+
+
+@app.command()
+def samples(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
+    ],
+    step: Annotated[int | None, typer.Option(min=1, help="Of this step alone.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another run, whose completions of the same prompts stand beside.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show the completions that a run has kept, with their rewards: alone, or beside another run's."""
+    from abrun.compare.read.samples import side_by_side
+    from abrun.compare.show.samples import samples_shown
+
+    names = [run] if against is None else [run, against]
+    left, right = (_run_of(each, runs_dir) for each in (run, against or run))
+    pairs = side_by_side(left, right, step)
+    if not pairs:
+        kept = ", ".join(map(str, left.samples())) or "none"
+        raise StoreError(f"{left.path}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")
+    console().print(samples_shown(names, pairs))
 
 
 @app.command()
@@ -80,3 +107,13 @@ def sensitivity(
     path = write_sensitivity(found, not_planted, experiment_dir / "report")
     screen.print(f"All of it is in {path}", soft_wrap=True, markup=False)
     raise typer.Exit(outcome.exit_code if outcome else 0)
+
+
+def _run_of(run: str, runs_dir: Path) -> "RunDir":
+    """Raises StoreError where no run is there."""
+    from abrun.store import RunDir
+
+    path = runs_dir / run
+    found = RunDir(path if path.is_dir() else Path(run))
+    found.record()
+    return found

@@ -49,6 +49,7 @@ from abrun.recipe.refusals import shortened, unknown, validated
 from abrun.recipe.run import (
     Checkpoint,
     Cluster,
+    KeptSamples,
     OwnRunConfig,
     OwnTrainer,
     RunConfig,
@@ -104,6 +105,7 @@ __all__ = [
     "Invocation",
     "JobSet",
     "Jsonl",
+    "KeptSamples",
     "LauncherSettings",
     "Local",
     "Logprobs",

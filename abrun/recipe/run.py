@@ -49,6 +49,13 @@ class Checkpoint(Section):
     start_from: str | None = None
 
 
+class KeptSamples(Section):
+    """Completions that a run keeps in samples.jsonl, to be looked at: docs/training.md."""
+
+    prompts: Annotated[int, Field(ge=1, le=100)] = 2  # of a step's first prompts, a completion each
+    every: Count = 10  # steps; and of the first one
+
+
 class Cluster(Section):
     """What one run occupies. Without GPUs it trains on CPU cores, one thread a rank."""
 
@@ -154,6 +161,7 @@ class OwnRunConfig(RunConfig):
     warm_start: WarmStart | None = None
     checkpoint: Checkpoint = Checkpoint()
     wandb: Wandb | None = None
+    keep_samples: KeptSamples | None = KeptSamples()  # of a policy gradient; null: none
     # Broken on purpose, for a verdict to find: a name of docs/faults.md, or a section
     planted_fault: Annotated[PlantedFault | None, BeforeValidator(named)] = None
 
