@@ -1,4 +1,4 @@
-"""Completions that a run keeps: which, with what, once each whatever was resumed; and two runs side by side."""
+"""Completions that a run keeps: which, with what, once each after a resume; and two runs side by side."""
 
 from pathlib import Path
 
