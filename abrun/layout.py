@@ -16,6 +16,7 @@ METRICS = "metrics.jsonl"
 METRICS_CACHE = "metrics.npz"
 EVENTS = "events.jsonl"
 VALIDATION = "validation.jsonl"
+SAMPLES = "samples.jsonl"
 LOG = "stdout.log"
 CHECKPOINTS = "checkpoints"
 WANDB = "wandb.json"
@@ -33,6 +34,7 @@ RUN_FILES = (
     METRICS_CACHE,
     EVENTS,
     VALIDATION,
+    SAMPLES,
     LOG,
     CHECKPOINTS,
     WANDB,

@@ -55,6 +55,7 @@ TOKEN_MULT_PROB_ERROR = "train/token_mult_prob_error"
 GEN_KL_ERROR = "train/gen_kl_error"
 ADVANTAGES_MIN = "train/advantages/min"
 ADVANTAGES_MAX = "train/advantages/max"
+SIGNAL_SHARE = "train/signal_share"
 MEAN_PROMPT_LENGTH = "train/mean_prompt_length"
 MEAN_GEN_TOKENS = "train/mean_gen_tokens_per_sample"
 SIGNAL_SHARE = "train/signal_share"  # of groups, those whose rewards differ
@@ -129,6 +130,7 @@ METRICS = (
     _metric(MEAN_GEN_TOKENS, "sequence mean", "step one", unit="tokens"),
     _metric("train/truncation_rate", "sequence mean"),
     _metric(MEAN_PROMPT_LENGTH, "sequence mean", "given", unit="tokens"),
+    _metric(SIGNAL_SHARE, "ratio", algorithms=("grpo",)),  # of groups, those whose rewards differ
     _metric("train/dynamic_sampling_kept_share", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
     _metric("train/dynamic_sampling_tries", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
     # what level full adds

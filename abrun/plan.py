@@ -11,6 +11,7 @@ from abrun.layout import RunName
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find, unknown_metric
 from abrun.recipe import (
     BASELINE,
+    ONE_ULP,
     CommandRunConfig,
     Compare,
     Completions,
@@ -37,6 +38,7 @@ class PlannedRun:
     name: RunName
     config: OwnRunConfig | CommandRunConfig
     warm_start: str | None  # key into Plan.warm_starts
+    is_control: bool = False  # compared with its baseline, and no verdict is about it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +48,15 @@ class Plan:
     recipe: Declared
     runs: tuple[PlannedRun, ...]
     warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
-    # arm -> dotted key -> (baseline's value, the arm's)
+    # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
 
 
 def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """The runs that are compared seed by seed, then each A/A rerun alone, as they come in launch order."""
+    """The runs that are compared seed by seed, then each rerun and control alone: in launch order."""
     groups: dict[tuple[int, int, str], list[PlannedRun]] = {}
     for run in runs:
-        alone = run.name.arm if run.name.rerun else ""
+        alone = run.name.arm if run.name.rerun or run.is_control else ""
         groups.setdefault((run.name.seed, run.name.rerun, alone), []).append(run)
     return list(groups.values())
 
@@ -64,10 +66,12 @@ def make_plan(recipe: Declared) -> Plan:
 
     Raises RecipeError where an arm does not differ from the baseline, or a claim could not be judged.
     """
-    num_runs = len(recipe.arms) * len(recipe.seeds) + recipe.controls.aa_reruns
+    controls = recipe.controls
+    num_arms = len(recipe.arms) + len(controls.faults)
+    num_runs = num_arms * len(recipe.seeds) + controls.aa_reruns + controls.ulp_reruns
     if num_runs > MOST_RUNS:
         raise RecipeError(
-            f"{recipe.name}: got {len(recipe.arms)} arms x {len(recipe.seeds)} seeds, {num_runs} runs; "
+            f"{recipe.name}: got {num_arms} arms x {len(recipe.seeds)} seeds, {num_runs} runs; "
             f"allowed: at most {MOST_RUNS} an experiment: leave some out, or make it several"
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
@@ -86,6 +90,9 @@ def make_plan(recipe: Declared) -> Plan:
                 f"{recipe.name}: arms.{arm}.validation: not the baseline's; all arms are validated alike: "
                 "set validation outside of arms"
             )
+    for arm in recipe.control_arms:
+        configs[arm] = recipe.control_config(arm)
+        treatment_diff[arm] = _difference(base, _resolved(configs[arm]))
     warm_starts: dict[str, OwnRunConfig] = {}
     warm_start_of: dict[str, str | None] = {}
     for arm, config in configs.items():
@@ -96,23 +103,39 @@ def make_plan(recipe: Declared) -> Plan:
             key = _sha256(shared.model_dump(mode="json", exclude={"limits"}))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
+    return Plan(
+        recipe=recipe,
+        runs=tuple(
+            PlannedRun(
+                name=name,
+                config=configs[name.arm],
+                warm_start=warm_start_of[name.arm],
+                is_control=name.arm in recipe.control_arms,
+            )
+            for name in _names(recipe)
+        ),
+        warm_starts=warm_starts,
+        treatment_diff=treatment_diff,
+    )
+
+
+def _names(recipe: Declared) -> list[RunName]:
+    """In launch order: pair by pair with their reruns, then the controls seed by seed."""
+    treatments = [arm for arm in recipe.arms if arm != BASELINE]
     names = [
         RunName(arm=arm, seed=seed, rerun=rerun)
         for index, seed in enumerate(recipe.seeds)
         for arm, rerun in [
             *((arm, 0) for arm in (BASELINE, *treatments)),
-            *((BASELINE, 1 + j) for j in range(_reruns_of(index, recipe))),
+            *((BASELINE, 1 + j) for j in range(_around(index, recipe.controls.aa_reruns, recipe))),
         ]
     ]
-    return Plan(
-        recipe=recipe,
-        runs=tuple(
-            PlannedRun(name=name, config=configs[name.arm], warm_start=warm_start_of[name.arm])
-            for name in names
-        ),
-        warm_starts=warm_starts,
-        treatment_diff=treatment_diff,
-    )
+    return names + [
+        RunName(arm=arm, seed=seed)
+        for index, seed in enumerate(recipe.seeds)
+        for arm, planted in recipe.control_arms.items()
+        if planted.name != ONE_ULP or planted.draw < _around(index, recipe.controls.ulp_reruns, recipe)
+    ]
 
 
 def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
@@ -202,9 +225,9 @@ def compare_hash(compare: Compare) -> str:
     return _sha256(compare.model_dump(mode="json", exclude_defaults=True))
 
 
-def _reruns_of(index: int, recipe: Declared) -> int:
-    """How many of `controls.aa_reruns` fall to the seed at `index`: they go round the seeds in order."""
-    rounds, rest = divmod(recipe.controls.aa_reruns, len(recipe.seeds))
+def _around(index: int, num_reruns: int, recipe: Declared) -> int:
+    """How many of the reruns of a control fall to the seed at `index`: they go round the seeds in order."""
+    rounds, rest = divmod(num_reruns, len(recipe.seeds))
     return rounds + (index < rest)
 
 

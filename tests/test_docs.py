@@ -97,3 +97,9 @@ RECIPES = [
 def test_a_recipe_in_a_document_can_be_planned(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     assert len(make_plan(recipe.load_recipe(tmp_path / "recipe.yaml")).runs) >= 8
+
+
+def test_faults_md_is_what_its_script_prints() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "faults.py"))["page"]()
+    written = (ROOT / "docs" / "faults.md").read_text()
+    assert written == page + "\n", "print it again: python docs/faults.py > docs/faults.md"

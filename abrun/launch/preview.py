@@ -46,6 +46,8 @@ def _plan(plan: Plan) -> list[RenderableType]:
     title = f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count(recipe.seeds, 'seed')}"
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
+    num_controls = sum(run.is_control for run in plan.runs)
+    title += f" + {num_controls} of controls" if num_controls else ""
     return [
         Text(title, style="bold"),
         *_runs(plan),

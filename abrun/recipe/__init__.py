@@ -28,6 +28,7 @@ from abrun.recipe.command import (
 )
 from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
 from abrun.recipe.exported import Exported, JobSet, SkyPilot
+from abrun.recipe.faults import CONTROLS, FAULTS, LIBRARY, ONE_ULP, Fault, PlantedFault, lacking
 from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings, limit_s
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
 from abrun.recipe.policy import (
@@ -48,6 +49,7 @@ from abrun.recipe.refusals import shortened, unknown, validated
 from abrun.recipe.run import (
     Checkpoint,
     Cluster,
+    KeptSamples,
     OwnRunConfig,
     OwnTrainer,
     RunConfig,
@@ -72,11 +74,15 @@ from abrun.recipe.vllm import VLLM_VERSIONS, vllm_misfit, vllm_refusal
 __all__ = [
     "ARCHITECTURES",
     "BASELINE",
+    "CONTROLS",
     "DIMENSIONS",
+    "FAULTS",
+    "LIBRARY",
     "MEGATRON_FAMILIES",
     "MEGATRON_VERSIONS",
     "NAME",
     "NO_FILTERS",
+    "ONE_ULP",
     "VLLM_VERSIONS",
     "Arithmetic",
     "Checkpoint",
@@ -91,6 +97,7 @@ __all__ = [
     "Dpo",
     "Dtensor",
     "Exported",
+    "Fault",
     "Filters",
     "Grpo",
     "Gsm8k",
@@ -98,6 +105,7 @@ __all__ = [
     "Invocation",
     "JobSet",
     "Jsonl",
+    "KeptSamples",
     "LauncherSettings",
     "Local",
     "Logprobs",
@@ -107,6 +115,7 @@ __all__ = [
     "Optimizer",
     "OwnRunConfig",
     "OwnTrainer",
+    "PlantedFault",
     "Policy",
     "PolicyGradientSettings",
     "Ppo",
@@ -130,6 +139,7 @@ __all__ = [
     "dtensor_misfit",
     "heads_misfit",
     "invocation",
+    "lacking",
     "launcher_settings",
     "limit_s",
     "load_recipe",
@@ -188,10 +198,15 @@ class Declared(Section):
 
     @model_validator(mode="after")
     def _something_to_compare_with(self) -> Self:
-        if len(self.arms) < 2 and self.compare.reference is None:
+        if len(self.arms) < 2 and self.compare.reference is None and not self.controls.faults:
             raise ValueError(
                 f"arms: got {shortened(list(self.arms))}; an experiment needs an arm named 'baseline' and at "
                 "least one more, or a frozen ensemble to compare with (compare.reference)"
+            )
+        mistaken = self.arms.keys() & self.control_arms.keys()
+        if mistaken:
+            raise ValueError(
+                f"arms: got {shortened(min(mistaken))}, the name of an arm of controls; choose another"
             )
         if self.compare.looks and self.compare.looks[-1] != len(self.seeds):
             raise ValueError(
@@ -219,6 +234,27 @@ class Declared(Section):
         if not isinstance(self, model):  # an arm of another trainer: drop what only the base's trainer knows
             base = {key: value for key, value in base.items() if key in model.model_fields}
         return validated(model, merge(base, change), source)
+
+    @property
+    def control_arms(self) -> dict[str, PlantedFault]:
+        """What is planted in each arm that is there as a control."""
+        return self.controls.arms(len(self.seeds))
+
+    def control_config(self, arm: str) -> OwnRunConfig:
+        """The baseline's configuration with what a control plants. Raises RecipeError where it cannot."""
+        planted, baseline = self.control_arms[arm], self.run_config(BASELINE)
+        field = "ulp_reruns" if planted.name == ONE_ULP else "faults"
+        source = f"{self.name}: controls.{field}"
+        if not isinstance(baseline, OwnRunConfig):
+            raise RecipeError(
+                f"{source}: got {planted.name!r} with a foreign trainer, which plants none; drop it"
+            )
+        if baseline.planted_fault is not None:
+            raise RecipeError(
+                f"{source}: got {planted.name!r} with a baseline that has a fault; drop one of them"
+            )
+        content = {**baseline.model_dump(), "planted_fault": planted.model_dump()}
+        return validated(OwnRunConfig, content, source)
 
 
 class Recipe(Declared, OwnRunConfig):

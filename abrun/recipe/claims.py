@@ -5,10 +5,11 @@ import re
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
+from abrun.recipe.faults import ONE_ULP, PlantedFault, named
 from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.section import Count, Positive, Section
 
@@ -154,9 +155,32 @@ class Compare(Section):
 
 
 class Controls(Section):
-    """`aa_reruns`: baseline runs repeated with their own seed, the noise floor of the machine."""
+    """Runs of the baseline beside the arms, which no verdict is about: what others are held against."""
 
-    aa_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
+    aa_reruns: Annotated[int, Field(ge=0, le=1000)] = (
+        0  # with their own seed again: the machine's noise floor
+    )
+    # With initial weights moved by one ULP of policy.dtype: what so small a difference grows into
+    ulp_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
+    # Each planted at every seed: what the comparison would have caught. Names of docs/faults.md, or sections
+    faults: list[Annotated[PlantedFault, BeforeValidator(named)]] = Field(default=[], max_length=100)
+
+    @field_validator("faults")
+    @classmethod
+    def _faults_differ(cls, faults: list[PlantedFault]) -> list[PlantedFault]:
+        arms = [fault.arm for fault in faults]
+        twice = next((arm for arm in arms if arms.count(arm) > 1), None)
+        if twice:
+            raise ValueError(f"got {twice.removeprefix('fault-')!r} twice; every fault and size once")
+        if any(fault.name == ONE_ULP for fault in faults):
+            raise ValueError(f"got {ONE_ULP!r}, which is no fault; use controls.ulp_reruns")
+        return faults
+
+    def arms(self, num_seeds: int) -> dict[str, PlantedFault]:
+        """What is planted in each arm of a control."""
+        rounds = range(-(-self.ulp_reruns // num_seeds))
+        moved = {f"one-ulp{f'-{i + 1}' if i else ''}": PlantedFault(name=ONE_ULP, draw=i) for i in rounds}
+        return moved | {fault.arm: fault for fault in self.faults}
 
 
 def claim_text(claim: Primary) -> str:

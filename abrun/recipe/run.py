@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.environment import Env
+from abrun.recipe.faults import LIBRARY, PlantedFault, lacking, named
 from abrun.recipe.policy import (
     LEAST_TEMPERATURE,
     NO_FILTERS,
@@ -46,6 +47,13 @@ class Checkpoint(Section):
     final_weights: bool = False  # also keep the trained model, as a Hugging Face checkpoint
     # Another run's (.../checkpoints/step-000050), in any layout, to go on from: weights, optimizer and step
     start_from: str | None = None
+
+
+class KeptSamples(Section):
+    """Completions that a run keeps in samples.jsonl, to be looked at: docs/training.md."""
+
+    prompts: Annotated[int, Field(ge=1, le=100)] = 2  # of a step's first prompts, a completion each
+    every: Count = 10  # steps; and of the first one
 
 
 class Cluster(Section):
@@ -153,7 +161,9 @@ class OwnRunConfig(RunConfig):
     warm_start: WarmStart | None = None
     checkpoint: Checkpoint = Checkpoint()
     wandb: Wandb | None = None
-    planted_fault: Literal["flipped_advantages"] | None = None  # broken on purpose, for a verdict to find
+    keep_samples: KeptSamples | None = KeptSamples()  # of a policy gradient; null: none
+    # Broken on purpose, for a verdict to find: a name of docs/faults.md, or a section
+    planted_fault: Annotated[PlantedFault | None, BeforeValidator(named)] = None
 
     @property
     def engine_devices(self) -> int:
@@ -232,8 +242,14 @@ class OwnRunConfig(RunConfig):
                 f"algorithm.value_head_dtype: got {head_dtype!r} with policy.backend.type 'megatron', whose "
                 "masters are float32; use float32"
             )
-        if self.planted_fault and not isinstance(self.algorithm, PolicyGradientSettings):
-            raise ValueError("planted_fault: only algorithm.type grpo and ppo have advantages; drop it")
+        return self
+
+    @model_validator(mode="after")
+    def _fault_can_be_planted(self) -> Self:
+        planted = self.planted_fault
+        lacks = planted and lacking(LIBRARY[planted.name], self)
+        if planted and lacks:
+            raise ValueError(f"planted_fault: got {planted.name!r}, which {lacks}, or planted_fault: null")
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@
         metrics.jsonl     one line a step                            appended by the job
         events.jsonl      started, resumed, checkpoint, failed, ...  appended by the job
         validation.jsonl  one line a validation, prompt by prompt    appended by the job
+        samples.jsonl     some completions of some steps             appended by the job
         metrics.npz       a cache of metrics.jsonl                   written by whoever compares
         stdout.log, checkpoints/
     runs/warm-starts/<hash>/                  a run directory too: steps shared by all arms and seeds
@@ -75,6 +76,7 @@ from abrun.store.records import (
     started_after,
 )
 from abrun.store.rundir import SCHEMA_VERSION, RunDir
+from abrun.store.samples import Sample
 from abrun.store.saved import STATE as SAVED_STATE
 from abrun.store.saved import SavedState, saved_state
 from abrun.store.writer import STOPPED, FencedError, RunWriter
@@ -101,6 +103,7 @@ __all__ = [
     "RunRecord",
     "RunState",
     "RunWriter",
+    "Sample",
     "SavedState",
     "SilentRank",
     "Status",

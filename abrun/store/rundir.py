@@ -61,6 +61,7 @@ from abrun.store.records import (
     silence,
     started_after,
 )
+from abrun.store.samples import Sample, read_samples
 from abrun.store.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class RunDir:
         return writer
 
     def _attempts_that_wrote(self) -> Iterator[int]:
-        for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION):
+        for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
             for row in sound_lines(self.path / name):
                 attempt = row.get("attempt")
                 if type(attempt) is int and attempt < LARGEST_ATTEMPT:
@@ -342,6 +343,10 @@ class RunDir:
         from abrun.store.metrics import read_validation
 
         return read_validation(self.path / layout.VALIDATION)
+
+    def samples(self) -> dict[int, tuple[Sample, ...]]:
+        """Completions that were kept, by step, ascending; of several attempts the last one counts."""
+        return read_samples(self.path / layout.SAMPLES)
 
     def printed(self, start: int = 0, most: int = 1 << 20) -> str:
         """The end of what the job has printed since its log had `start` bytes."""

@@ -13,6 +13,7 @@ from abrun.redaction import redacted, told
 from abrun.store.files import write_file, write_json
 from abrun.store.lines import LineWriter
 from abrun.store.records import Attempt, Status, attempt_file
+from abrun.store.samples import MOST_BYTES, Sample, row_of
 
 if TYPE_CHECKING:
     from abrun.store.rundir import RunDir
@@ -37,6 +38,7 @@ class RunWriter:
         self._metrics = LineWriter(run.path / layout.METRICS)
         self._events = LineWriter(run.path / layout.EVENTS)
         self._validations: LineWriter | None = None
+        self._samples: LineWriter | None = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append one step."""
@@ -52,6 +54,14 @@ class RunWriter:
             self._validations = LineWriter(self.run.path / layout.VALIDATION)
         content = {"prompts_sha256": prompts_sha256, "rewards": rewards, "lengths": lengths}
         self._validations.write({"step": step, "attempt": self.attempt, **content})
+
+    def samples(self, step: int, samples: list[Sample]) -> None:
+        """Append some of a step's completions, as long as the file is not too large."""
+        self.check_fence()
+        if self._samples is None:
+            self._samples = LineWriter(self.run.path / layout.SAMPLES)
+        if self._samples.path.stat().st_size < MOST_BYTES:
+            self._samples.write(row_of(step, self.attempt, samples))
 
     def heartbeat(self, step: int, patience_s: float | None = None) -> None:
         """A sign of life; the run seems to hang where no other follows for `patience_s`."""
@@ -74,7 +84,7 @@ class RunWriter:
 
     def sync(self) -> None:
         """Bring all lines to the disk: what is written after this may claim them."""
-        for lines in (self._metrics, self._events, self._validations):
+        for lines in (self._metrics, self._events, self._validations, self._samples):
             if lines:
                 lines.sync()
 

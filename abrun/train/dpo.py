@@ -1,5 +1,6 @@
 """One step of direct preference optimisation, on the task's pairs of completions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from abrun.rl.batch import Pairs, Sequences
 from abrun.rl.dpo import PreferenceLoss, dpo_loss, over_tokens, preference_metrics
 from abrun.rl.losses import masked_mean, weighted
 from abrun.rl.metrics import MetricParts, together
+from abrun.store import Sample
 from abrun.tasks import Example
 from abrun.train.setup import Setup, make_reference
 from abrun.train.validation import Evaluation
@@ -17,6 +19,8 @@ from abrun.train.validation import Evaluation
 
 class DpoAlgorithm:
     """The algorithm of a recipe with `algorithm: {type: dpo}`; the reference is the run's initial policy."""
+
+    samples: Sequence[Sample] = ()  # it draws none
 
     def __init__(self, setup: Setup, settings: Dpo) -> None:
         self._setup, self._settings = setup, settings

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from abrun import progress
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError
 from abrun.recipe import OwnRunConfig
-from abrun.store import RunDir, RunRecord, RunWriter
+from abrun.store import RunDir, RunRecord, RunWriter, Sample
 from abrun.train import checkpoint
 from abrun.train.branch import Origin, start_from
 from abrun.train.recorder import Recorder
@@ -26,6 +27,8 @@ class Interrupted(AbrunError):
 
 class Algorithm(Protocol):
     """What one step is."""
+
+    samples: Sequence[Sample]  # some completions of the last one, those of the global batch on the first rank
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
@@ -81,6 +84,7 @@ def _train(
         if validator and validator.is_due(step):
             row |= validator.validate(step)
         recorder.metrics(step, row)
+        recorder.samples(step, algorithm.samples)
         progress.stepped()
         stop, save = requests.collect(setup.ranks)
         if stop or save or step % config.checkpoint.every == 0:
@@ -119,7 +123,16 @@ class Requests:
 
 
 def make_algorithm(setup: Setup) -> Algorithm:
-    """The algorithm that the recipe names; the others are not imported."""
+    """The algorithm that the recipe names, with the fault that it plants; the others are not imported."""
+    algorithm = _algorithm_of(setup)
+    if setup.config.planted_fault is not None:
+        from abrun.train.faults import plant
+
+        plant(setup, algorithm)
+    return algorithm
+
+
+def _algorithm_of(setup: Setup) -> Algorithm:
     settings = setup.config.algorithm
     if settings.type == "grpo":
         from abrun.train.grpo import GrpoAlgorithm

@@ -9,7 +9,7 @@ With `overlong_filtering` its reward counts, for the baseline of its group, too,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -31,9 +31,10 @@ from abrun.rl.losses import (
     weighted,
 )
 from abrun.rl.metrics import MetricParts, document_metrics, policy_metrics, together
+from abrun.store import Sample
 from abrun.train.batches import BatchSource
-from abrun.train.faults import with_fault
 from abrun.train.rollouts import Rollouts
+from abrun.train.samples import is_due, samples_of
 from abrun.train.setup import Setup, make_reference
 
 Settings = TypeVar("Settings", Grpo, Ppo)
@@ -49,10 +50,14 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         self._setup, self._settings = setup, settings
         self._source: BatchSource = Rollouts(setup, settings)
         self._reference = make_reference(setup) if settings.kl_coefficient > 0 else None
+        self.samples: Sequence[Sample] = []  # some completions of the last step, this rank's
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
         batch, rollout_metrics = self._source.collect(step)
+        self.samples = []
+        if is_due(self._setup.config.keep_samples, step):
+            self.samples = samples_of(self._setup, batch, self._settings.group_size)
         return {**rollout_metrics, **self.update(batch, step)}
 
     def update(self, batch: Sampled, step: int) -> dict[str, float]:
@@ -71,7 +76,6 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         ]
         scored = self._scored(batch, _loss_weights(batch, parts, reductions))
         judged, metrics = self._with_advantages(scored, batch.rewards)
-        judged = with_fault(self._setup.config.planted_fault, judged)
         epochs = self._settings.epochs_per_step
         updates = [
             (

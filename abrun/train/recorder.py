@@ -17,7 +17,7 @@ from torch import Tensor
 from abrun.backends import Backend
 from abrun.models import content_of, sample_of, weights_hash
 from abrun.recipe import OwnRunConfig, Policy
-from abrun.store import RunWriter
+from abrun.store import RunWriter, Sample
 from abrun.train.wandb_mirror import WandbMirror
 
 RECORDED_PACKAGES = (
@@ -89,6 +89,11 @@ class Recorder:
         if self._writer:
             digest = prompts_sha256(prompts)
             self._writer.validation(step, prompts_sha256=digest, rewards=rewards, lengths=lengths)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Append completions to be looked at, if there are any."""
+        if self._writer and samples:
+            self._writer.samples(step, list(samples))
 
     def event(self, event: str, **details: Any) -> None:
         if self._writer:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from abrun.errors import LaunchError
+from abrun.metric_names import SIGNAL_SHARE
 from abrun.recipe import Grpo, Ppo
 from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, RolloutEngine
@@ -126,9 +127,19 @@ class Rollouts:
             sum(len(completion.token_ids) for completion in completions),
             sum(completion.truncated for completion in completions),
             sum(len(group.prompt) * len(group.completions) for group in groups),
+            sum(len(group.completions) for group in groups if group.has_signal),
         )
-        keys = ("reward", "mean_gen_tokens_per_sample", "truncation_rate", "mean_prompt_length")
-        return {f"train/{key}": total / totals[0] for key, total in zip(keys, totals[1:], strict=True)}
+        keys = (
+            "reward",
+            "mean_gen_tokens_per_sample",
+            "truncation_rate",
+            "mean_prompt_length",
+            "signal_share",
+        )
+        shares = {f"train/{key}": total / totals[0] for key, total in zip(keys, totals[1:], strict=True)}
+        if isinstance(self._settings, Ppo):  # its advantages are not relative to a group
+            del shares[SIGNAL_SHARE]
+        return shares
 
 
 def _check_finite(completions: list[Completion], step: int) -> None:

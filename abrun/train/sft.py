@@ -1,6 +1,7 @@
 """One step of supervised fine-tuning: imitate the task's reference completions."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from abrun.rl.batch import Sequences
 from abrun.rl.losses import masked_mean, weighted
 from abrun.rl.metrics import MetricParts
+from abrun.store import Sample
 from abrun.tasks import Example
 from abrun.train.setup import Setup
 from abrun.train.validation import Evaluation
@@ -15,6 +17,8 @@ from abrun.train.validation import Evaluation
 
 class SftAlgorithm:
     """The algorithm of a recipe with `algorithm: {type: sft}`."""
+
+    samples: Sequence[Sample] = ()  # it draws none
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup

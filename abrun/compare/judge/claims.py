@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
+from abrun.compare.judge.assay import no_signal, not_learned
 from abrun.compare.judge.margins import Margin, yardstick
-from abrun.compare.judge.sensitivity import no_signal, not_learned
 from abrun.compare.judge.summaries import climbs, outside_domain, summaries
 from abrun.compare.read.experiment import Pair, stack_pairs, union
 from abrun.equivalence import (

@@ -1,4 +1,5 @@
-"""T2: how the arms part, against how the baseline parts from itself. Diagnostic, never gating."""
+"""T2: how the arms part, against how the baseline parts from itself, from one that began one ULP away, and
+from seed to seed. Diagnostic, never gating."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,11 +8,28 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.read.experiment import Pair, RecordedRun, stack, stack_pairs
+from abrun.equivalence import t_interval
 from abrun.metric_names import (
     STEP_ONE,
 )
 from abrun.recipe import Primary
 from abrun.series import Array, Steps
+
+MOST_BUCKETS = 20  # of steps, that ratios are given for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UlpGrowth:
+    """What one ULP of the initial weights grows into (controls.ulp_reruns), and the treatment against it.
+
+    Ratios are of mean |treatment - baseline| to mean |moved - baseline|; None where the latter is 0.
+    """
+
+    num_reruns: int
+    mean_difference: float  # over steps and runs, of |moved - baseline|
+    ratio: float | None  # the geometric mean over the seeds that have such a run
+    ci95: tuple[float, float] | None  # of that ratio, over seeds; None: fewer than two
+    by_steps: list[tuple[int, int, float | None]]  # first step, last step, the ratio in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +44,9 @@ class Divergence:
     aa_mean_difference: float | None
     ratio: float | None
     first_step_outside: int | None  # where the median pair leaves the running maximum of the A/A differences
+    ulp: UlpGrowth | None  # None: there is no such run
+    seed_spread: float | None  # the baseline's sd over seeds, mean over steps; None: one seed
+    share_of_seed_spread: float | None  # the mean difference over that
 
 
 def divergence(arm: str, pairs: Sequence[Pair], primaries: Sequence[Primary]) -> list[Divergence]:
@@ -55,7 +76,13 @@ def _divergence(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | No
         aa_mean_difference=None,
         ratio=None,
         first_step_outside=None,
+        ulp=_ulp_growth(pairs, metric, steps),
+        seed_spread=None,
+        share_of_seed_spread=None,
     )
+    if len(pairs) > 1:
+        spread = float(baseline[:, known].std(axis=0, ddof=1).mean())
+        result = replace(result, seed_spread=spread, share_of_seed_spread=mean / spread if spread else None)
     if not floors:
         return result
     # Both curves start together and part: a later step may by chance be close again, the envelope may not.
@@ -68,6 +95,41 @@ def _divergence(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | No
         aa_mean_difference=floor,
         ratio=mean / floor if floor else None,
         first_step_outside=int(outside[0]) if len(outside) else None,
+    )
+
+
+def _ulp_growth(pairs: Sequence[Pair], metric: str, steps: Steps) -> UlpGrowth | None:
+    treated, moved = [], []  # of each pair that has a moved run: differences [S]
+    num_reruns = 0
+    for pair in pairs:
+        runs = [run for run in pair.moved if run.finished]
+        of_moved = [one for run in runs if (one := _noise((pair.baseline, run), metric, steps)) is not None]
+        of_treatment = _noise((pair.baseline, pair.treatment), metric, steps)
+        if of_moved and of_treatment is not None:
+            treated.append(of_treatment)
+            moved.append(np.mean(of_moved, axis=0))
+            num_reruns += len(of_moved)
+    if not num_reruns:
+        return None
+    both = [(float(a.mean()), float(b.mean())) for a, b in zip(treated, moved, strict=True)]
+    logs = np.log([a / b for a, b in both if a > 0 and b > 0])
+    known = len(logs) == len(both)
+    interval = np.exp(t_interval(logs, 0.95)) if known and len(logs) > 1 else None
+    buckets = np.array_split(np.arange(len(steps)), min(MOST_BUCKETS, len(steps)))
+    a, b = np.mean(treated, axis=0), np.mean(moved, axis=0)
+    return UlpGrowth(
+        num_reruns=num_reruns,
+        mean_difference=float(np.mean(moved)),
+        ratio=float(np.exp(logs.mean())) if known else None,
+        ci95=None if interval is None else (float(interval[0]), float(interval[1])),
+        by_steps=[
+            (
+                int(steps[part[0]]),
+                int(steps[part[-1]]),
+                float(a[part].mean() / b[part].mean()) if b[part].mean() > 0 else None,
+            )
+            for part in buckets
+        ],
     )
 
 

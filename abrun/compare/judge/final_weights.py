@@ -24,6 +24,7 @@ class FinalWeights:
     tensor: str | None  # that has the relative one
     num_reruns: int
     aa_largest_difference: float | None  # among same-seed baseline reruns; None: there are none
+    ulp_largest_difference: float | None  # of baselines that began one ULP away; None: there are none
 
 
 class _Distance(NamedTuple):
@@ -45,12 +46,8 @@ def final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
     unequal = [pair for pair in known if not _equal(pair.baseline, pair.treatment)]
     found = [(one, pair) for pair in unequal if (one := _distance(pair.baseline, pair.treatment))]
     farthest, of = max(found, key=lambda both: _order(both[0].largest), default=(None, None))
-    floors = [
-        floor
-        for pair in known
-        for rerun in pair.reruns
-        if rerun.finished and (floor := _floor(pair.baseline, rerun)) is not None
-    ]
+    floors = [floor for pair in known for floor in _floors(pair.baseline, pair.reruns)]
+    moved = [floor for pair in known for floor in _floors(pair.baseline, pair.moved)]
     return FinalWeights(
         arm=arm,
         num_pairs=len(known),
@@ -62,6 +59,7 @@ def final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
         tensor=farthest.tensor if farthest else None,
         num_reruns=len(floors),
         aa_largest_difference=max(floors, key=_order, default=None),
+        ulp_largest_difference=max(moved, key=_order, default=None),
     )
 
 
@@ -69,11 +67,15 @@ def _equal(left: RecordedRun, right: RecordedRun) -> bool:
     return left.final_weights_hash == right.final_weights_hash
 
 
-def _floor(baseline: RecordedRun, rerun: RecordedRun) -> float | None:
-    if rerun.final_weights_hash and _equal(baseline, rerun):
-        return 0.0
-    distance = _distance(baseline, rerun)
-    return distance.largest if distance else None
+def _floors(baseline: RecordedRun, repeats: Sequence[RecordedRun]) -> list[float]:
+    """How far repetitions of a baseline end from it, as far as that is known."""
+    found = []
+    for repeat in repeats:
+        if repeat.finished and repeat.final_weights_hash and _equal(baseline, repeat):
+            found.append(0.0)
+        elif repeat.finished and (distance := _distance(baseline, repeat)):
+            found.append(distance.largest)
+    return found
 
 
 def _distance(baseline: RecordedRun, treatment: RecordedRun) -> _Distance | None:

@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
+from abrun.compare.judge.assay import cut_short
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
-from abrun.compare.judge.sensitivity import cut_short
 from abrun.compare.read.experiment import Pair, RecordedRun
 from abrun.equivalence import limit_test
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, default_reduction, find, unit_of

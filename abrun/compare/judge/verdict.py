@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.claims import PrimaryResult, judge_primary, with_holm
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests
 from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.sensitivity import learning_metrics
 from abrun.compare.judge.step_one import StepOne, shares_prompts, step_one
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons, other_machine

@@ -9,6 +9,7 @@ from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.placement import placement_notes
+from abrun.compare.judge.sensitivity import Sensitivity, sensitivity
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.experiment import Experiment
@@ -63,6 +64,7 @@ class VerdictFile:
     notes: list[str]  # what reading the runs had to decide, and pairs that were placed differently
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
+    sensitivity: Sensitivity | None  # of planted faults; None: the experiment has none (controls.faults)
     reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
 
 
@@ -96,6 +98,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         ],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
         environments=_environments(experiment),
+        sensitivity=sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
     )
 

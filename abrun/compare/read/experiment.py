@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
-from abrun.recipe import Compare, Primary
+from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
 from abrun.series import NO_SERIES, Array, Series, Steps
 from abrun.store import Status
 
@@ -70,6 +70,7 @@ class Pair:
     baseline: RecordedRun
     treatment: RecordedRun
     reruns: tuple[RecordedRun, ...]
+    moved: tuple[RecordedRun, ...] = ()  # baselines whose initial weights were moved by one ULP
 
     @property
     def finished(self) -> bool:
@@ -100,6 +101,9 @@ class Experiment:
     launched_compare_sha256: str | None = None
     launched_pairs: int = 0
     reference: Reference | None = None
+    # Baselines in which something was planted: what by arm, and their runs, which no verdict is about.
+    planted: Mapping[str, PlantedFault] = field(default_factory=dict)
+    controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property
@@ -118,12 +122,14 @@ class Experiment:
         """The seeds that both arms planned, in launch order."""
         baselines, treatments = self.arm(self.baseline), self.arm(arm)
         reruns = [run for run in self.runs.values() if run.name.rerun]
+        moved = [run for name, run in self.controls.items() if self.planted[name.arm].name == ONE_ULP]
         return [
             Pair(
                 seed=seed,
                 baseline=baseline,
                 treatment=treatments[seed],
                 reruns=tuple(run for run in reruns if run.name.seed == seed),
+                moved=tuple(run for run in moved if run.name.seed == seed),
             )
             for seed, baseline in baselines.items()
             if seed in treatments

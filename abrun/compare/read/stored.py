@@ -46,6 +46,11 @@ def load_experiment(experiment_dir: Path) -> Experiment:
         raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
     names = planned_runs(experiment_dir)
     runs = [RunDir(run_dir(experiment_dir, name)) for name in names]
+    loaded = {
+        name: _load_run(run, name, metrics)
+        for name, run, metrics in zip(names, runs, metrics_of(runs), strict=True)
+    }
+    planted = recipe.control_arms
     return Experiment(
         name=printable(str(content["experiment"])),
         arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
@@ -54,10 +59,9 @@ def load_experiment(experiment_dir: Path) -> Experiment:
         launched_compare_sha256=content["compare_sha256"],
         launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
         reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
-        runs={
-            name: _load_run(run, name, metrics)
-            for name, run, metrics in zip(names, runs, metrics_of(runs), strict=True)
-        },
+        runs={name: run for name, run in loaded.items() if name.arm not in planted},
+        planted=planted,
+        controls={name: run for name, run in loaded.items() if name.arm in planted},
     )
 
 

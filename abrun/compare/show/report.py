@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.sensitivity import sentence
 from abrun.errors import ComparisonError, StoreError
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
@@ -293,6 +294,8 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
             taken = ", ".join(f"{look['num_pairs']} pairs: {look['verdict']}" for look in looks) or "none yet"
             planned = ", ".join(str(look["num_pairs"]) for look in section["looks"])
             yield f"{mark}looks", f"declared at {planned} pairs; taken: {taken}"
+    if content["sensitivity"]:
+        yield "sensitivity", sentence(content["sensitivity"])
     if content["not_tested"]:
         yield "not tested", "; ".join(content["not_tested"])
     if content["notes"]:
@@ -340,9 +343,21 @@ def _divergence(divergences: Sequence[Content]) -> str:
     if not divergences:
         return "no finished pair"
     first = divergences[0]
-    if first["noise_floor"] == "unknown":
-        return "noise floor unknown (no A/A reruns)"
-    return "; ".join(_against_noise(one) for one in divergences[:3] if one["noise_floor"] != "unknown")
+    floors = [_against_noise(one) for one in divergences[:3] if one["noise_floor"] != "unknown"]
+    said = floors or ["noise floor unknown (no A/A reruns)"]
+    if first["ulp"]:
+        said.append(_against_ulp(first))
+    if first["share_of_seed_spread"] is not None:
+        said.append(f"mean |difference| {first['share_of_seed_spread']:.2g} of the spread over seeds")
+    return "; ".join(said)
+
+
+def _against_ulp(one: Content) -> str:
+    grown = one["ulp"]
+    if grown["ratio"] is None:
+        return f"{one['metric']}: against what one ULP grows into: no ratio, as one of them is 0"
+    interval = f" [{grown['ci95'][0]:.2g}, {grown['ci95'][1]:.2g}]" if grown["ci95"] else ""
+    return f"{one['metric']}: {grown['ratio']:.2g}x{interval} what one ULP grows into"
 
 
 def _against_noise(one: Content) -> str:
@@ -360,6 +375,8 @@ def _final_weights(one: Content) -> str:
         return equal
     floor = one["aa_largest_difference"]
     against = "" if floor is None else f"; A/A: {floor:.2g}"
+    grown = one["ulp_largest_difference"]
+    against += "" if grown is None else f"; what one ULP grows into: {grown:.2g}"
     return (
         f"{equal}; largest difference of {one['num_sampled']:,} sampled: {one['largest_difference']:.2g} "
         f"(seed {one['seed']}{against}), {one['relative_difference']:.2g} of the largest in {one['tensor']}"

@@ -374,6 +374,12 @@ function divergence() {
   const ratio = (one) =>
     ({ zero: "the baseline repeats bit for bit", unknown: "unknown" })[one.noise_floor] ||
     `${number(one.ratio, 2)}\u00d7`;
+  const grown = (one) =>
+    one.ulp === null
+      ? ""
+      : one.ulp.ratio === null
+        ? "no ratio"
+        : `${number(one.ulp.ratio, 2)}\u00d7 ${one.ulp.ci95 ? interval(one.ulp.ci95) : ""}`;
   const unknown = list.length && list.every((one) => one.noise_floor === "unknown");
   return section(
     "divergence",
@@ -381,7 +387,7 @@ function divergence() {
     el(
       "p",
       { class: "intro" },
-      "How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor). This is a diagnosis; no verdict hangs on it.",
+      "How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor), against what one ULP of the initial weights grows into (controls.ulp_reruns), and against the spread over seeds. This is a diagnosis; no verdict hangs on it.",
     ),
     unknown ? el("p", {}, "Noise floor unknown: there are no A/A reruns (controls.aa_reruns).") : null,
     list.length
@@ -392,6 +398,8 @@ function divergence() {
             ["mean |difference|", "right"],
             ["A/A mean |difference|", "right"],
             ["ratio", "right"],
+            ["against one ULP", "right"],
+            ["of the spread over seeds", "right"],
             ["first outside the A/A envelope"],
           ]),
           list.map((one) => [
@@ -400,10 +408,41 @@ function divergence() {
             number(one.mean_difference, 3),
             number(one.aa_mean_difference, 3),
             ratio(one),
+            grown(one),
+            one.share_of_seed_spread === null ? "" : number(one.share_of_seed_spread, 2),
             outside(one),
           ]),
         )
       : el("p", {}, "No finished pair."),
+  );
+}
+
+function sensitivity() {
+  const found = content.sensitivity;
+  if (!found) return null;
+  const seen = (one) =>
+    one.caught_by === "nothing"
+      ? one.verdict === "INVALID" ? "not judged" : "nothing: invisible at this size"
+      : [one.caught_by, one.metric].filter(Boolean).join(": ");
+  return section(
+    "sensitivity",
+    "What it would have caught",
+    el(
+      "p",
+      { class: "intro" },
+      `Faults planted in the baseline, each judged as a treatment is: ${found.num_caught} of ${found.num_judged} were caught.`,
+    ),
+    table(
+      "Planted faults",
+      [["fault"], ["size", "right"], ["caught by"], ["step", "right"], ["pairs", "right"]],
+      found.faults.map((one) => [
+        el("span", { class: "name" }, one.fault),
+        one.size === null ? "-" : `${number(one.size, 3)} ${one.unit}`,
+        seen(one),
+        one.step === null ? "-" : String(one.step),
+        String(one.num_pairs),
+      ]),
+    ),
   );
 }
 
@@ -780,6 +819,7 @@ const body = [
   stepOne(),
   divergence(),
   finalWeights(),
+  sensitivity(),
   savings(),
   others(),
   bullets(

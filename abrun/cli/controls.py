@@ -1,0 +1,119 @@
+"""Commands about what a comparison can see. Everything slow to import waits inside its command."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from abrun.cli.app import app, console
+from abrun.cli.arguments import Launcher, Name, Overrides, RecipeFile, Resume, RunsDir, parse_seeds
+from abrun.errors import RecipeError, StoreError
+
+if TYPE_CHECKING:
+    from abrun.store import RunDir
+
+
+@app.command()
+def faults() -> None:
+    """List the faults that a recipe can plant: what each does, what it needs, and the bug it is after."""
+    from abrun.compare.show.sensitivity import library
+
+    console().print(library())
+
+
+@app.command()
+def samples(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
+    ],
+    step: Annotated[int | None, typer.Option(min=1, help="Of this step alone.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another run, whose completions of the same prompts stand beside.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show the completions that a run has kept, with their rewards: alone, or beside another run's."""
+    from abrun.compare.read.samples import side_by_side
+    from abrun.compare.show.samples import samples_shown
+
+    names = [run] if against is None else [run, against]
+    left, right = (_run_of(each, runs_dir) for each in (run, against or run))
+    pairs = side_by_side(left, right, step)
+    if not pairs:
+        kept = ", ".join(map(str, left.samples())) or "none"
+        raise StoreError(f"{left.path}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")
+    console().print(samples_shown(names, pairs))
+
+
+@app.command()
+def sensitivity(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--faults", help="NAME or NAME:SIZE, by commas; default: all that the recipe can plant."
+        ),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Instead of the recipe's: 0,1,2 or 0-4.")] = None,
+    launcher: Launcher = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once; default: what the devices allow.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+    name: Name = None,
+    resume: Resume = False,
+) -> None:
+    """Plant faults in the baseline and say which of them the recipe's comparison would have caught.
+
+    Exit code: 0 when every run finished, 1 when one failed, 2 for bad input.
+    """
+    from abrun.compare.judge.sensitivity import sensitivity as judge_faults
+    from abrun.compare.read.stored import load_experiment
+    from abrun.compare.show.sensitivity import sentence, table, write_sensitivity
+    from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
+    from abrun.launch.controls import with_faults_alone
+    from abrun.plan import make_plan
+    from abrun.recipe import launcher_settings, load_recipe
+    from abrun.watch import View
+
+    changes = [*(overrides or []), *([f"seeds={parse_seeds(seeds)}"] if seeds is not None else [])]
+    planned, not_planted = with_faults_alone(load_recipe(recipe, changes), names)
+    plan = make_plan(planned)
+    scheduler = make_scheduler(launcher_settings(planned.launcher, launcher), jobs)
+    screen = console()
+    with View(screen, queued_jobs) as view:
+        outcome = launch_or_hand_over(
+            plan,
+            runs_dir,
+            scheduler=scheduler,
+            observer=view,
+            launcher=launcher,
+            name=name,
+            jobs=jobs,
+            resume=resume,
+            compare=False,
+        )
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    found = judge_faults(load_experiment(experiment_dir))
+    if found is None:
+        raise RecipeError(f"{planned.name}: controls.faults: got none that can be planted; see: abrun faults")
+    from dataclasses import asdict
+
+    screen.print(table(found))
+    for fault, lacks in not_planted.items():
+        screen.print(f"not planted: {fault}, which {lacks}", soft_wrap=True, markup=False)
+    screen.print(sentence(asdict(found)), soft_wrap=True, markup=False)
+    path = write_sensitivity(found, not_planted, experiment_dir / "report")
+    screen.print(f"All of it is in {path}", soft_wrap=True, markup=False)
+    raise typer.Exit(outcome.exit_code if outcome else 0)
+
+
+def _run_of(run: str, runs_dir: Path) -> "RunDir":
+    """Raises StoreError where no run is there."""
+    from abrun.store import RunDir
+
+    path = runs_dir / run
+    found = RunDir(path if path.is_dir() else Path(run))
+    found.record()
+    return found

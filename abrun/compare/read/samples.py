@@ -1,0 +1,34 @@
+"""Completions of two runs to the same prompts, step by step."""
+
+from dataclasses import dataclass
+
+from abrun.store import RunDir, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideBySide:
+    """What two runs said to one prompt; None: that run has kept none of it."""
+
+    step: int
+    prompt: str
+    left: Sample | None
+    right: Sample | None
+
+
+def side_by_side(left: RunDir, right: RunDir, step: int | None = None) -> list[SideBySide]:
+    """In the order of steps and of the left run's prompts, then what the right run alone has.
+
+    `step`: of this one alone. Raises StoreError where a file is corrupt.
+    """
+    both = left.samples(), right.samples()
+    steps = sorted(both[0].keys() | both[1].keys()) if step is None else [step]
+    found = []
+    for each in steps:
+        of_prompt = [{one.prompt: one for one in of.get(each, ())} for of in both]
+        found += [
+            SideBySide(
+                step=each, prompt=prompt, left=of_prompt[0].get(prompt), right=of_prompt[1].get(prompt)
+            )
+            for prompt in dict.fromkeys([*of_prompt[0], *of_prompt[1]])
+        ]
+    return found

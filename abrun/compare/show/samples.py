@@ -1,0 +1,47 @@
+"""Completions on a terminal: of one run, or of two runs side by side."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from abrun.compare.read.samples import SideBySide
+from abrun.redaction import shown
+from abrun.store import Sample
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def samples_shown(names: Sequence[str], pairs: Sequence[SideBySide]) -> "RenderableType":
+    """`names`: of the runs, one or two."""
+    return Group(*_parts(names, pairs))
+
+
+def _parts(names: Sequence[str], pairs: Sequence[SideBySide]) -> Iterator["RenderableType"]:
+    for pair in pairs:
+        yield Text(f"step {pair.step}: {_one_line(pair.prompt)}", style="bold")
+        table = Table(box=None, pad_edge=False, expand=len(names) > 1)
+        for name in names:
+            table.add_column(shown(name), overflow="fold", ratio=1)
+        both = (pair.left, pair.right)[: len(names)]
+        table.add_row(*(Text("not kept" if one is None else _lines(one.text)) for one in both))
+        table.add_row(*(Text("" if one is None else _facts(one), style="dim") for one in both))
+        yield table
+        yield Text("")
+
+
+def _facts(one: Sample) -> str:
+    cut = ", truncated" if one.truncated else ""
+    error = f"log-prob error {one.logprob_error:.2g}"
+    return f"reward {one.reward:.3g}, {error}, {one.num_tokens} tokens{cut}"
+
+
+def _lines(text: str) -> str:
+    return "\n".join(shown(line) for line in text.splitlines())
+
+
+def _one_line(text: str) -> str:
+    return shown(" ".join(text.split()))

@@ -1,0 +1,68 @@
+"""An experiment of a recipe's baseline and planted faults alone: what its comparison would have caught."""
+
+from abrun.errors import RecipeError
+from abrun.recipe import (
+    BASELINE,
+    FAULTS,
+    CommandRecipe,
+    Controls,
+    OwnRunConfig,
+    PlantedFault,
+    Recipe,
+    lacking,
+    stored_recipe,
+    validated,
+)
+
+
+def with_faults_alone(
+    recipe: Recipe | CommandRecipe, names: str | None
+) -> tuple[Recipe | CommandRecipe, dict[str, str]]:
+    """The recipe without its treatments; and what it lacks for the faults that it cannot plant.
+
+    `names`: NAME or NAME:SIZE, by commas; None: its own `controls.faults`, or all that it can plant. Raises
+    RecipeError for one that was asked for and cannot be planted.
+    """
+    baseline = recipe.run_config(BASELINE)
+    if not isinstance(baseline, OwnRunConfig):
+        raise RecipeError(
+            f"{recipe.name}: arms.baseline: got a foreign trainer, in which no fault is planted"
+        )
+    not_planted: dict[str, str] = {}
+    wanted = recipe.controls.faults
+    if names is not None:
+        wanted = [_parsed(text) for text in names.split(",")]
+    elif not wanted:
+        found = {fault.name: lacking(fault, baseline) for fault in FAULTS}
+        not_planted = {name: lacks for name, lacks in found.items() if lacks}
+        wanted = [PlantedFault(name=name) for name in found if name not in not_planted]
+    if not wanted:
+        raise RecipeError(f"{recipe.name}: got no fault that it can plant; see: abrun faults")
+    controls = validated(
+        Controls,
+        {
+            "aa_reruns": recipe.controls.aa_reruns,
+            "faults": [one.model_dump() for one in wanted],
+        },
+        "--faults",
+    )
+    compare = recipe.compare.model_copy(update={"looks": []})
+    content = {
+        **recipe.model_dump(mode="json"),
+        "name": f"{recipe.name[:88]}-sensitivity",
+        "arms": {BASELINE: recipe.arms[BASELINE]},
+        "controls": controls.model_dump(mode="json"),
+        "compare": compare.model_dump(mode="json"),
+    }
+    return stored_recipe(content, recipe.name), not_planted
+
+
+def _parsed(text: str) -> PlantedFault:
+    name, colon, size = text.strip().partition(":")
+    try:
+        amount = float(size) if colon else None
+    except ValueError:
+        raise RecipeError(
+            f"--faults: got {text!r}; allowed: NAME or NAME:SIZE, such as misgrouped:2"
+        ) from None
+    return validated(PlantedFault, {"name": name, "size": amount}, "--faults")

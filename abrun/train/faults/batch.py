@@ -1,0 +1,118 @@
+"""Faults of the data of a step: rewards, advantages, masks and weights. Letters: B sequences, S positions."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from abrun.rl.batch import PolicyBatch, Sampled, Scored
+from abrun.train.faults.site import Site, Updates, around, first_rows
+
+Found = tuple[Sampled, dict[str, float]]
+Judged = tuple[PolicyBatch, dict[str, float]]
+
+
+def flipped_advantages(site: Site) -> None:
+    def flip(advantages: Tensor) -> Tensor:  # [B, S] -> [B, S]
+        sign = torch.ones(advantages.shape[1], device=advantages.device)
+        sign[::2] = -1
+        return advantages * sign
+
+    def judge(inner, batch: Scored, rewards: Tensor) -> Judged:
+        judged, metrics = inner(batch, rewards)
+        return replace(judged, advantages=flip(judged.advantages)), metrics
+
+    around(site.algorithm, "_with_advantages", judge)
+
+
+def rewards_of_other_rows(site: Site) -> None:
+    """Those of about half a batch further: another prompt's."""
+
+    def collect(inner, step: int) -> Found:
+        batch, metrics = inner(step)
+        rows = first_rows(site.size, len(batch))
+        rewards = batch.rewards.clone()
+        rewards[rows] = rewards[rows].roll(rows.stop // 2 + 1)
+        return replace(batch, rewards=rewards), metrics
+
+    around(site.algorithm._source, "collect", collect)
+
+
+def misgrouped(site: Site) -> None:
+    def judge(inner, batch: Scored, rewards: Tensor) -> Judged:
+        num_rows = int(site.size)
+        judged, metrics = inner(batch, rewards.roll(-num_rows))
+        return replace(judged, advantages=judged.advantages.roll(num_rows, 0)), metrics
+
+    around(site.algorithm, "_with_advantages", judge)
+
+
+def first_rollout_stats(site: Site) -> None:
+    size = site.setup.config.algorithm.group_size  # pyright: ignore[reportAttributeAccessIssue]
+
+    def judge(inner, batch: Scored, rewards: Tensor) -> Judged:
+        judged, metrics = inner(batch, rewards)
+        grouped = rewards.view(-1, size)
+        groups = first_rows(site.size, len(grouped))
+        advantages = judged.advantages.clone().unflatten(0, (-1, size))
+        advantages[groups] = (grouped - grouped[:, :1])[groups][..., None]
+        return replace(judged, advantages=advantages.flatten(0, 1)), metrics
+
+    around(site.algorithm, "_with_advantages", judge)
+
+
+def eos_not_trained(site: Site) -> None:
+    ends = sorted(site.setup.data.text.end_ids)
+
+    def collect(inner, step: int) -> Found:
+        batch, metrics = inner(step)
+        rows = first_rows(site.size, len(batch))
+        is_end = torch.isin(batch.token_ids, torch.tensor(ends, device=batch.token_ids.device))
+        mask = batch.token_mask.clone()
+        mask[rows] &= ~is_end[rows]
+        return replace(batch, token_mask=mask), metrics
+
+    around(site.algorithm._source, "collect", collect)
+
+
+def late_half_batch(site: Site) -> None:
+    def change(updates: Updates, step: int) -> Updates:
+        if step == 1:
+            return updates
+        changed = []
+        for batch, objective in updates:
+            weights = batch.loss_weights.clone()
+            weights[len(batch) - first_rows(site.size, len(batch)).stop :] = 0
+            changed.append((replace(batch, loss_weights=weights), objective))
+        return changed
+
+    site.on_updates(change)
+
+
+def padding_in_denominator(site: Site) -> None:
+    """Of the rows [B, S] as they are padded: all positions from a completion's first on."""
+
+    def change(updates: Updates, step: int) -> Updates:
+        changed = []
+        for batch, objective in updates:
+            begun = batch.token_mask.cummax(dim=1).values
+            tokens, positions = site.setup.ranks.total(float(batch.token_mask.sum()), float(begun.sum()))
+            factor = tokens / max(tokens + site.size * (positions - tokens), 1.0)
+            changed.append((replace(batch, loss_weights=batch.loss_weights * factor), objective))
+        return changed
+
+    site.on_updates(change)
+
+
+OF_BATCHES = {
+    function.__name__: function
+    for function in (
+        flipped_advantages,
+        rewards_of_other_rows,
+        misgrouped,
+        first_rollout_stats,
+        eos_not_trained,
+        late_half_batch,
+        padding_in_denominator,
+    )
+}

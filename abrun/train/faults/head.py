@@ -1,0 +1,109 @@
+"""Faults of the way from tokens to log-probs, and of its gradient. Letters: B sequences, S positions."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from abrun.backends.context import Span, spans_of
+from abrun.rl.batch import PolicyBatch
+from abrun.train.faults.site import Site, around, partly_detached
+from abrun.train.policy_gradient import PolicyObjective
+
+
+class _FirstGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, mask: Tensor, share: float) -> Tensor:  # [...], [...]
+        ctx.save_for_backward(mask)
+        ctx.share = share
+        return logprobs.view_as(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        counted = gradient[mask]
+        first = torch.zeros_like(gradient).masked_fill(mask, float(counted[0]) if len(counted) else 0.0)
+        return torch.lerp(gradient, first, ctx.share), None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FirstGradientOnly(PolicyObjective):
+    size: float
+
+    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        scaled: Any = _FirstGradient.apply(logprobs, batch.token_mask, self.size)
+        return super().losses(batch, scaled, entropy)
+
+
+def upstream_gradient_first(site: Site) -> None:
+    site.on_objectives(_FirstGradientOnly)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EntropyWithoutGradient(PolicyObjective):
+    size: float
+
+    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return super().losses(batch, logprobs, partly_detached(entropy, self.size))
+
+
+def fused_drops_term(site: Site) -> None:
+    site.on_objectives(_EntropyWithoutGradient)
+
+
+def attention_across_packed(site: Site) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        *judged, packing, support = args
+        whole = Span(0, packing.starts[-1], 0, packing.starts[-1])
+        return *judged, replace(packing, spans=spans_of([whole], judged[0].device)), support
+
+    _module(site.setup.policy).register_forward_pre_hook(before)
+
+
+def temperature_missing(site: Site) -> None:
+    for policy in (site.setup.policy, site.algorithm._reference):
+        if policy is not None:
+            head = _module(policy)._head
+            head._temperature = head._settings["temperature"] = 1.0
+
+
+def labels_off_by_one(site: Site) -> None:
+    def judge(inner, hidden: Tensor, weight: Tensor, target: Tensor, *more: Any) -> tuple[Any, ...]:
+        return inner(hidden, weight, target.roll(1, -1), *more)
+
+    around(_module(site.setup.policy)._head, "judge", judge)
+
+
+def rope_bf16(site: Site) -> None:
+    """In the trainer's passes alone: the embedded engine shares the module."""
+    module = _module(site.setup.policy)
+    rotary = module._facts.base.rotary_emb
+    exact = rotary.inv_freq.clone()
+
+    def before(*_: Any) -> None:
+        rotary.inv_freq.copy_(exact.bfloat16())
+
+    def after(*_: Any) -> None:
+        rotary.inv_freq.copy_(exact)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _module(policy: Any) -> Any:
+    """Of the dtensor backend."""
+    return policy.module
+
+
+OF_HEADS = {
+    function.__name__: function
+    for function in (
+        upstream_gradient_first,
+        fused_drops_term,
+        attention_across_packed,
+        temperature_missing,
+        labels_off_by_one,
+        rope_bf16,
+    )
+}

@@ -1,0 +1,118 @@
+"""Faults of the loss, and of how microbatches add up to it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from abrun.rl.batch import PolicyBatch
+from abrun.rl.losses import PolicyLoss
+from abrun.rl.metrics import MetricParts
+from abrun.train.faults.site import Site, Updates, around, partly_detached
+from abrun.train.policy_gradient import PolicyObjective
+
+
+def microbatch_mean(site: Site) -> None:
+    """Each microbatch's weights get the sum that all of them have on average."""
+
+    def forward_backward(inner, batch: PolicyBatch, objective: PolicyObjective) -> MetricParts:
+        parts = site.cut(batch)
+        sums = [float(part.loss_weights.sum()) for part in parts]
+        mean = sum(sums) / len(sums)
+        factors = [1 + site.size * (mean / one - 1) if one else 1.0 for one in sums]
+        of_rows = [factor for part, factor in zip(parts, factors, strict=True) for _ in range(len(part))]
+        weights = batch.loss_weights * batch.loss_weights.new_tensor(of_rows)[:, None]
+        return inner(replace(batch, loss_weights=weights), objective)
+
+    around(site.setup.policy, "forward_backward", forward_backward)
+
+
+def last_microbatch_only(site: Site) -> None:
+    def forward_backward(inner, batch: PolicyBatch, objective: PolicyObjective) -> MetricParts:
+        return inner(batch, _LastOnly(objective, len(site.cut(batch)), site.size))
+
+    around(site.setup.policy, "forward_backward", forward_backward)
+
+
+class _LastOnly:
+    """See abrun.backends.Objective: metrics of a microbatch are asked for after its losses."""
+
+    def __init__(self, inner: PolicyObjective, num_microbatches: int, share: float) -> None:
+        self._inner, self._left, self._share = inner, num_microbatches, share
+
+    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        factor = 1.0 if self._left == 1 else 1 - self._share
+        return self._inner.losses(batch, logprobs, entropy) * factor
+
+    def metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+        self._left -= 1
+        return self._inner.metrics(batch, logprobs, entropy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KlWithoutGradient(PolicyObjective):
+    size: float
+
+    def _kl_penalty(self, batch: PolicyBatch, logprobs: Tensor) -> Tensor | None:
+        penalty = super()._kl_penalty(batch, logprobs)
+        return None if penalty is None else partly_detached(penalty, self.size)
+
+
+def kl_without_gradient(site: Site) -> None:
+    site.on_objectives(_KlWithoutGradient)
+
+
+def kl_sign(site: Site) -> None:
+    def change(updates: Updates, step: int) -> Updates:
+        changed = []
+        for batch, objective in updates:
+            penalised: Any = objective.settings
+            coefficient = {"kl_coefficient": -penalised.kl_coefficient}
+            changed.append((batch, replace(objective, settings=penalised.model_copy(update=coefficient))))
+        return changed
+
+    site.on_updates(change)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RatioToItself(PolicyObjective):
+    size: float
+
+    def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
+        assert batch.old_logprobs is not None
+        old = torch.lerp(batch.old_logprobs, logprobs.detach(), self.size)
+        return super()._policy_loss(replace(batch, old_logprobs=old), logprobs)
+
+
+def old_logprobs_from_current(site: Site) -> None:
+    site.on_objectives(_RatioToItself)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DualClipEverywhere(PolicyObjective):
+    size: float
+
+    def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
+        found = super()._policy_loss(batch, logprobs)
+        most = -torch.where(batch.token_mask, batch.advantages, 0.0) * self.size
+        return replace(
+            found, loss=torch.minimum(found.loss, most), clipped=found.clipped | (found.loss > most)
+        )
+
+
+def dual_clip_everywhere(site: Site) -> None:
+    site.on_objectives(_DualClipEverywhere)
+
+
+OF_OBJECTIVES = {
+    function.__name__: function
+    for function in (
+        microbatch_mean,
+        last_microbatch_only,
+        kl_without_gradient,
+        kl_sign,
+        old_logprobs_from_current,
+        dual_clip_everywhere,
+    )
+}

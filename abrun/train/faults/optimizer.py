@@ -1,0 +1,46 @@
+"""Faults of the optimizer's state, its precision and its schedule."""
+
+from typing import Any
+
+import torch
+
+from abrun.train.faults.site import Site, around
+
+
+def adam_step_ahead(site: Site) -> None:
+    policy = site.setup.policy
+    state = policy.local_state()
+    for name in policy.pieces():
+        kind, _, tensor = name.removeprefix("optimizer/").partition("/")
+        if name.startswith("optimizer/") and name not in state:
+            like = state[f"weights/{tensor}"]
+            state[name] = torch.tensor(site.size) if kind == "step" else torch.zeros_like(like)
+    policy.load_local_state(state)
+
+
+def bf16_moments(site: Site) -> None:
+    policy = site.setup.policy
+    kinds = ("optimizer/exp_avg", "weights/") if site.size >= 2 else ("optimizer/exp_avg",)
+
+    def optimizer_step(inner, learning_rate: float) -> float:
+        norm = inner(learning_rate)
+        for name, tensor in policy.local_state().items():
+            if name.startswith(kinds):
+                tensor.copy_(tensor.bfloat16())
+        return norm
+
+    around(policy, "optimizer_step", optimizer_step)
+
+
+def schedule_by_ranks(site: Site) -> None:
+    num_steps = site.setup.config.steps
+
+    def update_on_each(inner, updates: Any, step: int, **settings: Any) -> dict[str, float]:
+        return inner(updates, min(int(step * site.size), num_steps), **settings)
+
+    around(site.setup.learner, "update_on_each", update_on_each)
+
+
+OF_OPTIMIZERS = {
+    function.__name__: function for function in (adam_step_ahead, bf16_moments, schedule_by_ranks)
+}

@@ -1,0 +1,54 @@
+"""A few of a step's completions, to be looked at: the prompt, the text, and what it was worth."""
+
+import torch
+from torch import Tensor
+
+from abrun.recipe import KeptSamples
+from abrun.rl.batch import Sampled
+from abrun.store import Sample
+from abrun.train.setup import Setup
+
+MOST_CHARACTERS = 4000  # of a text that is kept
+
+
+def is_due(settings: KeptSamples | None, step: int) -> bool:
+    """At the first step and at every k-th."""
+    return settings is not None and (step == 1 or step % settings.every == 0)
+
+
+def samples_of(setup: Setup, batch: Sampled, group_size: int) -> list[Sample]:
+    """The first completion of each of a step's first prompts, before its first update. Collective.
+
+    Arms of one seed begin a step with the same prompts, so that these can be laid side by side. Every rank
+    computes those of its own share; the first rank's are the step's first.
+    """
+    settings = setup.config.keep_samples
+    assert settings is not None
+    rows = torch.arange(0, len(batch), group_size, device=batch.token_ids.device)[: settings.prompts]
+    chosen = batch[rows]
+    logprobs = setup.policy.logprobs(chosen)
+    error = (logprobs - chosen.inference_logprobs).abs()
+    return [
+        _sample(setup, *row)
+        for row in zip(chosen.token_ids, chosen.token_mask, error, chosen.rewards, strict=True)
+        if row[1].any()  # else it was left out of the loss
+    ]
+
+
+def _sample(setup: Setup, token_ids: Tensor, mask: Tensor, error: Tensor, reward: Tensor) -> Sample:
+    text = setup.data.text
+    tokens = token_ids[mask].tolist()
+    return Sample(
+        prompt=_shortened(text.decode(token_ids[: int(mask.nonzero()[0])].tolist())),
+        text=_shortened(text.decode(tokens)),
+        reward=float(reward),
+        logprob_error=float(error[mask].mean()),
+        num_tokens=len(tokens),
+        truncated=tokens[-1] not in text.end_ids,
+    )
+
+
+def _shortened(text: str) -> str:
+    """Its two ends, where it is long: a prompt's question and a completion's answer may be at either."""
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"

@@ -1,0 +1,62 @@
+"""Prints docs/faults.md: the library of faults, from abrun.recipe.faults.
+
+python docs/faults.py > docs/faults.md
+"""
+
+from abrun.compare.show.sensitivity import LIBRARY_COLUMNS, library_row
+from abrun.recipe import FAULTS
+
+HEAD = """# Faults, and what a comparison would have caught
+
+Printed by `python docs/faults.py`, from `abrun/recipe/faults.py`; a test compares the two.
+
+"Equivalent" is worth what the experiment could have found. So abrun can break the baseline on purpose, in
+ways that have happened: each fault below is one small change after a real bug report, none of which crashed
+anything.
+
+```sh
+abrun faults                                                   # this list
+abrun sensitivity recipes/quickstart.yaml                      # plant all that the recipe can have
+abrun sensitivity recipes/quickstart.yaml --faults late_half_batch:0.25,misgrouped --seeds 0-2
+```
+
+`abrun sensitivity` runs the recipe's baseline and, at the same seeds, the baseline with each fault: arms of
+the ordinary launcher and store. Each is judged by the recipe's own claims and guards, as if it were the one
+treatment, so that nothing is corrected for their number. A line says what makes the verdict MISMATCH, the
+earliest of it: step one, a guard, a claim, or nothing, and at which step. What nothing catches is invisible
+to an experiment of this size; a MATCH by it says nothing about such a fault. The table is in
+`report/sensitivity.json` of `<recipe>-sensitivity`.
+
+In a recipe the same arms run beside the treatment, and the report shows the table beside the verdict, which
+they are never part of:
+
+```text
+controls: {ulp_reruns: 2, faults: [flipped_advantages, {name: late_half_batch, size: 0.25}]}
+```
+
+`planted_fault: NAME`, or `{name: NAME, size: ...}`, plants one in any arm: trust a test that you have seen
+fail. A fault that a run cannot have (it needs packing, several updates, PPO) is refused in one line.
+
+`controls.ulp_reruns` are no fault: baselines with the same seed, each initial weight of which is moved to a
+neighbouring number of `policy.dtype`, up or down by chance. Where reruns repeat bit for bit they say what
+one ULP grows into, and a treatment's drift is held against that.
+
+A size is how much of the fault there is, in its own unit; the one below is that of a fault without a size.
+
+## The library
+"""
+
+
+def page() -> str:
+    """The whole of docs/faults.md."""
+    rows = [LIBRARY_COLUMNS, ("---",) * len(LIBRARY_COLUMNS), *map(library_row, FAULTS)]
+    lines = ["| " + " | ".join(_marked(row)) + " |" for row in rows]
+    return "\n".join([HEAD, *lines])
+
+
+def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
+    return (f"`{row[0]}`", *row[1:]) if row[0] not in ("---", LIBRARY_COLUMNS[0]) else row
+
+
+if __name__ == "__main__":
+    print(page())

@@ -1,0 +1,150 @@
+"""Controls with planted faults: judged as treatments are, and no part of the verdict."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.compare.read.stored import load_experiment
+from abrun.compare.show.sensitivity import rows, sentence
+from abrun.errors import RecipeError
+from abrun.launch.controls import with_faults_alone
+from abrun.plan import make_plan, pairs
+from abrun.recipe import Recipe
+from tests.compare.simulate import RECIPE
+
+FAULTS: dict[str, Any] = {"aa_reruns": 1, "faults": ["misgrouped", {"name": "late_half_batch", "size": 0.25}]}
+LATE = "fault-late_half_batch-0.25"
+
+
+def recipe_with(**changes: Any) -> Recipe:
+    return Recipe.model_validate({**RECIPE, **changes})
+
+
+def test_the_plan_has_control_arms_after_all_pairs() -> None:
+    plan = make_plan(recipe_with(controls={**FAULTS, "ulp_reruns": 6}))
+    controls = [run for run in plan.runs if run.is_control]
+    assert list(plan.runs[-len(controls) :]) == controls
+    arms = [str(run.name) for run in controls if run.name.seed == 0]
+    assert arms == [f"{arm}/seed-0" for arm in ("one-ulp", "one-ulp-2", "fault-misgrouped", LATE)]
+    assert sum(run.name.arm.startswith("one-ulp") for run in controls) == 6
+    draws = {run.config.planted_fault.draw for run in controls if run.name.arm == "one-ulp-2"}  # pyright: ignore
+    assert draws == {1}
+    assert plan.treatment_diff[LATE]["planted_fault.size"] == (None, 0.25)
+    assert all(len(group) == 1 for group in pairs(plan.runs) if group[0].is_control)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"controls": {"faults": ["value_unshifted"]}}, "needs algorithm.type: ppo"),
+        ({"controls": {"faults": ["one_ulp"]}}, "use controls.ulp_reruns"),
+        ({"controls": {"faults": ["misgrouped", "misgrouped"]}}, "'misgrouped' twice"),
+        (
+            {
+                "controls": {"faults": ["misgrouped"]},
+                "arms": {"baseline": {}, "fault-misgrouped": {"steps": 3}},
+            },
+            "the name of an arm of controls",
+        ),
+        ({"controls": {"ulp_reruns": 1}, "planted_fault": "misgrouped"}, "a baseline that has a fault"),
+    ],
+)
+def test_controls_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises((RecipeError, ValueError), match=said):
+        make_plan(recipe_with(**changes))
+
+
+def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
+    simulated: Callable[..., Path], judged: Callable[..., Any]
+) -> None:
+    directory = simulated(controls=FAULTS, shift={LATE: -0.2})
+    content = judged(directory).as_json()
+    assert content["verdict"] == "MATCH" and list(content["arms"]) == ["treatment"]
+    found = content["sensitivity"]
+    assert (found["num_caught"], found["num_judged"]) == (1, 2)
+    missed, caught = found["faults"]
+    assert (missed["caught_by"], missed["verdict"], missed["step"]) == ("nothing", "MATCH", None)
+    assert (caught["caught_by"], caught["metric"], caught["step"]) == ("claim", "train/reward", 40)
+    assert (caught["size"], caught["unit"], caught["num_pairs"]) == (0.25, "of the rows", 5)
+    said = "would have caught 1 of 2 planted faults; invisible at this size: misgrouped"
+    assert sentence(found) == said and said in (directory / "report" / "report.md").read_text()
+    assert rows(found)[0] == ("misgrouped", "1 rows off", "nothing", "-", "5", "MATCH")
+    plain = simulated()
+    assert judged(plain).as_json()["sensitivity"] is None
+
+
+def test_controls_change_nothing_of_the_verdict(
+    tmp_path: Path, simulated: Callable[..., Path], judged: Callable[..., Any]
+) -> None:
+    without = judged(simulated(controls={"aa_reruns": 1})).as_json()
+    within = judged(simulated(controls=FAULTS, shift={LATE: -0.2})).as_json()
+    for key in ("reasons", "primaries", "guards", "step_one", "not_tested"):
+        assert within[key] == without[key], key
+    runs = load_experiment(tmp_path / "simulated")
+    assert len(runs.controls) == 10 and not set(runs.controls) & set(runs.runs)
+
+
+def test_sensitivity_has_the_baseline_and_faults_alone() -> None:
+    recipe = recipe_with(compare={**RECIPE["compare"], "looks": [3, 5]})
+    alone, lacks = with_faults_alone(recipe, None)
+    assert list(alone.arms) == ["baseline"] and alone.name == "simulated-sensitivity"
+    planted = {one.name for one in alone.controls.faults}
+    assert {"flipped_advantages", "late_half_batch"} <= planted and not planted & set(lacks)
+    assert lacks["value_unshifted"] == "needs algorithm.type: ppo"
+    few, _ = with_faults_alone(recipe, "misgrouped, late_half_batch:0.25")
+    assert list(few.control_arms) == ["fault-misgrouped", LATE]
+    for names, said in {"misgrouped:x": "NAME:SIZE", "nonsense": "abrun faults"}.items():
+        with pytest.raises(RecipeError, match=said):
+            with_faults_alone(recipe, names)
+    with pytest.raises(RecipeError, match="needs algorithm"):
+        make_plan(with_faults_alone(recipe, "value_unshifted")[0])
+
+
+def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(
+    simulated: Callable[..., Path], judged: Callable[..., Any]
+) -> None:
+    directory = simulated(controls={"ulp_reruns": 3}, shift={"treatment": 0.1})
+    content = judged(directory).as_json()
+    one = next(each for each in content["divergence"] if each["metric"] == "train/reward")
+    runs = load_experiment(directory)
+    ratios, moved, spread = [], [], []
+    for seed in range(3):
+        curves = []
+        for arm in ("baseline", "treatment", "one-ulp"):
+            of = runs.controls if arm == "one-ulp" else runs.runs
+            series = next(run for name, run in of.items() if (name.arm, name.seed) == (arm, seed))
+            curves.append(series.series("train/reward").values.tolist())
+        apart = [[abs(b - a) for a, b in zip(curves[0], other, strict=True)] for other in curves[1:]]
+        ratios.append(math.log((sum(apart[0]) / 40) / (sum(apart[1]) / 40)))
+        moved.append(sum(apart[1]) / 40)
+    for step in range(40):
+        values = [run.series("train/reward").values[step] for run in runs.arm("baseline").values()]
+        mean = sum(values) / 5
+        spread.append(math.sqrt(sum((value - mean) ** 2 for value in values) / 4))
+    grown = one["ulp"]
+    assert grown["num_reruns"] == 3
+    assert grown["mean_difference"] == pytest.approx(sum(moved) / 3)
+    assert grown["ratio"] == pytest.approx(math.exp(sum(ratios) / 3)) and grown["ratio"] > 5
+    mean = sum(ratios) / 3
+    reach = 4.302653 * math.sqrt(sum((each - mean) ** 2 for each in ratios) / 2 / 3)
+    assert grown["ci95"] == pytest.approx((math.exp(mean - reach), math.exp(mean + reach)), rel=1e-5)
+    assert [part[:2] for part in grown["by_steps"][:2]] == [(1, 2), (3, 4)] and len(grown["by_steps"]) == 20
+    assert one["seed_spread"] == pytest.approx(sum(spread) / 40)
+    assert one["share_of_seed_spread"] == pytest.approx(one["mean_difference"] / one["seed_spread"])
+    assert "what one ULP grows into" in (directory / "report" / "report.md").read_text()
+    assert content["sensitivity"] is None and content["num_pairs"] == 5
+
+
+def test_without_such_runs_or_with_one_seed_there_is_no_ratio(
+    simulated: Callable[..., Path], judged: Callable[..., Any]
+) -> None:
+    compare = {"primary": []}
+    content = judged(simulated(controls={"ulp_reruns": 1}, seeds=[0], compare=compare)).as_json()
+    one = content["divergence"][-1]
+    assert one["ulp"]["ci95"] is None and one["seed_spread"] is None
+    assert (
+        judged(simulated(controls={}, seeds=[0], compare=compare)).as_json()["divergence"][0]["ulp"] is None
+    )

@@ -1,0 +1,151 @@
+"""Every fault of the library, planted: what moves and what does not, at the first step and at the second."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from abrun.recipe.faults import FAULTS, LIBRARY, ONE_ULP, PlantedFault
+from abrun.train.faults import BY_SEAM
+from tests.train.runs import VOLATILE, group, make_run, run_config, single_rank, train_here
+
+__all__ = ["group"]
+
+REWARD, LOSS, NORM = "train/reward", "train/loss", "train/grad_norm"
+ERROR, ENTROPY, TOKENS = "train/token_mult_prob_error", "train/entropy", "train/global_valid_toks"
+RATE, LENGTH, KL = "train/lr", "train/mean_gen_tokens_per_sample", "train/kl_penalty"
+CRITIC, RATIO = "train/critic/loss", "train/probs_ratio_max"
+GIVEN = ("steps=2", "policy.optimizer.warmup_steps=0", "rollout.max_new_tokens=6")
+PPO = ("algorithm={type: ppo, prompts_per_step: 8, group_size: 4}",)
+MICROBATCHES = ("policy.micro_batch_size=8",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in the smallest run that shows it."""
+
+    name: str
+    moved: Sequence[str]  # by the first step in `step`
+    same: Sequence[str] = ()  # to the last bit, at the same step
+    step: int = 1  # before which nothing moves
+    overrides: Sequence[str] = ()
+    size: float | None = None
+
+    @property
+    def planted(self) -> str:
+        size = "" if self.size is None else f", size: {self.size}"
+        return f"planted_fault={{name: {self.name}{size}}}"
+
+
+PENALISED = ("algorithm.kl_coefficient=0.5",)
+CASES = (
+    Case("flipped_advantages", (LOSS, NORM), (REWARD, ERROR)),
+    Case("stale_rollout_weights", (ERROR,), step=2, size=1),
+    Case("microbatch_mean", (NORM, LOSS), (REWARD, ERROR), overrides=MICROBATCHES),
+    Case("upstream_gradient_first", (NORM,), (LOSS, ERROR)),
+    Case("fused_drops_term", (NORM,), (LOSS, ERROR), overrides=("algorithm.entropy_coefficient=0.1",)),
+    Case("adam_step_ahead", (LOSS,), step=2),
+    Case("late_half_batch", (NORM,), (REWARD, ERROR), step=2),
+    Case("last_microbatch_only", (NORM,), (LOSS, ERROR), overrides=MICROBATCHES),
+    Case("value_unshifted", (CRITIC, NORM), (REWARD, ERROR), overrides=PPO),
+    Case("rewards_of_other_rows", (LOSS, NORM), (REWARD, ERROR)),
+    Case("attention_across_packed", (ERROR, ENTROPY), (REWARD,), overrides=("policy.packing=true",)),
+    Case("temperature_missing", (ERROR, NORM), (REWARD,), overrides=("rollout.temperature=0.7",)),
+    Case("kl_without_gradient", (NORM,), (LOSS, KL), step=2, overrides=PENALISED),
+    Case(
+        "old_logprobs_from_current",
+        (RATIO, LOSS),
+        (REWARD,),
+        overrides=("algorithm.epochs_per_step=2",),
+    ),
+    Case("first_rollout_stats", (LOSS, NORM), (REWARD, ERROR)),
+    Case("copied_completions", (REWARD, NORM)),
+    Case("eos_not_trained", (TOKENS, NORM), (REWARD, LENGTH)),
+    Case("bf16_moments", (ENTROPY, NORM), step=2),
+    Case("kl_sign", (LOSS,), step=2, overrides=PENALISED),
+    Case("misgrouped", (NORM,), (REWARD, ERROR)),
+    Case("padding_in_denominator", (LOSS, NORM), (REWARD, ERROR)),
+    Case("dual_clip_everywhere", (NORM, LOSS), (REWARD, ERROR)),
+    Case("schedule_by_ranks", (RATE,), (REWARD, LOSS, NORM), overrides=("policy.optimizer.warmup_steps=8",)),
+    Case("partial_weight_sync", (ERROR,), step=2),
+    Case("forced_eos", (ERROR,), (LENGTH,), overrides=("rollout.max_new_tokens=1",)),
+    Case("critic_mask_of_other_rows", (CRITIC, LOSS), (REWARD, ERROR), overrides=PPO),
+    Case("labels_off_by_one", (ERROR, ENTROPY), (REWARD,)),
+    Case("dropout_on", (ERROR, NORM), (REWARD,)),
+    Case("rope_bf16", (ERROR,), (REWARD,)),
+    Case(ONE_ULP, (ENTROPY, NORM), (REWARD,)),
+)
+
+
+@pytest.fixture(scope="module")
+def clean() -> dict[tuple[str, ...], dict[int, dict[str, float]]]:
+    return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def rows_of(folder: Path, weights: Path, *overrides: str) -> dict[int, dict[str, float]]:
+    rows = train_here(make_run(folder, run_config(*GIVEN, *overrides), initial_weights=weights))
+    return {
+        step: {key: value for key, value in row.items() if not key.startswith((*VOLATILE, "memory/"))}
+        for step, row in rows.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_planted_fault_shows_where_its_row_says(
+    case: Case,
+    tmp_path: Path,
+    warm_weights: Path,
+    clean: dict[tuple[str, ...], dict[int, dict[str, float]]],
+) -> None:
+    key = tuple(case.overrides)
+    if key not in clean:
+        clean[key] = rows_of(tmp_path / "clean", warm_weights, *key)
+    right = clean[key]
+    wrong = rows_of(tmp_path / "wrong", warm_weights, *key, case.planted)
+    for before in range(1, case.step):
+        assert wrong[before] == right[before]
+    for metric in case.moved:
+        assert wrong[case.step][metric] != right[case.step][metric], metric
+    for metric in case.same:
+        assert wrong[case.step][metric] == right[case.step][metric], metric
+    assert right[1][NORM] > 0
+
+
+def test_every_fault_has_a_function_at_its_seam_and_a_case() -> None:
+    at = {name: seam for seam, functions in BY_SEAM.items() for name in functions}
+    assert at == {fault.name: fault.seam for fault in LIBRARY.values()}
+    assert {case.name for case in CASES} == set(LIBRARY)
+    assert len(FAULTS) == len({fault.source for fault in FAULTS})
+
+
+def test_a_run_without_a_fault_has_nothing_wrapped(tmp_path: Path, warm_weights: Path) -> None:
+    first, again = (rows_of(tmp_path / name, warm_weights) for name in ("first", "again"))
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("planted_fault=nonsense", "allowed: the names that abrun faults lists"),
+        ("planted_fault=microbatch_mean", "needs several microbatches; set policy.micro_batch_size"),
+        ("planted_fault=value_unshifted", "needs algorithm.type: ppo"),
+        ("planted_fault=attention_across_packed", "set policy.packing: true"),
+        ("planted_fault=temperature_missing", "set rollout.temperature"),
+        ("planted_fault=old_logprobs_from_current", "needs several updates a step"),
+        ("planted_fault={name: misgrouped, size: -1}", "greater than 0"),
+        ("planted_fault={name: late_half_batch, size: 1.5}", "above 0, at most 1 of the rows"),
+        ("planted_fault={name: flipped_advantages, size: 2}", "which has none"),
+    ],
+)
+def test_a_fault_that_cannot_be_planted_is_refused_with_what_it_needs(override: str, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        run_config(override)
+    assert PlantedFault(name="late_half_batch").amount == 0.5
