@@ -1,6 +1,8 @@
 """The arguments that commands share, and lists in them. What does not read is a RecipeError, one line."""
 
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -98,6 +100,11 @@ def parse_lengths(text: str) -> list[int]:
     if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= 2 for part in parts):
         raise RecipeError(f"--lengths: got {text!r}; allowed: numbers of at least 2, such as 512,1024,2048")
     return sorted({int(part) for part in parts})
+
+
+def typed_command() -> str:
+    """The command line, as a report names what made it."""
+    return shlex.join(["abrun", *sys.argv[1:]])
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -21,6 +21,7 @@ from abrun.cli.arguments import (
     RunsDir,
     TakeOver,
     parse_seeds,
+    typed_command,
 )
 from abrun.errors import AbrunError
 from abrun.redaction import shown
@@ -198,7 +199,7 @@ def _compare_after_launch(experiment_dir: Path, screen: "Terminal", compared: st
     from abrun.compare.read.sources import Reading
 
     try:
-        comparison = compare_sources([str(experiment_dir)], Reading())
+        comparison = compare_sources([str(experiment_dir)], Reading(), command=typed_command())
     except AbrunError as error:  # said here: the exit code speaks of the runs
         complain(str(error))
         return

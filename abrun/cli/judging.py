@@ -25,6 +25,7 @@ from abrun.cli.arguments import (
     StepColumn,
     ToWandb,
     parse_formats,
+    typed_command,
 )
 from abrun.errors import RecipeError
 from abrun.redaction import shown
@@ -73,6 +74,7 @@ def compare(
         step_one=not no_step_one,
         output=output,
         formats=[form for form in wanted if form != "terminal"],
+        command=typed_command(),
     )
     if "terminal" in wanted:
         console().print(comparison.summary())

@@ -15,6 +15,7 @@ from abrun.compare.judge.verdict_file import VerdictFile, as_json, verdict_file
 from abrun.compare.read.experiment import Experiment, refuse_unknown_metrics
 from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources, stored_in
+from abrun.compare.show.next_step import NextStep, next_steps
 from abrun.compare.show.report import FORMATS, slug, terminal_summary, write_report
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
@@ -32,6 +33,7 @@ class Comparison:
     content: VerdictFile
     arms: list[ArmVerdict]
     files: list[Path]
+    next_steps: list[NextStep]
 
     @property
     def verdict(self) -> Verdict:
@@ -47,7 +49,7 @@ class Comparison:
 
     def summary(self) -> "RenderableType":
         """For a terminal: the verdict first, then why, then the evidence, then the files."""
-        return terminal_summary(self.content, self.files)
+        return terminal_summary(self.content, self.files, self.next_steps)
 
 
 def compare_sources(
@@ -60,12 +62,13 @@ def compare_sources(
     step_one: bool = True,
     output: Path | None = None,
     formats: Collection[str] = FORMATS,
+    command: str | None = None,
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report.
 
     With a `reference` (or one arm alone, whose recipe names one), `arm` (default: the baseline) is compared
     with the frozen ensemble, by its claims. `primaries` replace the declared claims. The report of a stored
-    experiment goes into its directory by default. Raises StoreError or ComparisonError for what cannot be
+    experiment goes into its directory by default, and names the `command` it was made by. Raises StoreError or ComparisonError for what cannot be
     read.
     """
     directory = stored_in(sources, reading.runs_dir)
@@ -80,7 +83,12 @@ def compare_sources(
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
     default = directory / folder if directory else Path(f"{slug(experiment.name)}-report")
     return compare(
-        experiment, output=output or default, primaries=primaries, step_one=step_one, formats=formats
+        experiment,
+        output=output or default,
+        primaries=primaries,
+        step_one=step_one,
+        formats=formats,
+        command=command,
     )
 
 
@@ -91,6 +99,7 @@ def compare(
     primaries: Sequence[Primary] | None = None,
     step_one: bool = True,
     formats: Collection[str] = FORMATS,
+    command: str | None = None,
 ) -> Comparison:
     """Judge every treatment against the baseline, and write the report.
 
@@ -113,8 +122,9 @@ def compare(
         experiment = replace(experiment, compare=experiment.compare.model_copy(update={"step_one": False}))
     arms = judge(experiment, experiment.compare.primary)
     content = verdict_file(experiment, arms, post_hoc(experiment, declared))
-    files = write_report(experiment, content, output, formats)
-    return Comparison(content=content, arms=arms, files=files)
+    files = write_report(experiment, content, output, formats, command)
+    steps = next_steps(experiment, as_json(content))
+    return Comparison(content=content, arms=arms, files=files, next_steps=steps)
 
 
 def freeze_arm(experiment: Experiment, arm: str, path: Path) -> None:

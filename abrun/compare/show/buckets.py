@@ -1,4 +1,5 @@
-"""Down-sampling that shows every spike: a bucket of steps is drawn by its smallest and its largest value."""
+"""Long runs in buckets of steps: a run by the smallest and the largest value of each, which shows every spike;
+a mean over runs by the mean of each, which can be read."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +36,17 @@ def bucket_steps(steps: Steps, buckets: NDArray[np.int64]) -> Steps:
     return steps[positions]
 
 
-def drawn(steps: Steps, values: Array) -> tuple[Steps, Array]:
-    """Steps [D] and rows [R, D] to draw of [S] and [R, S]: themselves, or buckets where there are many."""
+def bucket_means(values: Array, buckets: NDArray[np.int64]) -> Array:
+    """[R, S] -> [R, B]: the mean of a bucket's finite values; NaN where it has none."""
+    known, starts = np.isfinite(values), buckets[:, 0]
+    counts = np.add.reduceat(known, starts, axis=-1, dtype=np.int64)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return np.add.reduceat(np.where(known, values, 0.0), starts, axis=-1) / counts
+
+
+def averaged(steps: Steps, values: Array) -> tuple[Steps, Array]:
+    """Steps [D] and rows [R, D] to draw of [S] and [R, S]: themselves, or means where there are many."""
     buckets = bucket_indices(len(steps))
     if buckets is None:
         return steps, values
-    return bucket_steps(steps, buckets), smallest_and_largest(values, buckets)
+    return steps[buckets].mean(axis=-1).astype(steps.dtype), bucket_means(values, buckets)

@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.buckets import bucket_indices, drawn
+from abrun.compare.show.buckets import NUM_BUCKETS, averaged, bucket_indices
 from abrun.compare.show.panels import Claim, Content, Curve, Difference, Panel, Peaks, memory_peaks, panel
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 
@@ -81,13 +81,16 @@ def _legend_below(figure: Figure) -> None:
 
 
 def bands(ax: Axes, shown: Panel) -> None:
-    """Thin lines for seeds, a bold arm mean, shaded ±1 sd over seeds; the windows of claims are grey."""
+    """Thin lines for seeds, a bold arm mean, shaded ±1 sd over seeds; the windows of claims are grey.
+
+    Of many steps means over buckets are drawn, and no seeds: what each did is on the page.
+    """
+    long = bucket_indices(len(shown.steps)) is not None
     for order, curve in enumerate(shown.curves):
         color = COLORS[curve.index % len(COLORS)]
-        for seed in curve.seeds if len(curve.seeds) > 1 else ():
+        for seed in curve.seeds if len(curve.seeds) > 1 and not long else ():
             style = "-" if seed.finished else ":"
-            steps, (values,) = drawn(seed.steps, seed.values[None])
-            ax.plot(steps, values, color=color, linewidth=0.5, linestyle=style, alpha=0.35)
+            ax.plot(seed.steps, seed.values, color=color, linewidth=0.5, linestyle=style, alpha=0.35)
         if len(curve.steps):
             _mean_and_band(ax, curve, color, order)
     for first, last in shown.windows:
@@ -95,9 +98,9 @@ def bands(ax: Axes, shown: Panel) -> None:
     ax.set_ylabel(f"{shown.metric.split('/', 1)[-1]}{f' [{shown.unit}]' if shown.unit else ''}")
     if shown.windows:
         ax.fill_between([], [], [], color="black", alpha=0.05, linewidth=0, label="grey: window of a claim")
-    if bucket_indices(len(shown.steps)) is not None:
-        ax.plot([], [], alpha=0, label="many steps: smallest and largest of a bucket")
-    if any(len(curve.seeds) > 1 for curve in shown.curves):
+    if long:
+        ax.plot([], [], alpha=0, label=f"many steps: means of {NUM_BUCKETS} buckets, no seeds")
+    elif any(len(curve.seeds) > 1 for curve in shown.curves):
         ax.plot([], [], color="grey", linewidth=0.5, label=_thin(shown))
     if any(curve.sd is not None for curve in shown.curves):
         ax.fill_between([], [], [], color="grey", alpha=0.25, linewidth=0, label="band: ±1 sd over seeds")
@@ -112,7 +115,7 @@ def _mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
     style = "-" if order == 0 else (0, (5, 1.5))  # dashed on top: two equal curves are both seen
     label = f"{curve.arm}: mean of {curve.count} seed{'s' * (curve.count > 1)}"
     sd = np.zeros_like(curve.mean) if curve.sd is None else curve.sd
-    steps, (mean, low, high) = drawn(curve.steps, np.stack([curve.mean, curve.mean - sd, curve.mean + sd]))
+    steps, (mean, low, high) = averaged(curve.steps, np.stack([curve.mean, curve.mean - sd, curve.mean + sd]))
     ax.plot(steps, mean, color=color, linewidth=2, linestyle=style, label=label, zorder=3 + order)
     if curve.sd is not None:
         ax.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)

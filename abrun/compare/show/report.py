@@ -8,11 +8,14 @@ import io
 import multiprocessing
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.context import Context, context, levels_by_arm
+from abrun.compare.show.next_step import NextStep
 from abrun.compare.show.sensitivity import sentence
 from abrun.errors import ComparisonError, StoreError
 from abrun.redaction import shown
@@ -34,7 +37,11 @@ Content = Mapping[str, Any]
 
 
 def write_report(
-    experiment: Experiment, verdict: VerdictFile, output: Path, formats: Collection[str]
+    experiment: Experiment,
+    verdict: VerdictFile,
+    output: Path,
+    formats: Collection[str],
+    command: str | None = None,
 ) -> list[Path]:
     """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written.
 
@@ -42,16 +49,17 @@ def write_report(
     the same code, they are left as they are.
     """
     content = as_json(verdict)
+    beside = context(experiment, content, command)
     files: list[Path] = []
     images = [form for form in ("png", "svg") if form in formats]
-    drawn = {"formats": sorted({"html", *images} & set(formats)), "of": _fingerprint(experiment, content)}
+    drawn = {"formats": sorted({"html", *images} & set(formats)), "of": _fingerprint(experiment, content, beside)}
     stamp = output / STAMP
     try:
         output.mkdir(parents=True, exist_ok=True)
         figures = _figures_of(stamp, drawn)
         if figures is None:
             stamp.unlink(missing_ok=True)  # until everything is written
-            figures = _draw(experiment, content, output, images, page="html" in formats)
+            figures = _draw(experiment, content, beside, output, images, page="html" in formats)
             made = [*figures, *([output / PAGE] if "html" in formats else [])]
             prints = {path.name: fingerprint(path) for path in made}
             write_json(stamp, {**drawn, "figures": [path.name for path in figures], "files": prints})
@@ -63,7 +71,7 @@ def write_report(
         if "markdown" in formats:
             files.append(output / "report.md")
             shown = [path.name for path in figures if path.suffix == f".{images[0]}"]
-            write_file(files[-1], markdown(content, shown).encode(), mode=PUBLIC)
+            write_file(files[-1], markdown(content, beside, shown).encode(), mode=PUBLIC)
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
@@ -74,7 +82,13 @@ def write_report(
 
 
 def _draw(
-    experiment: Experiment, content: Content, output: Path, images: Sequence[str], *, page: bool
+    experiment: Experiment,
+    content: Content,
+    beside: Context,
+    output: Path,
+    images: Sequence[str],
+    *,
+    page: bool,
 ) -> list[Path]:
     """Write the page, if asked for, and the figures; returns the figures."""
     num_points = sum(len(one) for run in experiment.runs.values() for one in run.metrics.values())
@@ -85,7 +99,7 @@ def _draw(
     if page:
         from abrun.compare.show.page import render_page
 
-        write_file(output / PAGE, render_page(experiment, content).encode(), mode=PUBLIC)
+        write_file(output / PAGE, render_page(experiment, content, beside).encode(), mode=PUBLIC)
     overview = list(_draw_overview(experiment, output, images)) if images else []
     return [*claims_drawn(), *overview]
 
@@ -121,9 +135,9 @@ def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], l
     return wait
 
 
-def _fingerprint(experiment: Experiment, content: Content) -> str:
+def _fingerprint(experiment: Experiment, content: Content, beside: Context) -> str:
     """Of all that the page and the figures show, and of the code that draws them."""
-    digest = hashlib.sha256(repr(content).encode())
+    digest = hashlib.sha256(repr((content, beside)).encode("utf-8", "surrogatepass"))
     for run in experiment.runs.values():
         digest.update(f"{run} {run.status} {run.failure}".encode())
         steps = None
@@ -208,12 +222,14 @@ def slug(name: str) -> str:
 # --- markdown, for a pull request ---
 
 
-def markdown(content: Content, images: Sequence[str]) -> str:
+def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
     """A page of at most MOST_LINES lines, then the figures."""
     lines = [
         f"# {_escaped(_headline(content))}",
         "",
         *(f"- {_escaped(reason)}" for reason in content["reasons"]),
+        "",
+        *(f"**next**: {_escaped(step.text)}: {_code(step.command)}  " for step in beside.next_steps),
     ]
     primaries = content["primaries"]
     if primaries:
@@ -222,7 +238,9 @@ def markdown(content: Content, images: Sequence[str]) -> str:
         lines += ["", _row(head), _row(["---"] * len(head))]
         lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
     facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
-    lines += ["", *facts]
+    runs = "; ".join(_escaped(text) for text in (beside.ran, beside.environment) if text)
+    facts += [f"**runs**: {runs}  "] if runs else []
+    lines += ["", *facts, f"**made by**: {_code(beside.command)}  "]
     links = [f"[{_escaped(run)}]({url})" for run, url in content["wandb"].items()]
     if links:
         more = f", and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
@@ -242,6 +260,10 @@ def _escaped(text: str) -> str:
     """Without what markdown or the HTML in it would read as more than text."""
     escaped = re.sub(r"([\\`*<>|&]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", shown(text))
     return re.sub(r"(?<=\S)@(?=\S)", r"\\@", escaped)
+
+
+def _code(text: str) -> str:
+    return _escaped(text) if "`" in text else f"`{shown(text)}`"
 
 
 def _headline(content: Content) -> str:
@@ -275,6 +297,7 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
         mark = f"{arm}, " if len(content["arms"]) > 1 else ""
         if mark:
             yield arm, section["verdict"]
+        yield from ((f"{mark}levels", line) for line in levels_by_arm(content)[arm])
         if section["treatment_diff"]:
             yield f"{mark}treatment", _differences(section["treatment_diff"])
         shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
@@ -392,8 +415,10 @@ def _saving(one: Content) -> str:
 # --- terminal ---
 
 
-def terminal_summary(verdict: VerdictFile, files: Sequence[Path]) -> "RenderableType":
-    """The verdict first, then why, the claims as a table, the rest as lines, the files last."""
+def terminal_summary(
+    verdict: VerdictFile, files: Sequence[Path], next_steps: Sequence[NextStep]
+) -> "RenderableType":
+    """The verdict first, then why, the claims as a table, the rest as lines, what to do and the files last."""
     content = as_json(verdict)
     from rich.console import Group
     from rich.panel import Panel
@@ -420,6 +445,8 @@ def terminal_summary(verdict: VerdictFile, files: Sequence[Path]) -> "Renderable
     facts = Table.grid(padding=(0, 2))
     for label, text in _facts(content):
         facts.add_row(Text(shown(label), style="bold"), Text(shown(text)))
+    for step in next_steps:
+        facts.add_row(Text("next", style="bold"), Text(shown(f"{step.text}: {step.command}")))
     parts.append(facts)
     if files:
         parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))

@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.context import Context
 from abrun.compare.show.page import charts
 from abrun.compare.show.panels import memory_peaks
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
@@ -29,7 +30,9 @@ LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 
-def render_page(experiment: Experiment, content: Mapping[str, Any]) -> str:
+def render_page(
+    experiment: Experiment, content: Mapping[str, Any], beside: Context | None = None
+) -> str:
     """The page of a comparison; `content` is what verdict.json holds. The same input gives the same bytes."""
     styles, scripts = [_file(name) for name in STYLES], [_file(name) for name in SCRIPTS]
     policy = (
@@ -42,11 +45,13 @@ def render_page(experiment: Experiment, content: Mapping[str, Any]) -> str:
         title=html.escape(_text(f"{content['verdict']}: {experiment.name}")),
         styles="\n".join(f"<style>{style}</style>" for style in styles),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
-        data="\n".join(_data_blocks(experiment, content)),
+        data="\n".join(_data_blocks(experiment, content, beside)),
     )
 
 
-def _data_blocks(experiment: Experiment, content: Mapping[str, Any]) -> list[str]:
+def _data_blocks(
+    experiment: Experiment, content: Mapping[str, Any], beside: Context | None
+) -> list[str]:
     """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
     claims = content.get("primaries", [])
     recorded = experiment.metrics()
@@ -71,6 +76,7 @@ def _data_blocks(experiment: Experiment, content: Mapping[str, Any]) -> list[str
         "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in recorded else None,
         "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,
         "memory": peaks and asdict(peaks),
+        "beside": beside and asdict(beside),
     }
     blocks = [_block("report", report)]
     most_values = min(charts.MOST_VALUES, MOST_VALUES // max(1, len(recorded)))

@@ -1,7 +1,8 @@
 """A panel as the page holds it: statistics at every step, then at most `NUM_BUCKETS` buckets of steps.
 
-A bucket is shown by its smallest and its largest value, in the order in which they occurred: no spike is
-lost, and nothing is averaged away. All rows of a chart share one grid of steps: hovering lines them up.
+Of a run, or a pair of runs, a bucket is shown by its smallest and its largest value, in the order in which
+they occurred: no spike is lost. Means over runs and their bands are shown by their mean over the bucket. All
+rows of a chart share one grid of steps: hovering lines them up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
-from abrun.compare.show.buckets import NUM_BUCKETS, bucket_indices, bucket_steps, smallest_and_largest
+from abrun.compare.show.buckets import (
+    NUM_BUCKETS,
+    bucket_indices,
+    bucket_means,
+    bucket_steps,
+    smallest_and_largest,
+)
 from abrun.compare.show.panels import Content, Curve, Difference, Panel, panel
 from abrun.series import Array, Steps
 
@@ -28,14 +35,16 @@ class Rows:
     steps: Steps  # [S]
     values: list[Array] = field(default_factory=list)  # [S] each
     recorded: list[NDArray[np.bool_]] = field(default_factory=list)  # [S] each
+    over_runs: list[bool] = field(default_factory=list)  # one each: a mean over runs, or its band
 
-    def add(self, steps: Steps, values: Array) -> int:
+    def add(self, steps: Steps, values: Array, *, over_runs: bool = False) -> int:
         """Places values on the grid; returns the index of the row."""
         where = slice(None) if len(steps) == len(self.steps) else np.searchsorted(self.steps, steps)
         row, recorded = np.full(len(self.steps), np.nan), np.zeros(len(self.steps), bool)
         row[where], recorded[where] = np.where(np.isfinite(values), values, np.nan), True
         self.values.append(row)
         self.recorded.append(recorded)
+        self.over_runs.append(over_runs)
         return len(self.values) - 1
 
 
@@ -68,7 +77,10 @@ def _curve(rows: Rows, curve: Curve) -> dict[str, Any]:
     band = None
     if curve.sd is not None:
         with np.errstate(over="ignore", invalid="ignore"):
-            band = [rows.add(curve.steps, end) for end in (curve.mean - curve.sd, curve.mean + curve.sd)]
+            band = [
+                rows.add(curve.steps, end, over_runs=True)
+                for end in (curve.mean - curve.sd, curve.mean + curve.sd)
+            ]
     return {
         "arm": curve.index,
         "seeds": [
@@ -76,7 +88,7 @@ def _curve(rows: Rows, curve: Curve) -> dict[str, Any]:
             for seed in curve.seeds
         ],
         "count": curve.count,
-        "mean": rows.add(curve.steps, curve.mean) if len(curve.steps) else None,
+        "mean": rows.add(curve.steps, curve.mean, over_runs=True) if len(curve.steps) else None,
         "band": band,
     }
 
@@ -89,7 +101,7 @@ def _difference(rows: Rows, difference: Difference) -> dict[str, Any]:
         "unit": difference.scale,
         "num_pairs": difference.num_pairs,
         "pairs": [{"row": rows.add(one.steps, one.values), "seed": one.seed} for one in difference.pairs],
-        "mean": rows.add(difference.steps, difference.mean) if known else None,
+        "mean": rows.add(difference.steps, difference.mean, over_runs=True) if known else None,
         "reruns": [{"row": rows.add(one.steps, one.values), "name": one.name} for one in difference.reruns],
         "windows": [
             {"steps": one.steps, "pairs": one.pairs, "interval": one.interval} for one in difference.windows
@@ -98,7 +110,10 @@ def _difference(rows: Rows, difference: Difference) -> dict[str, Any]:
 
 
 def drawn(rows: Rows, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """The rows as the page holds them: `gaps` has, by row, where a missing value is one recorded as NaN."""
+    """The rows as the page holds them: `gaps` has, by row, where a missing value is one recorded as NaN.
+
+    Of a bucket's two places a mean takes the first and leaves the other out.
+    """
     values = np.array(rows.values).reshape(len(rows.values), len(rows.steps))
     recorded = np.array(rows.recorded).reshape(values.shape)
     affordable = most_values // (2 * max(1, len(rows.values)))
@@ -106,8 +121,11 @@ def drawn(rows: Rows, most_values: int = MOST_VALUES) -> dict[str, Any]:
     steps = rows.steps
     if buckets is not None:
         steps = bucket_steps(steps, buckets)
+        means, over_runs = bucket_means(values, buckets), np.array(rows.over_runs, bool)
         values = smallest_and_largest(values, buckets)
         recorded = recorded[:, buckets].any(axis=-1).repeat(2, axis=-1)
+        values[over_runs, ::2], values[over_runs, 1::2] = means[over_runs], np.nan
+        recorded[over_runs, 1::2] = False
     gaps = np.isnan(values) & recorded
     return {
         "num_steps": len(rows.steps),

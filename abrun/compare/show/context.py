@@ -1,0 +1,77 @@
+"""What a report says beside the verdict: when and where the runs were made, their levels, what to do next."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.completions import Completions, completions
+from abrun.compare.show.levels import levels
+from abrun.compare.show.next_step import NextStep, next_steps
+from abrun.redaction import shown
+
+SHOWN_VERSIONS = ("torch", "vllm", "megatron-core")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A function of the runs and of `command`: the same ones give the same report."""
+
+    command: str  # that made the report
+    ran: str | None  # from the first start of a run to the last end; None: unknown
+    environment: str | None  # devices and the versions that matter most
+    levels: dict[str, list[str]]  # by arm, a line a claim: its metric, and the levels of both arms
+    next_steps: list[NextStep]
+    completions: Completions | None
+
+
+def context(experiment: Experiment, content: Mapping[str, Any], command: str | None) -> Context:
+    """`content` is what verdict.json holds."""
+    return Context(
+        command=shown(command or f"abrun compare {experiment.name}"),
+        ran=_ran(experiment),
+        environment=_environment(content),
+        levels=levels_by_arm(content),
+        next_steps=next_steps(experiment, content),
+        completions=completions(experiment),
+    )
+
+
+def levels_by_arm(content: Mapping[str, Any]) -> dict[str, list[str]]:
+    return {
+        arm: [
+            f"{one['metric']}{_steps(one)}: {said}"
+            for one in content["primaries"]
+            if one["arm"] == arm and (said := levels(one))
+        ]
+        for arm in content["arms"]
+    }
+
+
+def _steps(one: Mapping[str, Any]) -> str:
+    return f", steps {one['steps'][0]}-{one['steps'][1]}" if one["steps"] else ""
+
+
+def _ran(experiment: Experiment) -> str | None:
+    spans = [run.span_s for run in experiment.runs.values() if run.span_s and run.span_s[0] > 0]
+    if not spans:
+        return None
+    first, last = (datetime.fromtimestamp(one, UTC) for one in (min(s[0] for s in spans), max(s[1] for s in spans)))
+    end = f"{last:%H:%M}" if first.date() == last.date() else f"{last:%Y-%m-%d %H:%M}"
+    return f"{first:%Y-%m-%d %H:%M} to {end} UTC"
+
+
+def _environment(content: Mapping[str, Any]) -> str | None:
+    """Of the first runs that say it, and how many others there are: the report's table has them all."""
+    if not content["environments"]:
+        return None
+    first, *others = (one["environment"] for one in content["environments"])
+    versions = first.get("versions") or {}
+    parts = [
+        ", ".join(sorted(set(map(str, first.get("devices") or [])))),
+        *(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if versions.get(name)),
+        f"Python {first['python']}" if first.get("python") else "",
+    ]
+    more = f"; {len(others)} more environment{'s' * (len(others) > 1)}" if others else ""
+    return f"{', '.join(filter(None, parts))}{more}" if any(parts) else None

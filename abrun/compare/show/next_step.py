@@ -1,0 +1,167 @@
+"""What to do after a verdict: a sentence and a command for every one of them."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from abrun.compare.read.experiment import Experiment
+from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
+
+MOST_STEPS = 2
+Content = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextStep:
+    """RECIPE in a command stands for the recipe's file, RUNS for what was compared."""
+
+    text: str
+    command: str
+
+
+def next_steps(experiment: Experiment, content: Content) -> list[NextStep]:
+    """The most useful first; at least one."""
+    of = {"MATCH": _match, "MISMATCH": _mismatch, "INCONCLUSIVE": _inconclusive, "INVALID": _invalid}
+    return list(islice(of[content["verdict"]](experiment, content), MOST_STEPS))
+
+
+def _launched(experiment: Experiment) -> bool:
+    return experiment.launched_compare_sha256 is not None
+
+
+def _name(experiment: Experiment) -> str:
+    return shlex.quote(experiment.name)
+
+
+def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    if content["post_hoc"]:
+        yield _with_fresh_seeds(experiment, "Declare the claim in the recipe, and test it on fresh seeds")
+    elif content["sensitivity"] is None and not experiment.regression:
+        yield NextStep(
+            text="Measure what this comparison would have caught: faults planted in the baseline",
+            command="abrun sensitivity RECIPE",
+        )
+    if not experiment.regression:
+        of = _name(experiment) if _launched(experiment) else "RUNS"
+        yield NextStep(
+            text="Hold later versions to these runs",
+            command=f"abrun freeze {of} --output {_name(experiment)}.json",
+        )
+    else:
+        yield NextStep(text="Launch it again after the next change", command="abrun launch RECIPE --name NEW")
+
+
+def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    failing = [one for one in content["guards"] if one["result"] == "fail"]
+    deviating = [one for one in content["step_one"] if one["result"] == "fail"]
+    differing = [one for one in content["primaries"] if one["result"] == "different"]
+    if not _launched(experiment):
+        if deviating and not (failing or differing):
+            yield NextStep(
+                text="If the arms saw other prompts, step one says nothing: leave it out",
+                command="abrun compare RUNS --no-step-one",
+            )
+        yield _with_fresh_seeds(experiment, "See whether fresh seeds say so too")
+        return
+    arm, seed = _of_first([*deviating, *failing, *differing], experiment)
+    run = shlex.quote(f"{experiment.name}/{arm}/seed-{seed}")
+    if any(one["guard"] == "finished" for one in failing):
+        yield NextStep(text="See how the failed runs ended", command=f"abrun status {_name(experiment)}")
+    errors = {TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR}
+    if any(one["metric"] in errors for one in deviating) or any(
+        "prob_error" in one["guard"] or "kl_error" in one["guard"] for one in failing
+    ):
+        yield NextStep(
+            text="Find what makes trainer and rollout engine differ", command=f"abrun mismatch {run}"
+        )
+    if not experiment.regression:
+        step = f" --step {deviating[0]['step']}" if deviating else ""
+        other = shlex.quote(f"{experiment.name}/{experiment.baseline}/seed-{seed}")
+        yield NextStep(
+            text="Read what both arms said to the same prompts",
+            command=f"abrun samples {run} --against {other}{step}",
+        )
+    yield _with_fresh_seeds(experiment, "See whether fresh seeds say so too")
+
+
+def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    looks = [look for section in content["arms"].values() for look in section["looks"]]
+    problems = [one["problem"] for one in content["primaries"] if one["problem"]]
+    undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
+    if not _launched(experiment):
+        yield NextStep(
+            text="More pairs narrow the interval: train more seeds, then compare again",
+            command="abrun compare RUNS",
+        )
+        return
+    if any(look["verdict"] is None for look in looks):
+        yield NextStep(
+            text="A declared look is still to come: let its pairs finish",
+            command=f"abrun launch RECIPE --name {_name(experiment)} --resume",
+        )
+        return
+    if not content["primaries"]:
+        yield NextStep(
+            text="Declare compare.primary with a margin, then see how many seeds it takes",
+            command=f"abrun plan RECIPE --from {_name(experiment)}",
+        )
+    if problems:
+        grid = experiment.all_steps()
+        steps = 2 * int(grid[-1]) if len(grid) else 1
+        yield NextStep(
+            text="These runs could not have shown it, as the reasons say; if they were too short, train longer",
+            command=f"abrun launch RECIPE --set steps={steps} --name {_name(experiment)}-longer",
+        )
+    needed = [one["pairs_needed"] for one in undecided]
+    if needed and None not in needed:
+        text = f"{max(needed)} pairs decide it with 80 % power, if the arms are truly equal"
+        yield _with_fresh_seeds(experiment, text, max(needed))
+    elif needed:
+        yield NextStep(
+            text="This margin takes more than 1000 pairs: see what a wider one takes",
+            command=f"abrun plan RECIPE --from {_name(experiment)}",
+        )
+    yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+
+
+def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    if not _launched(experiment):
+        yield NextStep(text="Mend what the reasons name, then compare again", command="abrun compare RUNS")
+        return
+    broken = [run for run in experiment.runs.values() if not run.finished and not run.thinned]
+    if broken:
+        began = [run for run in broken if run.status != "missing"]
+        if began:
+            run = shlex.quote(f"{experiment.name}/{began[0].name}")
+            yield NextStep(text="See how the first of them ended", command=f"abrun logs {run}")
+        yield NextStep(
+            text="Continue the runs that did not finish",
+            command=f"abrun launch RECIPE --name {_name(experiment)} --resume",
+        )
+    else:
+        yield NextStep(
+            text="Mend what the reasons name in the recipe, and look at the plan before anything runs",
+            command="abrun launch RECIPE --dry-run",
+        )
+
+
+def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int]:
+    """The arm and a seed that the evidence is about: a step-one check names its seed, a claim has several."""
+    arm = evidence[0]["arm"] if evidence else experiment.treatments[0]
+    seeds = [pair.seed for pair in experiment.pairs(arm)]
+    named = evidence[0].get("seed") if evidence else None
+    return arm, seeds[0] if named is None and seeds else named or 0
+
+
+def _with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = None) -> NextStep:
+    """Seeds that no look has been taken at, as many as there were unless more are needed."""
+    if not _launched(experiment):
+        return NextStep(text=text, command="abrun compare RUNS")
+    seeds = [seed for arm in experiment.treatments for seed in experiment.arm(arm)]
+    first, count = max(seeds, default=-1) + 1, num_pairs or max(1, len(set(seeds)))
+    return NextStep(
+        text=text,
+        command=f"abrun launch RECIPE --seeds {first}-{first + count - 1} --name {_name(experiment)}-fresh",
+    )
