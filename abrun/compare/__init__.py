@@ -68,8 +68,8 @@ def compare_sources(
 
     With a `reference` (or one arm alone, whose recipe names one), `arm` (default: the baseline) is compared
     with the frozen ensemble, by its claims. `primaries` replace the declared claims. The report of a stored
-    experiment goes into its directory by default, and names the `command` it was made by. Raises StoreError or ComparisonError for what cannot be
-    read.
+    experiment goes into its directory by default, and names the `command` it was made by. Raises
+    StoreError or ComparisonError for what cannot be read.
     """
     directory = stored_in(sources, reading.runs_dir)
     experiment = open_sources(sources, replace(reading, alone=reference is not None))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
-from abrun.compare.show.buckets import NUM_BUCKETS
+from abrun.compare.show.buckets import NUM_BUCKETS, bucket_indices, bucket_means
 from abrun.compare.show.page import charts, render_page
 from abrun.compare.show.panels import NUM_WINDOWS, memory_peaks
 from abrun.layout import RunName
@@ -207,12 +207,30 @@ def test_mean_and_band_are_those_of_every_step_before_they_are_thinned():
     mean, sd = of_arm.mean(axis=0), of_arm.std(axis=0, ddof=1)
     chart = drawn(values)
     arm = chart["arms"][0]
-    low, high = (chart["rows"][row].reshape(-1, 2) for row in arm["band"])
     first, last = chart["ends"][7]
-    inside = slice(first - 1, last)
-    assert chart["rows"][arm["mean"]].reshape(-1, 2)[7].max() == pytest.approx(mean[inside].max(), rel=1e-6)
-    assert low[7].min() == pytest.approx((mean - sd)[inside].min(), rel=1e-6)
-    assert high[7].max() == pytest.approx((mean + sd)[inside].max(), rel=1e-6)
+    for row, whole in zip((arm["mean"], *arm["band"]), (mean, mean - sd, mean + sd), strict=True):
+        shown = chart["rows"][row].reshape(-1, 2)
+        assert shown[7, 0] == pytest.approx(whole[first - 1 : last].mean(), rel=1e-6)
+        assert np.isnan(shown[:, 1]).all() and str(row) not in chart["gaps"]
+
+
+@pytest.mark.parametrize("num_steps", [501, 749, 10_007])
+def test_the_mean_of_a_bucket_counts_every_step_once_and_no_gap(num_steps):
+    values = np.random.default_rng(3).standard_normal((2, num_steps))
+    values[0, 17], values[1, :40] = np.nan, np.nan
+    buckets = bucket_indices(num_steps)
+    assert buckets is not None
+    means = bucket_means(values, buckets)
+    for shown, (first, last) in zip(means.T, buckets[:, [0, -1]], strict=True):
+        held = values[:, first : last + 1]
+        expected = [np.nan if np.isnan(row).all() else np.nanmean(row) for row in held]
+        assert shown == pytest.approx(expected, nan_ok=True)
+    chart = drawn({("baseline", 0): {"x": values[1]}, ("treatment", 0): {"x": values[0]}}, metric="x")
+    mean = chart["arms"][0]["mean"]
+    whole_buckets_of_nan = int(np.isnan(means[1]).sum())
+    assert chart["gaps"].get(str(mean), np.empty(0)).tolist() == [
+        2 * at for at in range(whole_buckets_of_nan)
+    ]
 
 
 def test_nan_is_a_gap_that_is_counted_and_an_absent_step_is_not():

@@ -1,5 +1,5 @@
-"""Long runs in buckets of steps: a run by the smallest and the largest value of each, which shows every spike;
-a mean over runs by the mean of each, which can be read."""
+"""Long runs in buckets of steps: a run by a bucket's smallest and largest value, which shows every spike,
+and a mean over runs by the bucket's mean, which can be read."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -7,7 +7,7 @@ from typing import Any
 
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.completions import Completions, completions
-from abrun.compare.show.levels import levels
+from abrun.compare.show.levels import Levels, levels
 from abrun.compare.show.next_step import NextStep, next_steps
 from abrun.redaction import shown
 
@@ -21,7 +21,7 @@ class Context:
     command: str  # that made the report
     ran: str | None  # from the first start of a run to the last end; None: unknown
     environment: str | None  # devices and the versions that matter most
-    levels: dict[str, list[str]]  # by arm, a line a claim: its metric, and the levels of both arms
+    levels: list[Levels]
     next_steps: list[NextStep]
     completions: Completions | None
 
@@ -32,32 +32,19 @@ def context(experiment: Experiment, content: Mapping[str, Any], command: str | N
         command=shown(command or f"abrun compare {experiment.name}"),
         ran=_ran(experiment),
         environment=_environment(content),
-        levels=levels_by_arm(content),
+        levels=levels(content),
         next_steps=next_steps(experiment, content),
         completions=completions(experiment),
     )
-
-
-def levels_by_arm(content: Mapping[str, Any]) -> dict[str, list[str]]:
-    return {
-        arm: [
-            f"{one['metric']}{_steps(one)}: {said}"
-            for one in content["primaries"]
-            if one["arm"] == arm and (said := levels(one))
-        ]
-        for arm in content["arms"]
-    }
-
-
-def _steps(one: Mapping[str, Any]) -> str:
-    return f", steps {one['steps'][0]}-{one['steps'][1]}" if one["steps"] else ""
 
 
 def _ran(experiment: Experiment) -> str | None:
     spans = [run.span_s for run in experiment.runs.values() if run.span_s and run.span_s[0] > 0]
     if not spans:
         return None
-    first, last = (datetime.fromtimestamp(one, UTC) for one in (min(s[0] for s in spans), max(s[1] for s in spans)))
+    first, last = (
+        datetime.fromtimestamp(one, UTC) for one in (min(s[0] for s in spans), max(s[1] for s in spans))
+    )
     end = f"{last:%H:%M}" if first.date() == last.date() else f"{last:%Y-%m-%d %H:%M}"
     return f"{first:%Y-%m-%d %H:%M} to {end} UTC"
 

@@ -2,32 +2,61 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from abrun.metric_names import Transform
 
 
-def levels(claim: Mapping[str, Any]) -> str | None:
-    """Of an entry of verdict.json's primaries; None where it has no levels of both arms."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """Of one claim."""
+
+    claim: int  # its place among verdict.json's primaries
+    arm: str
+    where: str  # metric and steps
+    means: str  # of both arms, with the reach of the interval
+    beside: str  # the margin as a share of them, and the spreads; may be empty
+
+    @property
+    def text(self) -> str:
+        return f"{self.where}: {self.means}{'; ' if self.beside else ''}{self.beside}"
+
+
+def levels(content: Mapping[str, Any]) -> list[Levels]:
+    """Of verdict.json's claims that have levels of both arms, in their order."""
+    found = []
+    for index, claim in enumerate(content["primaries"]):
+        means = _means(claim)
+        if means:
+            steps = f", steps {claim['steps'][0]}-{claim['steps'][1]}" if claim["steps"] else ""
+            beside = "; ".join(filter(None, (_margin(claim), _spread(claim))))
+            where = f"{claim['metric']}{steps}"
+            found.append(Levels(claim=index, arm=claim["arm"], where=where, means=means, beside=beside))
+    return found
+
+
+def _means(claim: Mapping[str, Any]) -> str | None:
     base, treatment, interval = claim["baseline_mean"], claim["treatment_mean"], claim["interval"]
     if base is None or treatment is None or interval is None:
         return None
     confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
     if claim["transform"] == "identity":
         reach = f"± {(interval[1] - interval[0]) / 2:.2g} ({confidence}, of the paired difference)"
-        said = [f"baseline {base:.4g}, treatment {treatment:.4g} {reach}"]
-    else:
-        low, ratio, high = (math.exp(value) for value in (interval[0], treatment - base, interval[1]))
-        both = f"baseline {_level(base, claim)}, treatment {_level(treatment, claim)}"
-        of = " of the excess over 1" if claim["transform"] == "log_excess" else ""
-        said = [f"{both}, geometric means; ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence})"]
-    said += [text for text in (_margin(claim), _spread(claim)) if text]
-    return "; ".join(said)
+        return f"baseline {base:.4g}, treatment {treatment:.4g} {reach}"
+    with np.errstate(over="ignore"):
+        low, ratio, high = np.exp([interval[0], treatment - base, interval[1]])
+    both = f"baseline {_level(base, claim)}, treatment {_level(treatment, claim)}"
+    of = " of the excess over 1" if claim["transform"] == "log_excess" else ""
+    return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence})"
 
 
 def _level(mean: float, claim: Mapping[str, Any]) -> str:
     transform: Transform = claim["transform"]
-    return f"{math.exp(mean) + (transform == 'log_excess'):.4g}"
+    with np.errstate(over="ignore"):
+        return f"{np.exp(mean) + (transform == 'log_excess'):.4g}"
 
 
 def _margin(claim: Mapping[str, Any]) -> str | None:
@@ -36,9 +65,13 @@ def _margin(claim: Mapping[str, Any]) -> str | None:
     if margin is None:
         return None
     if claim["transform"] != "identity":
-        return f"margin ±{margin:.3g} is a factor of {math.exp(-margin):.3g} to {math.exp(margin):.3g}"
+        with np.errstate(over="ignore"):
+            low, high = np.exp([-margin, margin])
+        return f"margin ±{margin:.3g} is a factor of {low:.3g} to {high:.3g}"
     shares = [
-        f"{100 * margin / abs(of):.2g} % of the {name}" for name, of in (("level", base), ("climb", climb)) if of
+        f"{100 * margin / abs(of):.2g} % of the {name}"
+        for name, of in (("level", base), ("climb", climb))
+        if of
     ]
     return f"margin ±{margin:.3g} is {' and '.join(shares)}" if shares else None
 

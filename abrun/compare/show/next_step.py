@@ -80,7 +80,7 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         step = f" --step {deviating[0]['step']}" if deviating else ""
         other = shlex.quote(f"{experiment.name}/{experiment.baseline}/seed-{seed}")
         yield NextStep(
-            text="Read what both arms said to the same prompts",
+            text="Read what both arms said to each prompt",
             command=f"abrun samples {run} --against {other}{step}",
         )
     yield _with_fresh_seeds(experiment, "See whether fresh seeds say so too")
@@ -111,7 +111,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         grid = experiment.all_steps()
         steps = 2 * int(grid[-1]) if len(grid) else 1
         yield NextStep(
-            text="These runs could not have shown it, as the reasons say; if they were too short, train longer",
+            text="These runs could not have shown it (see the reasons); if they were too short, train longer",
             command=f"abrun launch RECIPE --set steps={steps} --name {_name(experiment)}-longer",
         )
     needed = [one["pairs_needed"] for one in undecided]

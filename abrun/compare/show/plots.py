@@ -16,9 +16,11 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.buckets import NUM_BUCKETS, averaged, bucket_indices
 from abrun.compare.show.panels import Claim, Content, Curve, Difference, Panel, Peaks, memory_peaks, panel
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.series import Array
 
 # Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
 STYLE: Any = {
     "font.size": 9,
@@ -59,6 +61,7 @@ def metric_figure(experiment: Experiment, metric: str, claims: Sequence[Content]
     figure = Figure(figsize=(8, 3.4 + 2.4 * len(below)), layout="constrained")
     axes = figure.subplots(1 + len(below), 1, sharex=True, squeeze=False)[:, 0]
     bands(axes[0], shown)
+    direct_labels(axes[0], shown)
     axes[0].set_title(f"{metric}, {experiment.name}")
     for ax, difference in zip(axes[1:], below, strict=True):
         note = "; bars are cut off at the edge" if paired_difference(ax, difference, metric) else ""
@@ -69,6 +72,39 @@ def metric_figure(experiment: Experiment, metric: str, claims: Sequence[Content]
     axes[-1].margins(x=0.02)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend_below(figure)
+    return figure
+
+
+def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
+    """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
+    shown = [claim for claim in claims if claim.get("margin") and claim.get("interval")]
+    if len(shown) < 2:
+        return None
+    figure = Figure(figsize=(8, 1.1 + 0.42 * len(shown)), layout="constrained")
+    ax = figure.subplots()
+    ends = np.array([claim["interval"] for claim in shown]) / np.array([[claim["margin"]] for claim in shown])
+    reach = float(np.clip(1.1 * np.abs(ends).max(), 1.3, 4))
+    ax.axvspan(-1, 1, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
+    ax.axvline(0, color="black", linewidth=0.8)
+    names = []
+    for row, (claim, (low, high)) in enumerate(zip(shown, ends, strict=True)):
+        color = COLORS[experiment.arms.index(claim["arm"]) % len(COLORS)]
+        ax.plot([low, high], [row, row], color=color, linewidth=2, marker="|", markersize=9)
+        ax.plot([(low + high) / 2], [row], "D", color=color, markersize=5)
+        ax.annotate(
+            claim["result"],
+            (1.01, row),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8,
+        )
+        arm = f"{claim['arm']}: " if len(experiment.treatments) > 1 else ""
+        names.append(f"{arm}{claim['metric']}\n{claim['margin_text']}")
+    ax.set_yticks(range(len(shown)), names)
+    ax.set_ylim(len(shown) - 0.5, -0.5)
+    ax.set_xlim(-reach, reach)
+    ax.set_xlabel("treatment - baseline, in margins of the claim: mean and interval")
+    ax.grid(axis="y", visible=False)
     return figure
 
 
@@ -104,6 +140,38 @@ def bands(ax: Axes, shown: Panel) -> None:
         ax.plot([], [], color="grey", linewidth=0.5, label=_thin(shown))
     if any(curve.sd is not None for curve in shown.curves):
         ax.fill_between([], [], [], color="grey", alpha=0.25, linewidth=0, label="band: ±1 sd over seeds")
+
+
+def direct_labels(ax: Axes, shown: Panel) -> None:
+    """Each arm's name beside the end of its mean, with its level over the last claim's window.
+
+    Drawn last: the axis keeps the range that it has now.
+    """
+    ends = []
+    for curve in shown.curves:
+        known = np.flatnonzero(np.isfinite(curve.mean))
+        if len(known):
+            ends.append((float(curve.mean[known[-1]]), curve))
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high)
+    ends.sort(key=lambda one: one[0])
+    for place, (_, curve) in zip(_apart([(end - low) / (high - low) for end, _ in ends]), ends, strict=True):
+        text = curve.arm
+        if shown.windows:
+            first, last = shown.windows[-1]
+            inside = curve.mean[(first <= curve.steps) & (curve.steps <= last)]
+            text += f" {inside.mean():.3g}" if len(inside) else ""
+        color = COLORS[curve.index % len(COLORS)]
+        ax.annotate(text, (1.01, place), xycoords="axes fraction", color=color, va="center", fontsize=8)
+    if shown.windows:
+        ax.plot([], [], alpha=0, label="numbers: arm means over the window of the last claim")
+
+
+def _apart(places: Sequence[float]) -> Array:
+    """Ascending places of labels on an axis from 0 to 1, moved as little as keeps them from overlapping."""
+    gaps = LABEL_GAP * np.arange(len(places))
+    spread = np.maximum.accumulate(np.array(places) - gaps) + gaps
+    return spread - (spread - places).mean() if len(places) else spread
 
 
 def _thin(shown: Panel) -> str:
@@ -201,6 +269,7 @@ def overview(experiment: Experiment, error_limit: float) -> Figure | None:
         ax = axes.pop(0)
         bands(ax, errors)
         error_line(ax, error_limit)
+        direct_labels(ax, errors)
     if peaks is not None:
         memory_bars(axes.pop(0), peaks, experiment.arms)
     _legend_below(figure)

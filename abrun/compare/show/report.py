@@ -8,13 +8,13 @@ import io
 import multiprocessing
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.context import Context, context, levels_by_arm
+from abrun.compare.show.context import Context, context
+from abrun.compare.show.levels import levels
 from abrun.compare.show.next_step import NextStep
 from abrun.compare.show.sensitivity import sentence
 from abrun.errors import ComparisonError, StoreError
@@ -31,6 +31,8 @@ PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 STAMP = ".report.json"  # what the page and the figures were drawn of
 FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
+OWN_FIGURES = ("claims", "overview")  # no metric's
+MOST_LEVELS = 2  # of an arm's claims; the page has all
 MOST_LINES = 25  # of the markdown, without images
 MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
@@ -52,7 +54,10 @@ def write_report(
     beside = context(experiment, content, command)
     files: list[Path] = []
     images = [form for form in ("png", "svg") if form in formats]
-    drawn = {"formats": sorted({"html", *images} & set(formats)), "of": _fingerprint(experiment, content, beside)}
+    drawn = {
+        "formats": sorted({"html", *images} & set(formats)),
+        "of": _fingerprint(experiment, content, beside),
+    }
     stamp = output / STAMP
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -171,6 +176,8 @@ def _draw_claims(
 ) -> Iterator[Path]:
     from abrun.compare.show import plots
 
+    with plots.style():
+        yield from _save(plots.forest(experiment, content["primaries"]), output / "claims", images)
     for stem, metric in slugs(claim["metric"] for claim in content["primaries"]).items():
         of_metric = [claim for claim in content["primaries"] if claim["metric"] == metric]
         with plots.style():
@@ -208,7 +215,7 @@ def slugs(metrics: Iterable[str]) -> dict[str, str]:
     for metric in dict.fromkeys(metrics):
         plain = slug(metric) or "metric"
         unique, number = plain, 2
-        while unique in named or unique == "overview":
+        while unique in named or unique in OWN_FIGURES:
             unique, number = f"{plain}-{number}", number + 1
         named[unique] = metric
     return named
@@ -238,9 +245,9 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         lines += ["", _row(head), _row(["---"] * len(head))]
         lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
     facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
-    runs = "; ".join(_escaped(text) for text in (beside.ran, beside.environment) if text)
-    facts += [f"**runs**: {runs}  "] if runs else []
-    lines += ["", *facts, f"**made by**: {_code(beside.command)}  "]
+    made = f"report made by {_code(beside.command)}"
+    known = [_escaped(text) for text in (beside.ran, beside.environment) if text]
+    lines += ["", *facts, f"**runs**: {'; '.join([*known, made])}  "]
     links = [f"[{_escaped(run)}]({url})" for run, url in content["wandb"].items()]
     if links:
         more = f", and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
@@ -297,7 +304,8 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
         mark = f"{arm}, " if len(content["arms"]) > 1 else ""
         if mark:
             yield arm, section["verdict"]
-        yield from ((f"{mark}levels", line) for line in levels_by_arm(content)[arm])
+        of_arm = [one.text for one in levels(content) if one.arm == arm]
+        yield from ((f"{mark}levels", text) for text in of_arm[:MOST_LEVELS])
         if section["treatment_diff"]:
             yield f"{mark}treatment", _differences(section["treatment_diff"])
         shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
@@ -418,7 +426,7 @@ def _saving(one: Content) -> str:
 def terminal_summary(
     verdict: VerdictFile, files: Sequence[Path], next_steps: Sequence[NextStep]
 ) -> "RenderableType":
-    """The verdict first, then why, the claims as a table, the rest as lines, what to do and the files last."""
+    """The verdict first, then why, the claims as a table, the rest as lines, what to do, the files."""
     content = as_json(verdict)
     from rich.console import Group
     from rich.panel import Panel

@@ -30,9 +30,7 @@ LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 
-def render_page(
-    experiment: Experiment, content: Mapping[str, Any], beside: Context | None = None
-) -> str:
+def render_page(experiment: Experiment, content: Mapping[str, Any], beside: Context | None = None) -> str:
     """The page of a comparison; `content` is what verdict.json holds. The same input gives the same bytes."""
     styles, scripts = [_file(name) for name in STYLES], [_file(name) for name in SCRIPTS]
     policy = (
@@ -49,9 +47,7 @@ def render_page(
     )
 
 
-def _data_blocks(
-    experiment: Experiment, content: Mapping[str, Any], beside: Context | None
-) -> list[str]:
+def _data_blocks(experiment: Experiment, content: Mapping[str, Any], beside: Context | None) -> list[str]:
     """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
     claims = content.get("primaries", [])
     recorded = experiment.metrics()

@@ -30,7 +30,7 @@ class Figure {
     this.hidden = new Set();
     this.plots = [];
     this.log = false;
-    this.full = false;
+    this.smooth = false;
     this.data = null;
     this.element = el(
       "article",
@@ -47,6 +47,7 @@ class Figure {
   prepare() {
     if (this.data) return;
     this.data = read(`chart-${this.index}`);
+    this.seeds = !this.data.num_buckets; // of many steps they hide the means
     for (const [row, gaps] of Object.entries(this.data.gaps)) {
       const missing = new Set(gaps);
       this.data.rows[row] = this.data.rows[row].map((value, at) =>
@@ -74,6 +75,16 @@ class Figure {
       },
       { "aria-pressed": "false", disabled: !this.positive },
     );
+    const toggle = (name, label) =>
+      button(
+        label,
+        () => {
+          this[name] = !this[name];
+          this.redraw();
+        },
+        { "aria-pressed": String(this[name]) },
+      );
+    this.toggles = { seeds: toggle("seeds", "Seeds"), smooth: toggle("smooth", "Smooth") };
     const tools = el(
       "div",
       { class: "tools" },
@@ -81,8 +92,10 @@ class Figure {
       el(
         "span",
         { class: "actions" },
+        ...Object.values(this.toggles),
         this.logButton,
         button("Reset zoom", () => this.reset()),
+        button("CSV", () => this.save(), { "aria-label": `Save the numbers of ${this.metric} as CSV` }),
       ),
     );
     this.box = this.element.querySelector(".plot");
@@ -178,7 +191,7 @@ class Figure {
       "p",
       { class: "resolution" },
       buckets
-        ? `${grouped(steps)} steps shown as ${buckets} buckets; each shows its smallest and largest value, for mean and band too.`
+        ? `${grouped(steps)} steps shown as ${buckets} buckets: of means and bands the mean of each, of seeds and pairs its smallest and largest value.`
         : `${count(grouped(steps), "step").replace(/^1 steps$/, "1 step")}, all shown.`,
     );
   }
@@ -196,6 +209,31 @@ class Figure {
     }
   }
 
+  /** A mean's row as it is drawn: a running mean of its values, over a twentieth of them, where that is asked for. */
+  drawn(row) {
+    const values = this.data.rows[row];
+    return this.smooth ? runningMean(values) : values;
+  }
+
+  /** The numbers of the chart, a line a step; of buckets a line for each of the two places that values take. */
+  save() {
+    const { data } = this;
+    const columns = [["step", data.steps]];
+    if (data.num_buckets) columns.push(["steps", data.steps.map((_, at) => data.ends[Math.floor(at / 2)].join("-"))]);
+    const add = (name, row) => row !== null && columns.push([name, data.rows[row]]);
+    for (const one of data.arms) {
+      add(`${arms[one.arm]} mean`, one.mean);
+      (one.band || []).forEach((row, end) => add(`${arms[one.arm]} mean ${end ? "+" : "-"} 1 sd`, row));
+      for (const seed of one.seeds) add(`${arms[one.arm]} seed ${seed.seed}`, seed.row);
+    }
+    for (const one of data.differences) {
+      const name = `${arms[one.arm]} - ${baselineName()}${one.unit ? ` (${one.unit})` : ""}`;
+      add(`${name} mean`, one.mean);
+      for (const pair of one.pairs) add(`${name} seed ${pair.seed}`, pair.row);
+    }
+    saveCsv(`${content.experiment} ${this.metric}`, columns);
+  }
+
   erase() {
     for (const plot of this.plots) {
       sizes.unobserve(plot.root.parentNode);
@@ -210,6 +248,7 @@ class Figure {
     const zoom = this.plots.length ? this.zoomed() : null;
     this.erase();
     this.logButton.setAttribute("aria-pressed", String(this.log));
+    for (const [name, one] of Object.entries(this.toggles)) one.setAttribute("aria-pressed", String(this[name]));
     for (const panel of this.panels) panel.fullButton.setAttribute("aria-pressed", String(panel.full));
     this.draw();
     if (zoom) for (const plot of this.plots) plot.setScale("x", zoom);
@@ -269,10 +308,10 @@ class Figure {
     const add = (arm, row, look, floor) => {
       values.push(
         this.log
-          ? data.rows[row].map((value) =>
+          ? row.map((value) =>
               value > 0 || value === undefined ? value : value === null ? null : (floor ?? null),
             )
-          : data.rows[row],
+          : row,
       );
       return (
         series.push({
@@ -287,19 +326,19 @@ class Figure {
       if (!one.band) continue;
       const clear = { stroke: "transparent", width: 0, points: { show: false } };
       const smallest = this.log ? smallestPositive(one.seeds.map((seed) => data.rows[seed.row])) : undefined;
-      const [low, high] = one.band.map((row) => add(one.arm, row, clear, smallest));
+      const [low, high] = one.band.map((row) => add(one.arm, this.drawn(row), clear, smallest));
       bands.push({ series: [high, low], fill: `${color(one.arm)}2b` });
     }
     for (const one of data.arms)
-      for (const seed of one.seeds)
-        add(one.arm, seed.row, {
+      for (const seed of this.seeds || one.mean === null ? one.seeds : [])
+        add(one.arm, data.rows[seed.row], {
           stroke: `${color(one.arm)}${data.num_buckets ? "38" : "60"}`,
           width: 0.8,
           dash: seed.finished ? [] : [1, 3],
         });
     for (const one of data.arms)
       if (one.mean !== null)
-        add(one.arm, one.mean, { stroke: color(one.arm), width: 2.2, dash: DASHES[one.arm % 6] });
+        add(one.arm, this.drawn(one.mean), { stroke: color(one.arm), width: 2.2, dash: DASHES[one.arm % 6] });
     if (!values.slice(1).some((row) => row.some((value) => typeof value === "number"))) {
       this.box.append(el("p", { class: "nothing" }, "No finite value to draw."));
       return null;
@@ -334,23 +373,20 @@ class Figure {
     const values = [data.steps];
     const series = [{}];
     const add = (row, look) => {
-      values.push(data.rows[row]);
-      series.push({ points: isolated(data.rows[row], look.stroke), ...look });
+      values.push(row);
+      series.push({ points: isolated(row, look.stroke), ...look });
     };
-    for (const one of panel.reruns)
-      add(one.row, { stroke: `${variable("--muted")}70`, width: 0.8, dash: [3, 3] });
-    for (const one of panel.pairs)
-      add(one.row, { stroke: `${base}${data.num_buckets ? "1c" : "40"}`, width: 0.8 });
+    for (const one of this.seeds ? panel.reruns : [])
+      add(data.rows[one.row], { stroke: `${variable("--muted")}70`, width: 0.8, dash: [3, 3] });
+    for (const one of this.seeds || panel.mean === null ? panel.pairs : [])
+      add(data.rows[one.row], { stroke: `${base}${data.num_buckets ? "1c" : "40"}`, width: 0.8 });
     if (panel.mean !== null)
-      add(panel.mean, {
-        stroke: `${base}${data.num_buckets ? "80" : "b0"}`,
-        width: data.num_buckets ? 1 : 1.5,
-      });
+      add(this.drawn(panel.mean), { stroke: `${base}b0`, width: 1.5 });
     if (!values.slice(1).some((row) => row.some((value) => typeof value === "number"))) {
       panel.box.append(el("p", { class: "nothing" }, "No finite difference to draw."));
       return null;
     }
-    const focus = focusOf(panel, panel.mean === null ? [] : data.rows[panel.mean]);
+    const focus = focusOf(panel, panel.mean === null ? [] : this.drawn(panel.mean));
     const all = rangeOf(values.slice(1).flat());
     const outside =
       all[0] < focus[0] ||

@@ -57,6 +57,23 @@ const swatch = (arm) => el("i", { class: `swatch arm-${arm % 6}`, "aria-hidden":
 const button = (label, listener, properties) =>
   el("button", { type: "button", on: { click: listener }, ...properties }, label);
 
+// A spreadsheet reads a cell that begins like a formula as one: names come from runs that anybody may have written.
+function saveCsv(name, columns) {
+  const cell = (value) => {
+    if (typeof value === "number") return String(value);
+    const text = String(value ?? "");
+    return `"${(/^[=+\-@\t\r]/.test(text) ? `'${text}` : text).replaceAll('"', '""')}"`;
+  };
+  const lines = [columns.map(([head]) => cell(head))];
+  columns[0][1].forEach((_, at) => lines.push(columns.map(([, values]) => (values[at] == null ? "" : cell(values[at])))));
+  const link = el("a", {
+    href: URL.createObjectURL(new Blob([`${lines.map((line) => line.join(",")).join("\r\n")}\r\n`], { type: "text/csv" })),
+    download: `${name.replace(/[^\w]+/g, "-")}.csv`,
+  });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
 function table(label, heads, rows) {
   const cell = (name) => (content, index) =>
     el(name, { class: heads[index][1] || null, scope: name === "th" ? "col" : null }, ...[content].flat());

@@ -20,6 +20,17 @@ function isolated(row, stroke) {
   return { show: alone.length > 0, size: 4, width: 0, fill: stroke, filter: () => alone };
 }
 
+function runningMean(row) {
+  const known = [...row.keys()].filter((at) => typeof row[at] === "number");
+  const reach = Math.max(1, Math.round(known.length / 40));
+  const smoothed = [...row];
+  known.forEach((at, index) => {
+    const near = known.slice(Math.max(0, index - reach), index + reach + 1);
+    smoothed[at] = near.reduce((sum, one) => sum + row[one] / near.length, 0);
+  });
+  return smoothed;
+}
+
 function tickTexts(ticks) {
   const shown = ticks.filter((tick) => tick !== null);
   const most = Math.max(...shown.map(Math.abs), 0);

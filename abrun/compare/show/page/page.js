@@ -46,12 +46,15 @@ function banner() {
   const facts = [
     [
       "pairs",
-      planned.length ? `${content.num_pairs} of ${Math.max(...planned)} finished` : content.num_pairs,
+      planned.length ? `${content.num_pairs} of ${Math.max(...planned)} finished` : String(content.num_pairs),
     ],
     ["arms", [baselineName(), ...treatments].join(" \u00b7 ")],
-    ["exit code", content.exit_code],
+    ["exit code", String(content.exit_code)],
   ];
   if (content.reference) facts.push(["reference", content.reference]);
+  facts.push(["planted faults", caughtText()], ["drift against one ULP", grownText()]);
+  if (beside.ran) facts.push(["runs", beside.ran]);
+  if (beside.environment) facts.push(["on", beside.environment]);
   const looks = Object.entries(content.arms || {}).flatMap(([arm, one]) =>
     (one.looks || []).map((look) => [arm, look]),
   );
@@ -79,6 +82,22 @@ function banner() {
       { class: "reasons" },
       (content.reasons || []).map((reason) => el("li", {}, reason)),
     ),
+    levels.length
+      ? el(
+          "ul",
+          { class: "levels" },
+          levels.map((one) =>
+            el(
+              "li",
+              {},
+              several ? [swatch(arms.indexOf(one.arm)), `${one.arm}, `] : [],
+              `${one.where}: `,
+              el("b", {}, one.means),
+              levels.length > MOST_DETAILED ? null : muted(`; ${one.beside}`),
+            ),
+          ),
+        )
+      : null,
     several
       ? el(
           "ul",
@@ -91,12 +110,33 @@ function banner() {
     el(
       "dl",
       { class: "facts" },
-      facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))),
+      facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
+    ),
+    (beside.next_steps || []).map((step, at) =>
+      el("p", { class: "next" }, el("b", {}, at ? "or " : "Next "), step.text, el("code", {}, step.command)),
     ),
   );
 }
 
+// What the experiment could have seen, and how its drift compares: in the head, each a link to its table.
+function caughtText() {
+  const found = content.sensitivity;
+  if (!found) return "none planted (controls.faults)";
+  return el("a", { href: "#sensitivity" }, `would have caught ${found.num_caught} of ${found.num_judged}`);
+}
+
+function grownText() {
+  const known = (content.divergence || []).filter((one) => one.ulp && one.ulp.ratio !== null);
+  if (!known.length) return "not measured (controls.ulp_reruns)";
+  const [first] = known;
+  const range = first.ulp.ci95 ? ` ${interval(first.ulp.ci95, 2)}` : "";
+  return el("a", { href: "#divergence" }, `${first.metric}: ${number(first.ulp.ratio, 2)}\u00d7${range}`);
+}
+
 const baselineName = () => content.baseline || arms[0];
+const beside = report.beside || {};
+const levels = beside.levels || [];
+const MOST_DETAILED = 3; // levels in the head
 
 // --- primaries ---
 
@@ -128,6 +168,7 @@ function primaries() {
       { class: "intro" },
       "Each claim says that the arms agree on a metric within a margin. The certified bound is the smallest margin that would have passed.",
     ),
+    forest(claims),
     table(
       "Claims",
       heads,
@@ -185,6 +226,59 @@ function outlook(one) {
       ? "interval without zero; no number of pairs shows equivalence at the observed difference"
       : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} pairs at the observed difference`;
   return `power now ${percent(one.power_now)}; 80\u00a0% takes ${many(one.pairs_needed)}${range} pairs`;
+}
+
+// All claims on one scale: how far each interval reaches, in units of its own margin.
+function forest(claims) {
+  const drawn = claims
+    .map((one, at) => ({ ...one, levels: levels.find((level) => level.claim === at) }))
+    .filter((one) => one.margin > 0 && one.interval?.every(Number.isFinite));
+  if (!drawn.length) return null;
+  const all = drawn.flatMap((one) => one.interval.map((end) => Math.abs(end / one.margin)));
+  const reach = Math.min(4, Math.max(1.3, 1.1 * Math.max(...all)));
+  const place = (share) => 50 * (1 + Math.max(-reach, Math.min(reach, share)) / reach);
+  const mark = (kind, from, to = from) => {
+    const made = el("i", { class: kind });
+    made.style.left = `${place(from)}%`;
+    made.style.width = `${place(to) - place(from)}%`;
+    return made;
+  };
+  const label = (share, text) => {
+    const made = mark("label", share);
+    made.append(text);
+    return made;
+  };
+  const rows = drawn.map((one) => {
+    const [low, mean, high] = [one.interval[0], one.mean_difference, one.interval[1]].map((end) => end / one.margin);
+    return [
+      el(
+        "div",
+        {},
+        el("b", {}, several ? `${one.arm}: ${one.metric}` : one.metric),
+        muted((levels.length > MOST_DETAILED && one.levels?.beside) || `margin ${marginText(one)}`),
+      ),
+      el(
+        "div",
+        {
+          class: `track arm-${arms.indexOf(one.arm) % 6}`,
+          role: "img",
+          "aria-label": `${one.metric}: ${number(mean, 2)} margins, interval ${interval([low, high], 2)}`,
+        },
+        mark("zone", -1, 1),
+        mark("zero", 0),
+        mark("reach", low, high),
+        mark("mean", mean),
+      ),
+    ];
+  });
+  const heads = el(
+    "div",
+    { class: "track heads", "aria-hidden": "true" },
+    label(-1, `${MINUS}margin`),
+    label(0, "no difference"),
+    label(1, "+margin"),
+  );
+  return el("figure", { class: "forest" }, el("div", {}), heads, ...rows.flat());
 }
 
 // How sure, at a glance: the margin zone, each pair's difference, and the interval that must lie inside.
@@ -398,7 +492,7 @@ function divergence() {
             ["mean |difference|", "right"],
             ["A/A mean |difference|", "right"],
             ["ratio", "right"],
-            ["against one ULP", "right"],
+            ["against one ULP", "right nowrap"],
             ["of the spread over seeds", "right"],
             ["first outside the A/A envelope"],
           ]),
@@ -442,6 +536,70 @@ function sensitivity() {
         one.step === null ? "-" : String(one.step),
         String(one.num_pairs),
       ]),
+    ),
+  );
+}
+
+// --- what the arms said ---
+
+function completions() {
+  const found = beside.completions;
+  if (!found) return null;
+  const intro = "What the arms said to the same prompts at the same steps: of one seed, a few prompts and steps.";
+  if (found.problem) return section("completions", "Completions side by side", el("p", {}, found.problem));
+  const shown = el("div", { class: "said", role: "region", "aria-live": "polite", "aria-label": "Completions" });
+  const steps = found.steps.map(([step]) => step);
+  const choose = (at) => {
+    shown.replaceChildren(...found.steps[at][1].map((one) => exchange(one, found.arms)));
+    buttons.forEach((one, index) => one.setAttribute("aria-pressed", String(index === at)));
+  };
+  const buttons = steps.map((step, at) => button(grouped(step), () => choose(at), { "aria-pressed": "false" }));
+  choose(steps.length - 1);
+  return section(
+    "completions",
+    "Completions side by side",
+    el("p", { class: "intro" }, intro),
+    el(
+      "div",
+      { class: "tools" },
+      muted(`seed ${found.seed}, step`),
+      buttons,
+      found.num_steps > steps.length ? muted(`of ${found.num_steps} steps that kept some`) : null,
+    ),
+    shown,
+  );
+}
+
+function exchange({ prompt, said }, of) {
+  const rewards = said.filter(Boolean).map((one) => one.reward);
+  const apart = new Set(said.map((one) => one && one.text)).size > 1;
+  const facts = (one) =>
+    [`${one.num_tokens} tokens`, one.truncated ? "truncated" : "", `log-prob error ${number(one.logprob_error, 2)}`]
+      .filter(Boolean)
+      .join(", ");
+  return el(
+    "article",
+    { class: "exchange" },
+    el("pre", { class: "prompt" }, prompt),
+    el("p", { class: "caption" }, apart ? "the texts differ" : "the texts agree"),
+    el(
+      "div",
+      { class: "columns" },
+      said.map((one, at) =>
+        el(
+          "div",
+          { class: `column arm-${of[at] % 6}` },
+          el(
+            "p",
+            {},
+            swatch(of[at]),
+            ` ${arms[of[at]]} `,
+            one ? el("b", { class: one.reward < Math.max(...rewards) ? "lower" : "" }, `reward ${number(one.reward, 3)}`) : null,
+          ),
+          one ? el("pre", {}, one.text) : muted("not kept"),
+          one ? muted(facts(one)) : null,
+        ),
+      ),
     ),
   );
 }
@@ -611,6 +769,7 @@ function versions() {
         ]),
       ),
     ),
+    beside.command ? el("p", { class: "caption" }, "Report made by ", el("code", {}, beside.command)) : null,
     (content.notes || []).length
       ? [
           el("h3", {}, "Notes from reading the runs"),
@@ -652,11 +811,11 @@ const GUIDE = [
   ["Gaps", "A line is interrupted where a NaN or an infinity was recorded; each is counted below its chart."],
   [
     "Buckets",
-    "Long runs are drawn as buckets of consecutive steps, each with its smallest and its largest value. Every test was computed from all steps.",
+    "Long runs are drawn as buckets of consecutive steps: means and bands by the mean of each, seeds and pairs by its smallest and its largest value, once they are switched on. Every test was computed from all steps.",
   ],
   [
     "Controls",
-    "Drag across a chart to zoom, double-click to see everything again. The arms in the bar at the top are shown or hidden everywhere.",
+    "Drag across a chart to zoom, double-click to see everything again. \u201cSmooth\u201d draws means and bands as running means. \u201cCSV\u201d saves the numbers that a chart is drawn from. The arms in the bar at the top are shown or hidden everywhere.",
   ],
 ];
 
@@ -814,12 +973,13 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
 
 const body = [
   primaries(),
+  sensitivity(),
   curves(),
+  divergence(),
+  completions(),
   guards(),
   stepOne(),
-  divergence(),
   finalWeights(),
-  sensitivity(),
   savings(),
   others(),
   bullets(

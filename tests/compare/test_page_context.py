@@ -1,0 +1,235 @@
+"""What the report says beside the verdict: levels, what to do next, when it was made, what the arms said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from abrun.compare import compare
+from abrun.compare.judge.verdict_file import as_json
+from abrun.compare.read.stored import load_experiment
+from abrun.compare.show.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
+from abrun.compare.show.context import context
+from abrun.compare.show.levels import levels
+from abrun.recipe import Primary
+from abrun.store import Sample
+from abrun.store.samples import row_of
+from tests.compare.simulate import edit_rows, fail
+
+STEPS = list(range(1, 41, 3))
+
+
+def sample(prompt: str, text: str = "4", reward: float = 1.0) -> Sample:
+    return Sample(prompt=prompt, text=text, reward=reward, logprob_error=0.001, num_tokens=1, truncated=False)
+
+
+def keep(run: Path, steps: list[int], *samples: Sample) -> None:
+    rows = [json.dumps(row_of(step, 1, list(samples))) + "\n" for step in steps]
+    (run / "samples.jsonl").write_text("".join(rows))
+
+
+def beside(comparison, experiment_dir):
+    return context(load_experiment(experiment_dir), as_json(comparison.content), "abrun compare x")
+
+
+# --- levels ---
+
+
+def claims(experiment_dir, judged, **options):
+    return levels(as_json(judged(experiment_dir, **options).content))
+
+
+def test_levels_are_of_both_arms_with_the_margin_and_the_spreads(simulated, judged):
+    experiment_dir = simulated()
+    for seed in range(5):
+        for arm, level in (("baseline", 0.8), ("treatment", 0.8 + 0.001 * seed)):
+
+            def change(row, level=level, seed=seed):
+                row["train/reward"] = level + 0.01 * seed if row["step"] > 32 else 0.4
+
+            edit_rows(experiment_dir / f"{arm}/seed-{seed}", change)
+    (found,) = claims(experiment_dir, judged)
+    assert (found.claim, found.arm, found.where) == (0, "treatment", "train/reward, steps 33-40")
+    # baseline 0.80 to 0.84, differences 0 to 0.004: mean 0.002, sd 0.00158, t(4, 0.95) = 2.132
+    assert found.means == "baseline 0.82, treatment 0.822 ± 0.0015 (90 %, of the paired difference)"
+    assert found.beside == (
+        "margin ±0.02 is 2.4 % of the level and 4.8 % of the climb; "
+        "sd over seeds 0.016, of the paired differences 0.0016 (14x narrower than unpaired)"
+    )
+
+
+def test_levels_of_logarithms_are_geometric_means_and_a_ratio(simulated, judged):
+    metric = "train/grad_norm"
+    experiment_dir = simulated(compare={"primary": [{"metric": metric, "margin": 0.3}]})
+    for seed in range(5):
+        for arm, factor in (("baseline", 2.0), ("treatment", 2.2 * 1.01**seed)):
+
+            def change(row, factor=factor, seed=seed):
+                row[metric] = factor * 1.1**seed * (1.0 if row["step"] > 1 else 0.0) + (row["step"] == 1)
+
+            edit_rows(experiment_dir / f"{arm}/seed-{seed}", change)
+    (found,) = claims(experiment_dir, judged)
+    assert found.means.startswith("baseline 2.42, treatment 2.716 (geometric means), ratio 1.12 [1.1")
+    assert "margin ±0.3 is a factor of 0.741 to 1.35" in found.beside
+
+
+# --- the next step ---
+
+
+def commands(comparison, experiment_dir):
+    return [step.command for step in beside(comparison, experiment_dir).next_steps]
+
+
+def test_a_match_is_asked_what_it_would_have_caught_and_held_on_to(simulated, judged):
+    experiment_dir = simulated()
+    found = commands(judged(experiment_dir), experiment_dir)
+    assert found == ["abrun sensitivity RECIPE", "abrun freeze simulated --output simulated.json"]
+
+
+def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged):
+    experiment_dir = simulated()
+    comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.1)])
+    assert commands(comparison, experiment_dir)[0] == (
+        "abrun launch RECIPE --seeds 5-9 --name simulated-fresh"
+    )
+
+
+def test_a_mismatch_is_read(simulated, judged):
+    experiment_dir = simulated(shift=0.04)
+    found = commands(judged(experiment_dir), experiment_dir)
+    assert found[0] == ("abrun samples simulated/treatment/seed-0 --against simulated/baseline/seed-0")
+
+
+def test_an_engine_that_differs_is_measured(simulated, judged):
+    experiment_dir = simulated()
+    for seed in range(5):
+        edit_rows(
+            experiment_dir / f"treatment/seed-{seed}",
+            lambda row: row.update({"train/token_mult_prob_error": 1.5}),
+        )
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    assert commands(comparison, experiment_dir)[0].startswith("abrun mismatch simulated/treatment/seed-")
+
+
+def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged):
+    experiment_dir = simulated(noise=0.05)
+    comparison = judged(experiment_dir)
+    needed = comparison.content.primaries[0].pairs_needed
+    assert comparison.verdict == "INCONCLUSIVE" and needed
+    assert commands(comparison, experiment_dir)[0] == (
+        f"abrun launch RECIPE --seeds 5-{4 + needed} --name simulated-fresh"
+    )
+
+
+def test_what_broke_is_looked_at_and_continued(simulated, judged):
+    experiment_dir = simulated()
+    fail(experiment_dir / "baseline/seed-1", after_steps=3)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "INVALID"
+    assert commands(comparison, experiment_dir) == [
+        "abrun logs simulated/baseline/seed-1",
+        "abrun launch RECIPE --name simulated --resume",
+    ]
+
+
+def test_every_command_is_one_that_exists(simulated, judged):
+    import re
+
+    from typer.main import get_group
+
+    from abrun.cli import app
+    from abrun.compare.show import next_step
+
+    group = get_group(app).commands
+    named = re.findall(r'"abrun ([a-z-]+)([^"]*)', Path(next_step.__file__).read_text())
+    assert len(named) > 10
+    for name, rest in named:
+        known = {option for one in group[name].params for option in one.opts}
+        assert set(re.findall(r"--[a-z-]+", rest)) <= known, name
+
+
+# --- when and where ---
+
+
+def test_the_date_is_that_of_the_runs(simulated, judged):
+    experiment_dir = simulated()
+    for arm, start, end in (("baseline", 1.8e9, 1.8e9 + 60), ("treatment", 1.8e9 + 90, 1.8e9 + 600)):
+        for seed in range(5):
+            content = {"status": "finished", "started_s": start, "ended_s": end, "exit_code": 0}
+            path = experiment_dir / arm / f"seed-{seed}" / "attempts/0001.json"
+            path.write_text(json.dumps(content))
+    found = beside(judged(experiment_dir), experiment_dir)
+    assert found.ran == "2027-01-15 08:00 to 08:10 UTC"
+    assert found.environment == "NVIDIA H200, torch 2.11.0, Python 3.11.9"
+
+
+def test_a_secret_in_the_command_is_not_shown(simulated, judged):
+    experiment_dir = simulated()
+    secret = "hf_" + "a1" * 17
+    content = as_json(judged(experiment_dir).content)
+    assert secret not in context(load_experiment(experiment_dir), content, f"abrun compare {secret}").command
+
+
+# --- completions ---
+
+
+def test_both_arms_stand_beside_each_other_at_the_steps_that_both_kept(simulated):
+    experiment_dir = simulated()
+    keep(experiment_dir / "baseline/seed-1", STEPS, sample("2+2="), sample("1+1=", "2"), sample("alone"))
+    keep(experiment_dir / "treatment/seed-1", [1, 2, 40], sample("1+1=", "3", 0.0), sample("2+2="))
+    found = completions(load_experiment(experiment_dir))
+    assert found and (found.seed, found.arms, found.num_steps) == (1, [0, 1], 2)
+    assert [step for step, _ in found.steps] == [1, 40]
+    prompts = {one.prompt: one.said for one in found.steps[0][1]}
+    assert list(prompts)[-1] == "alone" and prompts["alone"][1] is None
+    left, right = prompts["1+1="]
+    assert left and right and (left["text"], left["reward"]) == ("2", 1.0)
+    assert (right["text"], right["reward"]) == ("3", 0.0)
+
+
+def test_completions_are_few_short_and_without_secrets(simulated):
+    experiment_dir = simulated()
+    secret = "hf_" + "a1" * 17
+    text = f"begin {secret}\nnext line\n" + "x" * 9000 + "the answer"
+    many = [sample(f"prompt {index}", text) for index in range(9)]
+    for arm in ("baseline", "treatment"):
+        keep(experiment_dir / arm / "seed-0", STEPS, *many)
+    found = completions(load_experiment(experiment_dir))
+    assert found and len(found.steps) == MOST_STEPS and found.num_steps == len(STEPS)
+    assert (found.steps[0][0], found.steps[-1][0]) == (STEPS[0], STEPS[-1])
+    for _, prompts in found.steps:
+        assert len(prompts) == MOST_PROMPTS
+        for said in (one for prompt in prompts for one in prompt.said):
+            assert said and len(said["text"]) < MOST_CHARACTERS + 60 and secret not in said["text"]
+            assert said["text"].endswith("the answer") and "\nnext line\n" in said["text"]
+
+
+def test_without_completions_there_is_no_section_and_a_corrupt_file_is_named(simulated):
+    experiment_dir = simulated()
+    assert completions(load_experiment(experiment_dir)) is None
+    keep(experiment_dir / "baseline/seed-0", [1], sample("2+2="))
+    assert completions(load_experiment(experiment_dir)) is None
+    (experiment_dir / "treatment/seed-0/samples.jsonl").write_text('{"step": "one"}\n')
+    found = completions(load_experiment(experiment_dir))
+    assert found and found.problem and "samples.jsonl, line 1" in found.problem
+
+
+@pytest.mark.parametrize("changed", ["samples", "command"])
+def test_the_page_is_drawn_again_for_other_completions_and_another_command(simulated, tmp_path, changed):
+    experiment_dir = simulated(seeds=[0, 1])
+
+    def page(command):
+        experiment = load_experiment(experiment_dir)
+        compare(experiment, output=tmp_path / "out", formats=["html"], command=command)
+        return (tmp_path / "out" / "report.html").read_bytes()
+
+    first = page("abrun compare a")
+    assert page("abrun compare a") == first
+    if changed == "samples":
+        for arm in ("baseline", "treatment"):
+            keep(experiment_dir / arm / "seed-0", [1], sample("2+2=", "</script>five"))
+        again = page("abrun compare a")
+        assert b"\\u003c/script\\u003efive" in again
+    else:
+        assert b"abrun compare b" in page("abrun compare b")
