@@ -238,7 +238,7 @@ def test_a_large_experiment_opens_quickly_and_stays_fluid(opened):
         assert 2 < page.evaluate("document.querySelectorAll('canvas').length") < 20
         page.locator(f"{CURVE} .u-over").first.hover()
         assert "steps " in page.locator(f"{CURVE} .tip").first.inner_text()
-        assert "10,000 steps shown as 250 buckets" in page.locator(".resolution").first.inner_text()
+        assert "10,000 steps shown as 202 buckets" in page.locator(".resolution").first.inner_text()
 
 
 def test_a_claim_that_ends_after_its_metric_s_last_step_is_drawn(opened, usual):
@@ -253,3 +253,134 @@ def test_a_claim_that_ends_after_its_metric_s_last_step_is_drawn(opened, usual):
             return ink(page, DIFFERENCE)
 
     assert drawn(40, (-0.01, 0.01)) == drawn(34, (-0.01, 0.01)) != drawn(34, None)
+
+
+# --- long runs, numbers to take away, completions, the claims on one scale ---
+
+
+@pytest.fixture(scope="module")
+def long():
+    return render_page(
+        experiment(learning(num_steps=10_000)), verdict([claim(steps=(8001, 10_000), interval=(-0.01, 0.02))])
+    )
+
+
+def lines(page, selector=CURVE):
+    """How many lines a chart draws, bands left out."""
+    index = 0 if selector == CURVE else 1
+    plot = f"document.querySelector('.figure').figure.plots[{index}]"
+    return page.evaluate(f"{plot}.series.slice(1).filter((one) => one.width > 0).length")
+
+
+def mean_drawn(page):
+    plot = "document.querySelector('.figure').figure.plots[0]"
+    values = page.evaluate(f"{plot}.data[{plot}.series.length - 1]")
+    return np.array([value for value in values if value is not None])
+
+
+def test_many_steps_are_drawn_as_means_until_seeds_are_asked_for(opened, long, usual):
+    with opened(long) as page:
+        page.wait_for_selector(f"{DIFFERENCE} canvas")
+        assert (lines(page), lines(page, DIFFERENCE)) == (2, 1)
+        seeds = page.get_by_role("button", name="Seeds", exact=True).first
+        assert seeds.get_attribute("aria-pressed") == "false"
+        seeds.click()
+        assert (lines(page), lines(page, DIFFERENCE)) == (8, 4)
+        assert seeds.get_attribute("aria-pressed") == "true"
+    with opened(usual) as page:
+        page.wait_for_selector(f"{DIFFERENCE} canvas")
+        assert (lines(page), lines(page, DIFFERENCE)) == (8, 4)
+
+
+def test_smoothing_draws_running_means_and_nothing_else(opened, long):
+    with opened(long) as page:
+        page.wait_for_selector(f"{DIFFERENCE} canvas")
+        before = mean_drawn(page)
+        page.locator(".figure button", has_text="Smooth").first.click()
+        after = mean_drawn(page)
+        assert len(before) == len(after) == 250
+        expected = [before[max(0, at - 6) : at + 7].mean() for at in range(250)]
+        assert after == pytest.approx(np.array(expected))
+        page.locator(".figure button", has_text="Smooth").first.click()
+        assert mean_drawn(page) == pytest.approx(before, abs=0)
+
+
+def test_the_numbers_of_a_chart_are_saved_as_a_table(browser, tmp_path):
+    """Not by `opened`: what the page makes itself and saves counts as a request."""
+    import csv
+
+    values = learning(num_steps=30)
+    values["treatment", 1]["train/reward"][4] = np.nan
+    names = {"baseline": "baseline", "treatment": '=HYPERLINK("x")'}
+    renamed = {(names[arm], seed): metrics for (arm, seed), metrics in values.items()}
+    arms = tuple(names.values())
+    content = verdict([claim(arm=arms[1])], arms=arms[1:])
+    path = tmp_path / "report.html"
+    path.write_text(render_page(experiment(renamed, arms=arms), content))
+    page = browser.new_page(accept_downloads=True)
+    page.goto(path.as_uri())
+    with page.expect_download() as download:
+        page.locator(".figure button", has_text="CSV").first.click()
+    download.value.save_as(tmp_path / "saved.csv")
+    page.close()
+    assert download.value.suggested_filename == "simulated-train-reward.csv"
+    with (tmp_path / "saved.csv").open(newline="") as file:
+        head, *rows = csv.reader(file)
+    assert len(rows) == 30 and [row[0] for row in rows] == [str(step) for step in range(1, 31)]
+    assert all(not cell.startswith("=") for cell in head) and '\'=HYPERLINK("x") seed 2' in head
+    column = head.index("baseline seed 0")
+    assert [float(row[column]) for row in rows] == pytest.approx(values["baseline", 0]["train/reward"])
+    assert rows[4][head.index('\'=HYPERLINK("x") seed 1')] == ""
+
+
+def test_completions_stand_side_by_side_and_are_only_text(opened):
+    from abrun.compare.show.completions import Completions, Prompt
+    from abrun.compare.show.context import Context
+
+    def said(text, reward):
+        return {"text": text, "reward": reward, "logprob_error": 1e-3, "num_tokens": 3, "truncated": False}
+
+    hostile = "</script><img src=x onerror=alert(1)>\nsecond line"
+    steps = [
+        (1, [Prompt(prompt="2+2=", said=[said("4", 1.0), said("4", 1.0)])]),
+        (40, [Prompt(prompt="2+2=", said=[said("4", 1.0), said(hostile, 0.0)])]),
+    ]
+    found = Completions(seed=3, arms=[0, 1], steps=steps, num_steps=40)
+    beside = Context(
+        command="abrun compare x", ran=None, environment=None, levels=[], next_steps=[], completions=found
+    )
+    html = render_page(experiment(learning()), verdict([claim()]), beside)
+    for width in (390, 1280):
+        with opened(html, width=width) as page:
+            section = page.locator("#completions")
+            texts = section.locator(".column pre").all_inner_texts()
+            assert texts == ["4", hostile] and section.locator("img").count() == 0
+            assert "the texts differ" in section.inner_text()
+            assert section.locator(".lower").inner_text() == "reward 0"
+            section.locator("button", has_text="1").first.click()
+            assert section.locator(".column pre").all_inner_texts() == ["4", "4"]
+            left, right = (one.bounding_box() for one in section.locator(".column").all())
+            assert (left["y"] == right["y"]) == (width == 1280)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_every_claim_is_drawn_in_units_of_its_margin(opened):
+    claims = [
+        claim(margin=0.1, interval=(-0.05, 0.05), mean_difference=0.0),
+        claim(metric="train/entropy", margin=2.0, interval=(1.0, 3.0), mean_difference=2.0),
+        claim(metric="unknown", margin=None, interval=None),
+    ]
+    values = learning(metrics=("train/reward", "train/entropy"))
+    with opened(render_page(experiment(values), verdict(claims))) as page:
+        tracks = page.locator(".forest .track:not(.heads)").all()
+        assert len(tracks) == 2
+
+        def place(track, kind):
+            box = track.locator(kind).bounding_box()
+            return box["x"], box["x"] + box["width"]
+
+        for track, shares in zip(tracks, ((-0.5, 0.5), (0.5, 1.5)), strict=True):
+            zone, reach = place(track, ".zone"), place(track, ".reach")
+            half, middle = (zone[1] - zone[0]) / 2, sum(zone) / 2
+            assert [(end - middle) / half for end in reach] == pytest.approx(shares, abs=0.03)
+        assert tracks[1].get_attribute("aria-label") == "train/entropy: 1 margins, interval [0.5, 1.5]"

@@ -16,7 +16,6 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.buckets import NUM_BUCKETS, averaged, bucket_indices
 from abrun.compare.show.panels import Claim, Content, Curve, Difference, Panel, Peaks, memory_peaks, panel
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.series import Array
 
 # Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -167,11 +166,11 @@ def direct_labels(ax: Axes, shown: Panel) -> None:
         ax.plot([], [], alpha=0, label="numbers: arm means over the window of the last claim")
 
 
-def _apart(places: Sequence[float]) -> Array:
+def _apart(places: Sequence[float]) -> list[float]:
     """Ascending places of labels on an axis from 0 to 1, moved as little as keeps them from overlapping."""
     gaps = LABEL_GAP * np.arange(len(places))
     spread = np.maximum.accumulate(np.array(places) - gaps) + gaps
-    return spread - (spread - places).mean() if len(places) else spread
+    return (spread - (spread - places).mean()).tolist() if len(places) else []
 
 
 def _thin(shown: Panel) -> str:

@@ -32,7 +32,7 @@ _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028",
 
 def render_page(experiment: Experiment, content: Mapping[str, Any], beside: Context | None = None) -> str:
     """The page of a comparison; `content` is what verdict.json holds. The same input gives the same bytes."""
-    styles, scripts = [_file(name) for name in STYLES], [_file(name) for name in SCRIPTS]
+    styles, scripts = [_code(name) for name in STYLES], [_code(name) for name in SCRIPTS]
     policy = (
         f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -111,6 +111,12 @@ def _text(value: str) -> str:
 
 def _file(name: str) -> str:
     return resources.files("abrun.compare.show.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _code(name: str) -> str:
+    """A file of code without indentation, blank lines and lines of comment; no text in one spans lines."""
+    lines = map(str.strip, _file(name).splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
 def _hashes(parts: list[str]) -> str:

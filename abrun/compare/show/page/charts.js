@@ -129,7 +129,7 @@ class Figure {
     const banded = this.data.arms.some((one) => one.band);
     return [
       key("bold", "bold: arm mean"),
-      key("thin", "thin: one seed"),
+      key("thin", `thin: one seed${this.data.num_buckets ? ", once switched on" : ""}`),
       banded ? key("band", "band: \u00b11 sd over seeds") : null,
       this.data.windows.length ? key("window", "window of a claim") : null,
       this.limit !== null ? key("limit", `guard: median below ${number(this.limit)}`) : null,
@@ -169,7 +169,7 @@ class Figure {
         "p",
         { class: "caption" },
         key("bold", "bold: mean of pairs"),
-        key("thin", "thin: one pair"),
+        key("thin", `thin: one pair${this.data.num_buckets ? ", once seeds are switched on" : ""}`),
         panel.reruns.length ? key("rerun", `A/A: a baseline\u2019s rerun ${MINUS} itself`) : null,
         margin ? key("margin", `margin ${marginText(margin)}`) : null,
         claims.some((one) => one.interval || one.ci90)
