@@ -16,7 +16,7 @@ anything.
 
 ```sh
 abrun faults                                                   # this list
-abrun sensitivity recipes/quickstart.yaml                      # plant all that the recipe can have
+abrun sensitivity recipes/quickstart-faults.yaml               # plant all that the recipe can have
 abrun sensitivity recipes/quickstart.yaml --faults late_half_batch:0.25,misgrouped --seeds 0-2
 ```
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.recipe import FAULTS
 
-RECIPE = str(Path(__file__).parents[2] / "recipes" / "sensitivity.yaml")
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart-faults.yaml")
 PPO = {"value_unshifted", "critic_mask_of_other_rows"}
 BY_GUARD = {"stale_rollout_weights", "partial_weight_sync"}
 # Of these step one and the guards see nothing here, and a claim on two seeds may or may not.
@@ -25,7 +25,9 @@ def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tm
         catch_exceptions=False,
     )
     assert said.exit_code == 0, said.output
-    found = json.loads((tmp_path / "sensitivity-sensitivity" / "report" / "sensitivity.json").read_text())
+    found = json.loads(
+        (tmp_path / "quickstart-faults-sensitivity" / "report" / "sensitivity.json").read_text()
+    )
     seen = {one["fault"]: one["caught_by"] for one in found["faults"]}
     assert seen.keys() | PPO == {fault.name for fault in FAULTS} and found["not_planted"].keys() == PPO
     for name, caught_by in seen.items():

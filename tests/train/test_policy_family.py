@@ -156,7 +156,7 @@ def test_old_logprobs_stay_while_the_policy_moves(
             return original(self, *args)
 
         monkeypatch.setattr(DtensorBackend, name, counted)
-    settings = ("steps=2", "policy.optimizer.warmup_steps=0", "algorithm.clip_high=0.05")
+    settings = ("steps=2", "policy.optimizer.warmup_steps=0", "algorithm.clip_high=0.05", "keep_samples=null")
     one = train(tmp_path / "one", warm_weights, *settings)
     assert counts == {"optimizer_step": 2, "logprobs": 0}
     updates = ("algorithm.epochs_per_step=3", "algorithm.minibatches_per_step=2")
