@@ -3,7 +3,7 @@
 python docs/faults.py > docs/faults.md
 """
 
-from abrun.compare.show.sensitivity import LIBRARY_COLUMNS, library_row
+from abrun.compare.show.planted import LIBRARY_COLUMNS, library_row
 from abrun.recipe import FAULTS
 
 HEAD = """# Faults, and what a comparison would have caught

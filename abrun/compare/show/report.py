@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.sensitivity import sentence
+from abrun.compare.show.planted import sentence
 from abrun.errors import ComparisonError, StoreError
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
