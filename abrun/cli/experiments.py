@@ -48,7 +48,8 @@ def launch(
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
-    Exit code: 0 when every run finished, 1 when one did not, 2 for bad input, 130 after Ctrl-C.
+    Exit code: 0 when every run finished, 1 when one did not, 2 for bad input (of a dry run also where the
+    cluster would refuse the jobs), 130 after Ctrl-C.
     """
     from abrun.launch import experiment_dir_of, make_engine, make_scheduler
     from abrun.plan import make_plan
@@ -65,9 +66,13 @@ def launch(
     if dry_run:
         from abrun.launch.preview import preview, preview_of_jobs
 
-        show = preview(plan, jobs) if scheduler is None else preview_of_jobs(plan, scheduler, experiment_dir)
+        possible = True  # elsewhere, if not on this machine
+        if scheduler is None:
+            show = preview(plan, jobs)
+        else:
+            show, possible = preview_of_jobs(plan, scheduler, experiment_dir)
         screen.print(show)
-        return
+        raise typer.Exit(0 if possible else 2)
     from abrun.launch import launch_or_hand_over, queued_jobs
     from abrun.watch import View
 
@@ -134,14 +139,13 @@ def status(
 ) -> None:
     """Show what the runs of an experiment are doing, or all experiments in a line each."""
     from abrun import watch as live
+    from abrun.launch import queued_jobs
     from abrun.store import find_experiment
 
     screen = console()
     if experiment is None:
-        screen.print(live.status_of_experiments(runs_dir))
+        screen.print(live.status_of_experiments(runs_dir, queued_jobs))
         return
-    from abrun.launch import queued_jobs
-
     experiment_dir = find_experiment(experiment, runs_dir)
     views = live.ExperimentReader(experiment_dir, queued_jobs).read()
     screen.print(live.render(experiment_dir.name, views, screen.width))

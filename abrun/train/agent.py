@@ -86,7 +86,9 @@ def main() -> int:
         known = run.last_attempt
         try:
             with _scratch(_ranks_here(asked)) as scratch:
-                status, message = _watched(asked, requests, scratch, _Notes(run, known, asked.node, asked.nodes))
+                status, message = _watched(
+                    asked, requests, scratch, _Notes(run, known, asked.node, asked.nodes)
+                )
         except LaunchError as error:
             status, message = FAILED, str(error)
         _conclude(run if asked.node == 0 else None, known, status, message, requests.first)
@@ -341,7 +343,9 @@ class _Watch(threading.Thread):
         found = [(rank, "") for rank in self._where(signs)]
         found += [(rank, f" (on {note.host})") for note in others for rank in note.ranks]
         found.sort(key=lambda each: each[0].waits)
-        words = [f"rank {rank.rank}{on} in {rank.place} during {rank.doing}" for rank, on in found[:MOST_SHOWN]]
+        words = [
+            f"rank {rank.rank}{on} in {rank.place} during {rank.doing}" for rank, on in found[:MOST_SHOWN]
+        ]
         if not begun:
             words.append(f"{self._limits.ranks - len(signs)} rank(s) that never came to their first line")
         if len(found) > MOST_SHOWN:
