@@ -17,8 +17,8 @@ def refuse_secrets(raw: Mapping[str, Any], source: str) -> None:
             raise RecipeError(f"{source}: {'.'.join(names)}: {option} is given a secret; {_INSTEAD}")
     for names, value in _texts(raw, ()):
         field, name = ".".join(names), names[-1]
-        section = names[-2] if len(names) > 1 else ""
         of_launcher = names[0] in ("launcher", "env", "setup")  # of a profile it is all there is
+        section = names[-2] if len(names) > 1 else ""
         if section == "env" and is_secret(name, value) and not of_launcher:
             raise RecipeError(f"{source}: {field}: looks like a secret; write ${{{name}}} and export {name}")
         in_shell = section in ("argv", "env", "parameters", "setup") and redacted_code(value) != value
