@@ -220,7 +220,9 @@ class SlowQueue:
     """A scheduler that takes three seconds to say that nothing of an experiment is known to it."""
 
     silent = "no answer for 3 s"
-    now = [0.0]
+
+    def __init__(self, now: list[float]) -> None:
+        self.now = now
 
     def state_of(self, state: store.RunState) -> store.RunState:
         self.now[0] += 3.0
@@ -234,17 +236,17 @@ def test_a_scheduler_that_does_not_answer_is_not_asked_about_every_experiment(
     for name in names:
         make_experiment(tmp_path, baseline_0=0).rename(tmp_path / name)
     make_experiment(tmp_path, baseline_0=60)  # finished: nobody is asked
-    monkeypatch.setattr(showing.time, "monotonic", lambda: SlowQueue.now[0])
-    asked = list[str]()
+    asked, now = list[str](), [0.0]
+    monkeypatch.setattr(showing.time, "monotonic", lambda: now[0])
 
     def find_jobs(experiment_dir: Path) -> SlowQueue:
         asked.append(experiment_dir.name)
-        return SlowQueue()
+        return SlowQueue(now)
 
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(watch.status_of_experiments(tmp_path, find_jobs))
     text = console.export_text()
-    assert asked == names and SlowQueue.now == [6.0]
+    assert asked == names and now == [6.0]
     assert "3 more with jobs of a scheduler, which was not asked, after 6 s for those before" in text
     assert text.count("no answer for 3 s") == 1
 

@@ -85,10 +85,9 @@ def main() -> int:
     with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20)):
         known = run.last_attempt
         try:
-            with _scratch(_ranks_here(asked)) as scratch:
-                status, message = _watched(
-                    asked, requests, scratch, _Notes(run, known, asked.node, asked.nodes)
-                )
+            with _scratch(_ranks_here(asked)) as (scratch, lines):
+                notes = _Notes(run, known, asked.node, asked.nodes)
+                status, message = _watched(asked, requests, scratch, lines, notes)
         except LaunchError as error:
             status, message = FAILED, str(error)
         _conclude(run if asked.node == 0 else None, known, status, message, requests.first)
@@ -101,11 +100,15 @@ def _ranks_here(asked: argparse.Namespace) -> range:
 
 
 def _watched(
-    asked: argparse.Namespace, requests: StopRequests, scratch: Path, notes: "_Notes"
+    asked: argparse.Namespace,
+    requests: StopRequests,
+    scratch: Path,
+    lines: Mapping[int, int],
+    notes: "_Notes",
 ) -> tuple[int, str | None]:
     """The exit status of the ranks, and a line on what was wrong."""
     os.environ[progress.FOLDER] = str(scratch)
-    watch = _Watch(requests, asked, scratch, notes)
+    watch = _Watch(requests, asked, scratch, lines, notes)
     watch.start()
     try:
         status, message = _run_ranks(asked, str(scratch))
@@ -117,8 +120,10 @@ def _watched(
 
 
 @contextlib.contextmanager
-def _scratch(ranks: range) -> Iterator[Path]:
-    """A folder for what agent and ranks tell each other; those that killed agents have left are removed.
+def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
+    """A folder for what agent and ranks tell each other, and the ranks' lines in it, opened.
+
+    Those that killed agents have left are removed.
 
     It is locked as long as it is in use, which systemd-tmpfiles respects, too.
     """
@@ -129,13 +134,13 @@ def _scratch(ranks: range) -> Iterator[Path]:
             stack.callback(os.close, file)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            progress.prepare(folder, ranks)
+            lines = stack.enter_context(progress.lines(folder, ranks))
         except OSError as error:
             raise LaunchError(f"temporary files: {error}; free some space there, or set TMPDIR") from None
         for other in folder.parent.glob(f"{SCRATCH}*"):
             with contextlib.suppress(OSError):
                 _remove_unused(other)
-        yield folder
+        yield folder, lines
 
 
 def _remove_unused(folder: Path) -> None:
@@ -286,14 +291,19 @@ class _Watch(threading.Thread):
     """
 
     def __init__(
-        self, requests: StopRequests, asked: argparse.Namespace, scratch: Path, notes: _Notes
+        self,
+        requests: StopRequests,
+        asked: argparse.Namespace,
+        scratch: Path,
+        lines: Mapping[int, int],
+        notes: _Notes,
     ) -> None:
         super().__init__(daemon=True)
         self.done = threading.Event()
         self.ended_because: str | None = None
         self._requests = requests
         self._limits = asked
-        self._scratch = scratch
+        self._scratch, self._lines = scratch, lines
         self._notes = notes
         self._began_s = time.monotonic()
         self._awake = Awake()
@@ -325,7 +335,7 @@ class _Watch(threading.Thread):
 
         Of a run on several nodes those of the others, too: while one of them works, these wait for it.
         """
-        signs = progress.signs(self._scratch, _ranks_here(self._limits))
+        signs = progress.signs(self._lines)
         begun = len(signs) == self._limits.ranks
         if begun:
             reap_adopted({sign.pid for sign in signs.values()})

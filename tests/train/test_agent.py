@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -164,6 +165,25 @@ def test_a_machine_that_has_slept_says_at_once_that_it_is_there(
     assert run.state(name).status == "running"
 
 
+@pytest.mark.slow
+def test_a_run_outlives_its_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `rm -rf /tmp/*` leaves it: the ranks go on giving signs, and where one is cannot be said."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "go-on").touch()
+    agent = start(tmp_path, "--stalled-s", "2", rank_0="hang", rank_1="hang")
+    until(lambda: started(tmp_path))
+    for folder in (tmp_path / "tmp").glob(f"{SCRATCH}*"):
+        shutil.rmtree(folder)
+    time.sleep(2.5)
+    assert agent.poll() is None
+    (tmp_path / "go-on").unlink()
+    said, _ = agent.communicate(timeout=60)
+    assert re.search("limits.stalled_s: no sign of life for . s: rank . in an unknown place during", said), (
+        said
+    )
+
+
 def test_what_nccl_said_of_a_collective_is_told(tmp_path: Path) -> None:
     with (tmp_path / "stdout.log").open("w") as log:  # as launchers have it
         agent = start(tmp_path, stdout=log, rank_1="abort")
@@ -238,7 +258,7 @@ def test_what_killed_agents_left_is_removed_and_what_others_use_is_not(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / f"{SCRATCH}left"
-    with scratch(range(1)) as used, scratch(range(2)) as other:
+    with scratch(range(1)) as (used, _), scratch(range(2)) as (other, _):
         assert {path.name for path in other.iterdir()} == {"rank-0", "rank-1"}
         left.mkdir()
         (left / "rank-0").touch()

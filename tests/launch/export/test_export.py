@@ -14,7 +14,8 @@ import yaml
 
 from abrun import cli, store
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch.export import command, export, member
+from abrun.launch.export import command as exporting
+from abrun.launch.export import export, member
 from abrun.launch.export.parts import RECIPE, Export, dns_label, recipe_in
 from abrun.launch.export.schema import refuse_invalid
 from abrun.plan import make_plan
@@ -89,14 +90,14 @@ def test_what_is_written_is_said_to_be_checked_and_never_launched(
 
 
 def test_of_two_exports_into_one_folder_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = command._write
+    write = exporting._write
 
     def later(*arguments: Any) -> None:
-        monkeypatch.setattr(command, "_write", write)
+        monkeypatch.setattr(exporting, "_write", write)
         exported(tmp_path / "out", "jobset", JOBSET, "steps=7")
         write(*arguments)
 
-    monkeypatch.setattr(command, "_write", later)
+    monkeypatch.setattr(exporting, "_write", later)
     with pytest.raises(LaunchError, match=r"out: cannot be written: Directory not empty; choose another -o"):
         exported(tmp_path / "out", "jobset", JOBSET, "steps=8")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
