@@ -26,6 +26,8 @@ from abrun.errors import AbrunError
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
+    from abrun.launch.engine import Scheduler
+    from abrun.plan import Plan
     from abrun.terminal import Terminal
 
 
@@ -64,15 +66,7 @@ def launch(
     if scheduler is None:
         make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
     if dry_run:
-        from abrun.launch.preview import preview, preview_of_jobs
-
-        possible = True  # elsewhere, if not on this machine
-        if scheduler is None:
-            show = preview(plan, jobs)
-        else:
-            show, possible = preview_of_jobs(plan, scheduler, experiment_dir)
-        screen.print(show)
-        raise typer.Exit(0 if possible else 2)
+        raise typer.Exit(_dry_run(screen, plan, experiment_dir, scheduler, jobs))
     from abrun.launch import launch_or_hand_over, queued_jobs
     from abrun.watch import View
 
@@ -185,6 +179,20 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     from abrun.store import find_experiment
 
     send(find_experiment(experiment, runs_dir), print)
+
+
+def _dry_run(
+    screen: "Terminal", plan: "Plan", experiment_dir: Path, scheduler: "Scheduler | None", jobs: int | None
+) -> int:
+    """Show what a launch would do; returns the exit code, 2 where the scheduler asked would refuse it."""
+    from abrun.launch.preview import preview, preview_of_jobs
+
+    if scheduler is None:
+        screen.print(preview(plan, jobs))
+        return 0  # what this machine lacks, another may have
+    show, possible = preview_of_jobs(plan, scheduler, experiment_dir)
+    screen.print(show)
+    return 0 if possible else 2
 
 
 def _say_how_to_go_on(screen: "Terminal", *, stopped: bool, resume: bool) -> None:
