@@ -200,7 +200,9 @@ class Policy(Section):
     micro_batch_size: Count | None = None  # sequences a rank; None: the rank's whole share at once
     packing: bool = False  # sequences of a microbatch one after the other, without padding
     micro_batch_tokens: Count | None = None  # with packing: at most so many a microbatch, or one sequence
-    activation_checkpointing: bool = False
+    # What the backward pass computes again of each layer: nothing, what `compile` has compiled (all but
+    # attention), all of it
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = False  # each layer by torch.compile; on dtensor, where a replica is one rank
     # Of a mixture of experts: the weight of the loss that balances experts over the global batch of an update
     router_aux_loss_coefficient: NonNegative = 0.0
@@ -211,6 +213,11 @@ class Policy(Section):
     def _dtensor_need_not_be_named(cls, backend: Any) -> Any:
         return {"type": "dtensor", **backend} if isinstance(backend, dict) else backend
 
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _a_switch_is_all_or_nothing(cls, asked: Any) -> Any:
+        return {True: "full", False: "none"}[asked] if isinstance(asked, bool) else asked
+
     @model_validator(mode="after")
     def _what_is_compiled_is_on_one_rank(self) -> Self:
         if self.compile and (self.backend.type != "dtensor" or self.backend.is_spread):
@@ -218,6 +225,15 @@ class Policy(Section):
                 f"policy.compile: got true with backend {self.backend.type!r}"
                 f"{' and a replica of many ranks' * (self.backend.type == 'dtensor')}; use compile: false, "
                 "or type: dtensor without tensor, context and expert parallelism"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_compiled_is_computed_again(self) -> Self:
+        if self.activation_checkpointing == "selective" and not self.compile:
+            raise ValueError(
+                "policy.activation_checkpointing: got 'selective' without compile; use compile: true, or "
+                "'none' or 'full'"
             )
         return self
 

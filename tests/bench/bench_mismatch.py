@@ -1,10 +1,10 @@
-"""The mismatch budget of small runs in bfloat16, as `abrun mismatch` prints it: of a preset, and of a model.
+"""The mismatch budget of a small run in bfloat16, as `abrun mismatch` prints it.
 
     python -m tests.bench.bench_mismatch --model FOLDER -o OUT           # one GPU, with vLLM
-    python -m tests.bench.bench_mismatch --device cpu -o OUT             # the preset alone, torch engine
+    python -m tests.bench.bench_mismatch --device cpu -o OUT             # random weights, torch engine
 
-Each run is one that has not begun: its first update is made, and what its second step samples is scored. The
-reward counts digits, so that any weights have gradients. In OUT there is a folder a model with its report.
+The run is one that has not begun: its first update is made, and what its second step samples is scored. The
+reward counts digits, so that any weights have gradients. OUT holds the run and its report.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--engine", choices=("vllm", "torch"), help="default: vllm on a GPU, else torch")
-    parser.add_argument("--model", help="a model's folder, after the preset")
+    parser.add_argument("--model", help="a model's folder instead of the preset")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="of a completion, at most")
@@ -41,14 +41,11 @@ def main() -> None:
     asked = parser.parse_args()
     asked.output.mkdir(parents=True, exist_ok=True)
     console = terminal()
-    for model in ({"preset": PRESET}, {"path": asked.model}):
-        if not all(model.values()):
-            continue
-        run = make_run(asked, model)
-        start = time.perf_counter()
-        budget, _ = measure_run(str(run), asked.output, sets=asked.set, say=console.print)
-        console.print(summary(budget))
-        console.print(f"{time.perf_counter() - start:.0f} s\n")
+    run = make_run(asked, {"path": asked.model} if asked.model else {"preset": PRESET})
+    start = time.perf_counter()
+    budget, _ = measure_run(str(run), asked.output, sets=asked.set, say=console.print)
+    console.print(summary(budget))
+    console.print(f"{time.perf_counter() - start:.0f} s")
 
 
 def make_run(asked: argparse.Namespace, model: dict[str, str]) -> Path:
@@ -72,7 +69,7 @@ def make_run(asked: argparse.Namespace, model: dict[str, str]) -> Path:
         cluster: {{gpus_per_node: {int(on_gpu)}}}
         """
     )
-    directory = asked.output / ("preset" if "preset" in model else "model")
+    directory = asked.output / "run"
     record = store.RunRecord(
         experiment="bench",
         name=RunName(arm="baseline", seed=0),

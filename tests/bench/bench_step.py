@@ -1,13 +1,14 @@
 """A whole training step on one GPU, generation included: abrun's two engines, and TRL with vLLM and Liger.
 
     python tests/bench/bench_step.py                    # one GPU; needs vllm, trl and liger-kernel
-    python tests/bench/bench_step.py --only abrun-vllm --set policy.compile=true
+    python tests/bench/bench_step.py --only abrun-vllm --set policy.compile=false
     python tests/bench/bench_step.py --device cpu       # the script's own logic, on a tiny model
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) by GRPO in bfloat16 on the same prompts:
-64 completions of 512 tokens a step, 32 sequences a microbatch, activation checkpointing, no KL penalty.
-Random weights end a completion about never, so that all have their full length. A candidate is a process of
-its own; the figures are medians of its steps after the first two, which compile and capture graphs.
+64 completions of 512 tokens a step, 32 sequences a microbatch, no KL penalty; abrun compiled, TRL with its
+own default, activation checkpointing. Random weights end a completion about never, so that all have their
+full length. A candidate is a process of its own; the figures are medians of its steps after the first two,
+which compile and capture graphs.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def run_abrun(
         "model": {"path": str(work / "model")},
         "policy": {
             "dtype": "bfloat16" if device == "cuda" else "float32",
-            "activation_checkpointing": True,
+            "compile": device == "cuda",
             "packing": True,
             "backend": {"type": "dtensor", "keep_gathered": True},
             "micro_batch_tokens": shapes.micro_batch * (shapes.prompt_words + shapes.completion_tokens),

@@ -240,7 +240,7 @@ def _transformer_config(
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
     }
-    if policy.activation_checkpointing:
+    if policy.activation_checkpointing == "full":
         values |= {f"recompute_{name}": value for name, value in recompute.items()}
     if config.model_type == "qwen3_moe":
         values |= _of_experts(config)
