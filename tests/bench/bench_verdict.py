@@ -105,7 +105,7 @@ def tail(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return special.stdtr(values.shape[1] - 1, values.mean(axis=1) * np.sqrt(values.shape[1]) / sd)
 
 
-def tost(left, right, margin, yardstick=1.0) -> NDArray[np.float64]:
+def tost(left, right, margin: float, yardstick: float | NDArray[np.float64] = 1.0) -> NDArray[np.float64]:
     return np.maximum(tail(right - left - margin * yardstick), tail(left - right - margin * yardstick))
 
 
