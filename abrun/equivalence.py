@@ -1,14 +1,14 @@
 """Equivalence testing: when arms may be called the same, and how many pairs that takes.
 
-Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed, for a
-margin in units of the metric; Wellek's exact test (Testing Statistical Hypotheses of Equivalence and
-Noninferiority, 2nd ed. 2010, section 6.1) for a margin in units of the unknown spread over seeds. Pure
-functions on arrays: planning uses them before the runs, the verdict after.
+Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed, or over
+unpaired arms (Welch), and the minimum-effect test of a difference beyond the margin. Pure functions on
+arrays: planning uses them before the runs, the verdict after. Margins in sigmas: `abrun.sigmas`.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,7 +29,11 @@ class PairedTost:
     interval: tuple[float, float]  # Student's t, level 1 - 2 * alpha: inside the margin iff TOST passes
     p_tost: float  # the larger one-sided p
     p_difference: float  # two-sided paired t-test of no difference
-    certified_bound: float  # the smallest margin that would have passed
+    # Minimum-effect test (Murphy and Myors 1999): of a difference no larger than the margin. Both tails
+    # count: by one alone, a margin far below the standard error would be exceeded twice as often as alpha.
+    p_beyond: float
+    certified_bound: float  # the smallest absolute margin that would have passed
+    certified_margin: float  # the same in the margin's own unit: a share, where there is a yardstick
     pair_correlation: float | None  # None where an arm does not vary over seeds
     equivalent: bool
 
@@ -39,112 +43,109 @@ def paired_tost(
     treatment: ArrayLike,  # [P] same order of seeds
     margin: float,
     alpha: float = ALPHA,
+    yardstick: ArrayLike | None = None,  # [P]
 ) -> PairedTost:
-    """Paired TOST of |mean(treatment - baseline)| < margin.
+    """Paired TOST of |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) where one is given.
 
-    Differences without any spread (bit-identical arms, or an exact shift) are decided by their value: the
-    interval is a point and every p is 0 or 1. Raises ValueError for fewer than two pairs, non-finite values
-    or margin <= 0.
+    A margin that is itself measured stays exact: mean(difference - margin * yardstick) < 0 and
+    mean(difference + margin * yardstick) > 0 are two paired t-tests (Sasabuchi 1988). Differences without any
+    spread (bit-identical arms, or an exact shift) are decided by their value: the interval is a point and
+    every p is 0 or 1. Raises ValueError for fewer than two pairs, non-finite values or margin <= 0.
     """
     left, right = np.asarray(baseline, float), np.asarray(treatment, float)
     if left.ndim != 1 or left.shape != right.shape or len(left) < 2:
         raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
     if not (np.isfinite(left).all() and np.isfinite(right).all() and margin > 0):
         raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
-    difference = right - left
+    difference, unit = right - left, np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
     mean, sd = mean_and_sd(difference)
     low, high = t_interval(difference, 1 - 2 * alpha)
-    if sd == 0:
-        p_tost, p_difference = float(abs(mean) >= margin), float(mean == 0)
-    else:
-        standard_error, freedom = sd / math.sqrt(len(difference)), len(difference) - 1
-        p_tost = float(special.stdtr(freedom, (abs(mean) - margin) / standard_error))
-        p_difference = float(2 * special.stdtr(freedom, -abs(mean) / standard_error))
+    below, above = _tail(difference - margin * unit), _tail(-difference - margin * unit)
+    p_tost = max(below, above)
+    outward = difference if mean >= 0 else -difference
+    beyond = _tail(margin * unit - outward) + _tail(-outward - margin * unit)
     return PairedTost(
         num_pairs=len(difference),
         mean_difference=mean,
         sd_difference=sd,
         interval=(low, high),
         p_tost=p_tost,
-        p_difference=p_difference,
+        p_difference=min(1.0, 2 * _tail(-outward)),
+        p_beyond=min(1.0, beyond),
         certified_bound=max(abs(low), abs(high)),
+        certified_margin=max(abs(low), abs(high))
+        if yardstick is None
+        else _certified(difference, unit, alpha),
         pair_correlation=_correlation(left, right),
         equivalent=p_tost < alpha,
     )
 
 
+def _tail(values: NDArray[np.float64]) -> float:
+    """P of so small a mean if the true one is 0: a one-sided t-test, decided by value without spread."""
+    mean, sd = mean_and_sd(values)
+    if sd == 0:
+        return float(mean >= 0)
+    return float(special.stdtr(len(values) - 1, mean * math.sqrt(len(values)) / sd))
+
+
+def _certified(difference: NDArray[np.float64], unit: NDArray[np.float64], alpha: float) -> float:
+    """The smallest share of the yardstick that would have passed, by bisection; inf where none does."""
+
+    def passes(share: float) -> bool:
+        return max(_tail(difference - share * unit), _tail(-difference - share * unit)) < alpha
+
+    low, high = 0.0, 1.0
+    while not passes(high):
+        low, high = high, 2 * high
+        if high > 1e6:
+            return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return high
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SigmaTest:
-    """What two arms say about |mean difference| < k sigma; sigma is their own, unknown, spread over seeds."""
+class Limit:
+    """What independent values say about whether their mean lies below a limit."""
 
-    num_pairs: int
-    sigma: float  # pooled over both arms, n - 1 in each denominator
-    p_equivalence: float
-    certified_sigmas: float  # the smallest k that would have passed; inf where no k would
-    equivalent: bool
+    mean: float
+    interval: tuple[float, float]  # level 1 - 2 * alpha
+    p_below: float  # small: it lies below
+    p_above: float  # small: it lies above
 
 
-def sigma_test(baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA) -> SigmaTest:
-    """Wellek's exact two-sample test: equivalent iff |t| < sqrt(F^-1(alpha; 1, 2n - 2, n sigmas^2 / 2)).
-
-    F is the noncentral F distribution, t the pooled two-sample statistic. Exact where the arms are
-    independent; where seeds correlate them, t varies less and the test keeps its level. Multiplying the same
-    data's sigma into a margin for TOST would not: that margin is random. Raises ValueError as `paired_tost`.
-    """
-    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
-    if left.ndim != 1 or left.shape != right.shape or len(left) < 2:
-        raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
-    if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
-        raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
-    num_pairs = len(left)
-    sigma = math.sqrt((mean_and_sd(left)[1] ** 2 + mean_and_sd(right)[1] ** 2) / 2)
-    difference = mean_and_sd(right)[0] - mean_and_sd(left)[0]
-    if sigma == 0:
-        p_value, certified = float(difference != 0), 0.0 if difference == 0 else math.inf
-    else:
-        f = difference**2 / sigma**2 * num_pairs / 2
-        p_value = _p_of_sigmas(f, num_pairs, sigmas)
-        certified = _certified_sigmas(f, num_pairs, alpha)
-    return SigmaTest(
-        num_pairs=num_pairs,
-        sigma=sigma,
-        p_equivalence=p_value,
-        certified_sigmas=certified,
-        equivalent=p_value < alpha,
+def limit_test(values: ArrayLike, limit: float, alpha: float = ALPHA) -> Limit:
+    """One-sided t-tests of a mean [P] against a limit, exact where the values do not vary."""
+    sample = np.asarray(values, float)
+    below = _tail(sample - limit)
+    above = _tail(limit - sample)
+    return Limit(
+        mean=float(sample.mean()), interval=t_interval(sample, 1 - 2 * alpha), p_below=below, p_above=above
     )
 
 
-def sigma_power(sigmas: float, num_pairs: int, alpha: float = ALPHA) -> float:
-    """P(`sigma_test` passes) for equal, independent, normal arms; correlated arms pass more often."""
-    if num_pairs < 2:
-        return 0.0
-    freedom = 2 * num_pairs - 2
-    critical = float(special.ncfdtri(1, freedom, num_pairs * sigmas**2 / 2, alpha))
-    return float(special.fdtr(1, freedom, critical))
+def skewness(values: ArrayLike) -> tuple[float, float] | None:
+    """The sample skewness and its two-sided p among normal samples of that size, simulated; None below four.
+
+    Of three values every skewness below 0.71 is as likely: they cannot show any.
+    """
+    sample = np.asarray(values, float)
+    if len(sample) < 4 or mean_and_sd(sample)[1] == 0:
+        return None
+    found, others = float(_skewness(sample)), _skewness_of_normal(len(sample))
+    return found, 1 - float(np.searchsorted(others, abs(found))) / len(others)
 
 
-def sigma_pairs_needed(
-    sigmas: float, target: float = 0.8, alpha: float = ALPHA, most: int = MOST_PAIRS
-) -> int | None:
-    """The fewest pairs for which `sigma_power` is at least `target`; None beyond `most`."""
-    return _fewest(lambda pairs: sigma_power(sigmas, pairs, alpha), target, most)
+@cache
+def _skewness_of_normal(size: int) -> NDArray[np.float64]:
+    return np.sort(np.abs(_skewness(np.random.default_rng(0).standard_normal((4000, size)))))
 
 
-def _p_of_sigmas(f: float, num_pairs: int, sigmas: float) -> float:
-    return float(special.ncfdtr(1, 2 * num_pairs - 2, num_pairs * sigmas**2 / 2, f))
-
-
-def _certified_sigmas(f: float, num_pairs: int, alpha: float) -> float:
-    """Where `_p_of_sigmas` falls to alpha, by bisection: it is continuous and decreases with sigmas."""
-    low, high = 0.0, 1.0
-    if _p_of_sigmas(f, num_pairs, low) <= alpha:
-        return 0.0
-    while _p_of_sigmas(f, num_pairs, high) > alpha:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _p_of_sigmas(f, num_pairs, middle) > alpha else (low, middle)
-    return high
+def _skewness(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    centred = values - values.mean(axis=-1, keepdims=True)
+    return (centred**3).mean(axis=-1) / (centred**2).mean(axis=-1) ** 1.5
 
 
 def holm(p_values: ArrayLike) -> list[float]:
@@ -178,6 +179,11 @@ def sd_interval(sd: float, num_pairs: int, confidence: float = 0.9) -> tuple[flo
     tails = special.chdtri(freedom, np.array([0.5 - confidence / 2, 0.5 + confidence / 2]))
     low, high = sd * np.sqrt(freedom / tails)
     return float(low), float(high)
+
+
+def sd_upper_bound(sd: float, num_pairs: int, confidence: float) -> float:
+    """One-sided upper bound of a standard deviation estimated from `num_pairs` normal differences."""
+    return sd * math.sqrt((num_pairs - 1) / float(special.chdtri(num_pairs - 1, confidence)))
 
 
 def sd_of_difference(sigma: float, correlation: float) -> float:
@@ -247,10 +253,11 @@ def pairs_needed(
     """
     if abs(true_difference) >= margin:
         return None
-    return _fewest(lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference), target, most)
+    return fewest(lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference), target, most)
 
 
-def _fewest(power_with: Callable[[int], float], target: float, most: int) -> int | None:
+def fewest(power_with: Callable[[int], float], target: float, most: int) -> int | None:
+    """The fewest pairs with power `target`; None beyond `most`."""
     low, high = 1, 2
     while power_with(high) < target:
         if high >= most:

@@ -55,11 +55,13 @@ TOKEN_MULT_PROB_ERROR = "train/token_mult_prob_error"
 GEN_KL_ERROR = "train/gen_kl_error"
 ADVANTAGES_MIN = "train/advantages/min"
 ADVANTAGES_MAX = "train/advantages/max"
-SIGNAL_SHARE = "train/signal_share"
 MEAN_PROMPT_LENGTH = "train/mean_prompt_length"
 MEAN_GEN_TOKENS = "train/mean_gen_tokens_per_sample"
+SIGNAL_SHARE = "train/signal_share"  # of groups, those whose rewards differ
 STEP_TIME = "timing/train/total_step_time_s"
 MEMORY = "memory/"
+MEMORY_PEAK = "memory"  # in a claim: the largest peak of any phase
+FINAL_WEIGHTS = "final_weights"  # in a claim: the hash of all weights that a run ended with
 # On CUDA the allocator's peak; on CPU, which has no such counter, the peak of live tensors. Never mixed.
 PEAK_MEMORY = ("peak_allocated_bytes", "peak_live_tensor_bytes")
 DEVICES: tuple[Need, ...] = ("GPUs", "CPU cores")  # that have the one and the other
@@ -272,6 +274,20 @@ def unit_of(name: str) -> str:
         return found.unit
     by_ending = {"_bytes": "bytes", "_s": "s", "entropy": "nats"}
     return next((unit for ending, unit in by_ending.items() if name.endswith(ending)), "")
+
+
+def direction(name: str, *, policy_gradient: bool) -> Literal[1, -1] | None:
+    """Which way learning moves a metric; None: neither, or it is not known.
+
+    Rewards and accuracies rise. A loss falls where it is what is learned: that of a policy gradient is no
+    measure of learning (`policy_gradient`: the run has a reward).
+    """
+    of_mean = r"([/_](mean|avg)(@\d+)?|_before_kl)?"
+    better = r"rewards?|rewards/margin|accuracy|acc|score|success_rate|pass(_rate|@\d+)"
+    if re.search(rf"(^|[/_])({better}){of_mean}$", name):
+        return 1
+    falls = re.search(r"(^|[/_])(loss|nll|perplexity|ppl)([/_](mean|avg))?$", name)
+    return -1 if falls and not policy_gradient and not re.search("critic|value|aux", name) else None
 
 
 def is_clock(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from abrun.errors import RecipeError
 from abrun.layout import RunName
-from abrun.metric_names import Need, find, unknown_metric
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find, unknown_metric
 from abrun.recipe import (
     BASELINE,
     ONE_ULP,
@@ -154,6 +154,8 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
 
 def _unrecorded(metric: str, config: OwnRunConfig) -> str | None:
     """Why a run of our own trainer does not record a metric; None: it does."""
+    if metric in (MEMORY_PEAK, FINAL_WEIGHTS):
+        return None
     if problem := unknown_metric(metric, config.algorithm.type):
         return problem
     found = find(metric)

@@ -12,10 +12,12 @@ from abrun.equivalence import (
     power_at,
     sd_interval,
     sd_of_difference,
-    sigma_pairs_needed,
-    sigma_power,
+    sd_upper_bound,
 )
 from abrun.recipe import Compare, Primary
+from abrun.sigmas import sigma_pairs_needed, sigma_power
+
+ASSURANCE = 0.8  # how often the planned power is reached, where a pilot measured the sd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,15 @@ class Spread:
     sd_difference: float  # of the paired difference
     num_pairs: int | None = None  # that it was measured over; None: assumed
     source: str = "assumed"
+    level: float | None = None  # of the baseline in the window, where measured
+    climb: float | None = None  # of the baseline up to the window's end, where measured
+
+    @property
+    def planned_sd(self) -> float:
+        """What to plan with: of a measured sd, often too small, its upper 80 % bound (assurance)."""
+        if not self.num_pairs or self.num_pairs < 2:
+            return self.sd_difference
+        return sd_upper_bound(self.sd_difference, self.num_pairs, ASSURANCE)
 
 
 def assumed_spread(claim: Primary, has_reference: bool) -> Spread | None:
@@ -43,7 +54,7 @@ def assumed_spread(claim: Primary, has_reference: bool) -> Spread | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPower:
-    """P(match) of one claim if the arms are truly equal, and the pairs for 80 %."""
+    """P(match) of one claim if the arms are truly equal, and the pairs for 80 %; with the sd to plan with."""
 
     power: Callable[[int], float]
     pairs_needed: int | None  # None: more than 1000
@@ -53,23 +64,38 @@ class ClaimPower:
 def claim_power(
     claim: Primary, compare: Compare, spread: Spread | None, alpha: float = ALPHA
 ) -> ClaimPower | None:
-    """Of the test that the verdict will use (see abrun.compare.judge.claims); None where sigma is unknown."""
+    """Of the test that the verdict will use (see abrun.compare.judge.claims); None where sigma is unknown,
+    and for what is no claim of equivalence.
+    """
+    if claim.margin is None:
+        return None
     if claim.sigmas is not None and not compare.reference:
-        sigmas = claim.sigmas
+        sigmas, correlation = claim.sigmas, spread.correlation if spread else claim.correlation
         return ClaimPower(
-            power=lambda pairs: sigma_power(sigmas, pairs, alpha),
-            pairs_needed=sigma_pairs_needed(sigmas, alpha=alpha),
+            power=lambda pairs: sigma_power(sigmas, pairs, correlation, alpha),
+            pairs_needed=sigma_pairs_needed(sigmas, correlation, alpha=alpha),
             pairs_needed_range=None,
         )
-    if spread is None:
+    margin = _margin(claim, spread)
+    if spread is None or margin is None:
         return None
-    margin = claim.sigmas * (spread.sigma or 1.0) if claim.sigmas is not None else float(claim.margin)
-    low_high = None
+    low_high, sd = None, spread.planned_sd
     if spread.num_pairs:
         low, high = sd_interval(spread.sd_difference, spread.num_pairs)
         low_high = pairs_needed(margin, low, alpha=alpha), pairs_needed(margin, high, alpha=alpha)
     return ClaimPower(
-        power=lambda pairs: power_at(margin, spread.sd_difference, pairs, alpha),
-        pairs_needed=pairs_needed(margin, spread.sd_difference, alpha=alpha),
+        power=lambda pairs: power_at(margin, sd, pairs, alpha),
+        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
         pairs_needed_range=low_high,
     )
+
+
+def _margin(claim: Primary, spread: Spread | None) -> float | None:
+    """A claim's margin in units of its metric; None where what it is a share of is not known."""
+    number, unit = claim.margin_in
+    if unit == "sigma":
+        return number * ((spread.sigma if spread else None) or 1.0)
+    if unit in ("level", "climb"):
+        size = (spread.level if unit == "level" else spread.climb) if spread else None
+        return number * abs(size) if size else None
+    return number

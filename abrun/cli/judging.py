@@ -103,7 +103,7 @@ def freeze(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with."""
-    from abrun.compare.read.reference import freeze as write_reference
+    from abrun.compare import freeze_arm
     from abrun.compare.read.sources import Reading, open_sources
     from abrun.recipe import parse_primary
 
@@ -118,7 +118,7 @@ def freeze(
     )
     primaries = [parse_primary(text) for text in primary] if primary else None
     experiment = open_sources(sources, reading, primaries)
-    write_reference(experiment, arm or experiment.baseline, output)
+    freeze_arm(experiment, arm or experiment.baseline, output)
     seeds = len(experiment.arm(arm or experiment.baseline))
     console().print(
         f"{output}: {seeds} seeds; compare later runs with: abrun compare NEW --reference {output}",

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.judge.verdict_file import VerdictFile, as_json, verdict_file
 from abrun.compare.read.experiment import Experiment, refuse_unknown_metrics
-from abrun.compare.read.reference import against_reference, load_reference
+from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources, stored_in
 from abrun.compare.show.report import FORMATS, slug, terminal_summary, write_report
 from abrun.errors import ComparisonError
@@ -116,6 +117,15 @@ def compare(
     return Comparison(content=content, arms=arms, files=files)
 
 
+def freeze_arm(experiment: Experiment, arm: str, path: Path) -> None:
+    """Write the runs of an arm as a reference, with the experiment's claims on them; margins become absolute.
+
+    Raises ComparisonError where the arm is not there, or lacks what a reference needs.
+    """
+    claims = frozen_claims(experiment, arm) if len(experiment.arm(arm)) > 1 else None
+    freeze(experiment, arm, path, claims)
+
+
 def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
     """Why the comparison is not the one hashed at launch, or None; planning assumptions are no claim."""
     if experiment.launched_compare_sha256 is None:
@@ -133,6 +143,9 @@ def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
     return None
 
 
+_CLAIMED = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
+
+
 def _claim(primary: Primary) -> dict[str, Any]:
     transform = primary.transform or default_transform(primary.metric)
-    return {**primary.model_dump(include={"metric", "window", "margin"}), "transform": transform}
+    return {**primary.model_dump(include=_CLAIMED), "transform": transform}

@@ -188,8 +188,9 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     """P(MATCH) of each claim if the arms are truly equal; the verdict needs all of them."""
     if not compare.primary:
         return Text("No claim declared (compare.primary): only step one and the guards can be judged.")
-    from abrun.equivalence import ALPHA  # scipy: half a second
+    from abrun.looks import level_of_a_look  # scipy: half a second
     from abrun.power import assumed_spread, claim_power
+    from abrun.recipe import claim_text
 
     headings = [
         "metric",
@@ -203,8 +204,12 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     rows = []
     for index, claim in enumerate(compare.primary):
         spread = assumed_spread(claim, compare.reference is not None)
-        alpha = ALPHA / max(1, len(compare.looks))
-        chances = claim_power(claim, compare, spread, alpha)
+        chances = claim_power(claim, compare, spread, level_of_a_look(compare.looks))
+        if claim.margin is None:
+            rows.append(
+                (claim.metric, claim.window, claim_text(claim), "", "", "no equivalence: no power", "")
+            )
+            continue
         if chances is None:
             expected, needed = f"sigma unknown: set compare.primary.{index}.sigma", ""
         else:

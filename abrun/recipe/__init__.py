@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from abrun.errors import RecipeError
 from abrun.layout import NAME
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.claims import Compare, Controls, Guards, Primary, parse_primary
+from abrun.recipe.claims import Compare, Controls, Guards, Primary, claim_text, parse_primary
 from abrun.recipe.command import (
     Command,
     CommandRunConfig,
@@ -134,6 +134,7 @@ __all__ = [
     "Wandb",
     "WarmStart",
     "WordProblems",
+    "claim_text",
     "dotted",
     "dtensor_misfit",
     "heads_misfit",

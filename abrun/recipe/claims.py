@@ -3,32 +3,44 @@
 import math
 import re
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
 from abrun.recipe.faults import ONE_ULP, PlantedFault, named
 from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.section import Count, Positive, Section
 
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
-SIGMAS = r"\d+(\.\d+)? sigma"
+MARGIN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
+RATIO = r"\d+(\.\d+)?x"
+Unit = Literal["", "sigma", "level", "climb"]  # what a margin is measured in; "": the metric's own unit
 
 
 class Primary(Section):
-    """One declared claim: arms agree on `metric` over `window` within `margin`.
+    """One declared claim: arms agree on `metric` over `window` within `margin`, keep a limit, or are `exact`.
 
-    `margin` is absolute, in units of the transformed metric, or `"1.5 sigma"`: in standard deviations over
-    seeds, those of `Compare.reference` where one is named, else the runs' own by an exact test. `sigma` (over
-    seeds) and `correlation` (between paired arms) are assumptions that only the power shown before launch
-    depends on.
+    `margin` is absolute, in units of the transformed metric; or `"1.5 sigma"`: in standard deviations of the
+    baseline over seeds, or of `Compare.reference` where one is named; or `"5%"` of the baseline's level in
+    the window, or `"5% of climb"`: of what the baseline learned up to the window's end. A match needs a
+    baseline that climbed by more than the margin, unless `climbs` is false. `sigma` (over seeds) and
+    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on.
     """
 
-    metric: str
+    metric: str  # recorded, or `memory` (the peak over all phases; a limit), or `final_weights` (exact)
     window: str = "last 20%"
-    margin: float | str
+    margin: float | str | None = None
+    below: float | str | None = (
+        None  # of the treatment's level over seeds, or `0.6x`: of treatment / baseline
+    )
+    above: float | str | None = None  # likewise; a claim has one of margin, below, above and exact
+    exact: bool = False  # every value of the window is the same in both runs of each pair, bit for bit
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: by the metric's name
+    climbs: bool = (
+        True  # false: the metric need not move, as where the baseline is at its best from the start
+    )
     sigma: Positive | None = None
     correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
 
@@ -44,21 +56,79 @@ class Primary(Section):
     @field_validator("margin", mode="before")
     @classmethod
     def _margin_is_readable(cls, margin: Any) -> Any:
-        in_sigmas = isinstance(margin, str) and re.fullmatch(SIGMAS, margin)
-        number: Any = float(margin.split()[0]) if in_sigmas else margin
+        if margin is None:
+            return None
+        found = re.fullmatch(MARGIN, margin) if isinstance(margin, str) else None
+        number: Any = float(found["number"]) if found else margin
         if type(number) not in (int, float) or not 0 < number < math.inf:
-            raise ValueError(f"got {shortened(margin)}; allowed: a number above 0, or such as '1.5 sigma'")
+            raise ValueError(
+                f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb'"
+            )
         return margin
+
+    @field_validator("below", "above", mode="before")
+    @classmethod
+    def _limit_is_readable(cls, limit: Any) -> Any:
+        of_baseline = isinstance(limit, str) and re.fullmatch(RATIO, limit)
+        number: Any = float(limit[:-1]) if of_baseline else limit
+        if limit is not None and (
+            type(number) not in (int, float) or not math.isfinite(number) or (of_baseline and number <= 0)
+        ):
+            raise ValueError(f"got {shortened(limit)}; allowed: a number, or '0.6x' of the baseline")
+        return limit
+
+    @model_validator(mode="after")
+    def _claims_one_thing(self) -> Self:
+        said = [name for name in ("margin", "below", "above") if getattr(self, name) is not None]
+        said += ["exact"] * self.exact
+        if len(said) != 1:
+            raise ValueError(
+                f"got {' and '.join(said) or 'no claim'} for {shortened(self.metric)}; allowed: one of "
+                "margin, below, above and exact"
+            )
+        if self.metric == FINAL_WEIGHTS and not self.exact:
+            raise ValueError(f"got {said[0]} for {FINAL_WEIGHTS}; allowed: exact")
+        if self.metric == MEMORY_PEAK and said[0] not in ("below", "above"):
+            raise ValueError(f"got {said[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'")
+        return self
+
+    @property
+    def limit(self) -> tuple[float, bool] | None:
+        """A limit's number, and whether it is one of the ratio to the baseline; None: there is none."""
+        limit = self.below if self.below is not None else self.above
+        if limit is None:
+            return None
+        return (float(limit[:-1]), True) if isinstance(limit, str) else (float(limit), False)
+
+    @property
+    def margin_in(self) -> tuple[float, Unit]:
+        """The margin's number and unit; a percentage as a share."""
+        assert self.margin is not None
+        found = re.fullmatch(MARGIN, self.margin) if isinstance(self.margin, str) else None
+        if found is None:
+            return float(self.margin), ""
+        number = float(found["number"])
+        if found["unit"] == " sigma":
+            return number, "sigma"
+        return number / 100, "climb" if "climb" in found["unit"] else "level"
 
     @property
     def sigmas(self) -> float | None:
-        """A margin in standard deviations over seeds; None where it is absolute."""
-        return float(self.margin.split()[0]) if isinstance(self.margin, str) else None
+        """A margin in standard deviations over seeds; None where it is in another unit."""
+        number, unit = self.margin_in if self.margin is not None else (None, "")
+        return number if unit == "sigma" else None
 
 
 class Guards(Section):
-    """One-sided limits that a treatment must keep, over all steps, besides to finish and to stay finite."""
+    """One-sided limits that a treatment must keep, over all steps, besides to finish and to stay finite.
 
+    A limit fails where the treatment is beyond it and worse than its paired baseline by a t-test. `alpha` is
+    what all of these tests together take of the 5 % in which equal arms may be called a mismatch.
+    """
+
+    alpha: Annotated[float, Field(gt=0, lt=0.05)] = 0.01
+    # No NaN or Inf that the baseline does not have: in these metrics, and in those that are claimed.
+    finite: list[str] = Field(default=["train/loss", "train/grad_norm", "train/reward"], max_length=1000)
     # Of train/token_mult_prob_error: the worst run's median, and the share of steps that lie above it.
     token_mult_prob_error_median: Annotated[float, Field(gt=1)] = 1.05
     token_mult_prob_error_share: Annotated[float, Field(ge=0, le=1)] = 0.02
@@ -72,7 +142,7 @@ class Compare(Section):
     primary: list[Primary] = Field(default=[], max_length=100)
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
-    step_one_tolerance: Positive | None = None  # relative; None: 3x the A/A deviation or the dtype's rounding
+    step_one_tolerance: Positive | None = None  # relative; None: by A/A reruns, or the dtype's rounding
     looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
     reference: str | None = None  # a frozen reference ensemble (abrun freeze)
 
@@ -113,16 +183,34 @@ class Controls(Section):
         return moved | {fault.arm: fault for fault in self.faults}
 
 
+def claim_text(claim: Primary) -> str:
+    """What is claimed besides where: `±0.02`, `below 0.6 x the baseline`, `exact`."""
+    if claim.margin is not None:
+        return f"±{claim.margin}" if isinstance(claim.margin, str) else f"±{claim.margin:g}"
+    if claim.limit is None:
+        return "exact"
+    number, of_baseline = claim.limit
+    side = "below" if claim.below is not None else "above"
+    return f"{side} {number:g}{' x the baseline' if of_baseline else ''}"
+
+
 def parse_primary(text: str) -> Primary:
-    """A claim given as METRIC:WINDOW:MARGIN on the command line; a metric's name may hold colons."""
+    """A claim given as METRIC:WINDOW:MARGIN on the command line; a metric's name may hold colons.
+
+    In the place of the margin: `<1.2` (below), `>0.65` (above), `<0.6x` (of the baseline), or `exact`.
+    """
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
     if not (metric and margin):
         raise RecipeError(
             f"--primary: got {shortened(text)}; allowed: METRIC:WINDOW:MARGIN, such as "
-            "'train/reward:last 20%:0.05' or 'train/reward:all:1.5 sigma'"
+            "'train/reward:last 20%:0.05', 'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'"
         )
+    if margin == "exact":
+        return validated(Primary, {"metric": metric, "window": window, "exact": True}, "--primary")
+    field = {"<": "below", ">": "above"}.get(margin[0], "margin")
+    text = margin if field == "margin" else margin[1:].strip()
     try:
-        number = float(margin)
+        number: float | str = float(text)
     except ValueError:
-        number = margin
-    return validated(Primary, {"metric": metric, "window": window, "margin": number}, "--primary")
+        number = text
+    return validated(Primary, {"metric": metric, "window": window, field: number}, "--primary")

@@ -4,7 +4,14 @@ import shutil
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
+from abrun.compare.judge.guards import check_guards, measure_savings, num_tests
+from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.layout import RunName
+from abrun.metric_names import STEP_TIME
+from abrun.recipe import Compare, Guards
+from abrun.series import Series
 from tests.compare.simulate import edit, edit_rows, fail
 
 ERROR = "train/token_mult_prob_error"
@@ -19,17 +26,21 @@ def set_error(experiment_dir, arm, value, steps=range(1, 41)):
         edit_rows(directory, lambda row: row.update({ERROR: value}) if row["step"] in steps else None)
 
 
-def test_a_high_median_error_is_a_mismatch(simulated, judged):
+@pytest.mark.parametrize(("seeds", "result"), [(range(5), "fail"), ([3], "open")])
+def test_a_high_median_error_fails_where_it_is_no_matter_of_one_seed(simulated, judged, seeds, result):
     experiment_dir = simulated()
-    directory = experiment_dir / "treatment/seed-3"
-    edit_rows(directory, lambda row: row.update({ERROR: 1.06}) if row["step"] > 15 else None)
+    for seed in seeds:
+        edit_rows(
+            experiment_dir / f"treatment/seed-{seed}",
+            lambda row: row.update({ERROR: 1.06}) if row["step"] > 15 else None,
+        )
     comparison = judged(experiment_dir)
-    assert comparison.verdict == "MISMATCH"
+    assert comparison.verdict == {"fail": "MISMATCH", "open": "INCONCLUSIVE"}[result]
     one = guard(comparison, "token_mult_prob_error_median")
-    assert (one.result, one.value, one.limit) == ("fail", 1.06, 1.05)
+    assert (one.result, one.value, one.limit) == (result, 1.06, 1.05)
 
 
-@pytest.mark.parametrize(("num_steps", "result"), [(4, "pass"), (5, "fail")])
+@pytest.mark.parametrize(("num_steps", "result"), [(4, "pass"), (5, "open")])
 def test_the_share_of_steps_above_the_limit(simulated, judged, num_steps, result):
     experiment_dir = simulated()  # 200 treatment steps: 2 % are 4
     steps = range(10, 10 + num_steps)
@@ -37,6 +48,76 @@ def test_the_share_of_steps_above_the_limit(simulated, judged, num_steps, result
     edit_rows(directory, lambda row: row.update({ERROR: 1.2}) if row["step"] in steps else None)
     one = guard(judged(experiment_dir), "token_mult_prob_error_share")
     assert (one.result, one.value) == (result, num_steps / 200)
+
+
+def test_a_share_above_the_limit_in_every_run_fails(simulated, judged):
+    experiment_dir = simulated()
+    set_error(experiment_dir, "treatment", 1.2, steps=range(10, 28))
+    comparison = judged(experiment_dir)
+    assert guard(comparison, "token_mult_prob_error_share").result == "fail"
+    assert comparison.verdict == "MISMATCH"
+
+
+def test_what_is_neither_claimed_nor_listed_may_be_nan(simulated, judged):
+    experiment_dir = simulated()
+    edit_rows(experiment_dir / "treatment/seed-2", lambda row: row.update({"train/entropy": "NaN"}))
+    assert guard(judged(experiment_dir), "finite").result == "pass"
+    edit(
+        experiment_dir / "experiment.json",
+        lambda content: content["recipe"]["compare"]["guards"].update(finite=["train/entropy"]),
+    )
+    assert guard(judged(experiment_dir), "finite").result == "fail"
+
+
+# --- as tests: how often they alarm on equal arms, and on others ---
+
+
+def guards_of(baseline, treatment, limits, metric=ERROR):
+    """The guards over arms of curves [P, S]."""
+    runs = {
+        (arm, seed): RecordedRun(
+            name=RunName(arm=arm, seed=seed),
+            place="simulated",
+            status="finished",
+            metrics={metric: Series(np.arange(1, len(values) + 1), values)},
+        )
+        for arm, curves in {"baseline": baseline, "treatment": treatment}.items()
+        for seed, values in enumerate(curves)
+    }
+    pairs = [
+        Pair(seed=seed, baseline=runs["baseline", seed], treatment=runs["treatment", seed], reruns=())
+        for seed in range(len(baseline))
+    ]
+    level = limits.alpha / num_tests(Compare(guards=limits))
+    savings = measure_savings("treatment", pairs)
+    found = check_guards("treatment", pairs, limits, savings, windows=(), alpha=level)
+    return {one.guard: one.result for one in found}
+
+
+@pytest.mark.parametrize("num_pairs", [3, 5, 10])
+@pytest.mark.parametrize("share", [0.015, 0.03])
+def test_spikes_in_equal_arms_alarm_in_no_more_than_the_guards_share(num_pairs, share):
+    rng = np.random.default_rng([num_pairs, round(1000 * share)])
+    alarms = 0
+    for _ in range(400):
+        seeds = rng.gamma(4, share / 4, num_pairs)[:, None]  # some seeds spike more than others
+        arms = [np.where(rng.random((num_pairs, 100)) < seeds, 1.3, 1.01) for _ in range(2)]
+        alarms += guards_of(*arms, Guards())["token_mult_prob_error_share"] == "fail"
+    assert alarms <= binom.ppf(0.999, 400, 0.01 / 3)
+
+
+@pytest.mark.parametrize("num_pairs", [3, 5, 10])
+def test_step_time_at_its_limit_alarms_in_no_more_than_the_guards_share(num_pairs):
+    rng = np.random.default_rng(num_pairs)
+    limits = Guards(step_time_ratio=1.02)
+    alarms, called = 0, 0
+    for _ in range(400):
+        slower = np.exp(0.02 * rng.standard_normal((num_pairs, 1)))
+        times = np.exp(0.01 * rng.standard_normal((num_pairs, 20)))
+        alarms += guards_of(times, 1.02 * slower * times, limits, STEP_TIME)["step_time_ratio"] == "fail"
+        called += guards_of(times, 2 * slower * times, limits, STEP_TIME)["step_time_ratio"] == "fail"
+    assert alarms <= binom.ppf(0.999, 400, 0.01 / 4)
+    assert called > 390
 
 
 def test_what_the_baseline_breaks_too_is_no_mismatch_and_no_match(simulated, judged):

@@ -35,7 +35,7 @@ def write_arms(folder: Path, metric: str, arms=("baseline", "treatment")) -> lis
         for seed in range(3):
             values = np.linspace(0, 1, 20) + 0.01 * np.random.default_rng(seed).normal(size=20)
             values[1:] += 1e-3 * rng.normal()
-            frame = pd.DataFrame({"step": range(1, 21), metric: values, "train/loss": values})
+            frame = pd.DataFrame({"step": range(1, 21), metric: values, "train/loss": 1 - values})
             frame.to_csv(folder / arm / f"s{seed}.csv", index=False)
     return [str(folder / arm) for arm in arms]
 

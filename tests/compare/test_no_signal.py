@@ -134,9 +134,11 @@ def undecided(differences, margin=0.02):
         reduction="mean",
         test="paired TOST",
         margin=margin,
-        margin_sigmas=None,
+        margin_unit="",
+        margin_number=margin,
         margin_text=f"±{margin:g}",
         alpha=0.05,
+        alpha_difference=0.04,
         num_pairs=len(differences),
         seeds=tuple(range(len(differences))),
     )

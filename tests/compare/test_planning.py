@@ -79,10 +79,10 @@ def test_several_claims_must_all_pass():
 def test_looks_cost_power():
     once = shown(plan_report("next", Compare(primary=[claim(sigma=1.0, correlation=0.8)]), 6))
     looks = shown(plan_report("next", Compare(primary=[claim(sigma=1.0, correlation=0.8)], looks=[3, 6]), 6))
-    assert "each tests at level 0.025 instead of 0.05" in looks
+    assert "each tests at level 0.0278 instead of 0.05" in looks
     assert "6 pairs" in once and "7 pairs" in looks
 
 
 def test_margins_in_sigmas_need_no_sigma():
     text = shown(plan_report("next", Compare(primary=[claim(margin="1 sigma")]), 4))
-    assert "exact test" in text and "18 pairs" in text
+    assert "margin in sigmas of the baseline" in text and "22 pairs" in text

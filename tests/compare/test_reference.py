@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import chi2
 
-from abrun.compare import compare, compare_sources
+from abrun.compare import compare, compare_sources, freeze_arm
 from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources
 from abrun.compare.read.stored import load_experiment
@@ -148,15 +149,14 @@ def test_nan_survives(tmp_path, simulated):
 def test_margins_in_its_sigma(tmp_path, simulated):
     """k sigma of a frozen reference is absolute: the spread of the compared runs does not move it."""
     recipe = {"compare": {"primary": [{"metric": "train/reward", "margin": "2 sigma"}]}}
-    freeze(load_experiment(simulated(**recipe)), "baseline", tmp_path / "ref.json")
+    freeze_arm(load_experiment(simulated(**recipe)), "baseline", tmp_path / "ref.json")
     reference = load_reference(tmp_path / "ref.json")
     windows = [run.series("train/reward").values[-8:].mean() for run in reference.runs if not run.name.rerun]
     content = later(tmp_path, tmp_path / "ref.json", noise=0.02)
-    assert content.primaries[0].margin == pytest.approx(2 * np.std(windows, ddof=1))
-    assert (
-        content.primaries[0].test == "paired TOST"
-        and "sigma of simulated" in content.primaries[0].margin_text
-    )
+    lower_bound = np.std(windows, ddof=1) * np.sqrt(4 / chi2.ppf(0.95, 4))
+    assert content.primaries[0].margin == pytest.approx(2 * lower_bound, rel=5e-3)  # three digits are kept
+    assert (content.primaries[0].test, content.primaries[0].margin_unit) == ("paired TOST", "")
+    assert reference.compare.primary[0].margin == content.primaries[0].margin
 
 
 def reference_of(run: str) -> str:

@@ -97,7 +97,7 @@ def test_verdict_json_holds_what_the_architecture_names(simulated, judged):
     experiment_dir = simulated()
     judged(experiment_dir)
     content = json.loads((experiment_dir / "report/verdict.json").read_text())
-    assert content["schema_version"] == 2
+    assert content["schema_version"] == 3
     assert (content["experiment"], content["verdict"], content["num_pairs"]) == ("simulated", "MATCH", 5)
     assert content["post_hoc"] is False and content["exit_code"] == 0
     wanted = "arm metric window transform margin num_pairs baseline_mean baseline_sd mean_difference ci90"
@@ -169,7 +169,7 @@ def test_brackets_in_messages_are_no_markup(simulated, judged):
 
 def test_post_hoc_stands_in_the_headline(simulated, judged):
     experiment_dir = simulated()
-    comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.5)])
+    comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.1)])
     assert (experiment_dir / "report/report.md").read_text().startswith("# MATCH (post hoc): simulated")
     assert "MATCH (post hoc)" in shown(comparison)
 

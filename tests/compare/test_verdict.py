@@ -29,7 +29,7 @@ def test_equal_arms_match_in_the_words_of_the_design(simulated, judged):
     assert not comparison.content.post_hoc
 
 
-def test_bit_identical_arms_match_exactly(simulated, judged):
+def test_bit_identical_arms_may_be_a_treatment_that_was_not_applied(simulated, judged):
     experiment_dir = simulated()
     copy_baseline(experiment_dir)
     for seed in range(5):
@@ -37,7 +37,8 @@ def test_bit_identical_arms_match_exactly(simulated, judged):
         edit_rows(directory, lambda row: row.update({STEP_TIME: 0.1 * row["step"]}))
     comparison = judged(experiment_dir)
     primary = comparison.arms[0].primaries[0]
-    assert comparison.verdict == "MATCH"
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert "it was not applied" in comparison.content.reasons[0]
     assert (primary.certified_bound, primary.p_difference, primary.pairs_needed) == (0.0, 1.0, 2)
     assert all(one.ratio == 0.0 for one in comparison.arms[0].divergence if one.noise_floor == "measured")
 

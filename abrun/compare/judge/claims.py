@@ -6,42 +6,30 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.judge.summaries import outside_domain, reduced, transformed
-from abrun.compare.read.experiment import Pair, RecordedRun, Reference, stack, stack_pairs, union
+from abrun.compare.judge.assay import no_signal, not_learned
+from abrun.compare.judge.margins import Margin, yardstick
+from abrun.compare.judge.summaries import climbs, outside_domain, summaries
+from abrun.compare.read.experiment import Pair, stack_pairs, union
 from abrun.equivalence import (
     ALPHA,
     holm,
+    mean_and_sd,
     paired_tost,
     pairs_needed,
     pairs_needed_range,
     power_at,
-    sigma_pairs_needed,
-    sigma_power,
-    sigma_test,
+    skewness,
     t_interval,
 )
 from abrun.errors import ComparisonError
-from abrun.metric_names import (
-    GRAD_NORM,
-    LEARNING_RATE,
-    Transform,
-    default_reduction,
-    default_transform,
-    find,
-    is_clock,
-    unit_of,
-)
+from abrun.metric_names import Transform, default_reduction, default_transform
 from abrun.recipe import Primary
-from abrun.series import NO_SERIES, Array, Steps, window_bounds
+from abrun.recipe.claims import Unit
+from abrun.series import Array, Steps, window_bounds
+from abrun.sigmas import sigma_pairs_needed, sigma_power, sigma_test
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
-    """How far arms may differ and still be called equivalent: absolute, or in the runs' own sigmas."""
-
-    absolute: float | None  # in units of the transformed metric
-    sigmas: float | None  # of the runs' own spread over seeds, where absolute is None
-    text: str
+Test = Literal["paired TOST", "sigma test", "limit", "ratio limit", "exact"]
+Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +42,16 @@ class PrimaryResult:
     steps: tuple[int, int] | None  # first and last step of the window
     num_steps: int  # steps in it at which the metric was recorded by every pair
     transform: Transform
-    reduction: Literal["mean", "median"]
-    test: Literal["paired TOST", "exact sigma test"]
-    margin: float | None  # None: in sigmas, whose size only the exact test's estimate knows
-    margin_sigmas: float | None
+    reduction: Literal["mean", "median", "maximum", "minimum"]
+    test: Test
+    margin: float | None  # in units of the transformed metric; None: relative, and not yet measured
+    margin_unit: (
+        Unit  # what it was declared in: the metric's own unit (""), or the baseline's sigma, level, climb
+    )
+    margin_number: float  # in that unit; a share of the level or climb
     margin_text: str
-    alpha: float  # of each one-sided test: 0.05, or this look's share of it
+    alpha: float  # of each one-sided test: 0.05, or this look's level
+    alpha_difference: float  # of a difference beyond the margin, over all claims: what the guards leave of it
     num_pairs: int
     seeds: tuple[int, ...]
     differences: tuple[float, ...] = ()  # treatment - baseline, by seed
@@ -70,19 +62,29 @@ class PrimaryResult:
     sd_difference: float | None = None
     ci90: tuple[float, float] | None = None
     interval: tuple[float, float] | None = None  # level 1 - 2 alpha: what the margin is compared with
-    certified_bound: float | None = None  # the smallest margin that would have passed
-    certified_sigmas: float | None = None  # the same in sigmas, for a margin in sigmas
+    certified_bound: float | None = None  # the smallest absolute margin that would have passed
+    certified_number: float | None = None  # the same in `margin_unit`
+    certified_jointly: float | None = (
+        None  # an absolute bound that holds together with those of all other claims
+    )
+    limited: float | None = None  # of a limit: the treatment's mean over seeds, or its ratio to the baseline
+    limited_interval: tuple[float, float] | None = None  # level 1 - 2 alpha
+    detail: str | None = None  # of an exact claim: where it first fails
+    climb: float | None = None  # of the baseline up to the window's end, mean over seeds; None: no direction
     p_equivalence: float | None = None
     p_tost: float | None = None
-    p_difference: float | None = None
+    p_difference: float | None = None  # from zero
     p_difference_holm: float | None = None
+    p_beyond: float | None = None  # from no more than the margin
+    p_beyond_holm: float | None = None
     pair_correlation: float | None = None
     power_now: float | None = None  # if the arms are truly equal and sd_difference is the true one
     pairs_needed: int | None = None  # for 80 % power; None: more than 1000
     pairs_needed_range: tuple[int | None, int | None] | None = None  # over the 90 % interval of the sd
     pairs_needed_observed: int | None = None  # the same if the true difference is the observed one
     problem: str | None = None  # why these runs cannot show equivalence, whatever the numbers are
-    result: Literal["equivalent", "different", "undecided", "not tested"] = "not tested"
+    warning: str | None = None  # what the test assumes and these differences do not look like
+    result: Result = "not tested"
 
     @property
     def excludes_zero(self) -> bool:
@@ -93,40 +95,15 @@ class PrimaryResult:
 _NO_PAIR = np.empty(0, np.int64)
 
 
-def resolved_margin(primary: Primary, reference: Reference | None) -> Margin:
-    """A claim's margin in numbers. Raises ComparisonError where the reference does not know its sigma."""
-    if primary.sigmas is None:
-        return Margin(absolute=float(primary.margin), sigmas=None, text=f"±{primary.margin:g}")
-    text = f"±{primary.sigmas:g} sigma"
-    if reference is None:
-        return Margin(absolute=None, sigmas=primary.sigmas, text=f"{text} of these runs (exact test)")
-    if not any(
-        (c.metric, c.window, c.transform) == (primary.metric, primary.window, primary.transform)
-        for c in reference.compare.primary
-    ):
-        known = ", ".join(f"{claim.metric} over {claim.window}" for claim in reference.compare.primary)
-        raise ComparisonError(
-            f"{primary.metric}: margin: got {primary.margin!r} over {primary.window!r}, of which the "
-            f"reference {reference.name!r} knows no sigma; it holds: {known}"
-        )
-    runs = [run for run in reference.runs if not run.name.rerun]
-    grid = union(run.steps for run in runs)
-    first, last = window_bounds(primary.window, grid, primary.metric)
-    steps, values = stack(runs, primary.metric)
-    sigma = float(summaries(values[:, (first <= steps) & (steps <= last)], primary).std(ddof=1))
-    if not sigma > 0:
-        raise ComparisonError(
-            f"{primary.metric}: margin: got {primary.margin!r}, and the reference {reference.name!r} has no "
-            "spread over seeds to measure it in; give an absolute margin"
-        )
-    margin = primary.sigmas * sigma
-    return Margin(
-        absolute=margin, sigmas=None, text=f"±{margin:.3g} ({primary.sigmas:g} sigma of {reference.name})"
-    )
-
-
 def judge_primary(
-    arm: str, pairs: Sequence[Pair], primary: Primary, margin: Margin, grid: Steps, alpha: float = ALPHA
+    arm: str,
+    pairs: Sequence[Pair],
+    primary: Primary,
+    margin: Margin,
+    grid: Steps,
+    alpha: float = ALPHA,
+    alpha_difference: float = ALPHA,
+    may_repeat: bool = False,
 ) -> PrimaryResult:
     """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
 
@@ -147,75 +124,46 @@ def judge_primary(
         num_steps=len(steps),
         transform=transform,
         reduction=default_reduction(metric),
-        test="exact sigma test" if margin.absolute is None else "paired TOST",
-        margin=margin.absolute,
-        margin_sigmas=margin.sigmas,
+        test="sigma test" if margin.unit == "sigma" else "paired TOST",
+        margin=margin.number if margin.unit == "" else None,
+        margin_unit=margin.unit,
+        margin_number=margin.number,
         margin_text=margin.text,
         alpha=alpha,
+        alpha_difference=alpha_difference,
         num_pairs=len(seeds),
         seeds=tuple(seeds),
-        problem=_no_signal(finished, metric),
+        problem=no_signal(finished, metric, may_repeat=may_repeat),
     )
     in_window = np.stack([baseline[usable], treatment[usable]])
     outside = outside_domain(in_window, transform)
     if outside:
         return replace(result, problem=result.problem or f"{outside} (or declare another transform)")
-    if seeds:
-        result = with_statistics(result, *(summaries(values, primary) for values in in_window))
+    if seeds and bounds:
+        used = [finished[index] for index in usable]
+        result = _tested(result, used, primary, margin, [summaries(one, primary) for one in in_window])
     if len(seeds) < len(pairs) and not result.problem:
         lacking = f"{len(seeds)} of {len(pairs)} planned pairs are usable"
         result = replace(result, problem=f"{lacking}, and equivalence needs every one")
     return replace(result, result="not tested") if result.problem else result
 
 
-def _no_signal(pairs: Sequence[Pair], metric: str) -> str | None:
-    """Why these runs would have agreed on a metric whatever the treatment does; None: they need not have."""
-    found = find(metric)
-    if found and "given" in found.roles:
-        return "it follows from recipe and seed, whatever the arms learn"
-    baselines, treatments = [pair.baseline for pair in pairs], [pair.treatment for pair in pairs]
-    for runs, arm in ((baselines, "baseline"), (treatments, "treatment")):
-        for driver in (GRAD_NORM, LEARNING_RATE):
-            values = _recorded(runs, driver)
-            if len(values) and not np.nan_to_num(values, posinf=0.0, neginf=0.0).any():
-                what = "0" if np.isfinite(values).all() else "0 or not a number"
-                return f"{driver} is {what} at every step of every {arm} run: nothing was learned"
-    values = _recorded([*baselines, *treatments], metric)
-    values = values[np.isfinite(values)]
-    if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory need not move
-        return f"it is {values[0]:.6g} at every step of every run of both arms"
-    return _one_run_as_two_seeds(baselines, metric) or _one_run_as_two_seeds(treatments, metric)
-
-
-def _recorded(runs: Sequence[RecordedRun], metric: str) -> Array:
-    return np.concatenate([run.series(metric).values for run in runs] or [NO_SERIES.values])
-
-
-def _one_run_as_two_seeds(runs: Sequence[RecordedRun], metric: str) -> str | None:
-    """Two seeds of an arm with the same numbers, but for what a machine adds, are not two observations."""
-    seen: dict[bytes, list[RecordedRun]] = {}
-    for run in runs:
-        alike = seen.setdefault(run.series(metric).values.tobytes(), [])
-        twin = next((other for other in alike if _same_numbers(run, other)), None)
-        if twin is not None:
-            return f"{run} holds the numbers of {twin} at every step: one run, or a seed that changes nothing"
-        alike.append(run)
-    return None
-
-
-def _same_numbers(run: RecordedRun, other: RecordedRun) -> bool:
-    learned = [one for one in {*run.metrics, *other.metrics} if not is_clock(one) and unit_of(one) != "bytes"]
-    return bool(learned) and all(
-        np.array_equal(run.series(one).steps, other.series(one).steps)
-        and np.array_equal(run.series(one).values, other.series(one).values, equal_nan=True)
-        for one in learned
-    )
-
-
-def summaries(values: Array, primary: Primary) -> Array:
-    """One number a run [R] of a claim's values in its window [R, W]."""
-    transform = primary.transform or default_transform(primary.metric)
-    return reduced(transformed(values, transform, primary.metric), primary.metric)
+def _tested(
+    result: PrimaryResult, pairs: Sequence[Pair], primary: Primary, margin: Margin, arms: Sequence[Array]
+) -> PrimaryResult:
+    """A result with its statistics, and what makes them mean nothing."""
+    assert result.steps is not None
+    last, baselines = result.steps[1], [pair.baseline for pair in pairs]
+    measured = yardstick(margin, arms[0], baselines, primary, last)
+    if len(pairs) > 1 and measured is not None and not t_interval(measured, 0.9)[0] > 0:
+        lacking = f"the baseline's {margin.unit} is not shown to be above 0, to take {margin.text} of"
+        return replace(result, problem=result.problem or lacking)
+    result = with_statistics(result, *arms, yardstick=measured)
+    climb = float(np.mean(climbs(baselines, primary, last)))
+    result = replace(result, climb=climb if np.isfinite(climb) else None)
+    if len(pairs) > 1 and not result.problem and result.margin is not None:
+        result = replace(result, problem=not_learned(pairs, primary, last, result.margin))
+    return result
 
 
 def _in_window(
@@ -235,17 +183,20 @@ def _in_window(
     return steps[inside], baseline[:, inside], treatment[:, inside]
 
 
-def with_statistics(result: PrimaryResult, baseline: Array, treatment: Array) -> PrimaryResult:
+def with_statistics(
+    result: PrimaryResult, baseline: Array, treatment: Array, *, yardstick: Array | None = None
+) -> PrimaryResult:
     """A result filled in from one summary a pair; with fewer than two pairs there is nothing to test."""
     if len(baseline) < 2:
         return result
-    # The margin is not yet looked at: mean, intervals and correlation are the same for any.
-    tost = paired_tost(baseline, treatment, result.margin or 1.0, result.alpha)
+    # For a margin in sigmas only what does not depend on it is read: mean, intervals, correlation.
+    number = 1.0 if result.margin_unit == "sigma" else result.margin_number
+    tost = paired_tost(baseline, treatment, number, result.alpha, yardstick)
     result = replace(
         result,
         differences=tuple((treatment - baseline).tolist()),
         baseline_mean=float(baseline.mean()),
-        baseline_sd=float(baseline.std(ddof=1)),
+        baseline_sd=mean_and_sd(baseline)[1],
         treatment_mean=float(treatment.mean()),
         mean_difference=tost.mean_difference,
         sd_difference=tost.sd_difference,
@@ -254,26 +205,19 @@ def with_statistics(result: PrimaryResult, baseline: Array, treatment: Array) ->
         certified_bound=tost.certified_bound,
         p_difference=tost.p_difference,
         pair_correlation=tost.pair_correlation,
+        warning=_warning(treatment - baseline),
     )
-    if result.margin is None:
-        assert result.margin_sigmas is not None
-        exact = sigma_test(baseline, treatment, result.margin_sigmas, result.alpha)
-        needed = sigma_pairs_needed(result.margin_sigmas, alpha=result.alpha)
-        return replace(
-            result,
-            margin=result.margin_sigmas * exact.sigma,
-            certified_sigmas=exact.certified_sigmas,
-            p_equivalence=exact.p_equivalence,
-            power_now=sigma_power(result.margin_sigmas, exact.num_pairs, result.alpha),
-            pairs_needed=needed,
-            pairs_needed_range=(needed, needed),
-            result="equivalent" if exact.equivalent else "undecided",
-        )
-    sd, margin, alpha = tost.sd_difference, result.margin, result.alpha
+    if result.margin_unit == "sigma":
+        return _in_sigmas(result, baseline, treatment)
+    margin = number if yardstick is None else number * float(yardstick.mean())
+    sd, alpha = tost.sd_difference, result.alpha
     return replace(
         result,
+        margin=margin,
+        certified_number=tost.certified_margin,
         p_equivalence=tost.p_tost,
         p_tost=tost.p_tost,
+        p_beyond=tost.p_beyond,
         power_now=power_at(margin, sd, tost.num_pairs, alpha),
         pairs_needed=pairs_needed(margin, sd, alpha=alpha),
         pairs_needed_range=pairs_needed_range(margin, sd, tost.num_pairs, alpha=alpha),
@@ -282,20 +226,58 @@ def with_statistics(result: PrimaryResult, baseline: Array, treatment: Array) ->
     )
 
 
+def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array) -> PrimaryResult:
+    test = sigma_test(baseline, treatment, result.margin_number, result.alpha)
+    correlation = result.pair_correlation or 0.0
+    needed = sigma_pairs_needed(result.margin_number, correlation, alpha=result.alpha)
+    return replace(
+        result,
+        margin=result.margin_number * test.sigma,
+        certified_number=test.certified_sigmas,
+        p_equivalence=test.p_equivalence,
+        p_beyond=test.p_beyond,
+        power_now=sigma_power(result.margin_number, test.num_pairs, correlation, result.alpha),
+        pairs_needed=needed,
+        pairs_needed_range=(needed, needed),
+        result="equivalent" if test.equivalent else "undecided",
+    )
+
+
+def _warning(differences: Array) -> str | None:
+    """Where the differences are skewed beyond what normal ones are by chance (1 time in 20)."""
+    found = skewness(differences)
+    if found is None or found[1] >= 0.05:
+        return None
+    return (
+        f"the differences are skewed (skewness {found[0]:+.2g}, p = {found[1]:.2g}), which the t-test "
+        "assumes they are not: it may err more often than it says"
+    )
+
+
 def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
-    """Holm-corrected p-values, and "different" where one is below alpha with a mean beyond the margin.
+    """Holm-corrected p-values, "different" where a difference beyond the margin is shown, and joint bounds.
 
     Differences are many looks at one experiment: the family is every claim of every treatment.
     """
-    corrected = iter(holm([result.p_difference for result in results if result.p_difference is not None]))
+    tested = [result for result in results if result.p_difference is not None]
+    from_zero = iter(holm([one.p_difference for one in tested if one.p_difference is not None]))
+    beyond = iter(holm([one.p_beyond for one in results if one.p_beyond is not None]))
     final = []
     for result in results:
-        if result.p_difference is not None and result.mean_difference is not None:
-            p_holm = next(corrected)
-            assert result.margin is not None
-            beyond = p_holm < result.alpha and abs(result.mean_difference) > result.margin
+        if result.p_difference is not None:
+            bound = _joint_bound(result, len(tested))
+            result = replace(result, p_difference_holm=next(from_zero), certified_jointly=bound)
+        if result.p_beyond is not None:
+            p_beyond = next(beyond)
+            different = p_beyond < result.alpha_difference
             result = replace(
-                result, p_difference_holm=p_holm, result="different" if beyond else result.result
+                result, p_beyond_holm=p_beyond, result="different" if different else result.result
             )
         final.append(result)
     return final
+
+
+def _joint_bound(result: PrimaryResult, num_claims: int) -> float:
+    """The certified bound at this claim's share of alpha (Bonferroni)."""
+    low, high = t_interval(result.differences, 1 - 2 * result.alpha / num_claims)
+    return max(abs(low), abs(high))

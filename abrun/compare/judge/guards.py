@@ -1,21 +1,26 @@
 """Guards, the one-sided limits a treatment must keep, and savings: ratios, never equivalence claims."""
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy import special
 
+from abrun.compare.judge.summaries import EXCESS_OFFSET
 from abrun.compare.read.experiment import Pair, RecordedRun
-from abrun.equivalence import t_interval
+from abrun.equivalence import ALPHA, mean_and_sd, t_interval
 from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, phase_of
-from abrun.recipe import Guards
+from abrun.recipe import Compare, Guards
 from abrun.series import Array, Series
 
 # "baseline too": the treatment breaks a limit that the baseline breaks as well. It is not the cause, so this
-# is no mismatch; but nothing measured on such a run supports a match either.
-GuardResult = Literal["pass", "fail", "baseline too", "not recorded"]
+# is no mismatch; but nothing measured on such a run supports a match either. "open": it breaks the limit, and
+# is not shown to be worse than its baseline.
+GuardResult = Literal["pass", "fail", "baseline too", "open", "not recorded"]
 Window = tuple[str, tuple[int, int]]  # a metric, first and last step
 
 
@@ -41,6 +46,7 @@ class Saving:
     baseline: float  # geometric mean, in the metric's own unit
     treatment: float
     ratio: float
+    ratios: tuple[float, ...]  # by pair
     ci95: tuple[float, float] | None  # Student's t on log ratios; None for one pair
 
 
@@ -50,18 +56,28 @@ def check_guards(
     limits: Guards,
     savings: Sequence[Saving],
     windows: Sequence[Window] = (),
+    alpha: float = ALPHA,
 ) -> list[Guard]:
     """Every guard of verdict.md's rule 5, over all steps: a limit broken early is broken.
 
-    `windows` are those of the claims, where nothing excuses a value that is not a number.
+    `windows` are those of the claims, where nothing excuses a value that is not a number. Whether the runs
+    finished and are finite are facts; the other guards are paired tests, each at one-sided level `alpha`.
     """
+    watched = [*limits.finite, *(metric for metric, _ in windows)]
     return [
         _finished(arm, pairs),
-        _finite(arm, pairs, windows),
-        *_token_mult_prob_error(arm, pairs, limits),
-        *_ratio(arm, "step_time_ratio", "step time", limits.step_time_ratio, savings),
-        *_ratio(arm, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings),
+        _finite(arm, pairs, windows, watched),
+        *_token_mult_prob_error(arm, pairs, limits, alpha),
+        *_ratio(arm, "step_time_ratio", "step time", limits.step_time_ratio, savings, alpha),
+        *_ratio(arm, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings, alpha),
     ]
+
+
+def num_tests(compare: Compare) -> int:
+    """How many tests share `guards.alpha`: the error's median and share, ratios with a limit, step one."""
+    limits = compare.guards
+    ratios = sum(one is not None for one in (limits.step_time_ratio, limits.peak_memory_ratio))
+    return 2 + ratios + compare.step_one
 
 
 def measure_savings(arm: str, pairs: Sequence[Pair]) -> list[Saving]:
@@ -122,6 +138,7 @@ def _saving(arm: str, quantity: str, values: Array) -> Saving | None:  # values:
         baseline=float(np.exp(logs[:, 0].mean())),
         treatment=float(np.exp(logs[:, 1].mean())),
         ratio=float(np.exp(ratios.mean())),
+        ratios=tuple(np.exp(ratios).tolist()),
         ci95=None if low_high is None else (float(low_high[0]), float(low_high[1])),
     )
 
@@ -159,10 +176,13 @@ def _last_step(run: RecordedRun) -> int:
     return int(run.steps[-1]) if len(run.steps) else 0
 
 
-def _finite(arm: str, pairs: Sequence[Pair], windows: Sequence[Window]) -> Guard:
-    """No NaN or Inf in a metric of which the same seed's baseline has none, and none in a claim's window."""
+def _finite(arm: str, pairs: Sequence[Pair], windows: Sequence[Window], watched: Collection[str]) -> Guard:
+    """No NaN or Inf in a watched metric of which the same seed's baseline has none, and none in a window.
+
+    Of forty metrics, some with a NaN now and then in any arm, one would alarm in every third A/A experiment.
+    """
     tried = [pair for pair in pairs if pair.baseline.finished]
-    found = [finding for pair in tried for finding in _new_non_finite(pair, windows)]
+    found = [finding for pair in tried for finding in _new_non_finite(pair, windows, watched)]
     seen = any(pair.treatment.metrics for pair in tried)
     result: GuardResult = "fail" if found else "pass" if seen else "not recorded"
     text = "no NaN or Inf that the baseline does not have" if seen else f"no {arm} run has recorded anything"
@@ -174,9 +194,9 @@ def _finite(arm: str, pairs: Sequence[Pair], windows: Sequence[Window]) -> Guard
     return Guard(arm=arm, guard="finite", limit=0, value=value, result=result, text=text)
 
 
-def _new_non_finite(pair: Pair, windows: Sequence[Window]) -> Iterator[str]:
+def _new_non_finite(pair: Pair, windows: Sequence[Window], watched: Collection[str]) -> Iterator[str]:
     run = pair.treatment
-    for metric in run.metrics:
+    for metric in filter(watched.__contains__, run.metrics):
         step = run.first_non_finite(metric)
         if step is None:
             continue
@@ -212,25 +232,62 @@ def _stays_non_finite(series: Series, repeats: Sequence[Array]) -> int | None:
     return None
 
 
-def _token_mult_prob_error(arm: str, pairs: Sequence[Pair], limits: Guards) -> Iterator[Guard]:
+def _token_mult_prob_error(arm: str, pairs: Sequence[Pair], limits: Guards, alpha: float) -> Iterator[Guard]:
     """Trainer and engine agree on log-probs: the worst run's median, and the share of steps above it."""
     limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
-    pairs = [pair for pair in pairs if pair.baseline.finished]
-    treatment = _finite_errors([pair.treatment for pair in pairs])
-    baseline = _finite_errors([pair.baseline for pair in pairs])
-    medians = [max((float(np.median(run)) for run in runs), default=None) for runs in (treatment, baseline)]
-    yield _error_guard(arm, "median", "the worst run's median", limit, medians, operator.ge)
-    shares = [
-        float(np.mean(np.concatenate(runs) > limit)) if runs else None for runs in (treatment, baseline)
+    errors = [
+        both
+        for pair in pairs
+        if pair.baseline.finished and all(map(len, both := [_errors(pair.baseline), _errors(pair.treatment)]))
     ]
-    yield _error_guard(arm, "share", f"the share of steps above {limit:g}", share, shares, operator.gt)
+    medians = np.array([[np.median(one) for one in both] for both in errors]).reshape(-1, 2)
+    excess = np.log(np.maximum(medians - 1, 0) + EXCESS_OFFSET)
+    yield _error_guard(
+        arm,
+        "median",
+        "the worst run's median",
+        limit,
+        medians.max(axis=0) if errors else None,
+        operator.ge,
+        lambda: _p_worse(excess[:, 1] - excess[:, 0]),
+        alpha,
+    )
+    above = np.array([[np.mean(one > limit) for one in both] for both in errors]).reshape(-1, 2)
+    steps = np.array([[len(one) for one in both] for both in errors]).reshape(-1, 2)
+    shares = (above * steps).sum(axis=0) / steps.sum(axis=0) if errors else None
+    yield _error_guard(
+        arm,
+        "share",
+        f"the share of steps above {limit:g}",
+        share,
+        shares,
+        operator.gt,
+        lambda: _p_worse(above[:, 1] - above[:, 0], _counting_sd(above, steps)),
+        alpha,
+    )
 
 
-def _finite_errors(runs: Sequence[RecordedRun]) -> list[Array]:
-    """One array a run that recorded any; NaN has a guard of its own."""
-    values = [run.series(TOKEN_MULT_PROB_ERROR).values for run in runs]
-    finite = [one[np.isfinite(one)] for one in values]
-    return [one for one in finite if len(one)]
+def _errors(run: RecordedRun) -> Array:
+    """The recorded ones that are numbers; NaN has a guard of its own."""
+    values = run.series(TOKEN_MULT_PROB_ERROR).values
+    return values[np.isfinite(values)]
+
+
+def _p_worse(differences: Array, least_sd: float = 0.0) -> float:
+    """One-sided paired t-test of treatment above baseline; 1 for fewer than two pairs."""
+    if len(differences) < 2:
+        return 1.0
+    mean, sd = mean_and_sd(differences)
+    sd = max(sd, least_sd)
+    if sd == 0:
+        return float(mean <= 0)
+    return float(special.stdtr(len(differences) - 1, -mean * math.sqrt(len(differences)) / sd))
+
+
+def _counting_sd(shares: NDArray[Any], steps: NDArray[Any]) -> float:
+    """Sd of a pair's difference of shares by counting alone: three equal small counts are no sd of 0."""
+    pooled = float((shares * steps).sum() / steps.sum())
+    return math.sqrt(pooled * (1 - pooled) * 2 / float(steps.mean()))
 
 
 def _error_guard(
@@ -238,37 +295,42 @@ def _error_guard(
     kind: str,
     what: str,
     limit: float,
-    values: Sequence[float | None],  # the treatment's and the baseline's
+    values: Array | None,  # the baseline's and the treatment's
     breaks: Callable[[float, float], bool],
+    p_worse: Callable[[], float],
+    alpha: float,
 ) -> Guard:
-    value, of_baseline = values
+    value: float | None = None
     result: GuardResult = "not recorded"
     text = f"{TOKEN_MULT_PROB_ERROR} is not recorded"
-    if value is not None:
+    if values is not None:
+        of_baseline, value = map(float, values)
         result = "fail" if breaks(value, limit) else "pass"
         text = f"{TOKEN_MULT_PROB_ERROR}: {what} is {value:.4g} (limit {limit:g})"
-        if result == "fail" and of_baseline is not None and breaks(of_baseline, limit):
+        if result == "fail" and breaks(of_baseline, limit):
             result, text = "baseline too", f"{text}, and {of_baseline:.4g} in the baseline"
+        elif result == "fail":
+            p = p_worse()
+            text += f", {of_baseline:.4g} in the baseline (p = {p:.2g} of no more, level {alpha:.2g})"
+            result = "fail" if p < alpha else "open"
     name = f"token_mult_prob_error_{kind}"
     return Guard(arm=arm, guard=name, limit=limit, value=value, result=result, text=text)
 
 
 def _ratio(
-    arm: str, guard: str, quantity: str, limit: float | None, savings: Sequence[Saving]
+    arm: str, guard: str, quantity: str, limit: float | None, savings: Sequence[Saving], alpha: float
 ) -> Iterator[Guard]:
+    """Fails where the lower bound of the ratio is above its limit. (A claim would prove it kept.)"""
     if limit is None:
         return
     saving = next((saving for saving in savings if saving.quantity == quantity), None)
-    if saving is None:
-        yield Guard(
-            arm=arm,
-            guard=guard,
-            limit=limit,
-            value=None,
-            result="not recorded",
-            text=f"{quantity}: no finished pair recorded it",
-        )
-        return
-    result: GuardResult = "fail" if saving.ratio > limit else "pass"
-    text = f"{quantity}: treatment / baseline is {saving.ratio:.3g} (limit {limit:g})"
-    yield Guard(arm=arm, guard=guard, limit=limit, value=saving.ratio, result=result, text=text)
+    value: float | None = None
+    result: GuardResult = "not recorded"
+    text = f"{quantity}: no finished pair recorded it"
+    if saving is not None:
+        value = saving.ratio
+        p = _p_worse(np.log(saving.ratios) - math.log(limit))
+        result = "fail" if p < alpha else "open" if saving.num_pairs < 2 and value > limit else "pass"
+        text = f"{quantity}: treatment / baseline is {value:.3g} (limit {limit:g}"
+        text += f"; p = {p:.2g} of no more, level {alpha:.2g})" if value > limit else ")"
+    yield Guard(arm=arm, guard=guard, limit=limit, value=value, result=result, text=text)

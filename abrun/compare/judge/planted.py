@@ -90,7 +90,7 @@ def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str
     """The earliest that makes it a mismatch: step one, then a guard, then a claim."""
     if judged.verdict != "MISMATCH":
         return "nothing", None, None
-    differing = [one for one in judged.step_one if not one.passes]
+    differing = [one for one in judged.step_one if one.result == "fail"]
     if differing:
         worst = max(differing, key=lambda one: one.deviation / one.tolerance)
         return "step one", worst.metric, worst.step

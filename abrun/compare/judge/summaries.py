@@ -1,9 +1,14 @@
 """A metric's values on the scale they are compared on, and the summary of a window."""
 
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 
+from abrun.compare.read.experiment import RecordedRun
 from abrun.errors import ComparisonError
-from abrun.metric_names import Transform, default_reduction
+from abrun.metric_names import REWARD, Transform, default_reduction, default_transform, direction
+from abrun.recipe import Primary
 from abrun.series import Array
 
 EXCESS_OFFSET = 1e-6  # keeps log(x - 1) finite where trainer and engine agree exactly
@@ -52,3 +57,39 @@ def difference_unit(transform: Transform) -> str:
     return {"identity": "", "log": " (log ratio)", "log_excess": " (log ratio of the excess over 1)"}[
         transform
     ]
+
+
+def summaries(values: Array, primary: Primary) -> Array:
+    """One number a run [R] of a claim's values in its window [R, W]."""
+    return reduced(transformed(values, _transform(primary), primary.metric), primary.metric)
+
+
+def climbs(runs: Sequence[RecordedRun], primary: Primary, last: int) -> Array:
+    """What each run [R] has learned by step `last`: its last tenth less its first, as learning moves it.
+
+    The mean of the last tenth of the steps from the first recorded one to `last` less that of the first
+    tenth, on the claim's scale; positive for a reward that rose and for a loss that fell. NaN where the
+    metric has no direction, or fewer than two steps.
+    """
+    return np.array([_climb(run, primary, last) for run in runs])
+
+
+def direction_in(run: RecordedRun, metric: str) -> Literal[1, -1] | None:
+    """Which way learning moves a metric of this run."""
+    return direction(metric, policy_gradient=REWARD in run.metrics)
+
+
+def _climb(run: RecordedRun, primary: Primary, last: int) -> float:
+    series, sign = run.series(primary.metric), direction_in(run, primary.metric)
+    steps, values = series.steps[series.steps <= last], series.values[series.steps <= last]
+    steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
+    if sign is None or len(steps) < 2 or outside_domain(values, _transform(primary)):
+        return np.nan
+    tenth = (steps[-1] - steps[0]) / 10
+    values = transformed(values, _transform(primary), primary.metric)
+    start, end = values[steps <= steps[0] + tenth], values[steps >= steps[-1] - tenth]
+    return sign * float(end.mean() - start.mean())
+
+
+def _transform(primary: Primary) -> Transform:
+    return primary.transform or default_transform(primary.metric)

@@ -8,7 +8,14 @@ import numpy as np
 
 from abrun.compare.judge.guards import shared_peak_counter
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, union
-from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, is_clock
+from abrun.metric_names import (
+    FINAL_WEIGHTS,
+    MEMORY_PEAK,
+    PEAK_MEMORY,
+    STEP_TIME,
+    TOKEN_MULT_PROB_ERROR,
+    is_clock,
+)
 from abrun.recipe import Primary, dotted
 from abrun.series import Steps, window_bounds
 
@@ -307,7 +314,8 @@ def _missing_metrics(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[str]:
     guards = experiment.compare.guards
-    needed = {primary.metric: "primary" for primary in primaries}
+    of_whole_runs = (MEMORY_PEAK, FINAL_WEIGHTS)  # found missing where they are judged
+    needed = {one.metric: "primary" for one in primaries if one.metric not in of_whole_runs}
     if guards.step_time_ratio is not None:
         needed.setdefault(STEP_TIME, "guard")
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):

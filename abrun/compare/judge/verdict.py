@@ -5,21 +5,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from abrun.compare.judge.claims import PrimaryResult, judge_primary, resolved_margin, with_holm
+from abrun.compare.judge.assay import learning_metrics
+from abrun.compare.judge.claims import PrimaryResult, judge_primary, with_holm
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
-from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings
+from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests
+from abrun.compare.judge.limits import judge_limit, limit_sentence
+from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.step_one import StepOne, shares_prompts, step_one
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons, other_machine
 from abrun.compare.read.experiment import Experiment, Pair
 from abrun.equivalence import ALPHA
+from abrun.looks import level_of_a_look
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.recipe import Primary
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
+_OPEN_GUARDS = {
+    "baseline too": "not the treatment's doing",
+    "open": "beyond the limit, which seeds alone may have done",
+}
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
@@ -28,7 +36,9 @@ class Look:
     """A verdict taken when that many pairs had ended, at its share of alpha."""
 
     num_pairs: int
-    alpha: float
+    alpha: float  # of a match: its one-sided level
+    alpha_difference: float  # of a mismatch by a claim, over all claims
+    alpha_guards: float  # of a mismatch by a guard or step one
     verdict: Verdict | None = None  # None: not taken yet
 
 
@@ -56,12 +66,16 @@ class ArmVerdict:
 def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdict]:
     """Gather the evidence for every treatment and decide. Raises ComparisonError for a claim it cannot read.
 
-    With looks declared, the first that decides stands: each has alpha / number of looks, so that all of them
-    together err no more often than one verdict would (Bonferroni).
+    With looks declared, the first that decides stands: each tests at a level of which all of them together
+    err no more often than one verdict would (see abrun.looks).
     """
-    margins = [resolved_margin(primary, experiment.reference) for primary in primaries]
+    margins = [
+        resolved_margin(primary, experiment.reference) if primary.margin is not None else None
+        for primary in primaries
+    ]
+    may_repeat = any(primary.exact for primary in primaries)
     arms = experiment.treatments
-    planned = looks_of(experiment)
+    planned = looks_of(experiment, len(primaries))
     taken = [look for look in planned if all(_ended(experiment, arm, look) for arm in arms)] or planned[:1]
     judged: dict[str, ArmVerdict] = {}
     looks: dict[str, list[Look]] = {arm: [] for arm in arms}
@@ -75,6 +89,17 @@ def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdi
                     margin,
                     experiment.all_steps(),
                     look.alpha,
+                    look.alpha_difference,
+                    may_repeat,
+                )
+                if margin
+                else judge_limit(
+                    arm,
+                    experiment.pairs(arm)[: look.num_pairs],
+                    primary,
+                    experiment.all_steps(),
+                    look.alpha,
+                    look.alpha_difference,
                 )
                 for arm in arms
                 for primary, margin in zip(primaries, margins, strict=True)
@@ -90,12 +115,26 @@ def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdi
     return [replace(one, looks=[*looks[arm], *planned[len(looks[arm]) :]]) for arm, one in judged.items()]
 
 
-def looks_of(experiment: Experiment) -> list[Look]:
-    """The declared looks; where there are none, one at all pairs."""
+def looks_of(experiment: Experiment, num_claims: int = 1) -> list[Look]:
+    """The declared looks; where there are none, one at all pairs.
+
+    Of the 5 % in which equal arms may be called a mismatch, `guards.alpha` is the guards' and step one's, the
+    rest the claims'. Each claim of each treatment has its part of that, before it is spread over the looks.
+    """
     counts = experiment.compare.looks or [
         max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     ]
-    return [Look(num_pairs=count, alpha=ALPHA / len(counts)) for count in counts]
+    for_guards = experiment.compare.guards.alpha
+    family = max(1, num_claims * len(experiment.treatments))
+    return [
+        Look(
+            num_pairs=count,
+            alpha=level_of_a_look(counts),
+            alpha_difference=family * level_of_a_look(counts, (ALPHA - for_guards) / family),
+            alpha_guards=for_guards / len(counts) / max(1, len(experiment.treatments)),
+        )
+        for count in counts
+    ]
 
 
 def _ended(experiment: Experiment, arm: str, look: Look) -> bool:
@@ -117,8 +156,9 @@ def judge_arm(
     invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
     savings = measure_savings(arm, pairs)
     windows = [(result.metric, result.steps) for result in results if result.steps]
-    guards = check_guards(arm, pairs, compare.guards, savings, windows)
-    first_steps = step_one(arm, pairs, compare)
+    tests = look.alpha_guards / num_tests(compare)
+    guards = check_guards(arm, pairs, compare.guards, savings, windows, tests)
+    first_steps = step_one(arm, pairs, compare, tests)
     unread = step_one_unread(experiment, arm, first_steps)
     first_steps = [] if unread else first_steps
     diverged = divergence(arm, pairs, primaries)
@@ -130,7 +170,10 @@ def judge_arm(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        not_tested=not_tested(experiment, pairs, primaries, diverged, unread),
+        not_tested=[
+            *(step_one_open(one) for one in first_steps if one.result == "not tested"),
+            *not_tested(experiment, pairs, primaries, diverged, unread),
+        ],
         num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
         num_planned_pairs=len(pairs),
         treatment_diff=differences(experiment, arm),
@@ -151,7 +194,7 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
         return "switched off (compare.step_one: false)"
     if other_machine(experiment, arm):
         return "the reference was made with other package versions or devices"
-    differing = [one for one in first_steps if not one.passes]
+    differing = [one for one in first_steps if one.result == "fail"]
     if not differing or shares_prompts(experiment.pairs(arm)):
         return None
     worst_one = max(differing, key=lambda one: one.deviation)
@@ -195,6 +238,17 @@ def not_tested(
         sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
     if any(one.noise_floor == "unknown" for one in diverged):
         sentences.append("divergence against the noise floor: no A/A reruns (controls.aa_reruns)")
+    if not learning_metrics([run for run in runs if run.name.arm == experiment.baseline]) and primaries:
+        sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
+    clean = sum(pair.finished for pair in pairs)
+    if clean:
+        most = 1 - ALPHA ** (1 / clean)
+        sentences.append(
+            f"seeds that fail more rarely: {_count(clean, 'clean seed')} leave{'s' * (clean == 1)} a failure "
+            f"rate of up to {100 * most:.0f} % (95 % bound)"
+        )
+    if primaries and all(primary.margin is None for primary in primaries):
+        sentences.append("whether the arms converge alike: no claim has a margin")
     if primaries and others > 0:
         sentences.append(f"{_count(others, 'other metric')}: recorded, without a claim")
     if len(steps):
@@ -220,7 +274,7 @@ def decide(
             "at step 0 or 1, so step one cannot be read; map names with --alias, or say --no-step-one"
         ]
     wrong = [
-        *(_step_one_sentence(one) for one in first_steps if not one.passes),
+        *(_step_one_sentence(one) for one in first_steps if one.result == "fail"),
         *(f"guard {guard.guard} fails: {guard.text}" for guard in guards if guard.result == "fail"),
         *(primary_sentence(one) for one in primaries if one.result == "different"),
     ]
@@ -228,11 +282,11 @@ def decide(
         return "MISMATCH", wrong
     open_questions = [
         *(
-            f"guard {guard.guard}: {guard.text}: not the treatment's doing, and no ground for a match"
+            f"guard {guard.guard}: {guard.text}: {_OPEN_GUARDS[guard.result]}, and no ground for a match"
             for guard in guards
-            if guard.result == "baseline too"
+            if guard.result in _OPEN_GUARDS
         ),
-        *(primary_sentence(one) for one in primaries if one.result != "equivalent"),
+        *(primary_sentence(one) for one in primaries if one.result not in ("equivalent", "holds")),
     ]
     if not primaries:
         open_questions.append(
@@ -251,9 +305,11 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
 def primary_sentence(result: PrimaryResult) -> str:
     """One claim's outcome, in words that promise no more than was tested."""
     unit = difference_unit(result.transform)
-    margin = f"{result.margin_text}{unit if result.margin_sigmas is None else ''}"
+    margin = f"{result.margin_text}{unit if result.margin_unit == '' else ''}"
     if result.problem and result.result != "different":
         return f"{result.metric}: not tested over {result.window}: {result.problem}"
+    if result.test in ("limit", "ratio limit", "exact"):
+        return limit_sentence(result)
     if result.mean_difference is None or result.interval is None or result.steps is None:
         return (
             f"{result.metric}: {_count(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
@@ -263,35 +319,44 @@ def primary_sentence(result: PrimaryResult) -> str:
     level = f"{100 * (1 - 2 * result.alpha):.3g} %"
     interval = f"{level} interval [{result.interval[0]:.3g}, {result.interval[1]:.3g}]"
     bound = f"certified bound {certified(result)}"
+    warning = f"; {result.warning}" if result.warning else ""
     if result.result == "equivalent":
         return (
             f"{result.metric}: equivalent within {margin} at {100 * (1 - result.alpha):.3g} % confidence "
-            f"over {where} ({bound})"
+            f"over {where} ({bound}{_jointly(result)}){warning}"
         )
     if result.result == "different":
         return (
             f"{result.metric}: differs by {result.mean_difference:+.3g}{unit}, beyond {margin}, over {where} "
-            f"({interval}, Holm p = {result.p_difference_holm:.2g})"
+            f"({interval}, Holm p = {result.p_beyond_holm:.2g} of a difference no larger){warning}"
         )
     correlation = "undefined" if result.pair_correlation is None else f"{result.pair_correlation:.2f}"
     found = f"mean difference {result.mean_difference:+.3g}{unit}, {interval}, {bound} against {margin}"
     spread = f"s_d {result.sd_difference:.3g}, pair correlation {correlation}"
     if result.excludes_zero:
         p = 1.0 if result.p_difference_holm is None else result.p_difference_holm
-        detected = "was detected" if p < result.alpha else "is likely"
+        detected = "was detected" if p < result.alpha_difference else "is likely"
         return (
             f"{result.metric}: a difference {detected} over {where} (Holm p = {p:.2g}), and whether it stays "
-            f"within the margin is open: {found}; {spread}, {_pairs_for_the_observed(result)}"
+            f"within the margin is open: {found}; {spread}, {_pairs_for_the_observed(result)}{warning}"
         )
     return (
         f"{result.metric}: not decided over {where}: {found}; {spread}, "
         f"power now {_percent(result.power_now)}, pairs needed for 80 % power {_pairs_needed(result)}"
+        f"{warning}"
     )
+
+
+def _jointly(result: PrimaryResult) -> str:
+    """The bound that holds for all claims at once, where that is another."""
+    if result.certified_jointly is None or result.certified_jointly == result.certified_bound:
+        return ""
+    return f", {result.certified_jointly:.3g} jointly with the other claims'"
 
 
 def _pairs_for_the_observed(result: PrimaryResult) -> str:
     """What more pairs would bring if the true difference is the observed one."""
-    if result.margin_sigmas is not None:
+    if result.margin_unit == "sigma":
         return f"pairs needed for 80 % power {_pairs_needed(result)}"
     assert result.margin is not None and result.mean_difference is not None
     if abs(result.mean_difference) >= result.margin:
@@ -302,9 +367,20 @@ def _pairs_for_the_observed(result: PrimaryResult) -> str:
 
 def certified(result: PrimaryResult) -> str:
     """The smallest margin that would have passed, in the margin's own unit."""
-    if result.margin_sigmas is not None and result.certified_sigmas is not None:
-        return f"{result.certified_sigmas:.3g} sigma"
-    return "-" if result.certified_bound is None else f"{result.certified_bound:.3g}"
+    if result.certified_number is None:
+        return "-" if result.certified_bound is None else f"{result.certified_bound:.3g}"
+    shown = {"": "{:.3g}", "sigma": "{:.3g} sigma", "level": "{:.3%}", "climb": "{:.3%} of climb"}
+    return shown[result.margin_unit].format(result.certified_number)
+
+
+def step_one_open(one: StepOne) -> str:
+    """A first step that neither agrees nor shows a fault, and what would settle it."""
+    return (
+        f"step one of {one.metric}: it deviates by {one.deviation:.2g} (seed {one.seed}), beyond "
+        f"{one.tolerance:.2g} ({one.tolerance_from}), and "
+        "nothing says how far this trainer's own reruns do; give "
+        "controls.aa_reruns or compare.step_one_tolerance"
+    )
 
 
 def _step_one_sentence(one: StepOne) -> str:

@@ -14,7 +14,7 @@ from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.experiment import Experiment
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "savings")
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 

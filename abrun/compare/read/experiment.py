@@ -9,6 +9,7 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
 from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
 from abrun.series import NO_SERIES, Array, Series, Steps
 from abrun.store import Status
@@ -177,7 +178,7 @@ def refuse_unknown_metrics(experiment: Experiment, primaries: Sequence[Primary])
     """Raises ComparisonError for a metric that no run recorded: given by hand, that is a typing error."""
     known = experiment.metrics()
     for primary in primaries:
-        if known and primary.metric not in known:
+        if known and primary.metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
             close = difflib.get_close_matches(primary.metric, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"recorded are: {', '.join(known)}"
             raise ComparisonError(f"--primary: got metric {primary.metric!r}, which no run recorded; {hint}")

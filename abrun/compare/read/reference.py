@@ -31,8 +31,8 @@ _ENVIRONMENT = ("python", "versions", "devices", "prompts_sha256", "initial_weig
 _PRIVATE = ("wandb.", "trainer.env.", "initial_weights")
 
 
-def freeze(experiment: Experiment, arm: str, path: Path) -> None:
-    """Write the runs of an arm, with the claims of its experiment, as a reference file.
+def freeze(experiment: Experiment, arm: str, path: Path, claims: Compare | None = None) -> None:
+    """Write the runs of an arm, with `claims` on them (default: its experiment's), as a reference file.
 
     Raises ComparisonError where the arm is not there, has fewer than two finished runs or unfinished ones.
     """
@@ -47,7 +47,7 @@ def freeze(experiment: Experiment, arm: str, path: Path) -> None:
     for run in runs:
         if not run.finished:
             raise ComparisonError(f"{run} is not finished ({run.status}); a reference needs whole runs")
-    compare = experiment.compare.model_copy(update={"looks": [], "reference": None})
+    compare = (claims or experiment.compare).model_copy(update={"looks": [], "reference": None})
     grid = union(run.steps for run in runs)
     content = {
         "schema_version": _SCHEMA_VERSION,

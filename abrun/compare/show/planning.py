@@ -6,11 +6,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from abrun.compare.judge.claims import judge_primary, resolved_margin
+from abrun.compare.judge.claims import judge_primary
+from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
-from abrun.power import ClaimPower, Spread, assumed_spread, claim_power
-from abrun.recipe import Compare, Primary
+from abrun.looks import level_of_a_look
+from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
+from abrun.recipe import Compare, Primary, claim_text
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
 
@@ -32,6 +34,8 @@ def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
         sd_difference=widest.sd_difference,
         num_pairs=widest.num_pairs,
         source=f"measured in {experiment.name} over {widest.num_pairs} pairs",
+        level=widest.baseline_mean,
+        climb=widest.climb,
     )
 
 
@@ -52,14 +56,15 @@ def plan_report(
         return Text(
             f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
         )
-    alpha = ALPHA / max(1, len(compare.looks))
+    alpha = level_of_a_look(compare.looks)
+    equivalences = [claim for claim in compare.primary if claim.margin is not None]
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} pairs planned", style="bold"), Text("")]
     powers = []
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     counts = sorted({*COUNTS, num_pairs, *compare.looks})
     for heading in ("claim", "margin", *(f"n={count}" for count in counts), "80 % at"):
         table.add_column(heading, justify="left" if heading in ("claim", "margin") else "right")
-    for claim in compare.primary:
+    for claim in equivalences:
         spread = _spread(claim, compare, earlier, sigma, correlation)
         expected = claim_power(claim, compare, spread, alpha)
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
@@ -68,6 +73,9 @@ def plan_report(
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
             table.add_row(claim.metric, margin, *cells, _needed(expected))
+    for claim in compare.primary:
+        if claim.margin is None:
+            lines.append(Text(f"{claim.metric} over {claim.window}: {claim_text(claim)}: not planned"))
     if powers:
         lines += [Text("\nP(match) if the arms are truly equal, by number of pairs", style="bold"), table]
     if len(powers) > 1:
@@ -78,7 +86,7 @@ def plan_report(
     if compare.looks:
         looks = ", ".join(map(str, compare.looks))
         lines.append(Text(f"Looks at {looks} pairs: each tests at level {alpha:.3g} instead of {ALPHA:g}."))
-    if len(powers) < len(compare.primary):
+    if len(powers) < len(equivalences):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
 
@@ -100,7 +108,8 @@ def _spread(
 def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
     if claim.sigmas is not None and not compare.reference:
         return (
-            "margin in sigmas of the runs themselves: exact test, power for independent arms (a lower bound)"
+            f"margin in sigmas of the baseline, pair correlation "
+            f"{spread.correlation if spread else claim.correlation:.2f}"
         )
     if spread is None:
         return (
@@ -108,7 +117,10 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
         )
     sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
     difference = f"sd of a difference {spread.sd_difference:.3g}"
-    return f"{sigma}pair correlation {spread.correlation:.2f}, {difference} ({spread.source})"
+    planned = ""
+    if spread.num_pairs:
+        planned = f"; planned with its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
+    return f"{sigma}pair correlation {spread.correlation:.2f}, {difference} ({spread.source}{planned})"
 
 
 def _needed(expected: ClaimPower) -> str:

@@ -258,8 +258,12 @@ def _primary_cells(one: Content) -> list[str]:
     interval = one["interval"]
     difference = f"{one['mean_difference']:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "-"
     bound = "-" if one["certified_bound"] is None else f"{one['certified_bound']:.3g}"
-    if one["margin_sigmas"] is not None and one["certified_sigmas"] is not None:
-        bound = f"{one['certified_sigmas']:.3g} sigma"
+    if one["margin_unit"] and one["certified_number"] is not None:
+        number = one["certified_number"]
+        bound = f"{number:.3g} sigma" if one["margin_unit"] == "sigma" else f"{number:.3%}"
+    if one["limited"] is not None:
+        ends = one["limited_interval"]
+        difference = f"{one['limited']:.4g}" + (f" [{ends[0]:.4g}, {ends[1]:.4g}]" if ends else "")
     scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
     metric = f"{one['metric']}{scale}"
     return [metric, steps, str(one["num_pairs"]), difference, one["margin_text"], bound, one["result"]]
@@ -307,7 +311,8 @@ def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
 def _step_one(checks: Sequence[Content]) -> str:
     if not checks:
         return "not read"
-    failed = [one["metric"] for one in checks if not one["passes"]]
+    failed = [one["metric"] for one in checks if one["result"] == "fail"]
+    checks = [one for one in checks if one["result"] != "not tested"] or checks
     # The metric closest to its tolerance speaks for the rest.
     closest = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
     largest = (
@@ -317,6 +322,8 @@ def _step_one(checks: Sequence[Content]) -> str:
     state = (
         f"fails for {', '.join(failed)}"
         if failed
+        else "not tested"
+        if checks[0]["result"] == "not tested"
         else f"{len(checks)} metric{'s' * (len(checks) > 1)} agree{'s' * (len(checks) == 1)}"
     )
     return f"{state}; {largest}"
@@ -324,7 +331,9 @@ def _step_one(checks: Sequence[Content]) -> str:
 
 def _guards(guards: Sequence[Content]) -> str:
     broken = [
-        f"{one['guard']}: {one['result']}" for one in guards if one["result"] in ("fail", "baseline too")
+        f"{one['guard']}: {one['result']}"
+        for one in guards
+        if one["result"] in ("fail", "baseline too", "open")
     ]
     passed = [one["guard"] for one in guards if one["result"] == "pass"]
     return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken)

@@ -9,6 +9,7 @@ const VERDICTS = {
 };
 const RESULTS = {
   equivalent: ["good", "\u2713"],
+  holds: ["good", "\u2713"],
   pass: ["good", "\u2713"],
   agrees: ["good", "\u2713"],
   different: ["bad", "\u2715"],
@@ -16,6 +17,7 @@ const RESULTS = {
   deviates: ["bad", "\u2715"],
   undecided: ["open", "?"],
   "baseline too": ["open", "!"],
+  open: ["open", "!"],
 };
 
 const chip = (result) => {
@@ -135,9 +137,11 @@ function primaries() {
         [chip(one.result), muted(outlook(one))],
         dotPlot(one),
         [
-          signed(one.mean_difference, 3),
+          typeof one.limited === "number" ? number(one.limited, 4) : signed(one.mean_difference, 3),
           muted(
-            one.interval || one.ci90
+            one.limited_interval
+              ? `${confidence(one.alpha)} ${interval(one.limited_interval)}`
+              : one.interval || one.ci90
               ? `${confidence(one.interval ? one.alpha : 0.05)} ${interval(one.interval || one.ci90)}`
               : "no interval",
           ),
@@ -145,9 +149,7 @@ function primaries() {
         marginText(one),
         [
           el("b", {}, number(one.certified_bound, 3)),
-          one.certified_sigmas !== null && one.certified_sigmas !== undefined
-            ? muted(`${number(one.certified_sigmas, 3)} sigma`)
-            : null,
+          one.margin_unit === "sigma" ? muted(`${number(one.certified_number, 3)} sigma`) : null,
         ],
         [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
         String(one.num_pairs),
@@ -178,7 +180,7 @@ function outlook(one) {
   const many = (size) => (size === null || size === undefined ? "more than 1000" : String(size));
   const range = one.pairs_needed_range ? ` (${one.pairs_needed_range.map(many).join(" to ")})` : "";
   const excludesZero = one.interval && (one.interval[0] > 0 || one.interval[1] < 0);
-  if (excludesZero && typeof one.margin_sigmas !== "number")
+  if (excludesZero && one.margin_unit !== "sigma")
     return Math.abs(one.mean_difference) >= one.margin
       ? "interval without zero; no number of pairs shows equivalence at the observed difference"
       : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} pairs at the observed difference`;
@@ -274,7 +276,7 @@ function stepOne() {
       typeof one.deviation === "number" && one.tolerance ? one.deviation / one.tolerance : Infinity;
     const bar = el(
       "span",
-      { class: `meter ${one.passes ? "" : "over"}`, "aria-hidden": "true" },
+      { class: `meter ${one.result === "pass" ? "" : "over"}`, "aria-hidden": "true" },
       el("i", {}),
     );
     bar.firstChild.style.width = `${Math.min(100, 100 * share)}%`;
@@ -312,7 +314,7 @@ function stepOne() {
           list.map((one) => [
             ...armCell(one),
             el("span", { class: "name" }, one.metric),
-            chip(one.passes ? "agrees" : "deviates"),
+            chip({ pass: "agrees", fail: "deviates" }[one.result] || one.result),
             number(one.baseline, 6),
             number(one.treatment, 6),
             number(one.deviation, 2),
@@ -641,7 +643,7 @@ const GUIDE = [
   ],
   [
     "Diamond and bar",
-    "The claim: mean difference of the window\u2019s summaries and the interval that must lie inside the margin (90\u00a0% for one look, wider for several). Where the margin is in sigmas of these runs, an exact test decides, and zone and interval are for orientation.",
+    "The claim: mean difference of the window\u2019s summaries and the interval that must lie inside the margin (90\u00a0% for one look, wider for several). Where the margin is in sigmas of the baseline, a test of its own decides, and zone and interval are for orientation.",
   ],
   [
     "Thin bars",

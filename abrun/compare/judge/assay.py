@@ -1,0 +1,159 @@
+"""Assay sensitivity (ICH E10, 1.5): whether these runs could have shown a difference, had there been one.
+
+A match of runs that learn nothing, repeat each other or stop early says nothing about the treatment. Each
+function answers with one clause of why, and what to do; None: nothing is amiss.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from abrun.compare.judge.summaries import climbs, direction_in
+from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.equivalence import t_interval
+from abrun.metric_names import (
+    ADVANTAGES_MAX,
+    ADVANTAGES_MIN,
+    GRAD_NORM,
+    LEARNING_RATE,
+    SIGNAL_SHARE,
+    default_transform,
+    find,
+    is_clock,
+    unit_of,
+)
+from abrun.recipe import Primary
+from abrun.series import NO_SERIES, Array
+
+# What is 0 at every step where nothing can be learned.
+DRIVERS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
+
+
+def no_signal(pairs: Sequence[Pair], metric: str, *, may_repeat: bool = False) -> str | None:
+    """Why these runs would have agreed on a metric whatever the treatment does.
+
+    `may_repeat`: bit-identical arms are what was declared, not a treatment that was not applied.
+    """
+    found = find(metric)
+    if found and "given" in found.roles:
+        return "it follows from recipe and seed, whatever the arms learn"
+    baselines, treatments = [pair.baseline for pair in pairs], [pair.treatment for pair in pairs]
+    for runs, arm in ((baselines, "baseline"), (treatments, "treatment")):
+        for driver in DRIVERS:
+            values = _recorded(runs, driver)
+            if len(values) and not np.nan_to_num(values, posinf=0.0, neginf=0.0).any():
+                what = "0" if np.isfinite(values).all() else "0 or not a number"
+                return f"{driver} is {what} at every step of every {arm} run: nothing was learned"
+        ends = [_recorded(runs, end) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
+        if all(len(one) and not one.any() for one in ends):
+            return f"all advantages are 0 at every step of every {arm} run: no reward differed in a group"
+    values = _recorded([*baselines, *treatments], metric)
+    values = values[np.isfinite(values)]
+    if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory need not move
+        return f"it is {values[0]:.6g} at every step of every run of both arms"
+    return (
+        _one_run_as_two_seeds(baselines, metric)
+        or _one_run_as_two_seeds(treatments, metric)
+        or cut_short([*baselines, *treatments])
+        or (None if may_repeat else _untouched(pairs))
+    )
+
+
+def not_learned(pairs: Sequence[Pair], primary: Primary, last: int, margin: float) -> str | None:
+    """Why the baseline learned too little for a claim to mean anything.
+
+    A metric that learning moves in one direction must have climbed by more than the margin by the window's
+    end: the lower 95 % bound over seeds. Of any other (a norm, an entropy, trainer against engine) no
+    such thing is known: there some metric that has a direction must have climbed at all, where one is
+    recorded. Time and memory do not depend on what is learned.
+    """
+    if not primary.climbs or is_clock(primary.metric) or unit_of(primary.metric) == "bytes":
+        return None
+    baselines = [pair.baseline for pair in pairs]
+    if direction_in(baselines[0], primary.metric):
+        low = climb_bound(climbs(baselines, primary, last))
+        if low > margin:
+            return None
+        mean = float(np.mean(climbs(baselines, primary, last)))
+        return (
+            f"up to step {last} the baseline climbs by {mean:.3g} (lower 95 % bound {low:.3g}), not by more "
+            f"than the margin of {margin:.3g}, so that arms that learn nothing would agree as well: train "
+            "longer, claim a smaller margin, or declare `climbs: false` where it need not climb"
+        )
+    learners = learning_metrics(baselines)
+    bounds = {metric: climb_bound(_climbs(baselines, metric, last)) for metric in learners}
+    if not bounds or max(bounds.values()) > 0:
+        return None
+    return (
+        f"no climb of the baseline is shown up to step {last} ({', '.join(bounds)}: lower 95 % bound "
+        f"{max(bounds.values()):.3g}): train longer, or declare `climbs: false` where nothing need be learned"
+    )
+
+
+def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
+    """The metrics that learning moves in one direction, and that every run recorded more than once."""
+    return [
+        metric
+        for metric in (runs[0].metrics if runs else ())
+        if direction_in(runs[0], metric) and all(len(run.series(metric)) > 1 for run in runs)
+    ]
+
+
+def climb_bound(values: Array) -> float:
+    """The lower 95 % bound of the mean climb over seeds; -inf where it is not known."""
+    known = len(values) > 1 and np.isfinite(values).all()
+    return t_interval(values, 0.9)[0] if known else -np.inf
+
+
+def _climbs(runs: Sequence[RecordedRun], metric: str, last: int) -> Array:
+    return climbs(runs, Primary(metric=metric, margin=1.0, transform=default_transform(metric)), last)
+
+
+def cut_short(runs: Sequence[RecordedRun]) -> str | None:
+    """A run whose last recorded step is further from its last configured one than its steps are apart."""
+    for run in runs:
+        configured, steps = (run.config or {}).get("steps"), run.steps
+        if isinstance(configured, int) and len(steps) > 1:
+            apart = int(np.diff(steps).max())
+            if steps[-1] + apart <= configured and steps[-1] + 1 < configured:
+                return (
+                    f"{run} recorded its last step at {steps[-1]} of {configured} configured ones: "
+                    "launch with --resume, or train anew"
+                )
+    return None
+
+
+def _untouched(pairs: Sequence[Pair]) -> str | None:
+    """Arms that hold the same numbers in every pair: the treatment may not have been applied at all."""
+    of_reference = any(pair.baseline.thinned for pair in pairs)  # a later version may well repeat it
+    if pairs and not of_reference and all(_same_numbers(pair.baseline, pair.treatment) for pair in pairs):
+        return (
+            "both arms hold the same numbers, bit for bit, in every pair: either the treatment changes "
+            "nothing or it was not applied; where bit-exactness is what is expected, claim `exact: true`"
+        )
+    return None
+
+
+def _recorded(runs: Sequence[RecordedRun], metric: str) -> Array:
+    return np.concatenate([run.series(metric).values for run in runs] or [NO_SERIES.values])
+
+
+def _one_run_as_two_seeds(runs: Sequence[RecordedRun], metric: str) -> str | None:
+    """Two seeds of an arm with the same numbers, but for what a machine adds, are not two observations."""
+    seen: dict[bytes, list[RecordedRun]] = {}
+    for run in runs:
+        alike = seen.setdefault(run.series(metric).values.tobytes(), [])
+        twin = next((other for other in alike if _same_numbers(run, other)), None)
+        if twin is not None:
+            return f"{run} holds the numbers of {twin} at every step: one run, or a seed that changes nothing"
+        alike.append(run)
+    return None
+
+
+def _same_numbers(run: RecordedRun, other: RecordedRun) -> bool:
+    learned = [one for one in {*run.metrics, *other.metrics} if not is_clock(one) and unit_of(one) != "bytes"]
+    return bool(learned) and all(
+        np.array_equal(run.series(one).steps, other.series(one).steps)
+        and np.array_equal(run.series(one).values, other.series(one).values, equal_nan=True)
+        for one in learned
+    )

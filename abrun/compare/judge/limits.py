@@ -1,0 +1,173 @@
+"""Claims that are no equivalence: limits on a level or on a ratio, and bit-exactness."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from abrun.compare.judge.assay import cut_short
+from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
+from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.equivalence import limit_test
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, default_reduction, find, unit_of
+from abrun.recipe import Primary, claim_text
+from abrun.series import Array, Series, Steps, window_bounds
+
+Reduction = Literal["mean", "median", "maximum", "minimum"]
+_REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
+
+
+def judge_limit(
+    arm: str,
+    pairs: Sequence[Pair],
+    primary: Primary,
+    grid: Steps,
+    alpha: float,
+    alpha_difference: float,
+) -> PrimaryResult:
+    """A limit or an exact claim over the pairs, before `with_holm`; every planned pair is needed.
+
+    A limit holds where the one-sided 1 - alpha bound of the mean over seeds keeps it (of the ratio: the
+    geometric mean over pairs), and is broken where the opposite bound is beyond it. Raises ComparisonError
+    for a window that the runs do not hold.
+    """
+    finished = [pair for pair in pairs if pair.finished]
+    bounds = window_bounds(primary.window, grid, primary.metric) if len(grid) else None
+    of_ratio = primary.limit is not None and primary.limit[1]
+    result = PrimaryResult(
+        arm=arm,
+        metric=primary.metric,
+        window=primary.window,
+        steps=bounds,
+        num_steps=0,
+        transform="identity",
+        reduction=_reduction(primary.metric),
+        test="exact" if primary.exact else "ratio limit" if of_ratio else "limit",
+        margin=None,
+        margin_unit="",
+        margin_number=primary.limit[0] if primary.limit else 0.0,
+        margin_text=claim_text(primary),
+        alpha=alpha,
+        alpha_difference=alpha_difference,
+        num_pairs=len(finished),
+        seeds=tuple(pair.seed for pair in finished),
+        problem=cut_short([run for pair in finished for run in (pair.baseline, pair.treatment)]),
+    )
+    if len(finished) < len(pairs) and not result.problem:
+        lacking = f"{len(finished)} of {len(pairs)} planned pairs are usable, and every one is needed"
+        result = replace(result, problem=lacking)
+    if bounds is None or not finished or result.problem:
+        return replace(result, problem=result.problem or "no pair has finished")
+    return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
+
+
+def _exact(result: PrimaryResult, pairs: Sequence[Pair], bounds: tuple[int, int]) -> PrimaryResult:
+    for pair in pairs:
+        problem, where = _first_difference(pair, result.metric, bounds)
+        if problem:
+            return replace(result, problem=problem)
+        if where:
+            return replace(result, result="different", detail=where)
+    return replace(result, result="holds")
+
+
+def _first_difference(pair: Pair, metric: str, bounds: tuple[int, int]) -> tuple[str | None, str | None]:
+    """Why a pair cannot be compared, and where its runs first differ."""
+    if metric == FINAL_WEIGHTS:
+        hashes = [run.final_weights_hash for run in (pair.baseline, pair.treatment)]
+        if None in hashes:
+            return f"the runs of seed {pair.seed} do not say what weights they ended with", None
+        return None, None if hashes[0] == hashes[1] else f"those of seed {pair.seed} differ"
+    left, right = (_inside(run.series(metric), bounds) for run in (pair.baseline, pair.treatment))
+    if not len(left) or not np.array_equal(left.steps, right.steps):
+        return f"it was not recorded at the same steps in both runs of seed {pair.seed}", None
+    same = (left.values == right.values) | (np.isnan(left.values) & np.isnan(right.values))
+    if same.all():
+        return None, None
+    first = int(np.flatnonzero(~same)[0])
+    values = f"{left.values[first]!r} and {right.values[first]!r}"
+    return None, f"first at step {left.steps[first]} of seed {pair.seed}: {values}"
+
+
+def _limit(
+    result: PrimaryResult, pairs: Sequence[Pair], primary: Primary, bounds: tuple[int, int]
+) -> PrimaryResult:
+    assert primary.limit is not None
+    limit, of_ratio = primary.limit
+    counter = shared_peak_counter([run for pair in pairs for run in (pair.baseline, pair.treatment)])
+    arms = [
+        np.array([_level(run, result, bounds, counter) for run in runs])
+        for runs in ([pair.baseline for pair in pairs], [pair.treatment for pair in pairs])
+    ]
+    needed = np.stack(arms) if of_ratio else arms[1]
+    if not np.isfinite(needed).all() or (of_ratio and not (needed > 0).all()):
+        kind = "numbers above 0, as a ratio needs" if of_ratio else "numbers"
+        return replace(result, problem=f"its values in the window are not all {kind}, or not recorded")
+    values: Array = np.log(arms[1]) - np.log(arms[0]) if of_ratio else arms[1]
+    result = replace(result, treatment_mean=float(arms[1].mean()))
+    if np.isfinite(arms[0]).all():
+        result = replace(result, baseline_mean=float(arms[0].mean()))
+    scale = np.exp if of_ratio else float
+    if len(values) < 2:
+        return replace(result, limited=float(scale(values[0])), result="undecided")
+    test = limit_test(values, float(np.log(limit)) if of_ratio else limit, result.alpha)
+    holds, broken = (
+        (test.p_below, test.p_above) if primary.below is not None else (test.p_above, test.p_below)
+    )
+    return replace(
+        result,
+        limited=float(scale(test.mean)),
+        limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
+        p_equivalence=holds,
+        p_beyond=broken,
+        result="holds" if holds < result.alpha else "undecided",
+    )
+
+
+def _level(run: RecordedRun, result: PrimaryResult, bounds: tuple[int, int], counter: str | None) -> float:
+    """One run's number: its window reduced; of `memory` the largest of all phases. NaN where not recorded."""
+    metrics = [result.metric]
+    if result.metric == MEMORY_PEAK:
+        metrics = shared_memory_metrics([run], counter) if counter else []
+    series = [_inside(run.series(metric), bounds).values for metric in metrics]
+    found = np.concatenate([one for one in series if len(one)] or [np.array([np.nan])])
+    return float(_REDUCED[result.reduction](found))
+
+
+def _inside(series: Series, bounds: tuple[int, int]) -> Series:
+    inside = (bounds[0] <= series.steps) & (series.steps <= bounds[1])
+    return Series(series.steps[inside], series.values[inside])
+
+
+def _reduction(metric: str) -> Reduction:
+    """A maximum of the batch, or a peak, is limited at its largest step; all else as it is summarised."""
+    found = find(metric)
+    if metric == MEMORY_PEAK or unit_of(metric) == "bytes" or (found and found.combined == "maximum"):
+        return "maximum"
+    return "minimum" if found and found.combined == "minimum" else default_reduction(metric)
+
+
+def limit_sentence(result: PrimaryResult) -> str:
+    """The outcome of a limit or an exact claim, in words that promise no more than was tested."""
+    pairs = f"{result.num_pairs} pair{'s' * (result.num_pairs != 1)}"
+    steps = f"{result.steps[0]}-{result.steps[1]}" if result.steps else result.window
+    where = f"over {pairs}, this recipe, steps {steps}"
+    if result.test == "exact":
+        if result.result == "holds":
+            return f"{result.metric}: the same bit for bit {where}"
+        return f"{result.metric}: not the same bit for bit {where}: {result.detail}"
+    what = "treatment / baseline" if result.test == "ratio limit" else f"the treatment's {result.reduction}"
+    found = f"{what} is {result.limited:.4g}"
+    if result.limited_interval is None:
+        return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; two pairs are needed"
+    level = f"{100 * (1 - 2 * result.alpha):.3g} %"
+    found += f", {level} interval [{result.limited_interval[0]:.4g}, {result.limited_interval[1]:.4g}]"
+    if result.result == "holds":
+        confidence = f"{100 * (1 - result.alpha):.3g} %"
+        return f"{result.metric}: {result.margin_text} at {confidence} confidence {where} ({found})"
+    if result.result == "different":
+        p_value = f"Holm p = {result.p_beyond_holm:.2g}"
+        return f"{result.metric}: not {result.margin_text} {where} ({found}, {p_value})"
+    return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; more seeds narrow it"

@@ -1,0 +1,134 @@
+"""Margins in sigmas: whether arms differ by less than k standard deviations of the baseline over seeds.
+
+The baseline's sigma alone is the yardstick, and is estimated from the same seeds as the difference. The mean
+difference is independent of every sample variance (normal seeds), so that an interval of |difference| -
+k sigma follows from one of each by the method of variance estimates recovery (MOVER: Zou and Donner 2008,
+doi:10.1002/sim.3095; for reference-scaled bioequivalence Hyslop, Hsuan and Holder 2000), whatever the
+treatment's own sigma and the correlation of the arms are. `tests/test_sigmas.py` simulates its level.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import special
+
+from abrun.equivalence import ALPHA, MOST_PAIRS, fewest, mean_and_sd
+
+_DRAWS = 8192  # of a power: its error is below 0.005
+_SMALLEST_P = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmaTest:
+    """What paired arms say about |mean difference| against k sigma, sigma the baseline's over seeds."""
+
+    num_pairs: int
+    sigma: float  # the baseline's, n - 1 in the denominator
+    p_equivalence: float
+    p_beyond: float  # of a difference that is no larger than k sigma
+    certified_sigmas: float  # the smallest k that would have passed; inf where no k would
+    equivalent: bool
+
+
+def sigma_test(baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA) -> SigmaTest:
+    """Equivalent iff the upper 1 - alpha bound of |mean difference| - k sigma is below 0.
+
+    Raises ValueError as `abrun.equivalence.paired_tost`.
+    """
+    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
+    if left.ndim != 1 or left.shape != right.shape or len(left) < 2:
+        raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
+    if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
+        raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
+    num_pairs, (_, sigma) = len(left), mean_and_sd(left)
+    mean, sd = mean_and_sd(right - left)
+    mean, error = abs(mean), sd / math.sqrt(num_pairs)
+    if sigma == 0:
+        p_equivalence, p_beyond = float(mean != 0 or sd != 0), float(mean == 0 or sd != 0)
+        certified = 0.0 if mean == 0 and sd == 0 else math.inf
+    else:
+        p_equivalence = _p_value(lambda a: _room(sigma, error, num_pairs, sigmas, a) > mean)
+        p_beyond = _p_value(lambda a: mean > sigmas * sigma + _reach(sigma, error, num_pairs, sigmas, a))
+        certified = _certified(mean, sigma, error, num_pairs, alpha)
+    return SigmaTest(
+        num_pairs=num_pairs,
+        sigma=sigma,
+        p_equivalence=p_equivalence,
+        p_beyond=p_beyond,
+        certified_sigmas=certified,
+        equivalent=p_equivalence < alpha,
+    )
+
+
+def sigma_lower_bound(sigma: float, num_seeds: int, alpha: float = ALPHA) -> float:
+    """Lower 1 - alpha bound of a standard deviation estimated from `num_seeds` normal summaries."""
+    return sigma * math.sqrt((num_seeds - 1) / float(special.chdtri(num_seeds - 1, alpha)))
+
+
+def sigma_power(sigmas: float, num_pairs: int, correlation: float = 0.0, alpha: float = ALPHA) -> float:
+    """P(`sigma_test` passes) for equal normal arms of one sigma, paired with `correlation`.
+
+    The mean difference is integrated out; the sample variances are drawn (Bartlett), the same for every call.
+    """
+    if num_pairs < 2:
+        return 0.0
+    freedom = num_pairs - 1
+    rng = np.random.default_rng(0)
+    u = np.sqrt(rng.chisquare(freedom, _DRAWS))
+    v = rng.standard_normal(_DRAWS)
+    rest = rng.chisquare(freedom - 1, _DRAWS) if freedom > 1 else 0.0
+    own = math.sqrt(1 - correlation**2)
+    shared = correlation - 1
+    of_difference = shared**2 * u**2 + 2 * shared * own * u * v + own**2 * (v**2 + rest)
+    error = np.sqrt(np.maximum(of_difference, 0) / freedom / num_pairs)
+    room = _room(u / math.sqrt(freedom), error, num_pairs, sigmas, alpha)
+    spread = math.sqrt(2 * (1 - correlation) / num_pairs)
+    return float(np.mean(2 * special.ndtr(np.maximum(room, 0) / spread) - 1))
+
+
+def sigma_pairs_needed(
+    sigmas: float, correlation: float = 0.0, target: float = 0.8, alpha: float = ALPHA, most: int = MOST_PAIRS
+) -> int | None:
+    """The fewest pairs for which `sigma_power` is at least `target`; None beyond `most`."""
+    return fewest(lambda pairs: sigma_power(sigmas, pairs, correlation, alpha), target, most)
+
+
+def _room(sigma, error, num_pairs: int, sigmas: float, alpha: float):
+    """How large |mean difference| may be for the upper bound to stay below 0; arrays or numbers."""
+    freedom = num_pairs - 1
+    below = 1 - math.sqrt(freedom / float(special.chdtri(freedom, alpha)))
+    reach = np.hypot(special.stdtrit(freedom, 1 - alpha) * error, sigmas * sigma * below)
+    return sigmas * sigma - reach
+
+
+def _reach(sigma: float, error: float, num_pairs: int, sigmas: float, alpha: float) -> float:
+    """By how much |mean difference| must exceed k sigma for the lower bound to be above 0; both tails."""
+    freedom = num_pairs - 1
+    above = math.sqrt(freedom / float(special.chdtri(freedom, 1 - alpha))) - 1
+    return math.hypot(float(special.stdtrit(freedom, 1 - alpha / 2)) * error, sigmas * sigma * above)
+
+
+def _certified(mean: float, sigma: float, error: float, num_pairs: int, alpha: float) -> float:
+    """The k at which `_room` is the mean difference: a root of a quadratic, as in Fieller's theorem."""
+    freedom = num_pairs - 1
+    share = 1 - math.sqrt(freedom / float(special.chdtri(freedom, alpha)))
+    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
+    a = sigma**2 * (1 - share**2)
+    inside = (sigma * mean) ** 2 - a * (mean**2 - reach**2)
+    return (sigma * mean + math.sqrt(max(inside, 0.0))) / a
+
+
+def _p_value(rejects: Callable[[float], bool]) -> float:
+    """The smallest level at which a test rejects, by bisection; 1 where it does not at 0.5."""
+    low, high = _SMALLEST_P, 0.5
+    if not rejects(high):
+        return 1.0
+    if rejects(low):
+        return low
+    for _ in range(50):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if rejects(middle) else (middle, high)
+    return high

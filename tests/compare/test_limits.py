@@ -1,0 +1,134 @@
+"""Claims that are no equivalence: limits on levels and ratios, relative margins, bit-exactness."""
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from abrun.equivalence import limit_test, paired_tost
+from abrun.recipe import Primary, parse_primary
+from tests.compare.simulate import edit, edit_rows
+
+REWARD, MEMORY, STEP_TIME = "train/reward", "memory", "timing/train/total_step_time_s"
+
+
+def outcome(comparison):
+    return comparison.verdict, comparison.arms[0].primaries[0].result, comparison.content.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("claim", "verdict", "result", "said"),
+    [
+        ({"metric": REWARD, "above": 0.5}, "MATCH", "holds", "train/reward: above 0.5 at 95 % confidence"),
+        ({"metric": REWARD, "below": 0.5}, "MISMATCH", "different", "train/reward: not below 0.5"),
+        ({"metric": MEMORY, "below": "0.6x"}, "MATCH", "holds", "below 0.6 x the baseline at 95 %"),
+        ({"metric": MEMORY, "below": "0.5x"}, "MISMATCH", "different", "not below 0.5 x the baseline"),
+        ({"metric": STEP_TIME, "below": "1.02x"}, "MATCH", "holds", "treatment / baseline is 0.8"),
+        ({"metric": "memory/logprobs/peak_allocated_bytes", "below": 2.1 * 2**30}, "MATCH", "holds", "below"),
+        (
+            {"metric": "train/entropy", "window": "all", "exact": True},
+            "MATCH",
+            "holds",
+            "the same bit for bit",
+        ),
+        ({"metric": REWARD, "exact": True}, "MISMATCH", "different", "first at step 33 of seed 0"),
+        ({"metric": REWARD, "margin": "5%"}, "MATCH", "equivalent", "±5 % of the baseline's level"),
+        ({"metric": REWARD, "margin": "6% of climb"}, "MATCH", "equivalent", "±6 % of the baseline's climb"),
+        ({"metric": REWARD, "margin": "0.1% of climb"}, "INCONCLUSIVE", "undecided", "not decided"),
+    ],
+)
+def test_claims_of_every_kind(simulated, judged, claim, verdict, result, said):
+    found = outcome(judged(simulated(), primaries=[Primary.model_validate(claim)]))
+    assert found[:2] == (verdict, result)
+    assert said in found[2]
+
+
+def test_a_limit_within_the_interval_is_open(simulated, judged):
+    experiment_dir = simulated()
+    level = judged(experiment_dir, primaries=[Primary(metric=REWARD, above=0.1)]).arms[0].primaries[0].limited
+    found = outcome(judged(experiment_dir, primaries=[Primary(metric=REWARD, above=level + 0.001)]))
+    assert found[:2] == ("INCONCLUSIVE", "undecided") and "more seeds narrow it" in found[2]
+
+
+def test_final_weights_may_be_claimed_exact(simulated, judged):
+    experiment_dir = simulated()
+    claim = [Primary(metric="final_weights", exact=True)]
+    verdict, _, reason = outcome(judged(experiment_dir, primaries=claim))
+    assert verdict == "INCONCLUSIVE" and "do not say what weights they ended with" in reason
+    for arm in ("baseline", "treatment"):
+        for seed in range(5):
+            edit(
+                experiment_dir / f"{arm}/seed-{seed}/result.json",
+                lambda content, seed=seed: content.update(final_weights_hash=f"{seed:016x}"),
+            )
+    assert outcome(judged(experiment_dir, primaries=claim))[0] == "MATCH"
+    edit(
+        experiment_dir / "treatment/seed-3/result.json",
+        lambda content: content.update(final_weights_hash="f" * 16),
+    )
+    verdict, _, reason = outcome(judged(experiment_dir, primaries=claim))
+    assert verdict == "MISMATCH" and "those of seed 3 differ" in reason
+
+
+def at_own_pace(row):
+    row[STEP_TIME] = row["step"] / 9
+
+
+def test_bit_identical_arms_match_where_that_was_claimed(simulated, judged):
+    experiment_dir = simulated(controls={"aa_reruns": 0})
+    for seed in range(5):
+        rows = (experiment_dir / f"baseline/seed-{seed}/metrics.jsonl").read_text()
+        (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_text(rows)
+        edit_rows(
+            experiment_dir / f"treatment/seed-{seed}", lambda row: row.update({STEP_TIME: row["step"] / 9})
+        )
+    margin, exact = Primary(metric=REWARD, margin=0.02), Primary(metric=REWARD, window="all", exact=True)
+    assert outcome(judged(experiment_dir, primaries=[margin]))[0] == "INCONCLUSIVE"
+    assert outcome(judged(experiment_dir, primaries=[margin, exact]))[0] == "MATCH"
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        ({"metric": REWARD}, "got no claim for 'train/reward'"),
+        ({"metric": REWARD, "margin": 0.1, "below": 1.0}, "got margin and below for 'train/reward'"),
+        ({"metric": REWARD, "below": "1.2 x"}, "allowed: a number, or '0.6x' of the baseline"),
+        ({"metric": REWARD, "margin": "5 %"}, "'5% of climb'"),
+        ({"metric": MEMORY, "margin": 0.1}, "allowed: below or above"),
+        ({"metric": "final_weights", "below": 0.1}, "allowed: exact"),
+    ],
+)
+def test_what_claims_nothing_or_too_much_is_refused(claim, said):
+    with pytest.raises(ValidationError) as refused:
+        Primary.model_validate(claim)
+    assert said in str(refused.value)
+
+
+def test_claims_on_the_command_line():
+    assert parse_primary("memory:all:<0.6x") == Primary(metric="memory", window="all", below="0.6x")
+    assert parse_primary("a:b:last 10%:>0.65") == Primary(metric="a:b", window="last 10%", above=0.65)
+    assert parse_primary("train/loss:all:exact") == Primary(metric="train/loss", window="all", exact=True)
+    assert parse_primary("train/reward:all:5% of climb").margin == "5% of climb"
+
+
+# --- their levels ---
+
+
+@pytest.mark.parametrize("num_pairs", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8, 10))])
+@pytest.mark.parametrize(("sd", "own_sd"), [(0.02, 0.02), (0.3, 0.05), (0.05, 0.3)])
+def test_a_share_of_a_level_that_is_itself_measured_keeps_its_level(num_pairs, sd, own_sd):
+    rng = np.random.default_rng([num_pairs, round(100 * sd)])
+    num, share, found = 300, 0.1, 0
+    baseline = 1 + sd * rng.standard_normal((num, num_pairs))
+    treatment = (1 + share) + (baseline - 1) + own_sd * rng.standard_normal((num, num_pairs))
+    for left, right in zip(baseline, treatment, strict=True):
+        found += paired_tost(left, right, share, yardstick=left).equivalent
+    assert found / num <= 0.05 + 3.1 * np.sqrt(0.05 * 0.95 / num)
+
+
+@pytest.mark.parametrize("num_pairs", [3, 5, 10])
+def test_a_limit_at_the_truth_is_claimed_and_broken_one_time_in_twenty(num_pairs):
+    rng = np.random.default_rng(num_pairs)
+    tests = [limit_test(1 + rng.standard_normal(num_pairs), 1.0) for _ in range(1000)]
+    for p in ("p_below", "p_above"):
+        rate = np.mean([getattr(test, p) < 0.05 for test in tests])
+        assert rate == pytest.approx(0.05, abs=4 * np.sqrt(0.05 * 0.95 / 1000))
