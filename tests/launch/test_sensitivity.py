@@ -17,6 +17,7 @@ BY_A_CLAIM_OR_NOTHING = {"late_half_batch", "forced_eos"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tmp_path: Path) -> None:
     """Half an hour on two cores."""
     said = CliRunner().invoke(
