@@ -55,7 +55,6 @@ TOKEN_MULT_PROB_ERROR = "train/token_mult_prob_error"
 GEN_KL_ERROR = "train/gen_kl_error"
 ADVANTAGES_MIN = "train/advantages/min"
 ADVANTAGES_MAX = "train/advantages/max"
-SIGNAL_SHARE = "train/signal_share"
 MEAN_PROMPT_LENGTH = "train/mean_prompt_length"
 MEAN_GEN_TOKENS = "train/mean_gen_tokens_per_sample"
 SIGNAL_SHARE = "train/signal_share"  # of groups, those whose rewards differ

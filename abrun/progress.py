@@ -12,7 +12,7 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,10 +57,19 @@ def join() -> None:
     beat("starting")
 
 
-def prepare(folder: Path, ranks: range) -> None:
-    """Room for the lines. Raises OSError where there is none; overwritten they need no more."""
-    for rank in ranks:
-        (folder / f"rank-{rank}").write_bytes(b" " * _LINE)
+@contextlib.contextmanager
+def lines(folder: Path, ranks: range) -> Iterator[dict[int, int]]:
+    """Room for the lines; yields a file descriptor for each, good also once somebody tidies the folder.
+
+    Raises OSError where there is none; overwritten they need no more.
+    """
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for rank in ranks:
+            files[rank] = os.open(folder / f"rank-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
+            stack.callback(os.close, files[rank])
+            os.pwrite(files[rank], b" " * _LINE, 0)
+        yield files
 
 
 def beat(doing: str | None = None, *, usual: bool = True) -> None:
@@ -111,12 +120,12 @@ class Sign(NamedTuple):
     doing: str
 
 
-def signs(folder: Path, ranks: range) -> dict[int, Sign]:
-    """The last sign of every one of these ranks that has given one."""
+def signs(lines: Mapping[int, int]) -> dict[int, Sign]:
+    """The last sign of every rank that has given one, by the descriptors of their lines."""
     found = {}
-    for rank in ranks:
+    for rank, file in lines.items():
         try:
-            pid, time_s, patience_s, doing = (folder / f"rank-{rank}").read_text().split(" ", 3)
+            pid, time_s, patience_s, doing = os.pread(file, _LINE, 0).decode().split(" ", 3)
             found[rank] = Sign(int(pid), float(time_s), float(patience_s), doing.strip())
         except (OSError, ValueError):
             continue

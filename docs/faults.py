@@ -3,7 +3,7 @@
 python docs/faults.py > docs/faults.md
 """
 
-from abrun.compare.show.sensitivity import LIBRARY_COLUMNS, library_row
+from abrun.compare.show.planted import LIBRARY_COLUMNS, library_row
 from abrun.recipe import FAULTS
 
 HEAD = """# Faults, and what a comparison would have caught
@@ -16,7 +16,7 @@ anything.
 
 ```sh
 abrun faults                                                   # this list
-abrun sensitivity recipes/quickstart.yaml                      # plant all that the recipe can have
+abrun sensitivity recipes/quickstart-faults.yaml               # plant all that the recipe can have
 abrun sensitivity recipes/quickstart.yaml --faults late_half_batch:0.25,misgrouped --seeds 0-2
 ```
 

@@ -32,7 +32,7 @@ def test_what_is_no_part_of_every_step_may_take_as_long_as_it_likes(
         progress.stepped()
 
     def patience_s() -> float:
-        return progress.signs(tmp_path, range(1))[0].patience_s
+        return progress.signs({0: file.fileno()})[0].patience_s
 
     progress.beat("logprobs")
     assert patience_s() == progress.LEAST_PATIENCE_S

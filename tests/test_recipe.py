@@ -927,11 +927,19 @@ def test_fuzz(path: Path, tmp_path: Path) -> None:
     fuzz(path, tmp_path, 1 + rounds(2000) // len(RECIPES))
 
 
-@pytest.mark.parametrize("margin", ["-1", "0", ".nan", ".inf", "true", "null", "2 sigmas", "0 sigma", "[1]"])
+@pytest.mark.parametrize("margin", ["-1", "0", ".nan", ".inf", "true", "2 sigmas", "5 %", "0 sigma", "[1]"])
 def test_a_margin_that_is_none_is_one_line(margin: str) -> None:
     line = refused(SMALL, f"compare.primary=[{{metric: x, margin: {margin}}}]")
-    assert "compare.primary.0.margin: got " in line and "allowed: a number above 0, or such as" in line
+    assert (
+        "compare.primary.0.margin: got " in line
+        and "allowed: a number above 0, '1.5 sigma', '5%', '5% of climb'" in line
+    )
     assert "more)" not in line
+
+
+def test_a_claim_of_nothing_is_one_line() -> None:
+    line = refused(SMALL, "compare.primary=[{metric: x, margin: null}]")
+    assert "got no claim for 'x'; allowed: one of margin, below, above and exact" in line
 
 
 @pytest.mark.parametrize("project", ["", "team/project", "what?", "a\tb", "x" * 129])

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from abrun import store, watch
 from abrun.layout import RunName
+from abrun.watch import showing
 from abrun.watch.reading import time_left_s
 from abrun.watch.showing import memory, sparkline
 
@@ -212,6 +214,62 @@ def test_one_corrupt_experiment_does_not_hide_the_others(tmp_path: Path) -> None
     console.print(watch.status_of_experiments(tmp_path))
     text = console.export_text()
     assert "60/60" in text and "torn/experiment.json: not readable as JSON" in text
+
+
+class SlowQueue:
+    """A scheduler that takes three seconds to say that nothing of an experiment is known to it."""
+
+    silent = "no answer for 3 s"
+
+    def __init__(self, now: list[float]) -> None:
+        self.now = now
+
+    def state_of(self, state: store.RunState) -> store.RunState:
+        self.now[0] += 3.0
+        return state
+
+
+def test_a_scheduler_that_does_not_answer_is_not_asked_about_every_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"e{number}" for number in range(5)]
+    for name in names:
+        make_experiment(tmp_path, baseline_0=0).rename(tmp_path / name)
+    make_experiment(tmp_path, baseline_0=60)  # finished: nobody is asked
+    asked, now = list[str](), [0.0]
+    monkeypatch.setattr(showing.time, "monotonic", lambda: now[0])
+
+    def find_jobs(experiment_dir: Path) -> SlowQueue:
+        asked.append(experiment_dir.name)
+        return SlowQueue(now)
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(watch.status_of_experiments(tmp_path, find_jobs))
+    text = console.export_text()
+    assert asked == names and now == [6.0]
+    assert "3 more with jobs of a scheduler, which was not asked, after 6 s for those before" in text
+    assert text.count("no answer for 3 s") == 1
+
+
+def test_the_log_of_a_run_whose_turn_comes_is_waited_for(tmp_path: Path) -> None:
+    """A launcher is at work, and the run has not begun: whoever follows its log sees all of it."""
+    experiment_dir = make_experiment(tmp_path, baseline_0=0)
+    run = store.RunDir(experiment_dir / "baseline" / "seed-0")
+    name = RunName(arm="baseline", seed=0)
+    run.write_record(
+        store.RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60})
+    )
+    with store.launcher_lock(experiment_dir), ThreadPoolExecutor() as pool:
+        lines = pool.submit(list, watch.log_of(run.path, lambda experiment_dir: None, follow=True))
+        time.sleep(0.2)
+        assert not lines.done()
+        writer = run.begin_attempt()
+        run.log.write_text("step 1\n")
+        writer.finish(60)
+        assert lines.result(10) == ["step 1\n"]
+    shutil.rmtree(run.path / "attempts")
+    (run.path / "result.json").unlink()
+    assert list(watch.log_of(run.path, lambda experiment_dir: None, follow=True)) == ["step 1\n"]
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @app.command()
 def faults() -> None:
     """List the faults that a recipe can plant: what each does, what it needs, and the bug it is after."""
-    from abrun.compare.show.sensitivity import library
+    from abrun.compare.show.planted import library
 
     console().print(library())
 
@@ -68,9 +68,9 @@ def sensitivity(
 
     Exit code: 0 when every run finished, 1 when one failed, 2 for bad input.
     """
-    from abrun.compare.judge.sensitivity import sensitivity as judge_faults
+    from abrun.compare.judge.planted import sensitivity as judge_faults
     from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.sensitivity import sentence, table, write_sensitivity
+    from abrun.compare.show.planted import sentence, table, write_sensitivity
     from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
     from abrun.launch.controls import with_faults_alone
     from abrun.plan import make_plan

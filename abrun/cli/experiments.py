@@ -27,6 +27,8 @@ from abrun.errors import AbrunError
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
+    from abrun.launch.engine import Scheduler
+    from abrun.plan import Plan
     from abrun.terminal import Terminal
 
 
@@ -49,7 +51,8 @@ def launch(
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
-    Exit code: 0 when every run finished, 1 when one did not, 2 for bad input, 130 after Ctrl-C.
+    Exit code: 0 when every run finished, 1 when one did not, 2 for bad input (of a dry run also where the
+    cluster would refuse the jobs), 130 after Ctrl-C.
     """
     from abrun.launch import experiment_dir_of, make_engine, make_scheduler
     from abrun.plan import make_plan
@@ -64,11 +67,7 @@ def launch(
     if scheduler is None:
         make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
     if dry_run:
-        from abrun.launch.preview import preview, preview_of_jobs
-
-        show = preview(plan, jobs) if scheduler is None else preview_of_jobs(plan, scheduler, experiment_dir)
-        screen.print(show)
-        return
+        raise typer.Exit(_dry_run(screen, plan, experiment_dir, scheduler, jobs))
     from abrun.launch import launch_or_hand_over, queued_jobs
     from abrun.watch import View
 
@@ -135,14 +134,13 @@ def status(
 ) -> None:
     """Show what the runs of an experiment are doing, or all experiments in a line each."""
     from abrun import watch as live
+    from abrun.launch import queued_jobs
     from abrun.store import find_experiment
 
     screen = console()
     if experiment is None:
-        screen.print(live.status_of_experiments(runs_dir))
+        screen.print(live.status_of_experiments(runs_dir, queued_jobs))
         return
-    from abrun.launch import queued_jobs
-
     experiment_dir = find_experiment(experiment, runs_dir)
     views = live.ExperimentReader(experiment_dir, queued_jobs).read()
     screen.print(live.render(experiment_dir.name, views, screen.width))
@@ -182,6 +180,20 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     from abrun.store import find_experiment
 
     send(find_experiment(experiment, runs_dir), print)
+
+
+def _dry_run(
+    screen: "Terminal", plan: "Plan", experiment_dir: Path, scheduler: "Scheduler | None", jobs: int | None
+) -> int:
+    """Show what a launch would do; returns the exit code, 2 where the scheduler asked would refuse it."""
+    from abrun.launch.preview import preview, preview_of_jobs
+
+    if scheduler is None:
+        screen.print(preview(plan, jobs))
+        return 0  # what this machine lacks, another may have
+    show, possible = preview_of_jobs(plan, scheduler, experiment_dir)
+    screen.print(show)
+    return 0 if possible else 2
 
 
 def _say_how_to_go_on(screen: "Terminal", *, stopped: bool, resume: bool) -> None:

@@ -58,6 +58,10 @@ def compare(
     from abrun.recipe import parse_primary
 
     wanted = parse_formats(formats)
+    if wandb and wanted == ["terminal"]:
+        raise RecipeError(
+            f"--wandb: got --format {formats}, which leaves no file to upload; add html, or json"
+        )
     comparison = compare_sources(
         sources,
         Reading(

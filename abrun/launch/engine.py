@@ -13,6 +13,11 @@ from abrun.plan import Plan
 from abrun.recipe import Exported, LauncherSettings, RunConfig
 from abrun.store import RunDir, RunState
 
+
+class LeftInQueueError(LaunchError):
+    """A submission failed, and what had been submitted before could not be taken back."""
+
+
 Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
 
 
@@ -78,6 +83,11 @@ class Queued(Protocol):
     @property
     def busy(self) -> list[str]:
         """The ids of those that wait or work."""
+        ...
+
+    @property
+    def silent(self) -> str | None:
+        """What went wrong where the scheduler did not answer when it was last asked."""
         ...
 
     def state_of(self, state: RunState) -> RunState:

@@ -57,6 +57,7 @@ def owned_experiment(
     try:
         with store.launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
             if resume:
+                _refuse_queued(experiment_dir)  # again: a faster launcher may have handed it over meanwhile
                 _check_same(plan, experiment_dir)
                 _check_warm_starts(plan, experiment_dir)
                 queued = queued_jobs(experiment_dir)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from abrun.errors import LaunchError
-from abrun.launch.engine import Queued, Scheduler, queued_jobs
+from abrun.launch.engine import LeftInQueueError, Queued, Scheduler, queued_jobs
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
 from abrun.launch.supervisor import Observer, Outcome, launch, refuse_impossible
@@ -79,6 +79,8 @@ def hand_over(
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
         try:
             return scheduler.submit(plan, experiment_dir, git, compare=compare)
+        except LeftInQueueError:  # its jobs need the directory, and so does `cancel`
+            raise
         except BaseException:
             if not resume:  # nothing of it is in the queue
                 shutil.rmtree(experiment_dir, ignore_errors=True)

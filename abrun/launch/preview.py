@@ -29,15 +29,15 @@ def preview(plan: Plan, num_jobs: int | None = None) -> RenderableType:
     return Group(*_plan(plan), *_devices(plan, this_machine(), num_jobs))
 
 
-def preview_of_jobs(plan: Plan, scheduler: Scheduler, experiment_dir: Path) -> RenderableType:
-    """The same, with the jobs that a scheduler would get in place of this machine."""
+def preview_of_jobs(plan: Plan, scheduler: Scheduler, experiment_dir: Path) -> tuple[RenderableType, bool]:
+    """The same, with the jobs that a scheduler would get in place of this machine; and whether it would."""
     lines = scheduler.refusals(plan)
     if lines:
         refused = [Text(f"- {printable(line)}") for line in lines]
-        return Group(*_plan(plan), _heading("Why it cannot run there"), *refused)
+        return Group(*_plan(plan), _heading("Why it cannot run there"), *refused), False
     texts = scheduler.scripts(plan, experiment_dir, compare=True)
     jobs = [part for name, text in texts.items() for part in (_heading(f"Job {name}"), Text(text))]
-    return Group(*_plan(plan), *jobs)
+    return Group(*_plan(plan), *jobs), True
 
 
 def _plan(plan: Plan) -> list[RenderableType]:

@@ -28,6 +28,7 @@ def upload(content: Mapping[str, Any], files: Sequence[Path], experiment_dir: Pa
         "group": name,
         "name": f"{name}-report",
         "id": hashlib.sha256(f"{name}/report/{folder}".encode()).hexdigest()[:16],
+        "dir": str(experiment_dir or folder),
         "files": [str(path.resolve()) for path in files],
         "summary": summary_of(content),
     }
@@ -75,8 +76,12 @@ def main() -> int:
             name=asked["name"],
             id=asked["id"],
             resume="allow",
+            dir=asked["dir"],
             settings=wandb.Settings(init_timeout=INIT_S),
         )
+        if run.disabled:
+            print("report: wandb is switched off here, as by WANDB_MODE=disabled", flush=True)
+            return 1
         artifact = wandb.Artifact(asked["name"], type="report", metadata=asked["summary"])
         for path in asked["files"]:
             artifact.add_file(path)

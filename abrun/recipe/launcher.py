@@ -13,7 +13,9 @@ from abrun.errors import RecipeError
 from abrun.recipe.exported import VARIABLE, JobSet, SkyPilot
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, validated
+from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import Count, Section, line_of_text, word
+from abrun.redaction import REFERENCE
 from abrun.regular_files import read_regular
 
 TIME = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
@@ -161,9 +163,13 @@ class Ray(Section):
     @field_validator("env")
     @classmethod
     def _env_is_of_variables(cls, env: dict[str, str]) -> dict[str, str]:
-        for name in env:
+        for name, value in env.items():
             if not re.fullmatch(VARIABLE, name):
                 raise ValueError(f"got {shortened(name)}; allowed: names of environment variables")
+            if REFERENCE.search(value):
+                raise ValueError(
+                    f"got {shortened(value)} for {name}, which nothing fills in here; give its value"
+                )
         return env
 
     @field_validator("resources")
@@ -213,6 +219,7 @@ def launcher_settings(declared: LauncherSettings | None, kind: str | None) -> La
         return None
     path = profile_path()
     profile = _profile(path, kind)
+    refuse_secrets(profile, f"{path}: {kind}")
     validated(LAUNCHERS[kind], {"type": kind, **profile}, f"{path}: {kind}")
     said = declared.model_dump(exclude_unset=True) if declared and declared.type == kind else {}
     return validated(LAUNCHERS[kind], {**profile, **said, "type": kind}, "launcher")

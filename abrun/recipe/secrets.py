@@ -17,14 +17,20 @@ def refuse_secrets(raw: Mapping[str, Any], source: str) -> None:
             raise RecipeError(f"{source}: {'.'.join(names)}: {option} is given a secret; {_INSTEAD}")
     for names, value in _texts(raw, ()):
         field, name = ".".join(names), names[-1]
+        of_launcher = names[0] in ("launcher", "env", "setup")  # of a profile it is all there is
         section = names[-2] if len(names) > 1 else ""
-        if section == "env" and is_secret(name, value):
+        if section == "env" and is_secret(name, value) and not of_launcher:
             raise RecipeError(f"{source}: {field}: looks like a secret; write ${{{name}}} and export {name}")
-        in_shell = section in ("argv", "env", "parameters") and redacted_code(value) != value
-        if holds_token(value) or in_shell or (section == "parameters" and is_secret(name, value)):
-            raise RecipeError(f"{source}: {field}: looks like a secret; {_INSTEAD}")
+        in_shell = section in ("argv", "env", "parameters", "setup") and redacted_code(value) != value
+        if holds_token(value) or in_shell or (section in ("env", "parameters") and is_secret(name, value)):
+            instead = _OF_NODES if of_launcher else _INSTEAD
+            raise RecipeError(f"{source}: {field}: looks like a secret; {instead}")
 
 
+_OF_NODES = (
+    "it is written into scripts and shown by clusters: let the nodes have it in their own environment or "
+    "files, or name it in launcher.secrets of a jobset or skypilot"
+)
 _INSTEAD = (
     "pass it to a command as a variable of its environment, such as trainer.env.HF_TOKEN: ${HF_TOKEN}, "
     "which is read at every start and never stored"

@@ -66,6 +66,7 @@ from abrun.store.lines import NOT_METRICS, LineReader, LineWriter, read_lines
 from abrun.store.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of, owner_of
 from abrun.store.records import (
     NODE_EVERY_S,
+    NODE_LOST_S,
     Attempt,
     Launch,
     Node,
@@ -85,6 +86,7 @@ __all__ = [
     "EXPERIMENT",
     "LOCK",
     "NODE_EVERY_S",
+    "NODE_LOST_S",
     "NOT_METRICS",
     "REFERENCE",
     "SAVED_STATE",

@@ -97,6 +97,7 @@ class Node:
     node: int = 0
     host: str = ""
     time_s: float = 0.0
+    silent_s: float = 0.0  # since the last sign of any of its ranks, when this was written
     silent_since_s: float | None = None  # the last sign of any of its ranks; None while they give some
     ranks: tuple[SilentRank, ...] = ()
 
@@ -147,9 +148,10 @@ def attempt_numbers(folder: Path) -> list[int]:
 
 
 def read_attempt(path: Path, number: int) -> Attempt:
-    """An attempt whose process was killed while it began has left an empty file."""
-    begun = path.is_file() and path.stat().st_size > 0
-    return replace(read_as(Attempt, path) if begun else Attempt(), number=number)
+    """An attempt that begins just now, or whose process was killed as it did, has an empty file."""
+    known = path.stat() if path.is_file() else None
+    begun = read_as(Attempt, path) if known and known.st_size else Attempt(started_s=known and known.st_mtime)
+    return replace(begun, number=number)
 
 
 def ending_of(told: Launch | Attempt) -> str | None:

@@ -1,6 +1,7 @@
 """`python -m abrun.train RUN_DIR`: one rank of one run, started by torchrun or by hand."""
 
 import os
+import re
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 from abrun import progress
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
+# As libraries say it that raise no OutOfMemoryError: CUDA's runtime, NCCL, cuBLAS
+GPU_MEMORY = r"(CUDA|Cuda) (error|failure).{0,20}out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+MOST_QUOTED = 250
 
 
 def main() -> int:
@@ -39,11 +43,11 @@ def _train(directory: Path) -> int:
         timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=limits.get("stalled_s") or 0.0))
         try:
             train(run, record, writer, join_ranks(record.config["cluster"], timeout))
-        except RuntimeError as error:
-            lost = lost_ranks(error, timeout)
-            if lost is None:
+        except (RuntimeError, MemoryError) as error:
+            told = ran_out(error) or (lost_ranks(error, timeout) if isinstance(error, RuntimeError) else None)
+            if told is None:
                 raise
-            raise LaunchError(lost) from error
+            raise LaunchError(told) from error
     except Interrupted as error:
         if writer:
             writer.interrupt(exit_code=INTERRUPTED)
@@ -57,6 +61,24 @@ def _train(directory: Path) -> int:
         return FAILED
     dist.destroy_process_group()
     return 0
+
+
+def ran_out(error: Exception) -> str | None:
+    """A line on an error that tells of memory that was wanting, the GPU's or the machine's; else None."""
+    from torch import OutOfMemoryError
+
+    said = " ".join(str(error).split())
+    if isinstance(error, OutOfMemoryError) or re.search(GPU_MEMORY, said):
+        whose = "a GPU"
+    elif isinstance(error, MemoryError) or "can't allocate memory" in said:
+        whose = "the machine"
+    else:
+        return None
+    return (
+        f"{whose} ran out of memory during {progress.doing() or 'the start'}: use a smaller "
+        "policy.micro_batch_size (with packing: micro_batch_tokens), or see what takes how much with: "
+        f"abrun memory-profile RECIPE ({said[:MOST_QUOTED] or type(error).__name__})"
+    )
 
 
 if __name__ == "__main__":

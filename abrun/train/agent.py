@@ -50,7 +50,7 @@ from abrun.processes import (
     shell_code,
     stopping_signals,
 )
-from abrun.store import NODE_EVERY_S, Node, RunDir, SilentRank
+from abrun.store import NODE_EVERY_S, NODE_LOST_S, Node, RunDir, SilentRank
 
 GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
 LOOPBACK = "loopback"
@@ -58,6 +58,7 @@ SCRATCH = "abrun-ranks-"
 NEW_S = 60.0
 MEETING_S = 180  # that a node waits for the others of a run
 POLL_S = 0.1
+LOOK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to the next
 MOST_SHOWN = 4
 # Of a rank that NCCL has ended: which collective took too long, and how long
 WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\((.*?)\) ran for (\d+) milliseconds"
@@ -84,8 +85,9 @@ def main() -> int:
     with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20)):
         known = run.last_attempt
         try:
-            with _scratch(_ranks_here(asked)) as scratch:
-                status, message = _watched(asked, requests, scratch, _Notes(run, known, asked.node))
+            with _scratch(_ranks_here(asked)) as (scratch, lines):
+                notes = _Notes(run, known, asked.node, asked.nodes)
+                status, message = _watched(asked, requests, scratch, lines, notes)
         except LaunchError as error:
             status, message = FAILED, str(error)
         _conclude(run if asked.node == 0 else None, known, status, message, requests.first)
@@ -98,11 +100,15 @@ def _ranks_here(asked: argparse.Namespace) -> range:
 
 
 def _watched(
-    asked: argparse.Namespace, requests: StopRequests, scratch: Path, notes: "_Notes"
+    asked: argparse.Namespace,
+    requests: StopRequests,
+    scratch: Path,
+    lines: Mapping[int, int],
+    notes: "_Notes",
 ) -> tuple[int, str | None]:
     """The exit status of the ranks, and a line on what was wrong."""
     os.environ[progress.FOLDER] = str(scratch)
-    watch = _Watch(requests, asked, scratch, notes)
+    watch = _Watch(requests, asked, scratch, lines, notes)
     watch.start()
     try:
         status, message = _run_ranks(asked, str(scratch))
@@ -114,8 +120,10 @@ def _watched(
 
 
 @contextlib.contextmanager
-def _scratch(ranks: range) -> Iterator[Path]:
-    """A folder for what agent and ranks tell each other; those that killed agents have left are removed.
+def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
+    """A folder for what agent and ranks tell each other, and the ranks' lines in it, opened.
+
+    Those that killed agents have left are removed.
 
     It is locked as long as it is in use, which systemd-tmpfiles respects, too.
     """
@@ -126,13 +134,13 @@ def _scratch(ranks: range) -> Iterator[Path]:
             stack.callback(os.close, file)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            progress.prepare(folder, ranks)
+            lines = stack.enter_context(progress.lines(folder, ranks))
         except OSError as error:
             raise LaunchError(f"temporary files: {error}; free some space there, or set TMPDIR") from None
         for other in folder.parent.glob(f"{SCRATCH}*"):
             with contextlib.suppress(OSError):
                 _remove_unused(other)
-        yield folder
+        yield folder, lines
 
 
 def _remove_unused(folder: Path) -> None:
@@ -228,24 +236,27 @@ class Loopback(StaticTCPRendezvous):
 
 
 class _Notes:
-    """What this node says of its ranks in the run directory, for whoever asks for the run's status."""
+    """What each node says of its ranks in the run directory: for its status, and for the other nodes."""
 
-    def __init__(self, run: RunDir, known: int, node: int) -> None:
-        self._run, self._known, self._node = run, known, node
+    def __init__(self, run: RunDir, known: int, node: int, num_nodes: int) -> None:
+        self._run, self._known, self._node, self._num_nodes = run, known, node, num_nodes
         self._attempt = 0
         self._written_s = -math.inf
         self._where: list[SilentRank] | None = None
+        self._looked_s = -math.inf
+        self._others: dict[int, tuple[Node, float]] = {}  # with when this one saw that, by its own clock
 
     def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
         """To be asked often; `ranks` says where they are, None while they give signs."""
-        now = time.monotonic()
+        now = time.time()  # which jumps where a machine has slept: the note is old, then
         changed = (self._where is None) != (ranks is None)
-        if now - self._written_s < NODE_EVERY_S and not changed:
+        if abs(now - self._written_s) < NODE_EVERY_S and not changed:
             return
         self._written_s = now
         self._attempt = self._attempt or self._run.last_attempt
         if self._attempt <= self._known:
             self._attempt = 0
+            self._written_s -= NODE_EVERY_S - LOOK_S
             return
         if changed:
             self._where = ranks() if ranks else None
@@ -254,11 +265,23 @@ class _Notes:
             node=self._node,
             host=socket.gethostname(),
             time_s=time.time(),
+            silent_s=silent_s,
             silent_since_s=None if self._where is None else time.time() - silent_s,
             ranks=tuple(self._where or ()),
         )
         with contextlib.suppress(StoreError):  # a full disk is no reason to end ranks
             self._run.write_node(note)
+
+    def others(self) -> list[Node]:
+        """What the nodes say that still do, but for this one: clocks need not agree."""
+        now = time.monotonic()
+        if self._num_nodes > 1 and now - self._looked_s > LOOK_S:
+            self._looked_s = now
+            for note in self._run.nodes(self._attempt):
+                seen, _ = self._others.get(note.node, (None, now))
+                if note.node != self._node and note != seen:
+                    self._others[note.node] = note, now
+        return [note for note, seen_s in self._others.values() if now - seen_s <= NODE_LOST_S]
 
 
 class _Watch(threading.Thread):
@@ -268,14 +291,19 @@ class _Watch(threading.Thread):
     """
 
     def __init__(
-        self, requests: StopRequests, asked: argparse.Namespace, scratch: Path, notes: _Notes
+        self,
+        requests: StopRequests,
+        asked: argparse.Namespace,
+        scratch: Path,
+        lines: Mapping[int, int],
+        notes: _Notes,
     ) -> None:
         super().__init__(daemon=True)
         self.done = threading.Event()
         self.ended_because: str | None = None
         self._requests = requests
         self._limits = asked
-        self._scratch = scratch
+        self._scratch, self._lines = scratch, lines
         self._notes = notes
         self._began_s = time.monotonic()
         self._awake = Awake()
@@ -303,23 +331,35 @@ class _Watch(threading.Thread):
             self._told.add(pid)
 
     def _hanging(self, now: float) -> str | None:
-        """Where the ranks are that have all been silent for too long, those first that wait for no other."""
-        signs = progress.signs(self._scratch, _ranks_here(self._limits))
+        """Where the ranks are that have all been silent for too long, those first that wait for no other.
+
+        Of a run on several nodes those of the others, too: while one of them works, these wait for it.
+        """
+        signs = progress.signs(self._lines)
         begun = len(signs) == self._limits.ranks
         if begun:
             reap_adopted({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
         silent_s = now - max(last_s, self._awake.since_s())
         patience_s = max(sign.patience_s for sign in signs.values()) if begun else math.inf
-        self._notes.write(silent_s, (lambda: self._where(signs)) if silent_s > patience_s else None)
-        if silent_s <= self._limits.stalled_s:
+        limit_s = self._limits.stalled_s
+        unusual = silent_s > min(patience_s, limit_s)
+        self._notes.write(silent_s, (lambda: self._where(signs)) if unusual else None)
+        if silent_s <= limit_s:
             return None
-        order = self._where(signs)
-        words = [f"rank {each.rank} in {each.place} during {each.doing}" for each in order[:MOST_SHOWN]]
+        others = self._notes.others()
+        if any(note.silent_s <= limit_s for note in others):
+            return None
+        found = [(rank, "") for rank in self._where(signs)]
+        found += [(rank, f" (on {note.host})") for note in others for rank in note.ranks]
+        found.sort(key=lambda each: each[0].waits)
+        words = [
+            f"rank {rank.rank}{on} in {rank.place} during {rank.doing}" for rank, on in found[:MOST_SHOWN]
+        ]
         if not begun:
             words.append(f"{self._limits.ranks - len(signs)} rank(s) that never came to their first line")
-        if len(order) > MOST_SHOWN:
-            words.append(f"and {len(order) - MOST_SHOWN} more")
+        if len(found) > MOST_SHOWN:
+            words.append(f"and {len(found) - MOST_SHOWN} more")
         return f"limits.stalled_s: no sign of life for {silent_s:.0f} s: {'; '.join(words)}"
 
     def _where(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:

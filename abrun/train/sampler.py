@@ -23,13 +23,13 @@ class Sampler:
     def awake(self) -> Iterator[RolloutEngine]:
         """The engine, ready to sample from the policy as it is now; it sleeps afterwards. Collective."""
         engine = self._engine = self._engine or self._make_engine()
-        lost = engine.wake()
         with self._phases("weight_sync", memory=False):
-            if lost or self._num_updates_synced != self._learner.num_updates:
+            if engine.wake() or self._num_updates_synced != self._learner.num_updates:
                 engine.sync(self._policy.weights())
                 self._num_updates_synced = self._learner.num_updates
         yield engine
-        engine.sleep()  # not after an error, which ends the run and is to be heard
+        with self._phases("engine_sleep", memory=False):
+            engine.sleep()  # not after an error, which ends the run and is to be heard
 
     def close(self) -> None:
         """End what the engine has started, if anything was ever sampled."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-from abrun.processes import below, end_all
+from abrun.processes import below, end_all, ending_of, oom_kills
 from abrun.store import RunDir
 
 FINISH_S = 60.0  # for wandb to take the rest of a run
@@ -21,6 +21,7 @@ class WandbMirror:
         self._say, self._finish_s, self._path = say, finish_s, run.path
         self._lines: list[str] = []
         self._process: subprocess.Popen[str] | None = None
+        self._oom_kills = oom_kills()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "abrun.mirror", str(run.path)],
@@ -66,7 +67,7 @@ class WandbMirror:
             return
         self.poll()
         if code < 0:
-            self._say(f"its process was killed by signal {-code}; {again}")
+            self._say(f"its process was {ending_of(code, '', self._oom_kills, process.pid)}; {again}")
 
     def _read(self, output: IO[str]) -> None:
         for line in output:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
-from abrun.store import RunDir, RunState
+from abrun.store import RunDir, launcher_of
 from abrun.watch.reading import FindJobs
 
 POLL_S = 0.5
@@ -20,15 +20,17 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
     """
     run = RunDir(directory)
     name = run.record().name
-    jobs = find_jobs(directory.parent.parent)
+    experiment_dir = directory.parent.parent
+    jobs = find_jobs(experiment_dir)
 
-    def state() -> RunState:
+    def at_work() -> bool:
         state = run.state(name)
-        return jobs.state_of(state) if jobs else state
+        status = jobs.state_of(state).status if jobs else state.status
+        return status in AT_WORK or (status == "pending" and launcher_of(experiment_dir) is not None)
 
     position, rest = 0, b""
     while True:
-        ended = not follow or state().status not in AT_WORK  # asked first: its last lines are there by now
+        ended = not follow or not at_work()  # asked first: its last lines are there by now
         position, content = _read(run, position)
         *lines, rest = (rest + content).split(b"\n")
         yield from (_text(line) for line in lines)

@@ -25,6 +25,9 @@ NUM_SKIMMED = 32  # rows of a longer file: a sparkline has at most 40 characters
 class Jobs(Protocol):
     """What a cluster's scheduler knows of an experiment."""
 
+    @property
+    def silent(self) -> str | None: ...
+
     def state_of(self, state: RunState) -> RunState: ...
 
 

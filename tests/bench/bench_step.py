@@ -130,7 +130,15 @@ def run_abrun(
     )
     finish([sys.executable, "-m", "abrun.train", str(run.path)])
     metrics = run.metrics()
-    names = ("total_step_time", "generation", "weight_sync", "logprobs", "policy_training")
+    names = (
+        "total_step_time",
+        "generation",
+        "engine_sleep",
+        "weight_sync",
+        "reward",
+        "logprobs",
+        "policy_training",
+    )
     found = {name: metrics.get(f"timing/train/{name}_s") for name in names}
     return [
         {name: float(one.values[step]) for name, one in found.items() if one is not None}

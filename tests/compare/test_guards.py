@@ -89,7 +89,8 @@ def guards_of(baseline, treatment, limits, metric=ERROR):
         for seed in range(len(baseline))
     ]
     level = limits.alpha / num_tests(Compare(guards=limits))
-    found = check_guards("treatment", pairs, limits, measure_savings("treatment", pairs), (), level)
+    savings = measure_savings("treatment", pairs)
+    found = check_guards("treatment", pairs, limits, savings, windows=(), alpha=level)
     return {one.guard: one.result for one in found}
 
 

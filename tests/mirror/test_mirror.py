@@ -157,6 +157,16 @@ def test_a_report_is_an_artifact_with_the_verdict_in_the_summary(tmp_path: Path,
     assert any(b"the report" in part for part in server.runs["a"].uploaded.values())
 
 
+def test_what_is_switched_off_is_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    content = {"experiment": "x", "verdict": "MATCH", "reasons": [], "num_pairs": 4, "primaries": []}
+    monkeypatch.chdir(tmp_path)
+    said = report.upload(content, [], None)
+    assert (
+        said == "--wandb: the report was not uploaded: wandb is switched off here, as by WANDB_MODE=disabled"
+    )
+
+
 def test_a_report_that_does_not_get_there_is_one_line(tmp_path: Path) -> None:
     content = {"experiment": "x", "verdict": "MATCH", "reasons": [], "num_pairs": 4, "primaries": []}
     said = report.upload(content, [], None)
@@ -200,7 +210,7 @@ def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert mirror._process
     os.kill(mirror._process.pid, signal.SIGKILL)
     mirror.finish()
-    assert said == [f"its process was killed by signal 9; abrun sync {tmp_path / 'x'} sends what is missing"]
+    assert said == [f"its process was killed by SIGKILL; abrun sync {tmp_path / 'x'} sends what is missing"]
 
 
 def test_the_control_plane_answers_without_wandb(tmp_path: Path) -> None:

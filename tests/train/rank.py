@@ -18,10 +18,9 @@ CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); tim
 
 
 def hang(directory: Path) -> None:
-    while not (directory / "go-on").exists():
-        time.sleep(0.1)
     while True:
-        progress.beat()
+        if (directory / "go-on").exists():
+            progress.beat()
         time.sleep(0.1)
 
 

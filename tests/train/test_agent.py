@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,9 +20,11 @@ import pytest
 from abrun.errors import LaunchError
 from abrun.layout import RunName
 from abrun.processes import processes_of
-from abrun.store import RunDir, RunRecord
+from abrun.store import Node, RunDir, RunRecord
+from abrun.train import agent as agents
 from abrun.train.agent import SCRATCH, TIMED_OUT
 from abrun.train.agent import _conclude as conclude
+from abrun.train.agent import _Notes as Notes
 from abrun.train.agent import _scratch as scratch
 from abrun.train.agent import _words as words
 
@@ -87,6 +90,98 @@ def test_a_silence_of_more_than_ten_steps_is_told_by_the_status(
     finally:
         agent.terminate()
         agent.communicate(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_node_that_waits_for_another_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
+    """Rank 0 is silent for longer than it may, as in a collective, and rank 1 on the other node works on."""
+    run, name = RunDir(tmp_path), RunName(arm="baseline", seed=0)
+    run.write_record(RunRecord(experiment="e", name=name, initial_weights=None, config={"steps": 9}))
+    (tmp_path / "go-on").touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = [
+        start(
+            tmp_path,
+            *("--ranks", "1", "--nodes", "2", "--node", str(node), "--meet", meet, "--stalled-s", "3"),
+            rank_1="hang",
+        )
+        for node in range(2)
+    ]
+    until(lambda: started(tmp_path))
+    time.sleep(6)
+    assert [node.poll() for node in nodes] == [None, None]
+    (tmp_path / "go-on").unlink()
+    said = "".join(node.communicate(timeout=120)[0] for node in nodes)  # one ends both: it is one machine
+    assert "limits.stalled_s" in said
+    assert re.search(r"rank 1( \(on .+\))? in hang \(tests/train/rank.py:", said), said
+
+
+def notes_of(directory: Path, num_nodes: int) -> tuple[RunDir, Notes]:
+    run = RunDir(directory)
+    config: dict[str, Any] = {"steps": 9}
+    run.write_record(
+        RunRecord(experiment="e", name=RunName(arm="a", seed=0), initial_weights=None, config=config)
+    )
+    run.begin_attempt()
+    return run, Notes(run, 0, 0, num_nodes)
+
+
+def test_an_attempt_that_begins_just_now_has_not_been_silent_since_1970(tmp_path: Path) -> None:
+    run, _ = notes_of(tmp_path, 1)
+    (tmp_path / "attempts" / "0002.json").touch()  # and is about to be written
+    assert run.state(RunName(arm="a", seed=0)).status == "running"
+
+
+def test_what_another_node_says_counts_for_a_minute_by_this_ones_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, notes = notes_of(tmp_path, 2)
+    now = [1000.0]
+    monkeypatch.setattr(agents.time, "monotonic", lambda: now[0])
+    notes.write(0.0, None)
+    assert notes.others() == []
+    run.write_node(Node(attempt=1, node=1, host="n2", time_s=5.0, silent_s=2.0))  # its clock is far off
+    now[0] += 2
+    assert [note.host for note in notes.others()] == ["n2"]
+    now[0] += 59
+    assert notes.others()
+    now[0] += 2
+    assert notes.others() == []
+
+
+def test_a_machine_that_has_slept_says_at_once_that_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Monotonic clocks stand still meanwhile; whoever asks for the status goes by the calendar."""
+    run, notes = notes_of(tmp_path, 1)
+    name = RunName(arm="a", seed=0)
+    notes.write(0.0, None)
+    late = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: late)
+    assert run.state(name).status == "stalled"
+    notes.write(0.0, None)
+    assert run.state(name).status == "running"
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `rm -rf /tmp/*` leaves it: the ranks go on giving signs, and where one is cannot be said."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "go-on").touch()
+    agent = start(tmp_path, "--stalled-s", "2", rank_0="hang", rank_1="hang")
+    until(lambda: started(tmp_path))
+    for folder in (tmp_path / "tmp").glob(f"{SCRATCH}*"):
+        shutil.rmtree(folder)
+    time.sleep(2.5)
+    assert agent.poll() is None
+    (tmp_path / "go-on").unlink()
+    said, _ = agent.communicate(timeout=60)
+    assert re.search("limits.stalled_s: no sign of life for . s: rank . in an unknown place during", said), (
+        said
+    )
 
 
 def test_what_nccl_said_of_a_collective_is_told(tmp_path: Path) -> None:
@@ -163,7 +258,7 @@ def test_what_killed_agents_left_is_removed_and_what_others_use_is_not(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / f"{SCRATCH}left"
-    with scratch(range(1)) as used, scratch(range(2)) as other:
+    with scratch(range(1)) as (used, _), scratch(range(2)) as (other, _):
         assert {path.name for path in other.iterdir()} == {"rank-0", "rank-1"}
         left.mkdir()
         (left / "rank-0").touch()
@@ -196,7 +291,7 @@ def listening(pid: int) -> list[str]:
     return addresses
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.1])
+@pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
     agent = start(tmp_path)
     until(lambda: len(processes_of(tmp_path)) > 1)  # ranks that may not have run a line yet

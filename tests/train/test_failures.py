@@ -1,12 +1,15 @@
 """What cannot work: one line on stderr, exit code 2, and a `failed` event where that can be written."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from abrun import store
+from abrun.train.__main__ import ran_out
 from tests.train.runs import Trainer, events, make_run, run_config
 
 OTHERS = {
@@ -76,6 +79,47 @@ def test_a_prompt_longer_than_the_models_positions(tmp_path: Path) -> None:
     problems.write_text(json.dumps({"prompt": "7" * 1020, "answer": "7"}) + "\n")
     directory = make_run(tmp_path / "run", run_config(f"task={{type: jsonl, path: {problems}}}"))
     message = expect_failure(directory, "makes sequences of 1026 tokens; this model takes 1024")
+    expect_failed_event(directory, message)
+
+
+@pytest.mark.parametrize(
+    ("error", "whose"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), "a GPU"),
+        (RuntimeError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), "a GPU"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "a GPU"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you"
+            ),
+            "the machine",
+        ),
+        (MemoryError(), "the machine"),
+        (RuntimeError("The size of tensor a (3) must match"), None),
+    ],
+)
+def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, whose: str | None) -> None:
+    said = ran_out(error)
+    assert (said is None) == (whose is None)
+    assert said is None or (said.startswith(f"{whose} ran out of memory during ") and "\n" not in said)
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_says_so_and_during_what(tmp_path: Path) -> None:
+    """A real refusal of torch's allocator, of a petabyte."""
+    directory = make_run(tmp_path / "run", run_config("steps=1", "task.max_operand=9"))
+    code = (
+        "import runpy, sys, torch, abrun.train.loop as loop\n"
+        "loop.make_setup = lambda *_: torch.empty(1 << 50, dtype=torch.uint8)\n"
+        "sys.argv = ['abrun.train', sys.argv[1]]\n"
+        "runpy.run_module('abrun.train', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(directory)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    message = done.stderr.splitlines()[-1].removeprefix("error: ")
+    assert message.startswith("the machine ran out of memory during the start: use a smaller policy.micro_")
     expect_failed_event(directory, message)
 
 

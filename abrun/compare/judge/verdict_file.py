@@ -9,7 +9,7 @@ from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.placement import placement_notes
-from abrun.compare.judge.sensitivity import Sensitivity, sensitivity
+from abrun.compare.judge.planted import Sensitivity, sensitivity
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.experiment import Experiment

@@ -16,7 +16,7 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.levels import levels
 from abrun.compare.show.next_step import NextStep
-from abrun.compare.show.sensitivity import sentence
+from abrun.compare.show.planted import sentence
 from abrun.errors import ComparisonError, StoreError
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json

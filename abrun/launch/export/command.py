@@ -1,6 +1,8 @@
 """`abrun export`: refused, or written whole after every manifest has passed its engine's schema."""
 
 import shlex
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +42,30 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
     documents = ENGINES[engine].manifests(asked, compare=compare)
     for file, document in documents.items():
         refuse_invalid(document, engine, f"{file}.yaml")
+    try:
+        if folder.exists():  # empty, and perhaps where somebody is
+            _write(asked, engine, documents, folder)
+        else:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as partial:
+                _write(asked, engine, documents, Path(partial) / folder.name)
+                (Path(partial) / folder.name).rename(folder)  # refused where another was faster
+    except OSError as error:
+        raise LaunchError(f"{folder}: cannot be written: {error.strerror}; choose another -o") from None
+    count = f"{len(documents)} manifest{'' if len(documents) == 1 else 's'}"
+    return (
+        f"{folder}: {count}, {NEVER}: checked against {AGAINST[engine]}, and no engine has seen them. "
+        f"Submit them with: sh {shlex.quote(str(folder / 'submit.sh'))}"
+    )
+
+
+def _write(asked: Export, engine: str, documents: Mapping[str, Any], folder: Path) -> None:
     note = f"# Written by abrun export: {NEVER}."
     for file, document in documents.items():
         store.write_file(folder / f"{file}.yaml", f"{note}\n{as_yaml(document)}".encode(), mode=0o644)
     lines = ["#!/bin/sh", note, "set -e", 'cd "$(dirname "$0")"']
     lines += ENGINES[engine].submission(asked, documents)
     store.write_file(folder / "submit.sh", "\n".join([*lines, ""]).encode(), mode=0o755)
-    count = f"{len(documents)} manifest{'' if len(documents) == 1 else 's'}"
-    return (
-        f"{folder}: {count}, {NEVER}: checked against {AGAINST[engine]}, and no engine has seen them. "
-        f"Submit them with: sh {shlex.quote(str(folder / 'submit.sh'))}"
-    )
 
 
 def _commands(plan: Plan) -> list[str]:

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from abrun.errors import LaunchError
 from abrun.redaction import shortened
 
-ANSWER_S = 5.0
+ANSWER_S = 5.0  # for a connection
+REQUEST_S = 20.0  # for what is asked over it: a head may hang that still listens
 MOST_WORDS = 300
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client puts above what it is given
 START = "start one with: ray start --head; or give launcher.address, or RAY_ADDRESS"
@@ -87,8 +88,13 @@ def _client(address: str | None) -> Any:
     from ray.job_submission import JobSubmissionClient  # pyright: ignore[reportMissingImports]
 
     hidden = {name: os.environ.pop(name) for name in ADDRESSES if name in os.environ} if address else {}
+
+    class Bounded(JobSubmissionClient):
+        def _do_request(self, *arguments: Any, **options: Any) -> Any:  # Ray's own waits for ever
+            return super()._do_request(*arguments, **{"timeout": REQUEST_S, **options})
+
     try:
-        return JobSubmissionClient(address)
+        return Bounded(address)
     finally:
         os.environ.update(hidden)
 
@@ -113,4 +119,6 @@ def _in_words(address: str) -> Iterator[None]:
         words = " ".join(str(error).split())[:MOST_WORDS]
         if isinstance(error, ConnectionError):
             raise LaunchError(f"ray: no Ray answers at {address}: {words}; {START}") from None
+        if "Read timed out" in words:
+            words = f"listens, and has not answered for {REQUEST_S:g} s; its dashboard seems to hang"
         raise LaunchError(f"ray: {address}: {words}") from None

@@ -121,6 +121,10 @@ class RayJobs:
         known = self._ask()
         return [] if known is None or known.over else [self._said["job"]]
 
+    @property
+    def silent(self) -> str | None:
+        return str(self._error) if self._error else None
+
     def state_of(self, state: RunState) -> RunState:
         """A run's state, where Ray or the driver knows better than its directory."""
         if state.status == "finished":

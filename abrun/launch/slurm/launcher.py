@@ -10,6 +10,7 @@ from typing import Any
 
 from abrun import store
 from abrun.errors import LaunchError
+from abrun.launch.engine import LeftInQueueError
 from abrun.launch.queue import Queue
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.launch.slurm import commands, jobs
@@ -83,11 +84,18 @@ class SlurmLauncher:
                 record["compare"] = add("compare", list(submitted))
             del record["submitting"]
             jobs.write_record(experiment_dir, record)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(LaunchError):  # one that was being submitted
                 submitted += SlurmJobs(experiment_dir, record).busy
-            if submitted:
-                commands.withdraw(list(dict.fromkeys(submitted)))
+            try:
+                if submitted:
+                    commands.withdraw(list(dict.fromkeys(submitted)))
+            except LaunchError as refused:  # the record still has them
+                raise LeftInQueueError(
+                    f"{str(error) or type(error).__name__}; jobs submitted before that "
+                    f"({', '.join(dict.fromkeys(submitted))}) are still in the queue ({refused}): end them "
+                    f"with: abrun cancel {experiment_dir}"
+                ) from error
             jobs.write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
             raise
         return submitted
@@ -147,7 +155,7 @@ class SlurmJobs:
         self._place()
         self._tasks: dict[tuple[str, int | None], commands.Task] = {}
         self._asked_s: float | None = None
-        self._silent: LaunchError | None = None  # what was said when Slurm did not answer
+        self._error: LaunchError | None = None  # what was said when Slurm did not answer
         self._kept_back_s: dict[str, float] = {}  # since when this has seen a task so
 
     @classmethod
@@ -189,6 +197,10 @@ class SlurmJobs:
     def busy(self) -> list[str]:
         """The jobs that wait or work."""
         return sorted({task.job for task in self._known().values() if not task.over}, key=int)
+
+    @property
+    def silent(self) -> str | None:
+        return str(self._error) if self._error else None
 
     def state_of(self, state: RunState) -> RunState:
         """A run's state, where Slurm knows better than its directory."""
@@ -266,14 +278,14 @@ class SlurmJobs:
                 listed = commands.tasks(self._record.get("user", ""))
                 self._adopt(listed)
                 self._tasks = {(task.job, task.index): task for task in listed if task.job in self.ids}
-                self._silent = None
+                self._error = None
             except LaunchError as error:  # not asked again for each run
-                self._silent = error
+                self._error = error
             self._asked_s = time.monotonic()
-            if not self._silent:
+            if not self._error:
                 self._release(now)
-        if self._silent:
-            raise self._silent
+        if self._error:
+            raise self._error
         return self._tasks
 
     def _release(self, now: float) -> None:

@@ -240,7 +240,7 @@ class Process:
             printed = log.read().decode(errors="replace")
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MOST_LINES:]
         status = self._process.poll()
-        how = "hung up" if status is None else ending_of(status, printed, self._oom_kills)
+        how = "hung up" if status is None else ending_of(status, printed, self._oom_kills, self._process.pid)
         return (
             f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {quoted(lines) or 'nothing'}"
         )

@@ -14,11 +14,12 @@ import yaml
 
 from abrun import cli, store
 from abrun.errors import LaunchError, RecipeError
+from abrun.launch.export import command as exporting
 from abrun.launch.export import export, member
 from abrun.launch.export.parts import RECIPE, Export, dns_label, recipe_in
 from abrun.launch.export.schema import refuse_invalid
 from abrun.plan import make_plan
-from abrun.recipe import load_recipe
+from abrun.recipe import launcher_settings, load_recipe
 from abrun.store import RunDir
 from tests.launch.test_local import SMALL
 
@@ -86,6 +87,44 @@ def test_what_is_written_is_said_to_be_checked_and_never_launched(
     assert "small-jobset: is here already" in wrong and wrong.count("\n") == 1
     files = list((tmp_path / "small-jobset").iterdir())
     assert len(files) == 4 and all("validated, never launched" in file.read_text() for file in files)
+
+
+def test_of_two_exports_into_one_folder_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = exporting._write
+
+    def later(*arguments: Any) -> None:
+        monkeypatch.setattr(exporting, "_write", write)
+        exported(tmp_path / "out", "jobset", JOBSET, "steps=7")
+        write(*arguments)
+
+    monkeypatch.setattr(exporting, "_write", later)
+    with pytest.raises(LaunchError, match=r"out: cannot be written: Directory not empty; choose another -o"):
+        exported(tmp_path / "out", "jobset", JOBSET, "steps=8")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    texts = [path.read_text() for path in (tmp_path / "out").glob("pair-*.yaml")]
+    assert len(texts) == 2 and all('"steps": 7' in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "{type: jobset, image: r, claim: c, setup: ['export DB_PASSWORD=hunter2hunter2']}",
+        "{type: skypilot, setup: ['export WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567']}",
+        "{type: slurm, setup: ['export DB_PASSWORD=hunter2hunter2']}",
+        "{type: ray, env: {WANDB_API_KEY: 0123456789abcdef0123456789abcdef01234567}}",
+    ],
+)
+def test_no_secret_gets_into_what_is_handed_over(section: str, tmp_path: Path) -> None:
+    kind, _, fields = section.removeprefix("{type: ").partition(", ")
+    profile = tmp_path / "config" / "abrun" / "launchers.yaml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text(f"{kind}: {{{fields}")
+    wanted = r"(setup\.0|env\.WANDB_API_KEY): looks like a secret; it is written into scripts and shown by"
+    with pytest.raises(RecipeError, match=wanted) as refused:
+        load_recipe(SMALL, [f"launcher={section}"])
+    assert "hunter2" not in str(refused.value) and "0123456789abcdef" not in str(refused.value)
+    with pytest.raises(RecipeError, match=rf"launchers.yaml: {kind}: {wanted}"):
+        launcher_settings(None, kind)
 
 
 def test_the_script_submits_in_order(tmp_path: Path) -> None:

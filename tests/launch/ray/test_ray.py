@@ -5,9 +5,11 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
@@ -154,6 +156,28 @@ def test_an_address_where_nothing_listens_is_one_line(
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(LaunchError, match=r"^RAY_ADDRESS: got 'ray://head:10001'; allowed: http://HEAD:8265"):
         submit(planned(), tmp_path / "runs")
+
+
+def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own client would wait for ever; this stands in for that, with the request it makes."""
+
+    class Client:
+        def __init__(self, address: str) -> None:
+            self._address = address
+
+        def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+            return requests.request(method, self._address + endpoint, **options)
+
+        def get_job_info(self, job: str) -> Any:
+            return self._do_request("GET", f"/api/jobs/{job}")
+
+    monkeypatch.setitem(sys.modules, "ray.job_submission", SimpleNamespace(JobSubmissionClient=Client))
+    monkeypatch.setattr(client, "refusal", lambda: None)
+    monkeypatch.setattr(client, "REQUEST_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(LaunchError, match=rf"^ray: {url}: listens, and has not answered for 0.1 s; "):
+            client.known(url, "job")
 
 
 @pytest.mark.parametrize(
@@ -328,6 +352,9 @@ def test_the_commands_know_the_job(ray: FakeRay, tmp_path: Path, run: Cli) -> No
     assert code == 0 and "4 waiting" in said and "is RUNNING" in said
     assert run("cancel", "small")[1].startswith("cancelled: 1 job (small-")
     assert "4 interrupted" in run("status", "small")[1]
+    assert "4 interrupted" in run("status")[1]
     ray.silent = LaunchError("ray: no Ray answers at http://head:8265")
+    said = run("status")[1]
+    assert "4 pending" in said and "ray: no Ray answers at http://head:8265" in said
     assert run("launch", SMALL, "--launcher", "ray")[0] == 2
     assert json.loads((tmp_path / "runs" / "small" / "_ray" / "job.json").read_text())["cancelled"] is True

@@ -1,7 +1,7 @@
 #!/bin/bash
 # A fake of the commands of Slurm, by the name it is called by. $FAKE_SLURM is its folder: `queue` has a line a task
 # as squeue prints them, `calls` every call. A node has 8 cores; the partition `gone`, the account `nobody` and the
-# script whose name is in `refused` are refused in the words of Slurm 22.05.
+# script whose name is in `refused` are refused in the words of Slurm 22.05; scancel fails where there is a file `deaf`.
 set -u
 cd "$FAKE_SLURM" || exit
 command=${0##*/}
@@ -55,6 +55,10 @@ sbatch: error: Batch job submission failed: Invalid partition name specified" >&
   ;;
 squeue) cat queue ;;
 scancel)
+  if [ -f deaf ]; then
+    echo "scancel: error: Kill job error on job id ${*: -1}: Unable to contact slurm controller" >&2
+    exit 1
+  fi
   for job in "$@"; do
     case $job in -*) continue ;; esac
     [[ " $* " == *" --state=RUNNING "* ]] || sed -i "s/^$job|\([^|]*\)|PENDING|.*/$job|\1|CANCELLED|None||/" queue

@@ -184,7 +184,7 @@ def test_a_network_cut_in_mid_step_ends_both_sides(
 def test_a_head_that_restarts_costs_nothing(
     cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    experiment_dir = submit(tmp_path, "headless", 40)
+    experiment_dir = submit(tmp_path, "headless", 80)
     at_step(experiment_dir, 12)
     sh(CLUSTER, "behead")
     try:
@@ -201,7 +201,7 @@ def test_a_head_that_restarts_costs_nothing(
     with contextlib.suppress(LaunchError):
         seconds_until(known, within_s=60)
     resumed_s = time.monotonic() - began
-    check_end(experiment_dir, undisturbed(40))
+    check_end(experiment_dir, undisturbed(80))
     assert [run(experiment_dir, arm).last_attempt for arm in ARMS] == [1, 1]
     table_row("head restarted", refused_s, resumed_s, lost_steps(experiment_dir, reached))
     print(f"without a head: cancel refused after {refused_s:.0f} s, status answered after {answered_s:.0f} s")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from abrun import cli
+from abrun import cli, store
 from abrun.errors import LaunchError, RecipeError
 from abrun.implementations import LAUNCHERS
 from abrun.launch import cancel, hand_over, make_scheduler, node, queued_jobs
@@ -200,6 +200,40 @@ def test_a_job_that_a_killed_launcher_could_not_record_is_found(
     submit(planned(), tmp_path, resume=True)
     record = json.loads((experiment_dir / "_slurm" / "jobs.json").read_text())
     assert len(waiting(slurm)) == 3 and "submitting" not in record
+
+
+def test_what_cannot_be_withdrawn_is_said_and_can_be_cancelled(slurm: Path, tmp_path: Path) -> None:
+    (slurm / "refused").write_text("compare.sh")
+    (slurm / "deaf").touch()
+    with pytest.raises(LaunchError) as refused:
+        submit(planned(), tmp_path)
+    assert re.search(
+        r"\(job submit limit\); jobs submitted before that \(101\) are still in the queue \(slurm: scancel: "
+        rf"Kill job error .*\): end them with: abrun cancel {tmp_path / 'small'}$",
+        str(refused.value),
+    ), refused.value
+    (slurm / "deaf").unlink()
+    assert len(waiting(slurm)) == 2 and seen(tmp_path / "small").message == "job 101_0 waits: Priority"
+    assert cancel(tmp_path / "small").startswith("cancelled: 1 job (101)") and waiting(slurm) == []
+
+
+def test_of_two_that_resume_at_once_one_submits(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has found nothing in the queue, and waits for the lock until the first has handed over."""
+    experiment_dir = submit(planned(), tmp_path)
+    cancel(experiment_dir)
+    lock = store.launcher_lock
+
+    def later(directory: Path, **options: Any) -> Any:
+        monkeypatch.setattr(store, "launcher_lock", lock)
+        submit(planned(), tmp_path, resume=True)
+        return lock(directory, **options)
+
+    monkeypatch.setattr(store, "launcher_lock", later)
+    with pytest.raises(LaunchError, match=r"jobs of it are in the queue \(103, 104\)"):
+        submit(planned(), tmp_path, resume=True)
+    assert len(waiting(slurm)) == 3
 
 
 def test_a_machine_without_slurm_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,8 +589,13 @@ def test_a_detached_launch_and_what_can_be_asked_of_it(slurm: Path, tmp_path: Pa
     assert run("logs", "small/baseline/seed-0") == (0, "one\ntwo\\x1b[2J\nthree\n", "")
     code, _, refused = run("logs", "small/baseline/seed-7")
     assert code == 2 and "small/baseline/seed-7" in refused
+    assert "4 waiting" in run("status")[1]
     code, said, _ = run("cancel", "small")
     assert code == 0 and said.startswith("cancelled: 2 jobs")
+    assert "4 interrupted" in run("status")[1]
+    (slurm / "no-conf").touch()
+    assert "4 pending" in run("status")[1] and "no configuration of a cluster" in run("status")[1]
+    (slurm / "no-conf").unlink()
     assert run("logs", "small/baseline/seed-0", "--follow")[1] == "one\ntwo\\x1b[2J\nthree\n"
 
 
@@ -565,7 +604,11 @@ def test_a_dry_run_shows_the_scripts_and_submits_nothing(slurm: Path, tmp_path: 
     assert code == 0 and "#SBATCH --array=0-1" in said and "abrun compare" in said
     assert queue(slurm) == [] and not (tmp_path / "runs").exists()
     code, said, _ = run("launch", SMALL, "--launcher", "slurm", "--dry-run", "--set", "cluster.cpu_ranks=16")
-    assert "Why it cannot run there" in said and "Requested node configuration is not available" in said
+    assert (
+        code == 2
+        and "Why it cannot run there" in said
+        and "Requested node configuration is not available" in said
+    )
 
 
 def test_an_empty_name_of_a_launcher_is_none(run: Cli) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from abrun.compare.read.stored import load_experiment
-from abrun.compare.show.sensitivity import rows, sentence
+from abrun.compare.show.planted import rows, sentence
 from abrun.errors import RecipeError
 from abrun.launch.controls import with_faults_alone
 from abrun.plan import make_plan, pairs

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.compare.judge.sensitivity import Sensitivity
+from abrun.compare.judge.planted import Sensitivity
 from abrun.recipe import FAULTS, Fault
 from abrun.store import write_json
 

@@ -1,0 +1,183 @@
+"""Error rates of every kind of claim, simulated at its edge: prints the table of docs/verdict.md.
+
+python tests/bench/bench_verdict.py
+
+Each law draws the window summaries of paired arms whose true difference is exactly the margin (or whose level
+is exactly the limit): every "match", and every "mismatch", is then an error. The curves are those a training
+has: bounded, saturating, heavy-tailed, spiky, seeds of different speed; the last two break what the t-test
+assumes.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from abrun.equivalence import limit_test, paired_tost
+from abrun.looks import level_of_a_look
+from abrun.sigmas import _reach, _room, sigma_test
+
+EXPERIMENTS = 20_000
+PAIRS = (3, 4, 5, 8, 10)
+LOOKS = (4, 7, 10)
+ALPHA = 0.05
+Arms = tuple[NDArray[np.float64], NDArray[np.float64]]  # baseline, treatment: [N, P]
+
+
+def paired(rng: np.random.Generator, size: tuple[int, ...], rho: float) -> Arms:
+    """Standard normal numbers of both arms, correlated over the seeds that they share."""
+    shared = rng.standard_normal(size)
+    own = rng.standard_normal((2, *size))
+    left, right = np.sqrt(rho) * shared + np.sqrt(1 - rho) * own
+    return left, right
+
+
+def normal(rng, size, rho=0.8) -> Arms:
+    left, right = paired(rng, size, rho)
+    return 10 + left, 11 + right
+
+
+def noisier(rng, size) -> Arms:
+    left, right = paired(rng, size, 0.0)
+    return 10 + left, 11 + 3 * right
+
+
+def bounded(rng, size) -> Arms:
+    """An accuracy over 200 prompts, near 0.9."""
+    left, right = paired(rng, size, 0.6)
+    chances = special.expit(2.2 + 0.5 * left), special.expit(1.9 + 0.5 * right)
+    return rng.binomial(200, chances[0]) / 200, rng.binomial(200, chances[1]) / 200
+
+
+def saturating(rng, size) -> Arms:
+    """1 - exp(-speed) at the end of the run: most seeds near their ceiling."""
+    left, right = paired(rng, size, 0.7)
+    return 1 - np.exp(-2.5 * np.exp(0.3 * left)), 1 - np.exp(-2.0 * np.exp(0.3 * right))
+
+
+def heavy_tailed(rng, size) -> Arms:
+    shared, own = rng.standard_normal(size), rng.standard_t(3, (2, *size))
+    return 10 + shared + 0.5 * own[0], 11 + shared + 0.5 * own[1]
+
+
+def spiky(rng, size) -> Arms:
+    """The median over twelve steps of which one in ten is a spike."""
+    left, right = paired(rng, size, 0.8)
+    steps = np.exp(0.3 * rng.standard_normal((2, *size, 12)))
+    steps *= np.where(rng.random((2, *size, 12)) < 0.1, 20, 1)
+    medians = np.log(np.median(steps, axis=-1))
+    return 10 + left + medians[0], 11 + right + medians[1]
+
+
+def different_speed(rng, size) -> Arms:
+    """Logistic curves in the middle of their climb: a seed is early or late, the treatment later."""
+    left, right = paired(rng, size, 0.8)
+    return special.expit(1.0 + 1.5 * left), special.expit(0.5 + 1.5 * right)
+
+
+def exponential(rng, size) -> Arms:
+    left, _ = paired(rng, size, 0.0)
+    return 10 + left, 12 + left - rng.exponential(1.0, size)
+
+
+def one_in_ten_fails(rng, size) -> Arms:
+    left, right = paired(rng, size, 0.9)
+    return 10 + left, 10 + right - 10 * (rng.random(size) < 0.1)
+
+
+LAWS: dict[str, Callable[..., Arms]] = {
+    "normal, correlation .8": normal,
+    "normal, treatment's sd 3 x": noisier,
+    "bounded (accuracy)": bounded,
+    "saturating": saturating,
+    "heavy-tailed (t, 3)": heavy_tailed,
+    "spiky, by the median": spiky,
+    "seeds of different speed": different_speed,
+    "skewed (exponential)": exponential,
+    "one seed in ten fails": one_in_ten_fails,
+}
+
+
+def tail(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """As in abrun.equivalence, over many experiments [N, P]."""
+    sd = np.maximum(values.std(axis=1, ddof=1), 1e-300)
+    return special.stdtr(values.shape[1] - 1, values.mean(axis=1) * np.sqrt(values.shape[1]) / sd)
+
+
+def tost(left, right, margin: float, yardstick: float | NDArray[np.float64] = 1.0) -> NDArray[np.float64]:
+    return np.maximum(tail(right - left - margin * yardstick), tail(left - right - margin * yardstick))
+
+
+def beyond(left, right, margin) -> NDArray[np.float64]:
+    difference = (right - left) * np.sign((right - left).mean(axis=1, keepdims=True))
+    return tail(margin - difference) + tail(-difference - margin)
+
+
+def in_sigmas(left, right, sigmas) -> tuple[float, float]:
+    pairs, difference = left.shape[1], right - left
+    sigma, mean = left.std(axis=1, ddof=1), np.abs(difference.mean(axis=1))
+    error = difference.std(axis=1, ddof=1) / np.sqrt(pairs)
+    reach = np.array([_reach(s, e, pairs, sigmas, ALPHA) for s, e in zip(sigma[:5000], error, strict=False)])
+    above = mean[:5000] > sigmas * sigma[:5000] + reach
+    return float(np.mean(mean < _room(sigma, error, pairs, sigmas, ALPHA))), float(above.mean())
+
+
+def rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[float]]:
+    """The share of errors by kind of claim, for each number of pairs; of looks one number."""
+    rng = np.random.default_rng(0)
+    left, right = law(rng, (1_000_000,))
+    margin, level = abs(float(right.mean() - left.mean())), float(right.mean())
+    sigmas, share = margin / float(left.std()), margin / float(left.mean())
+    left, right = law(rng, (num, max(PAIRS)))
+    found: dict[str, list[float]] = {}
+    for pairs in PAIRS:
+        of = left[:, :pairs], right[:, :pairs]
+        equivalent, exceeded = in_sigmas(*of, sigmas)
+        row = {
+            "match, absolute margin": np.mean(tost(*of, margin) < ALPHA),
+            "match, sigmas of the baseline": equivalent,
+            "match, % of the level": np.mean(tost(*of, share, of[0]) < ALPHA),
+            "mismatch, absolute margin": np.mean(beyond(*of, margin) < ALPHA),
+            "mismatch, sigmas": exceeded,
+            "limit claimed": np.mean(tail(of[1] - level) < ALPHA),
+            "limit called broken": np.mean(tail(level - of[1]) < ALPHA),
+        }
+        for kind, rate in row.items():
+            found.setdefault(kind, []).append(float(rate))
+    nominal = level_of_a_look(LOOKS)
+    looks = [tost(left[:, :n], right[:, :n], margin) < nominal for n in LOOKS]
+    found[f"match at looks {', '.join(map(str, LOOKS))}"] = [float(np.mean(np.any(looks, axis=0)))]
+    exceeded = [beyond(left[:, :n], right[:, :n], margin) < nominal for n in LOOKS]
+    found["mismatch at looks"] = [float(np.mean(np.any(exceeded, axis=0)))]
+    return found
+
+
+def check() -> None:
+    """That what is vectorised here is what the verdict computes."""
+    left, right = normal(np.random.default_rng(1), (50, 5))
+    for one, other, p, q in zip(left, right, tost(left, right, 1.0), beyond(left, right, 1.0), strict=True):
+        found = paired_tost(one, other, 1.0)
+        assert np.allclose((found.p_tost, found.p_beyond), (p, min(q, 1)))
+        assert np.isclose(limit_test(other, 11.0).p_below, tail(other[None] - 11.0)[0])
+        error = (other - one).std(ddof=1) / np.sqrt(5)
+        room = _room(one.std(ddof=1), error, 5, 1.0, ALPHA)
+        assert sigma_test(one, other, 1.0).equivalent == bool(abs((other - one).mean()) < room)
+
+
+def main() -> None:
+    check()
+    print(f"{EXPERIMENTS:,} experiments a cell; 3, 4, 5, 8, 10 pairs\n")
+    kinds: dict[str, list[str]] = {}
+    for name, law in LAWS.items():
+        for kind, row in rates(law).items():
+            kinds.setdefault(kind, []).append(f"| {name} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
+    for kind, lines in kinds.items():
+        columns = len(lines[0].split("|")) - 3
+        head = " | ".join(map(str, PAIRS)) if columns == len(PAIRS) else "rate"
+        print(f"\n**{kind}**\n\n| | {head} |\n|---|{'---|' * columns}")
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

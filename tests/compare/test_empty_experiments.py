@@ -1,0 +1,128 @@
+"""Experiments that could not have shown anything: none is a match, and each says why and what to do."""
+
+import pytest
+
+from tests.compare.simulate import edit_rows, fail
+
+STEP_TIME = "timing/train/total_step_time_s"
+
+
+def everywhere(experiment_dir, change, arms=("baseline", "treatment")):
+    for arm in arms:
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, change)
+
+
+def no_signal(directory):
+    everywhere(directory, lambda row: row.update({"train/signal_share": 0.0}))
+
+
+def no_advantages(directory):
+    nothing = {"train/advantages/min": 0.0, "train/advantages/max": 0.0, "train/loss": 0.0}
+    everywhere(directory, lambda row: row.update(nothing))
+
+
+def no_gradient(directory):
+    everywhere(directory, lambda row: row.update({"train/grad_norm": 0.0}))
+
+
+def no_learning_rate(directory):
+    everywhere(directory, lambda row: row.update({"train/lr": 0.0}))
+
+
+def constant(directory):
+    everywhere(directory, lambda row: row.update({"train/reward": 0.25}))
+
+
+def saturated(directory):
+    everywhere(
+        directory, lambda row: row.update({"train/reward": min(1.0, 0.985 + 0.02 * row["train/reward"])})
+    )
+
+
+def dead(directory):
+    """Both arms move, and neither climbs."""
+
+    def flat(row):
+        row["train/reward"] -= 0.5 / (1 + 2.718281828 ** (-(row["step"] - 11) / 5))
+
+    everywhere(directory, flat)
+
+
+def not_applied(directory):
+    for seed in range(5):
+        rows = (directory / f"baseline/seed-{seed}/metrics.jsonl").read_text()
+        (directory / f"treatment/seed-{seed}/metrics.jsonl").write_text(rows)
+        edit_rows(directory / f"treatment/seed-{seed}", lambda row: row.update({STEP_TIME: row["step"] / 9}))
+
+
+def copied_seeds(directory):
+    for arm, pace in (("baseline", 7), ("treatment", 9)):
+        rows = (directory / f"{arm}/seed-1/metrics.jsonl").read_text()
+        (directory / f"{arm}/seed-2/metrics.jsonl").write_text(rows)
+        edit_rows(
+            directory / f"{arm}/seed-2",
+            lambda row, pace=pace: row.update(
+                {STEP_TIME: row["step"] / pace, "train/loss": row["train/loss"]}
+            ),
+        )
+
+
+def copied_run(directory):
+    rows = (directory / "baseline/seed-2/metrics.jsonl").read_text()
+    (directory / "treatment/seed-2/metrics.jsonl").write_text(rows)
+
+
+def truncated(directory):
+    """Every run ends at step 30 of 40 and says that it finished."""
+    for path in directory.glob("*/*/metrics.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
+
+
+def unfinished(directory):
+    fail(directory / "baseline/seed-1", after_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("empty", "verdict", "reason"),
+    [
+        (no_signal, "INCONCLUSIVE", "train/signal_share is 0 at every step of every baseline run"),
+        (no_advantages, "INCONCLUSIVE", "all advantages are 0 at every step of every baseline run"),
+        (no_gradient, "INCONCLUSIVE", "train/grad_norm is 0 at every step of every baseline run"),
+        (no_learning_rate, "INCONCLUSIVE", "train/lr is 0 at every step of every baseline run"),
+        (constant, "INCONCLUSIVE", "it is 0.25 at every step of every run of both arms"),
+        (saturated, "INCONCLUSIVE", "not by more than the margin of 0.02"),
+        (dead, "INCONCLUSIVE", "not by more than the margin of 0.02"),
+        (not_applied, "INCONCLUSIVE", "it was not applied"),
+        (copied_seeds, "INCONCLUSIVE", "baseline/seed-2 holds the numbers of baseline/seed-1 at every step"),
+        (copied_run, "INVALID", "treatment/seed-2 is a copy of baseline/seed-2"),
+        (truncated, "INCONCLUSIVE", "recorded its last step at 30 of 40 configured ones"),
+        (unfinished, "INVALID", "baseline/seed-1 failed"),
+    ],
+)
+def test_an_empty_experiment_is_no_match(simulated, judged, empty, verdict, reason):
+    experiment_dir = simulated(controls={"aa_reruns": 0})
+    empty(experiment_dir)
+    content = judged(experiment_dir, formats=("json",)).content
+    assert content.verdict == verdict
+    assert any(reason in said for said in content.reasons)
+
+
+def test_where_nothing_need_climb_a_flat_metric_can_match(simulated, judged):
+    claim = {"metric": "train/reward", "margin": 0.02, "climbs": False}
+    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
+    dead(experiment_dir)
+    assert judged(experiment_dir, formats=("json",)).verdict == "MATCH"
+
+
+def test_a_claim_on_what_has_no_direction_needs_a_baseline_that_learns_something(simulated, judged):
+    claim = {"metric": "train/grad_norm", "margin": 1.0}
+    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
+    assert judged(experiment_dir, formats=("json",)).verdict == "MATCH"
+    dead(experiment_dir)
+    everywhere(
+        experiment_dir, lambda row: row.update({"train/reward": row["train/reward"] - row["step"] / 100})
+    )
+    content = judged(experiment_dir, formats=("json",)).content
+    assert content.verdict == "INCONCLUSIVE"
+    assert "no climb of the baseline is shown up to step 40 (train/reward" in content.reasons[0]
