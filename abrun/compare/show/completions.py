@@ -42,11 +42,7 @@ def completions(experiment: Experiment) -> Completions | None:
     """None where no seed has any in two arms, as of runs that another framework logged."""
     try:
         for seed in experiment.arm(experiment.baseline):
-            kept = {
-                arm: samples
-                for arm in experiment.arms
-                if (samples := _kept(experiment, arm, seed)) and (arm == experiment.baseline or samples)
-            }
+            kept = {arm: samples for arm in experiment.arms if (samples := _kept(experiment, arm, seed))}
             if experiment.baseline in kept and len(kept) > 1:
                 return _of_seed(experiment, seed, kept)
     except StoreError as error:
