@@ -216,25 +216,28 @@ def test_divergence_is_measured_against_the_noise_floor(simulated, judged):
         experiment_dir, {**arms, "treatment/seed-0": (0.005, 0.03), "treatment/seed-1": (0.005, 0.03)}
     )
     one = divergence(judged(experiment_dir))
-    assert (one.noise_floor, one.num_reruns, one.first_step_outside) == ("measured", 1, 20)
+    assert (one.noise_floor, one.num_reruns, one.first_step_apart, one.p_beyond) == ("measured", 1, None, 0.5)
     assert one.aa_mean_difference == pytest.approx(0.01)
     assert one.mean_difference == pytest.approx((0.005 * 19 + 0.03 * 21) / 40)
     assert one.ratio == pytest.approx(one.mean_difference / 0.01)
 
 
-def test_the_envelope_never_shrinks(simulated, judged):
-    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 1})
-    arms = {"baseline/seed-0": (0, 0), "baseline/seed-1": (0, 0), "baseline/seed-0-aa1": (0.01, 0.0)}
-    constant_runs(experiment_dir, {**arms, "treatment/seed-0": (0, 0.005), "treatment/seed-1": (0, 0.005)})
-    assert divergence(judged(experiment_dir)).first_step_outside is None
+@pytest.mark.parametrize(("treatments", "p_beyond"), [((0.02, 0.02), 0.25), ((0.02, 0.005), 1.0)])
+def test_beyond_the_noise_is_beyond_every_rerun_of_every_seed(simulated, judged, treatments, p_beyond):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 2})
+    for seed, late in enumerate(treatments):
+        arms = {f"baseline/seed-{seed}": 0, f"baseline/seed-{seed}-aa1": 0.01, f"treatment/seed-{seed}": late}
+        constant_runs(experiment_dir, {name: (0, value) for name, value in arms.items()})
+    assert divergence(judged(experiment_dir)).p_beyond == p_beyond
 
 
 def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 1})
     constant_runs(experiment_dir, {"baseline/seed-0": (0, 0), "baseline/seed-0-aa1": (0, 0)})
-    constant_runs(experiment_dir, {"treatment/seed-0": (0, 0.03)})
+    constant_runs(experiment_dir, {"treatment/seed-0": (0, 0.03), "baseline/seed-1": (0, 0)})
+    constant_runs(experiment_dir, {"treatment/seed-1": (0, 0)})
     one = divergence(judged(experiment_dir))
-    assert (one.noise_floor, one.ratio) == ("zero", None)
+    assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
 
 
 def test_without_reruns_the_floor_is_unknown(simulated, judged):

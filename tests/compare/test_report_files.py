@@ -101,6 +101,7 @@ def test_no_link_is_followed(experiment_dir: Path, tmp_path: Path) -> None:
     assert elsewhere.read_text() == "not ours"
 
 
+@pytest.mark.slow
 def test_a_read_only_store_is_compared_elsewhere(experiment_dir: Path, tmp_path: Path) -> None:
     def entries() -> dict[str, tuple[int, int]]:
         found = sorted((tmp_path / "runs").rglob("*"))

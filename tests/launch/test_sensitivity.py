@@ -12,16 +12,17 @@ from abrun.recipe import FAULTS
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart-faults.yaml")
 PPO = {"value_unshifted", "critic_mask_of_other_rows"}
 BY_GUARD = {"stale_rollout_weights", "partial_weight_sync"}
-# Of these step one and the guards see nothing here, and a claim on two seeds may or may not.
+# Of these step one and the guards see nothing here, and a claim on three seeds may or may not.
 BY_A_CLAIM_OR_NOTHING = {"late_half_batch", "forced_eos"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tmp_path: Path) -> None:
-    """A quarter of an hour on two cores."""
+    """Half an hour on two cores."""
     said = CliRunner().invoke(
         app,
-        ["sensitivity", RECIPE, "--seeds", "0,1", "--runs-dir", str(tmp_path)],
+        ["sensitivity", RECIPE, "--runs-dir", str(tmp_path)],
         catch_exceptions=False,
     )
     assert said.exit_code == 0, said.output

@@ -291,7 +291,7 @@ def listening(pid: int) -> list[str]:
     return addresses
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.1])
+@pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
     agent = start(tmp_path)
     until(lambda: len(processes_of(tmp_path)) > 1)  # ranks that may not have run a line yet

@@ -323,7 +323,9 @@ def test_a_gradient_divisor_replaces_the_losss_own_and_leaves_what_is_reported(
     assert divided["train/grad_norm"] == pytest.approx(times(plain) * plain["train/grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    "estimator", ["k3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("k1", "k2"))]
+)
 def test_kl_in_the_reward_shapes_it_and_leaves_the_loss(
     estimator: str, tmp_path: Path, warm_weights: Path, group: None
 ) -> None:
@@ -381,6 +383,7 @@ def test_the_kl_to_go_comes_off_each_tokens_reward(
     assert of_first is not None and len(set(of_first[0][seen[2].token_mask[0]].tolist())) > 1
 
 
+@pytest.mark.slow
 def test_an_importance_correction_of_an_engine_that_agrees_changes_nothing_but_can_drop_all(
     tmp_path: Path, warm_weights: Path, group: None
 ) -> None:

@@ -127,7 +127,9 @@ def test_both_arms_and_other_seeds_get_their_own_prompts(
     assert digests["a"] == digests["b"] != digests["c"]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    "estimator", ["k3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("k1", "k2"))]
+)
 def test_the_reference_is_the_initial_policy(
     estimator: str, tmp_path: Path, warm_weights: Path, group: None
 ) -> None:

@@ -57,6 +57,7 @@ def test_killed_twice_gives_the_same_metrics(tmp_path: Path, warm_weights: Path,
     assert events(directory).count("resumed") >= 1 and events(directory)[-1] == "finished"
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint_starts_again(
     tmp_path: Path, warm_weights: Path, whole: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_run_keeps_the_first_completions_of_some_steps(
     assert run.samples() == kept
 
 
+@pytest.mark.slow
 def test_keeping_them_changes_no_number(tmp_path: Path, warm_weights: Path, group: None) -> None:
     run = trained(tmp_path / "run", warm_weights)
     without = trained(tmp_path / "without", warm_weights, "keep_samples=null")

@@ -81,7 +81,7 @@ def test_the_initial_policys_rewards_are_those_of_transformers_greedy_search(
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("temperature", [0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_training_does_not_feel_it(
     algorithm: str, temperature: float, tmp_path: Path, warm_weights: Path, group: None
 ) -> None:
@@ -116,6 +116,7 @@ def test_arms_and_seeds_share_the_prompts_and_arms_the_draws(
     assert found["a"] == found["b"]
 
 
+@pytest.mark.slow
 def test_sampled_validation_differs_by_seed_and_step(tmp_path: Path, warm_weights: Path, group: None) -> None:
     overrides = ("validation.temperature=3.0", "policy.optimizer.learning_rate=1.0e-30")
     lengths = []
@@ -127,7 +128,7 @@ def test_sampled_validation_differs_by_seed_and_step(tmp_path: Path, warm_weight
     assert len(set(lengths)) > 4
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize("temperature", [0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_ranks_change_nothing(temperature: float, tmp_path: Path, warm_weights: Path) -> None:
     found = {}
     for ranks in (1, 2):

@@ -70,9 +70,19 @@ def test_without_a_key_it_says_so_once_and_mirrors_offline(tmp_path: Path) -> No
     [
         ({"init": "raise OSError('no network')"}, ["mirrored offline", "goes on without a mirror"]),
         ({"log": "raise RuntimeError('gone')"}, ["stopped mirroring: gone"]),
-        ({"define": "raise OSError('no')"}, ["mirrored offline", "goes on without a mirror"]),
-        ({"finish": "raise RuntimeError('gone')"}, ["did not finish: gone"]),
-        ({"init": "import nonexistent_module_of_wandb"}, ["mirrored offline", "goes on without a mirror"]),
+        pytest.param(
+            {"define": "raise OSError('no')"},
+            ["mirrored offline", "goes on without a mirror"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"finish": "raise RuntimeError('gone')"}, ["did not finish: gone"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"init": "import nonexistent_module_of_wandb"},
+            ["mirrored offline", "goes on without a mirror"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_broken_wandb_never_stops_training(

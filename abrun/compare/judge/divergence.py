@@ -9,9 +9,7 @@ import numpy as np
 
 from abrun.compare.read.experiment import Pair, RecordedRun, stack, stack_pairs
 from abrun.equivalence import t_interval
-from abrun.metric_names import (
-    STEP_ONE,
-)
+from abrun.metric_names import STEP_ONE
 from abrun.recipe import Primary
 from abrun.series import Array, Steps
 
@@ -43,7 +41,10 @@ class Divergence:
     mean_difference: float  # over steps and pairs, of |treatment - baseline|
     aa_mean_difference: float | None
     ratio: float | None
-    first_step_outside: int | None  # where the median pair leaves the running maximum of the A/A differences
+    first_step_apart: int | None  # of any pair, where the baseline repeats itself bit for bit
+    # How likely it is that the treatment parts further than every rerun of its seed, in every seed that has
+    # any, if it is but another rerun; 1: it does not in some; None: no seed has one
+    p_beyond: float | None
     ulp: UlpGrowth | None  # None: there is no such run
     seed_spread: float | None  # the baseline's sd over seeds, mean over steps; None: one seed
     share_of_seed_spread: float | None  # the mean difference over that
@@ -75,7 +76,8 @@ def _divergence(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | No
         mean_difference=mean,
         aa_mean_difference=None,
         ratio=None,
-        first_step_outside=None,
+        first_step_apart=None,
+        p_beyond=_p_beyond(pairs, metric, steps),
         ulp=_ulp_growth(pairs, metric, steps),
         seed_spread=None,
         share_of_seed_spread=None,
@@ -85,17 +87,36 @@ def _divergence(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | No
         result = replace(result, seed_spread=spread, share_of_seed_spread=mean / spread if spread else None)
     if not floors:
         return result
-    # Both curves start together and part: a later step may by chance be close again, the envelope may not.
-    envelope = np.maximum.accumulate(np.max(floors, axis=0))
-    outside = steps[np.median(differences, axis=0) > envelope]
+    apart = steps[(differences > 0).any(axis=0)]
     floor = float(np.mean(floors))
     return replace(
         result,
         noise_floor="measured" if floor else "zero",
         aa_mean_difference=floor,
         ratio=mean / floor if floor else None,
-        first_step_outside=int(outside[0]) if len(outside) else None,
+        first_step_apart=int(apart[0]) if len(apart) and not floor else None,
     )
+
+
+def _p_beyond(pairs: Sequence[Pair], metric: str, steps: Steps) -> float | None:
+    """A sign test of mean |difference|: of k reruns and the treatment each is the furthest once in k + 1.
+
+    Exact for curves of any kind: runs of one seed are exchangeable where the treatment does nothing.
+    """
+    p_value, seen = 1.0, False
+    for pair in pairs:
+        repeats = [
+            float(noise.mean())
+            for rerun in pair.reruns
+            if rerun.finished and (noise := _noise((pair.baseline, rerun), metric, steps)) is not None
+        ]
+        of_treatment = _noise((pair.baseline, pair.treatment), metric, steps)
+        if repeats and of_treatment is not None:
+            seen = True
+            if of_treatment.mean() <= max(repeats):
+                return 1.0
+            p_value /= len(repeats) + 1
+    return p_value if seen else None
 
 
 def _ulp_growth(pairs: Sequence[Pair], metric: str, steps: Steps) -> UlpGrowth | None:

@@ -361,12 +361,14 @@ def _against_ulp(one: Content) -> str:
 
 
 def _against_noise(one: Content) -> str:
-    outside = one["first_step_outside"]
-    since = f"first outside its envelope at step {outside}" if outside else "inside its envelope"
     if one["noise_floor"] == "zero":
-        treatment = f"the arms part at step {outside}" if outside else "and so does the treatment"
+        apart = one["first_step_apart"]
+        treatment = f"the arms part at step {apart}" if apart else "and so does the treatment"
         return f"{one['metric']}: the baseline repeats bit for bit, {treatment}"
-    return f"{one['metric']}: {one['ratio']:.2g}x the A/A noise floor, {since}"
+    beyond = f"further than its reruns in every seed (p = {one['p_beyond']:.2g})"
+    within = "not further than its reruns in every seed"
+    said = beyond if one["p_beyond"] < 1 else within
+    return f"{one['metric']}: {one['ratio']:.2g}x the A/A noise floor, {said}"
 
 
 def _final_weights(one: Content) -> str:

@@ -366,10 +366,11 @@ function finalWeights() {
 
 function divergence() {
   const list = content.divergence || [];
-  const outside = (one) => {
+  const beyond = (one) => {
     if (one.noise_floor === "unknown") return muted("noise floor unknown");
-    if (one.first_step_outside === null) return "never";
-    return `step ${one.first_step_outside}`;
+    if (one.noise_floor === "zero")
+      return one.first_step_apart === null ? "never apart" : `apart at step ${one.first_step_apart}`;
+    return one.p_beyond < 1 ? `in every seed (p = ${number(one.p_beyond, 2)})` : "not in every seed";
   };
   const ratio = (one) =>
     ({ zero: "the baseline repeats bit for bit", unknown: "unknown" })[one.noise_floor] ||
@@ -400,7 +401,7 @@ function divergence() {
             ["ratio", "right"],
             ["against one ULP", "right"],
             ["of the spread over seeds", "right"],
-            ["first outside the A/A envelope"],
+            ["further than the reruns"],
           ]),
           list.map((one) => [
             ...armCell(one),
@@ -410,7 +411,7 @@ function divergence() {
             ratio(one),
             grown(one),
             one.share_of_seed_spread === null ? "" : number(one.share_of_seed_spread, 2),
-            outside(one),
+            beyond(one),
           ]),
         )
       : el("p", {}, "No finished pair."),
