@@ -109,7 +109,7 @@ def test_claims_on_the_command_line():
     assert parse_primary("a:b:last 10%:>0.65") == Primary(metric="a:b", window="last 10%", above=0.65)
     assert parse_primary("train/loss:all:exact") == Primary(metric="train/loss", window="all", exact=True)
     assert parse_primary("train/reward:all:5% of climb").margin == "5% of climb"
-    with pytest.raises(RecipeError, match="^--primary: got margin for memory"):
+    with pytest.raises(RecipeError, match=r"^--primary: got margin for memory"):
         parse_primary("memory:all:0.05")
 
 
