@@ -291,8 +291,9 @@ def direction(name: str, *, policy_gradient: bool) -> Literal[1, -1] | None:
 
 
 def is_clock(name: str) -> bool:
-    """Whether it is read off a clock, of which no two runs get the same numbers."""
+    """Whether it is read off a clock or the machine, of which no two runs get the same numbers."""
     words = "time|timing|timestamp|runtime|walltime|elapsed|duration|latency|seconds?|s|ms|throughput"
+    words += "|clock|wallclock|tps|tgs|mfu|hfu|t?flops|utili[sz]ation"
     return bool(re.search(rf"(^|[/_])({words}|per_sec(ond)?)([/_]|$)", name))
 
 

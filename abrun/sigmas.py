@@ -85,7 +85,7 @@ def sigma_power(sigmas: float, num_pairs: int, correlation: float = 0.0, alpha: 
     of_difference = shared**2 * u**2 + 2 * shared * own * u * v + own**2 * (v**2 + rest)
     error = np.sqrt(np.maximum(of_difference, 0) / freedom / num_pairs)
     room = _room(u / math.sqrt(freedom), error, num_pairs, sigmas, alpha)
-    spread = math.sqrt(2 * (1 - correlation) / num_pairs)
+    spread = max(math.sqrt(2 * (1 - correlation) / num_pairs), 1e-300)  # 0 where arms move as one
     return float(np.mean(2 * special.ndtr(np.maximum(room, 0) / spread) - 1))
 
 

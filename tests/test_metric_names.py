@@ -110,5 +110,10 @@ def test_a_phase_is_read_from_a_peak_of_one_counter():
 
 def test_clocks_are_known_in_other_trainers_words():
     clocks = ["timing_s/step", "perf/throughput", "train_samples_per_second", "elapsed", "step_duration"]
-    assert all(map(is_clock, [*clocks, "wall_time", "tokens_per_sec", "latency_ms", "timestamp"]))
+    assert all(
+        map(
+            is_clock,
+            [*clocks, "wall_time", "tokens_per_sec", "latency_ms", "timestamp", "perf/mfu", "wall_clock"],
+        )
+    )
     assert not any(map(is_clock, ["train/reward", "train/loss", "epoch", "timesteps", "critic/score/mean"]))

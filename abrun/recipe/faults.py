@@ -358,16 +358,12 @@ class PlantedFault(Section):
     def _is_in_the_library(self) -> Self:
         fault = LIBRARY.get(self.name)
         if fault is None:
-            raise ValueError(
-                f"planted_fault.name: got {shortened(self.name)}; allowed: the names that abrun faults lists"
-            )
+            raise ValueError(f"got {shortened(self.name)}; allowed: the names that abrun faults lists")
         if self.size is not None and fault.size is None:
-            raise ValueError(
-                f"planted_fault.size: got {self.size:g} with {self.name}, which has none; drop it"
-            )
+            raise ValueError(f"got size {self.size:g} with {self.name}, which has none; drop it")
         if self.size is not None and fault.most is not None and self.size > fault.most:
             raise ValueError(
-                f"planted_fault.size: got {self.size:g} with {self.name}; allowed: above 0, at most "
+                f"got size {self.size:g} with {self.name}; allowed: above 0, at most "
                 f"{fault.most:g} {fault.unit}"
             )
         return self

@@ -57,7 +57,7 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
         return f"{field}.type: got {shortened(context['tag'])}; allowed: {context['expected_tags']}"
     if kind == "value_error":  # written in a validator of ours, of a field or of a section
         message = str(context["error"])
-        return f"{field}: {message}" if message.startswith("got") else message
+        return f"{field}: {message}" if field and message.startswith("got") else message
     got = f"{field}: got {shortened(error['input'])}" if field else f"got {shortened(error['input'])}"
     if kind in ("too_short", "too_long"):
         least = kind == "too_short"

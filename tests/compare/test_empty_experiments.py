@@ -1,7 +1,11 @@
 """Experiments that could not have shown anything: none is a match, and each says why and what to do."""
 
+import json
+
+import numpy as np
 import pytest
 
+from abrun.compare.judge.assay import climb_bound
 from tests.compare.simulate import edit_rows, fail
 
 STEP_TIME = "timing/train/total_step_time_s"
@@ -68,6 +72,20 @@ def copied_seeds(directory):
         )
 
 
+def repeated_seed(directory):
+    """A seed that changes nothing, on a machine that rounds differently each time."""
+    for arm in ("baseline", "treatment"):
+        rewards = iter(
+            [json.loads(row) for row in (directory / f"{arm}/seed-1/metrics.jsonl").read_text().splitlines()]
+        )
+        edit_rows(
+            directory / f"{arm}/seed-2",
+            lambda row, rewards=rewards: row.update(
+                {"train/reward": next(rewards)["train/reward"] * (1 + 1e-12 * row["step"])}
+            ),
+        )
+
+
 def copied_run(directory):
     rows = (directory / "baseline/seed-2/metrics.jsonl").read_text()
     (directory / "treatment/seed-2/metrics.jsonl").write_text(rows)
@@ -95,6 +113,7 @@ def unfinished(directory):
         (dead, "INCONCLUSIVE", "not by more than the margin of 0.02"),
         (not_applied, "INCONCLUSIVE", "it was not applied"),
         (copied_seeds, "INCONCLUSIVE", "baseline/seed-2 holds the numbers of baseline/seed-1 at every step"),
+        (repeated_seed, "INCONCLUSIVE", "baseline/seed-2 holds the train/reward of baseline/seed-1"),
         (copied_run, "INVALID", "treatment/seed-2 is a copy of baseline/seed-2"),
         (truncated, "INCONCLUSIVE", "recorded its last step at 30 of 40 configured ones"),
         (unfinished, "INVALID", "baseline/seed-1 failed"),
@@ -126,3 +145,39 @@ def test_a_claim_on_what_has_no_direction_needs_a_baseline_that_learns_something
     content = judged(experiment_dir, formats=("json",)).content
     assert content.verdict == "INCONCLUSIVE"
     assert "no climb of the baseline is shown up to step 40 (train/reward" in content.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("empty", "metric", "reason"),
+    [
+        (lambda row: row.update({"train/entropy": 1.0}), "train/entropy", "it is 1 at every step"),
+        (lambda row: row.update({"train/lr": 1e-3}), "train/lr", "it follows from recipe and seed"),
+        (lambda row: row.update({"train/grad_norm": 0.0}), "train/entropy", "train/grad_norm is 0"),
+    ],
+)
+def test_what_nothing_moves_is_not_exact(simulated, judged, empty, metric, reason):
+    claim = {"metric": metric, "exact": True}
+    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
+    everywhere(experiment_dir, empty)
+    content = judged(experiment_dir, formats=("json",)).content
+    assert content.verdict == "INCONCLUSIVE" and reason in content.reasons[0]
+
+
+def test_a_baseline_without_spread_has_no_sigma(simulated, judged):
+    """The seeds differ on the way and end alike."""
+    claim = {"metric": "train/reward", "margin": "1.5 sigma"}
+    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
+    everywhere(
+        experiment_dir,
+        lambda row: row.update({"train/reward": 0.9} if row["step"] > 30 else {}),
+        ["baseline"],
+    )
+    content = judged(experiment_dir, formats=("json",)).content
+    assert content.verdict == "INCONCLUSIVE" and "no spread over seeds" in content.reasons[0]
+
+
+def test_many_flat_metrics_do_not_make_one_that_climbs():
+    """Of ten flat ones, one is shown to climb at 5 % in 40 % of all experiments: together they err at 5 %."""
+    draws = np.random.default_rng(0).standard_normal((1000, 10, 5))
+    shown = [any(climb_bound(values, 10) > 0 for values in experiment) for experiment in draws]
+    assert np.mean(shown) == pytest.approx(0.05, abs=0.02)

@@ -5,6 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from abrun.equivalence import limit_test, paired_tost
+from abrun.errors import RecipeError
 from abrun.recipe import Primary, parse_primary
 from tests.compare.simulate import edit, edit_rows
 
@@ -30,7 +31,7 @@ def outcome(comparison):
             "holds",
             "the same bit for bit",
         ),
-        ({"metric": REWARD, "exact": True}, "MISMATCH", "different", "first at step 33 of seed 0"),
+        ({"metric": REWARD, "exact": True}, "MISMATCH", "different", "first at step 33 of seed 0: 0."),
         ({"metric": REWARD, "margin": "5%"}, "MATCH", "equivalent", "±5 % of the baseline's level"),
         ({"metric": REWARD, "margin": "6% of climb"}, "MATCH", "equivalent", "±6 % of the baseline's climb"),
         ({"metric": REWARD, "margin": "0.1% of climb"}, "INCONCLUSIVE", "undecided", "not decided"),
@@ -108,6 +109,8 @@ def test_claims_on_the_command_line():
     assert parse_primary("a:b:last 10%:>0.65") == Primary(metric="a:b", window="last 10%", above=0.65)
     assert parse_primary("train/loss:all:exact") == Primary(metric="train/loss", window="all", exact=True)
     assert parse_primary("train/reward:all:5% of climb").margin == "5% of climb"
+    with pytest.raises(RecipeError, match=r"^--primary: got margin for memory"):
+        parse_primary("memory:all:0.05")
 
 
 # --- their levels ---

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.judge.assay import no_signal, not_learned
+from abrun.compare.judge.assay import no_signal, not_learned, one_curve
 from abrun.compare.judge.margins import Margin, yardstick
 from abrun.compare.judge.summaries import climbs, outside_domain, summaries
 from abrun.compare.read.experiment import Pair, stack_pairs, union
@@ -133,7 +133,7 @@ def judge_primary(
         alpha_difference=alpha_difference,
         num_pairs=len(seeds),
         seeds=tuple(seeds),
-        problem=no_signal(finished, metric, may_repeat=may_repeat),
+        problem=no_signal(finished, metric, may_repeat=may_repeat) or one_curve(finished, metric),
     )
     in_window = np.stack([baseline[usable], treatment[usable]])
     outside = outside_domain(in_window, transform)
@@ -157,6 +157,9 @@ def _tested(
     measured = yardstick(margin, arms[0], baselines, primary, last)
     if len(pairs) > 1 and measured is not None and not t_interval(measured, 0.9)[0] > 0:
         lacking = f"the baseline's {margin.unit} is not shown to be above 0, to take {margin.text} of"
+        return replace(result, problem=result.problem or lacking)
+    if len(pairs) > 1 and margin.unit == "sigma" and mean_and_sd(arms[0])[1] <= 1e-9 * np.abs(arms[0]).max():
+        lacking = "the baseline has no spread over seeds to measure its sigma in: give an absolute margin"
         return replace(result, problem=result.problem or lacking)
     result = with_statistics(result, *arms, yardstick=measured)
     climb = float(np.mean(climbs(baselines, primary, last)))

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.judge.assay import cut_short
+from abrun.compare.judge.assay import cut_short, no_signal
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
 from abrun.compare.read.experiment import Pair, RecordedRun
@@ -64,13 +64,14 @@ def judge_limit(
 
 
 def _exact(result: PrimaryResult, pairs: Sequence[Pair], bounds: tuple[int, int]) -> PrimaryResult:
+    empty = no_signal(pairs, result.metric, may_repeat=True)
     for pair in pairs:
         problem, where = _first_difference(pair, result.metric, bounds)
         if problem:
             return replace(result, problem=problem)
         if where:
             return replace(result, result="different", detail=where)
-    return replace(result, result="holds")
+    return replace(result, problem=empty) if empty else replace(result, result="holds")
 
 
 def _first_difference(pair: Pair, metric: str, bounds: tuple[int, int]) -> tuple[str | None, str | None]:
@@ -87,7 +88,7 @@ def _first_difference(pair: Pair, metric: str, bounds: tuple[int, int]) -> tuple
     if same.all():
         return None, None
     first = int(np.flatnonzero(~same)[0])
-    values = f"{left.values[first]!r} and {right.values[first]!r}"
+    values = f"{float(left.values[first])!r} and {float(right.values[first])!r}"
     return None, f"first at step {left.steps[first]} of seed {pair.seed}: {values}"
 
 
