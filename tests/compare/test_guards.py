@@ -102,7 +102,7 @@ def test_spikes_in_equal_arms_alarm_in_no_more_than_the_guards_share(num_pairs, 
     for _ in range(400):
         seeds = rng.gamma(4, share / 4, num_pairs)[:, None]  # some seeds spike more than others
         arms = [np.where(rng.random((num_pairs, 100)) < seeds, 1.3, 1.01) for _ in range(2)]
-        alarms += guards_of(*arms, Guards())["token_mult_prob_error_share"] == "fail"
+        alarms += guards_of(arms[0], arms[1], Guards())["token_mult_prob_error_share"] == "fail"
     assert alarms <= binom.ppf(0.999, 400, 0.01 / 3)
 
 
