@@ -109,6 +109,11 @@ def compare(
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(f"--format: got {unknown[0]!r}; allowed: {', '.join(FORMATS)}")
+    if not experiment.treatments and experiment.planted:
+        raise ComparisonError(
+            f"{experiment.name}: got planted faults and no treatment: what was caught of them is in its "
+            "report/sensitivity.json (abrun sensitivity --resume prints it)"
+        )
     if not experiment.treatments:
         raise ComparisonError(
             f"{experiment.name}: got the arm {experiment.baseline!r} alone, and nothing to compare it with; "

@@ -62,7 +62,8 @@ class Primary(Section):
         number: Any = float(found["number"]) if found else margin
         if type(number) not in (int, float) or not 0 < number < math.inf:
             raise ValueError(
-                f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb'"
+                f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb' (of "
+                "--primary also '<1.2', '>0.65', '<0.6x', 'exact')"
             )
         return margin
 

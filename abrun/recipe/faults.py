@@ -3,6 +3,7 @@
 What they do is in `abrun.train.faults`, by the same names.
 """
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -358,7 +359,9 @@ class PlantedFault(Section):
     def _is_in_the_library(self) -> Self:
         fault = LIBRARY.get(self.name)
         if fault is None:
-            raise ValueError(f"got {shortened(self.name)}; allowed: the names that abrun faults lists")
+            close = difflib.get_close_matches(self.name, LIBRARY, n=1)
+            meant = f", such as {close[0]!r}" if close else ""
+            raise ValueError(f"got {shortened(self.name)}; allowed: the names that abrun faults lists{meant}")
         if self.size is not None and fault.size is None:
             raise ValueError(f"got size {self.size:g} with {self.name}, which has none; drop it")
         if self.size is not None and fault.most is not None and self.size > fault.most:

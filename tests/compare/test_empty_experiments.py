@@ -131,7 +131,9 @@ def test_where_nothing_need_climb_a_flat_metric_can_match(simulated, judged):
     claim = {"metric": "train/reward", "margin": 0.02, "climbs": False}
     experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
     dead(experiment_dir)
-    assert judged(experiment_dir, formats=("json",)).verdict == "MATCH"
+    (arm,) = judged(experiment_dir, formats=("json",)).arms
+    assert arm.verdict == "MATCH"
+    assert any(one.startswith("whether the baseline learned anything") for one in arm.not_tested)
 
 
 def test_a_claim_on_what_has_no_direction_needs_a_baseline_that_learns_something(simulated, judged):

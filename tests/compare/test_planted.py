@@ -68,6 +68,7 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     missed, caught = found["faults"]
     assert (missed["caught_by"], missed["verdict"], missed["step"]) == ("nothing", "MATCH", None)
     assert (caught["caught_by"], caught["metric"], caught["step"]) == ("claim", "train/reward", 40)
+    assert caught["reason"].startswith("train/reward: differs")
     assert (caught["size"], caught["unit"], caught["num_pairs"]) == (0.25, "of the rows", 5)
     said = "would have caught 1 of 2 planted faults; invisible at this size: misgrouped"
     assert sentence(found) == said and said in (directory / "report" / "report.md").read_text()

@@ -135,6 +135,7 @@ def test_a_run_without_a_fault_has_nothing_wrapped(tmp_path: Path, warm_weights:
     ("override", "said"),
     [
         ("planted_fault=nonsense", "got 'nonsense'; allowed: the names that abrun faults lists"),
+        ("planted_fault=misgroupd", "lists, such as 'misgrouped'"),
         ("planted_fault=microbatch_mean", "needs several microbatches; set policy.micro_batch_size"),
         ("planted_fault=value_unshifted", "needs algorithm.type: ppo"),
         ("planted_fault=attention_across_packed", "set policy.packing: true"),

@@ -82,7 +82,10 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
         metric=metric,
         step=step,
         num_pairs=judged.num_pairs,
-        reason=judged.reasons[0] if judged.reasons else "",
+        reason=next(
+            (one for one in judged.reasons if one.startswith(f"{caught_by}: {metric} ")),
+            judged.reasons[0] if judged.reasons else "",
+        ),
     )
 
 

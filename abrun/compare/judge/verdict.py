@@ -249,6 +249,11 @@ def not_tested(
         )
     if primaries and all(primary.margin is None for primary in primaries):
         sentences.append("whether the arms converge alike: no claim has a margin")
+    unlearned = [primary.metric for primary in primaries if not primary.climbs]
+    if unlearned:
+        sentences.append(
+            f"whether the baseline learned anything: `climbs: false` is declared for {', '.join(unlearned)}"
+        )
     if primaries and others > 0:
         sentences.append(f"{_count(others, 'other metric')}: recorded, without a claim")
     if len(steps):
