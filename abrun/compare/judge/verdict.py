@@ -19,7 +19,7 @@ from abrun.compare.read.experiment import Experiment, Pair
 from abrun.equivalence import ALPHA
 from abrun.looks import level_of_a_look
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.recipe import Primary
+from abrun.recipe import ONE_ULP, Primary
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
@@ -254,6 +254,9 @@ def not_tested(
         sentences.append(
             f"whether the baseline learned anything: `climbs: false` is declared for {', '.join(unlearned)}"
         )
+    launched = experiment.launched_compare_sha256 is not None and not experiment.regression
+    if primaries and launched and all(planted.name == ONE_ULP for planted in experiment.planted.values()):
+        sentences.append("what it would have caught: no fault was planted (abrun sensitivity)")
     if primaries and others > 0:
         sentences.append(f"{_count(others, 'other metric')}: recorded, without a claim")
     if len(steps):
