@@ -119,3 +119,8 @@ def parse_seeds(text: str) -> list[int]:
             raise RecipeError(f"--seeds: got {part.strip()!r}; the last of at most {MOST_SEEDS} comes last")
         seeds += range(start, stop + 1)
     return seeds
+
+
+def with_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
+    """The overrides of a recipe, its seeds among them."""
+    return [*(overrides or []), *([] if seeds is None else [f"seeds={parse_seeds(seeds)}"])]

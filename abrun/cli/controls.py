@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from abrun.cli.app import app, console
-from abrun.cli.arguments import Launcher, Name, Overrides, RecipeFile, Resume, RunsDir, parse_seeds
+from abrun.cli.arguments import Launcher, Name, Overrides, RecipeFile, Resume, RunsDir, with_seeds
+from abrun.cli.experiments import launched_in_view
 from abrun.errors import RecipeError, StoreError
 
 if TYPE_CHECKING:
@@ -71,29 +72,28 @@ def sensitivity(
     from abrun.compare.judge.planted import sensitivity as judge_faults
     from abrun.compare.read.stored import load_experiment
     from abrun.compare.show.planted import sentence, table, write_sensitivity
-    from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
+    from abrun.launch import experiment_dir_of, make_scheduler
     from abrun.launch.controls import with_faults_alone
     from abrun.plan import make_plan
     from abrun.recipe import launcher_settings, load_recipe
-    from abrun.watch import View
 
-    changes = [*(overrides or []), *([f"seeds={parse_seeds(seeds)}"] if seeds is not None else [])]
-    planned, not_planted = with_faults_alone(load_recipe(recipe, changes), names)
+    planned, not_planted = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)
     plan = make_plan(planned)
     scheduler = make_scheduler(launcher_settings(planned.launcher, launcher), jobs)
     screen = console()
-    with View(screen, queued_jobs) as view:
-        outcome = launch_or_hand_over(
-            plan,
-            runs_dir,
-            scheduler=scheduler,
-            observer=view,
-            launcher=launcher,
-            name=name,
-            jobs=jobs,
-            resume=resume,
-            compare=False,
-        )
+    outcome = launched_in_view(
+        screen,
+        plan,
+        runs_dir,
+        scheduler=scheduler,
+        launcher=launcher,
+        name=name,
+        jobs=jobs,
+        resume=resume,
+        compare=False,
+    )
+    if outcome and outcome.stopped_by:
+        raise typer.Exit(outcome.exit_code)
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:

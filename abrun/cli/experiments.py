@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,14 +20,15 @@ from abrun.cli.arguments import (
     Resume,
     RunsDir,
     TakeOver,
-    parse_seeds,
     typed_command,
+    with_seeds,
 )
 from abrun.errors import AbrunError
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
     from abrun.launch.engine import Scheduler
+    from abrun.launch.supervisor import Outcome
     from abrun.plan import Plan
     from abrun.terminal import Terminal
 
@@ -58,8 +59,7 @@ def launch(
     from abrun.plan import make_plan
     from abrun.recipe import launcher_settings, load_recipe
 
-    changes = [*(overrides or []), *([f"seeds={parse_seeds(seeds)}"] if seeds is not None else [])]
-    plan = make_plan(load_recipe(recipe, changes))
+    plan = make_plan(load_recipe(recipe, with_seeds(overrides, seeds)))
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     settings = launcher_settings(plan.recipe.launcher, launcher)
     scheduler = make_scheduler(settings, jobs)
@@ -68,27 +68,23 @@ def launch(
         make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
     if dry_run:
         raise typer.Exit(_dry_run(screen, plan, experiment_dir, scheduler, jobs))
-    from abrun.launch import launch_or_hand_over, queued_jobs
-    from abrun.watch import View
+    from abrun.launch import queued_jobs
 
-    with View(screen, queued_jobs) as view:
-        outcome = launch_or_hand_over(
-            plan,
-            runs_dir,
-            scheduler=scheduler,
-            observer=view,
-            launcher=launcher,
-            name=name,
-            jobs=jobs,
-            resume=resume,
-            take_over=take_over,
-            compare=not no_compare,
-            detach=detach,
-        )
+    outcome = launched_in_view(
+        screen,
+        plan,
+        runs_dir,
+        scheduler=scheduler,
+        launcher=launcher,
+        name=name,
+        jobs=jobs,
+        resume=resume,
+        take_over=take_over,
+        compare=not no_compare,
+        detach=detach,
+    )
     if outcome is None:
         return
-    if outcome.exit_code:
-        _say_how_to_go_on(screen, stopped=outcome.stopped_by is not None, resume=resume)
     queued = queued_jobs(experiment_dir) if scheduler else None
     if not (outcome.stopped_by or no_compare):
         _compare_after_launch(experiment_dir, screen, queued.compared() if queued else None)
@@ -196,10 +192,20 @@ def _dry_run(
     return 0 if possible else 2
 
 
-def _say_how_to_go_on(screen: "Terminal", *, stopped: bool, resume: bool) -> None:
-    again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
-    state = "Stopped" if stopped else "Not every run finished"
-    screen.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+def launched_in_view(
+    screen: "Terminal", plan: "Plan", runs_dir: Path, *, resume: bool, **options: Any
+) -> "Outcome | None":
+    """What became of a launch that is watched live; None: others go on with it. Says how to continue."""
+    from abrun.launch import launch_or_hand_over, queued_jobs
+    from abrun.watch import View
+
+    with View(screen, queued_jobs) as view:
+        outcome = launch_or_hand_over(plan, runs_dir, observer=view, resume=resume, **options)
+    if outcome is not None and outcome.exit_code:
+        again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
+        state = "Stopped" if outcome.stopped_by is not None else "Not every run finished"
+        screen.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+    return outcome
 
 
 def _compare_after_launch(experiment_dir: Path, screen: "Terminal", compared: str | None) -> None:

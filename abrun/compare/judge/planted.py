@@ -103,9 +103,7 @@ def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str
         is_error = failing.guard.startswith("token_mult")
         step = _first_above(experiment.pairs(judged.arm), limit) if is_error else None
         return "guard", failing.guard, step
-    claim = next((one for one in judged.primaries if one.result == "different"), None)
-    if claim is None:  # a reason that a later version of the judge has
-        return "claim", None, None
+    claim = next(one for one in judged.primaries if one.result == "different")
     return "claim", claim.metric, claim.steps[1] if claim.steps else None
 
 
