@@ -215,7 +215,8 @@ def not_tested(
 ) -> list[str]:
     """What a reader might believe was looked at, and was not: one sentence each."""
     both = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
-    runs = [run for run in both if run.status not in ("missing", "unreadable")]  # that is said
+    begun = [run for run in both if run.status != "pending"]
+    runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
     others = len(experiment.metrics()) - len({primary.metric for primary in primaries})
     unknown = {

@@ -10,6 +10,7 @@ from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.placement import placement_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
+from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.experiment import Experiment
@@ -60,6 +61,7 @@ class VerdictFile:
     final_weights: list[FinalWeights]
     savings: list[Saving]
     arms: dict[str, ArmSection]
+    spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[str]
     notes: list[str]  # what reading the runs had to decide, and pairs that were placed differently
     wandb: dict[str, str]  # by run, where its mirror is seen
@@ -91,6 +93,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})
             for arm in arms
         },
+        spent=spent(experiment, arms),
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
         notes=[
             *placement_notes(experiment),

@@ -33,6 +33,9 @@ class RecordedRun:
     final_weights_hash: str | None = None  # None: the source does not say
     final_sample: Callable[[], Mapping[str, Array]] = dict  # some of the final weights, read when asked for
     span_s: tuple[float, float] | None = None  # from its first start to its end; None: unknown
+    # devices x seconds at work, all attempts; None: unknown. And what they are
+    device_s: float | None = None
+    device: Literal["GPU", "CPU core"] = "CPU core"
     wandb: str | None = None  # where its mirror in wandb is seen
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice

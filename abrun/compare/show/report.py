@@ -17,6 +17,7 @@ from abrun.compare.show.context import Context, context
 from abrun.compare.show.levels import levels
 from abrun.compare.show.next_step import NextStep
 from abrun.compare.show.planted import sentence
+from abrun.compare.show.spent import spent_sentence
 from abrun.errors import ComparisonError, StoreError
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
@@ -325,6 +326,8 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
             taken = ", ".join(f"{look['num_pairs']} pairs: {look['verdict']}" for look in looks) or "none yet"
             planned = ", ".join(str(look["num_pairs"]) for look in section["looks"])
             yield f"{mark}looks", f"declared at {planned} pairs; taken: {taken}"
+    if content["spent"]:
+        yield "spent", spent_sentence(content["spent"])
     if content["sensitivity"]:
         yield "sensitivity", sentence(content["sensitivity"])
     if content["not_tested"]:
