@@ -245,7 +245,7 @@ def _launched_until_decided(
         except KeyboardInterrupt:
             _say_how_to_continue(screen, "Stopped")
             return 130
-        if state != "open":
+        if state != "open" or num_pairs == len(plan.recipe.seeds):
             break
         screen.print(f"After {num_pairs} pairs: not decided yet.", markup=False)
     _compare_after_launch(experiment_dir, screen, None)

@@ -9,6 +9,7 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.completions import Completions, completions
 from abrun.compare.show.levels import Levels, levels
 from abrun.compare.show.next_step import NextStep, next_steps
+from abrun.compare.show.spent import spent_sentence
 from abrun.redaction import shown
 
 SHOWN_VERSIONS = ("torch", "vllm", "megatron-core")
@@ -24,6 +25,7 @@ class Context:
     levels: list[Levels]
     next_steps: list[NextStep]
     completions: Completions | None
+    spent: str | None  # of what was planned, where looks were declared
 
 
 def context(experiment: Experiment, content: Mapping[str, Any], command: str | None) -> Context:
@@ -35,6 +37,7 @@ def context(experiment: Experiment, content: Mapping[str, Any], command: str | N
         levels=levels(content),
         next_steps=next_steps(experiment, content),
         completions=completions(experiment),
+        spent=spent_sentence(content["spent"]) if content["spent"] else None,
     )
 
 

@@ -99,7 +99,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     if any(look["verdict"] is None for look in looks):
         yield NextStep(
             text="A declared look is still to come: let its pairs finish",
-            command=f"abrun launch RECIPE --name {_name(experiment)} --resume",
+            command=_resumed(experiment),
         )
         return
     if not content["primaries"]:
@@ -138,13 +138,20 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             yield NextStep(text="See how the first of them ended", command=f"abrun logs {run}")
         yield NextStep(
             text="Continue the runs that did not finish",
-            command=f"abrun launch RECIPE --name {_name(experiment)} --resume",
+            command=_resumed(experiment),
         )
     else:
         yield NextStep(
             text="Mend what the reasons name in the recipe, and look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",
         )
+
+
+def _resumed(experiment: Experiment) -> str:
+    """What takes a launch up again; one with looks in stages, however it was begun."""
+    looks = experiment.compare.looks
+    stages = f"--until-decided --max-seeds {looks[-1]} " if looks else ""
+    return f"abrun launch RECIPE {stages}--name {_name(experiment)} --resume"
 
 
 def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int]:

@@ -59,7 +59,7 @@ def plan_report(
     alpha = level_of_a_look(compare.looks)
     equivalences = [claim for claim in compare.primary if claim.margin is not None]
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} pairs planned", style="bold"), Text("")]
-    powers = []
+    powers, stops = [], []
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     counts = sorted({*COUNTS, num_pairs, *compare.looks})
     for heading in ("claim", "margin", *(f"n={count}" for count in counts), "80 % at"):
@@ -70,6 +70,7 @@ def plan_report(
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
         if expected:
             powers.append(expected.power(num_pairs))
+            stops += [(claim, *expected.of_looks(compare.looks))] if compare.looks else []
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
             table.add_row(claim.metric, margin, *cells, _needed(expected))
@@ -86,6 +87,13 @@ def plan_report(
     if compare.looks:
         looks = ", ".join(map(str, compare.looks))
         lines.append(Text(f"Looks at {looks} pairs: each tests at level {alpha:.3g} instead of {ALPHA:g}."))
+        lines += [
+            Text(
+                f"  {claim.metric}: stopped at a match, {pairs:.1f} pairs are expected if the arms are truly "
+                f"equal; P(match at some look) {chance:.0%}"
+            )
+            for claim, pairs, chance in stops
+        ]
     if len(powers) < len(equivalences):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)

@@ -16,4 +16,4 @@ def spent_sentence(spent: Mapping[str, Any]) -> str:
 
 
 def _hours(spent: Mapping[str, Any], key: str) -> str:
-    return "" if spent[key] is None else f", {spent[key]:.3g} {spent['device']}-hours"
+    return "" if spent[key] is None else f", {spent[key]:.3g} {spent['device'].replace(' ', '-')}-hours"

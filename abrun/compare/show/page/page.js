@@ -59,12 +59,14 @@ function banner() {
     (one.looks || []).map((look) => [arm, look]),
   );
   for (const [arm, look] of looks) {
-    const taken = look.verdict || "not taken yet";
+    const decided = content.arms[arm].verdict !== "INCONCLUSIVE";
+    const taken = look.verdict || (decided ? "not needed" : "not taken yet");
     facts.push([
       `${several ? `${arm}, ` : ""}look at ${look.num_pairs} pairs`,
       `${taken} (one-sided level ${number(look.alpha)})`,
     ]);
   }
+  if (beside.spent) facts.push(["spent", beside.spent]);
   return el(
     "section",
     { class: `banner ${content.verdict}`, "aria-label": "Verdict" },
