@@ -8,7 +8,7 @@ from pathlib import Path
 
 from abrun import store
 from abrun.errors import LaunchError, RecipeError
-from abrun.recipe import CommandRecipe, Recipe, stored_recipe
+from abrun.recipe import CommandRecipe, Declared, Recipe, stored_recipe
 
 MOST_SEEDS = 12  # unless --max-seeds or declared looks say otherwise
 FEWEST_PAIRS = 3  # of a first look by the recipe's own number of seeds: fewer decide next to nothing
@@ -61,7 +61,7 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
     )
 
 
-def refuse_other_looks(recipe: Recipe | CommandRecipe, experiment_dir: Path) -> None:
+def refuse_other_looks(recipe: Declared, experiment_dir: Path) -> None:
     """Raises LaunchError where an experiment was launched with other looks: they cannot be chosen later."""
     launched = store.open_experiment(experiment_dir).get("recipe", {}).get("compare", {}).get("looks") or []
     if launched != recipe.compare.looks:

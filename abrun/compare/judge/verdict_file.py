@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
@@ -16,7 +17,7 @@ from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, w
 from abrun.compare.read.experiment import Experiment
 
 SCHEMA_VERSION = 3
-_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "savings")
+_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "by_prompt", "savings")
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
@@ -59,6 +60,7 @@ class VerdictFile:
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]
+    by_prompt: list[ByPrompt]
     savings: list[Saving]
     arms: dict[str, ArmSection]
     spent: Spent | None  # of what was planned; None: no looks were declared

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -123,7 +123,19 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             text="This margin takes more than 1000 pairs: see what a wider one takes",
             command=f"abrun plan RECIPE --from {_name(experiment)}",
         )
+    cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
+    if cheaper and undecided:
+        pairs, prompts = cheaper[0]["pairs_needed_with_twice"], 2 * cheaper[0]["num_prompts"]
+        text = f"Or twice the validation prompts, with which {pairs} pairs would do"
+        fresh = _with_fresh_seeds(experiment, text, pairs)
+        yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
     yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+
+
+def _fewer_pairs(one: Content) -> bool:
+    """Whether more prompts would spare pairs."""
+    needed, with_twice = one["pairs_needed"], one["pairs_needed_with_twice"]
+    return with_twice is not None and (needed is None or with_twice < needed)
 
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:

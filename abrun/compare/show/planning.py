@@ -1,14 +1,17 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from abrun.compare.judge.by_prompt import ACCURACY, by_prompt
 from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.by_prompt import advice
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import level_of_a_look
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
@@ -68,6 +71,8 @@ def plan_report(
         spread = _spread(claim, compare, earlier, sigma, correlation)
         expected = claim_power(claim, compare, spread, alpha)
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
+        if earlier is not None:
+            lines += [Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim)]
         if expected:
             powers.append(expected.power(num_pairs))
             stops += [(claim, *expected.of_looks(compare.looks))] if compare.looks else []
@@ -111,6 +116,18 @@ def _spread(
     given = {"sigma": sigma, "correlation": correlation}
     claim = claim.model_copy(update={key: value for key, value in given.items() if value is not None})
     return assumed_spread(claim, compare.reference is not None)
+
+
+def _of_prompts(earlier: Experiment, claim: Primary) -> Iterator[str]:
+    """What more prompts would buy, where an earlier experiment was validated prompt by prompt."""
+    if claim.metric != ACCURACY:
+        return
+    for arm in earlier.treatments:
+        pairs = earlier.pairs(arm)
+        result = judge_primary(arm, pairs, claim, resolved_margin(claim, None), earlier.all_steps())
+        found = by_prompt(arm, pairs, [result])
+        if found and found.metric == ACCURACY and not found.problem:
+            yield f"{arm}: {'; '.join(advice(asdict(found)))}"
 
 
 def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:

@@ -424,6 +424,68 @@ function stepOne() {
   );
 }
 
+function byPrompt() {
+  const list = (content.by_prompt || []).filter((one) => one.by_step.length || one.problem);
+  if (!list.length) return null;
+  const rows = list.flatMap((one) =>
+    one.by_step.map((step) => [
+      ...armCell(one),
+      String(step.step),
+      number(step.baseline, 4),
+      number(step.treatment, 4),
+      signed(step.treatment - step.baseline, 3),
+      String(step.num_won),
+      String(step.num_lost),
+      String(step.num_answers),
+    ]),
+  );
+  const models = list.flatMap((one) =>
+    one.pairs.map((pair) => [
+      ...armCell(one),
+      String(pair.seed),
+      signed(pair.difference, 3),
+      interval(pair.interval),
+    ]),
+  );
+  return section(
+    "by-prompt",
+    "Validation, paired by prompt",
+    el(
+      "p",
+      { class: "intro" },
+      "Both arms answer the same held-out prompts at the same steps. This is a diagnosis; no verdict hangs on it: a claim about training is tested over seeds, and more prompts make no more training runs.",
+    ),
+    (beside.by_prompt || []).map((sentence, at) =>
+      el("p", {}, several ? `${list[at] ? list[at].arm : ""}: ` : "", sentence),
+    ),
+    rows.length
+      ? table(
+          "Validation by step",
+          withArm([
+            ["step", "right"],
+            ["baseline", "right"],
+            ["treatment", "right"],
+            ["difference", "right"],
+            ["answers won", "right"],
+            ["lost", "right"],
+            ["of", "right"],
+          ]),
+          rows,
+        )
+      : null,
+    models.length
+      ? el("p", {}, "Each seed's two models, on prompts like these: nothing about the change itself.")
+      : null,
+    models.length
+      ? table(
+          "Validation by seed",
+          withArm([["seed", "right"], ["difference", "right"], ["90\u00a0% over prompts", "right"]]),
+          models,
+        )
+      : null,
+  );
+}
+
 function finalWeights() {
   const list = content.final_weights || [];
   if (!list.length) return null;
@@ -983,6 +1045,7 @@ const body = [
   guards(),
   stepOne(),
   finalWeights(),
+  byPrompt(),
   savings(),
   others(),
   bullets(
