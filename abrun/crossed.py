@@ -78,7 +78,7 @@ def _over_both(
 ) -> tuple[float, float]:
     """The 90 % interval of the mean over seeds and prompts, with Satterthwaite's degrees of freedom.
 
-    The part of the prompts is 0 at least. Holds in 88 to 91 % at 3 to 10 pairs (tests/bench/bench_validation.py).
+    The part of the prompts is 0 at least. Holds in 88 to 91 % at 3 to 10 pairs (bench_validation.py).
     """
     cells = num_pairs * num_prompts
     parts = between / cells, max(0.0, of_prompt - rest) / cells

@@ -12,7 +12,7 @@ from abrun.compare.read.experiment import Experiment, RecordedRun
 class Spent:
     """Runs, reruns and controls included, and the devices that they occupied."""
 
-    decided_at: int | None  # pairs of the look that decided the last treatment; None: something is open
+    decided_at: int | None  # pairs of the look that decided the last treatment; None: open, or INVALID
     num_pairs: int  # pairs that were begun, of
     num_planned_pairs: int
     num_runs: int  # likewise
@@ -29,7 +29,7 @@ def spent(experiment: Experiment, arms: Sequence[ArmVerdict]) -> Spent | None:
     runs = [*experiment.runs.values(), *experiment.controls.values()]
     begun = [run for run in runs if run.status not in ("pending", "missing")]
     taken = [[look.num_pairs for look in arm.looks if look.verdict] for arm in arms]
-    decided = all(arm.verdict != "INCONCLUSIVE" for arm in arms) and all(taken)
+    decided = all(arm.verdict in ("MATCH", "MISMATCH") for arm in arms) and all(taken)
     seeds = {run.name.seed for run in experiment.arm(experiment.baseline).values()}
     return Spent(
         decided_at=max(looks[-1] for looks in taken) if decided else None,
