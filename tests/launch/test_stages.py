@@ -10,8 +10,8 @@ import pytest
 
 from abrun import cli, store
 from abrun.compare import compare_sources
-from abrun.errors import RecipeError
-from abrun.launch.stages import until_decided
+from abrun.errors import LaunchError, RecipeError
+from abrun.launch.stages import refuse_other_looks, until_decided
 from abrun.recipe import load_recipe
 
 # A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
@@ -181,6 +181,18 @@ def test_looks_are_evenly_spaced_and_seeds_continued(
 ) -> None:
     staged = until_decided(load_recipe(Path("recipe.yaml"), [f"seeds={seeds}"]), max_seeds)
     assert (staged.seeds, staged.compare.looks) == (all_seeds, looks)
+
+
+@pytest.mark.parametrize(("looks", "said"), [([3, 5], "with looks at"), ([], "without looks")])
+def test_a_resumed_launch_keeps_the_looks_that_it_declared(
+    run: Run, tmp_path: Path, looks: list[int], said: str
+) -> None:
+    recipe = until_decided(load_recipe(Path("recipe.yaml")), 4)
+    store.write_experiment(tmp_path / "same", {"recipe": recipe.model_dump(mode="json")})
+    refuse_other_looks(recipe, tmp_path / "same")
+    store.write_experiment(tmp_path / "mine", {"recipe": {"compare": {"looks": looks}}})
+    with pytest.raises(LaunchError, match=f"launched {said}"):
+        refuse_other_looks(recipe, tmp_path / "mine")
 
 
 def test_declared_looks_are_kept(run: Run) -> None:

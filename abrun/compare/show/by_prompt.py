@@ -4,16 +4,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def by_prompt_sentence(one: Mapping[str, Any]) -> str:
-    """An entry of `by_prompt` of verdict.json in a line."""
+def by_prompt_facts(one: Mapping[str, Any]) -> list[str]:
+    """What an entry of `by_prompt` of verdict.json says, a clause a fact."""
     if one["problem"]:
-        return one["problem"]
+        return [one["problem"]]
     last = one["by_step"][-1]
     counted = (
         f"{one['metric']} {last['baseline']:.3f} and {last['treatment']:.3f} at step {last['step']}, where "
         f"the treatment won {last['num_won']} and lost {last['num_lost']} of {last['num_answers']} answers"
     )
-    return "; ".join([counted, *advice(one)])
+    return [counted, *advice(one)]
 
 
 def advice(one: Mapping[str, Any]) -> Iterator[str]:

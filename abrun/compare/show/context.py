@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.by_prompt import by_prompt_sentence
+from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.completions import Completions, completions
 from abrun.compare.show.levels import Levels, levels
 from abrun.compare.show.next_step import NextStep, next_steps
@@ -26,7 +26,7 @@ class Context:
     levels: list[Levels]
     next_steps: list[NextStep]
     completions: Completions | None
-    by_prompt: list[str]  # sentences on validation, one for each entry of verdict.json
+    by_prompt: list[list[str]]  # what validation says, for each entry of verdict.json
     spent: str | None  # of what was planned, where looks were declared
 
 
@@ -39,7 +39,7 @@ def context(experiment: Experiment, content: Mapping[str, Any], command: str | N
         levels=levels(content),
         next_steps=next_steps(experiment, content),
         completions=completions(experiment),
-        by_prompt=[by_prompt_sentence(one) for one in content["by_prompt"]],
+        by_prompt=[by_prompt_facts(one) for one in content["by_prompt"]],
         spent=spent_sentence(content["spent"]) if content["spent"] else None,
     )
 

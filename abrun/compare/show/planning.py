@@ -1,7 +1,7 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -72,7 +72,9 @@ def plan_report(
         expected = claim_power(claim, compare, spread, alpha)
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
         if earlier is not None:
-            lines += [Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim)]
+            lines += [
+                Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim, compare, spread, alpha)
+            ]
         if expected:
             powers.append(expected.power(num_pairs))
             stops += [(claim, *expected.of_looks(compare.looks))] if compare.looks else []
@@ -118,16 +120,26 @@ def _spread(
     return assumed_spread(claim, compare.reference is not None)
 
 
-def _of_prompts(earlier: Experiment, claim: Primary) -> Iterator[str]:
-    """What more prompts would buy, where an earlier experiment was validated prompt by prompt."""
-    if claim.metric != ACCURACY:
+def _of_prompts(
+    earlier: Experiment, claim: Primary, compare: Compare, spread: Spread | None, alpha: float
+) -> Iterator[str]:
+    """What more prompts would buy, where an earlier experiment was validated prompt by prompt.
+
+    Pairs are counted as in the table: with the upper bound of the measured sd.
+    """
+    if claim.metric != ACCURACY or spread is None:
         return
     for arm in earlier.treatments:
         pairs = earlier.pairs(arm)
         result = judge_primary(arm, pairs, claim, resolved_margin(claim, None), earlier.all_steps())
         found = by_prompt(arm, pairs, [result])
         if found and found.metric == ACCURACY and not found.problem:
-            yield f"{arm}: {'; '.join(advice(asdict(found)))}"
+            shrinks = found.parts.sd_with(2) / found.parts.sd_pairs if found.parts else 1.0
+            spreads = spread, replace(spread, sd_difference=spread.sd_difference * shrinks)
+            planned = [claim_power(claim, compare, one, alpha) for one in spreads]
+            needed = [one.pairs_needed if one and claim.sigmas is None else None for one in planned]
+            said = replace(found, pairs_needed=needed[0], pairs_needed_with_twice=needed[1])
+            yield f"{arm}: {'; '.join(advice(asdict(said)))}"
 
 
 def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.by_prompt import by_prompt_sentence
+from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.levels import levels
 from abrun.compare.show.next_step import NextStep
@@ -321,7 +321,7 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
                 yield f"{mark}final weights", _final_weights(one)
         for one in content["by_prompt"]:
             if one["arm"] == arm:
-                yield f"{mark}validation by prompt", by_prompt_sentence(one)
+                yield f"{mark}validation by prompt", "; ".join(by_prompt_facts(one))
         savings = [one for one in content["savings"] if one["arm"] == arm and "," not in one["quantity"]]
         if savings:
             yield f"{mark}treatment / baseline", "; ".join(_saving(one) for one in savings)

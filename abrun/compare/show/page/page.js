@@ -425,7 +425,7 @@ function stepOne() {
 }
 
 function byPrompt() {
-  const list = (content.by_prompt || []).filter((one) => one.by_step.length || one.problem);
+  const list = content.by_prompt || [];
   if (!list.length) return null;
   const rows = list.flatMap((one) =>
     one.by_step.map((step) => [
@@ -455,9 +455,14 @@ function byPrompt() {
       { class: "intro" },
       "Both arms answer the same held-out prompts at the same steps. This is a diagnosis; no verdict hangs on it: a claim about training is tested over seeds, and more prompts make no more training runs.",
     ),
-    (beside.by_prompt || []).map((sentence, at) =>
-      el("p", {}, several ? `${list[at] ? list[at].arm : ""}: ` : "", sentence),
-    ),
+    (beside.by_prompt || []).flatMap((facts, at) => [
+      several ? el("p", {}, el("b", {}, list[at].arm)) : null,
+      el(
+        "ul",
+        {},
+        facts.map((fact) => el("li", {}, fact)),
+      ),
+    ]),
     rows.length
       ? table(
           "Validation by step",
