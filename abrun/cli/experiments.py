@@ -65,21 +65,13 @@ def launch(
     from abrun.recipe import launcher_settings, load_recipe
 
     loaded = load_recipe(recipe, with_seeds(overrides, seeds))
-    if until_decided:
-        loaded = _in_stages(loaded, max_seeds, no_compare=no_compare)
-    elif max_seeds is not None:
-        raise RecipeError(f"--max-seeds: got {max_seeds} without --until-decided; add it, or use --seeds")
+    if until_decided or max_seeds is not None:
+        loaded = _in_stages(loaded, until_decided, max_seeds, launcher, no_compare)
     plan = make_plan(loaded)
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     settings = launcher_settings(plan.recipe.launcher, launcher)
     scheduler = make_scheduler(settings, jobs)
     screen = console()
-    if until_decided and settings is not None and scheduler is not None:
-        raise RecipeError(
-            f"--until-decided: got launcher {settings.type}, whose jobs need no launcher: nobody is there "
-            "to judge between the stages; use --launcher local, or declare compare.looks, launch all, and "
-            "end it with abrun cancel once abrun compare decides"
-        )
     if scheduler is None:
         make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
     if dry_run:
@@ -208,14 +200,29 @@ def _dry_run(
 
 
 def _in_stages(
-    recipe: "Recipe | CommandRecipe", max_seeds: int | None, *, no_compare: bool
+    recipe: "Recipe | CommandRecipe",
+    until_decided: bool,
+    max_seeds: int | None,
+    launcher: str | None,
+    no_compare: bool,
 ) -> "Recipe | CommandRecipe":
     """The recipe with the looks of a launch in stages."""
-    from abrun.launch.stages import until_decided
+    from abrun.implementations import SCHEDULERS
+    from abrun.launch import stages
+    from abrun.recipe import launcher_settings
 
+    if not until_decided:
+        raise RecipeError(f"--max-seeds: got {max_seeds} without --until-decided; add it, or use --seeds")
     if no_compare:
         raise RecipeError("--until-decided: got --no-compare, without which nothing is decided; drop one")
-    return until_decided(recipe, max_seeds)
+    settings = launcher_settings(recipe.launcher, launcher)
+    if settings is not None and settings.type in SCHEDULERS:
+        raise RecipeError(
+            f"--until-decided: got launcher {settings.type}, whose jobs need no launcher: nobody is there "
+            "to judge between the stages; use --launcher local, or declare compare.looks, launch all, and "
+            "end it with abrun cancel once abrun compare decides"
+        )
+    return stages.until_decided(recipe, max_seeds)
 
 
 def _launched_until_decided(
