@@ -9,7 +9,8 @@ import math
 import os
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,11 +93,12 @@ def launch(
     resume: bool = False,
     take_over: bool = False,
     grace_s: float = GRACE_S,
+    only: Collection[RunName] | None = None,
 ) -> Outcome:
     """Run every unfinished run of a plan, and the warm starts that they need; returns when all have ended.
 
-    `launcher` is a name in abrun.implementations.LAUNCHERS. Raises LaunchError or StoreError, before anything
-    has started, where the plan cannot run there.
+    `only`: of these runs alone. `launcher` is a name in abrun.implementations.LAUNCHERS. Raises LaunchError
+    or StoreError, before anything has started, where the plan cannot run there.
     """
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     engine = make_engine(launcher, jobs)
@@ -105,9 +107,10 @@ def launch(
     with owned as lease:
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
-        queue = Queue(plan, experiment_dir)
+        wanted = [run for run in plan.runs if only is None or run.name in only]
+        queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)
         stopped_by = Supervisor(queue, engine, observer, lease, grace_s, git).run()
-    states = [run_state(experiment_dir, run.name) for run in plan.runs]
+    states = [run_state(experiment_dir, run.name) for run in wanted]
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed = {job.run.path for job in queue.jobs if job.status == "failed"}
     for state in states:
