@@ -20,6 +20,7 @@ from abrun.store import launcher_lock, make_folder, write_json
 FOLDER = ".environments"  # under the runs directory; no experiment can have that name
 MADE, LOG = "made.json", "setup.log"
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "PYTHONPYCACHEPREFIX")
+VENV = ("-m", "venv")
 MOST_TAIL = 300
 
 
@@ -62,7 +63,7 @@ class Environments:
                 add = ["worktree", "add", "--force", "--detach", str(place / "checkout"), candidate.commit]
                 _run([*GIT, "-C", str(self.repo), *add], log, None, None)
             if self._has_venv(candidate):
-                _run([self.python, "-m", "venv", str(place / "venv")], log, None, None)
+                _run([self.python, *VENV, str(place / "venv")], log, None, None)
                 directory, env = self._inside(candidate)
                 if self.setup:
                     _run(["sh", "-c", self.setup], log, directory, env)
