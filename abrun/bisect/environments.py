@@ -72,13 +72,15 @@ class Environments:
             write_json(place / MADE, self._made_of(candidate))
 
     def remove(self, candidate: Candidate) -> None:
-        """Take a candidate's checkout and environment away; what they printed goes with them."""
+        """Take a candidate's checkout and environment away; of one that could not be made the log stays."""
         place = self._place(candidate)
         if place.is_dir():
             with launcher_lock(place):
+                made = (place / MADE).is_file()
                 (place / MADE).unlink(missing_ok=True)
                 self._clear(candidate)
-            shutil.rmtree(place, ignore_errors=True)
+            if made:
+                shutil.rmtree(place, ignore_errors=True)
 
     def _clear(self, candidate: Candidate) -> None:
         place = self._place(candidate)

@@ -224,6 +224,8 @@ def test_setups_have_an_environment_of_their_own_and_their_failure_is_a_line(rep
     for candidate in found:
         environments.remove(candidate)
     assert str(tmp_path) not in git(repo, "worktree", "list")
+    (log,) = (tmp_path / ".environments").glob("*/setup.log")  # of the one that failed
+    assert "no wheel for this" in log.read_text() and log.parent.name.startswith(broken.arm)
 
 
 def test_a_dry_run_lists_candidates_levels_and_runs_and_writes_nothing(repo: Path, tmp_path: Path) -> None:
