@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +14,32 @@ from abrun.errors import RecipeError
 
 if TYPE_CHECKING:
     from abrun.bisect.candidates import Candidate
+    from abrun.bisect.command import Bisection
     from abrun.layout import RunName
     from abrun.plan import Plan
+    from abrun.terminal import Terminal
+
+Refs = Annotated[
+    str | None, typer.Option(help="Any git refs instead, by commas: the good one first, the bad one last.")
+]
+Setup = Annotated[
+    str | None,
+    typer.Option(
+        help="A shell command that installs a candidate into its own virtual environment, run in its "
+        "checkout: 'pip install -e .'. Without one, checkouts share the recipe's interpreter."
+    ),
+]
+Versions = Annotated[
+    str | None, typer.Option(help="Its versions, by commas: the good one first, the bad one last.")
+]
+MaxSeeds = Annotated[
+    int | None, typer.Option(min=2, help="Pairs of a candidate before it stays undecided; default: twice.")
+]
+Alpha = Annotated[float, typer.Option(min=0.0001, max=0.2, help="How often a wrong candidate may be named.")]
+Spare = Annotated[
+    int, typer.Option(min=0, max=20, help="Tests beyond those that a search without undecided ones needs.")
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at once; default: what the devices allow.")]
 
 
 @app.command()
@@ -23,38 +47,17 @@ def bisect(
     recipe: RecipeFile,
     good: Annotated[str | None, typer.Option(help="A git ref that keeps the claims.")] = None,
     bad: Annotated[str | None, typer.Option(help="A later one that does not.")] = None,
-    refs: Annotated[
-        str | None,
-        typer.Option(help="Any git refs instead, by commas: the good one first, the bad one last."),
-    ] = None,
+    refs: Refs = None,
     repo: Annotated[Path, typer.Option(help="The repository that the refs are of.")] = Path("."),
     package: Annotated[str | None, typer.Option(help="A package instead of git refs, such as torch.")] = None,
-    versions: Annotated[
-        str | None, typer.Option(help="Its versions, by commas: the good one first, the bad one last.")
-    ] = None,
-    setup: Annotated[
-        str | None,
-        typer.Option(
-            help="A shell command that installs a candidate into its own virtual environment, run in its "
-            "checkout: 'pip install -e .'. Without one, checkouts share the recipe's interpreter."
-        ),
-    ] = None,
+    versions: Versions = None,
+    setup: Setup = None,
     seeds: Annotated[str | None, typer.Option(help="Instead of the recipe's: 0,1,2 or 0-4.")] = None,
-    max_seeds: Annotated[
-        int | None,
-        typer.Option(min=2, help="Pairs of a candidate before it stays undecided; default: twice."),
-    ] = None,
-    alpha: Annotated[
-        float, typer.Option(min=0.0001, max=0.2, help="How often a wrong candidate may be named.")
-    ] = 0.05,
-    spare: Annotated[
-        int,
-        typer.Option(min=0, max=20, help="Tests beyond those that a search without undecided ones needs."),
-    ] = 1,
+    max_seeds: MaxSeeds = None,
+    alpha: Alpha = 0.05,
+    spare: Spare = 1,
     overrides: Overrides = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once; default: what the devices allow.")
-    ] = None,
+    jobs: Jobs = None,
     runs_dir: RunsDir = Path("runs"),
     name: Name = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep checkouts and environments at the end.")] = False,
@@ -66,10 +69,9 @@ def bisect(
     open, 5 nothing to bisect, 2 bad input, or good or bad cannot run; 130 after Ctrl-C.
     """
     from abrun.bisect import report
-    from abrun.bisect.command import FILE, Bisection, StoppedError, bisect_recipe
+    from abrun.bisect.command import Bisection, bisect_recipe
     from abrun.bisect.environments import environments_for
     from abrun.bisect.search import Design, looks
-    from abrun.store import write_file
 
     named = [] if name is None else [f"name={json.dumps(name)}"]
     loaded = bisect_recipe(recipe, [*with_seeds(overrides, seeds), *named])
@@ -84,43 +86,60 @@ def bisect(
         counts=looks(first, max_seeds or 2 * first),
     )
     environments = environments_for(loaded, runs_dir, None if package else repo.resolve(), setup)
-    experiment_dir = Path(os.path.realpath(runs_dir)) / (name or f"{loaded.name[:90]}-bisect")
-    bisection = Bisection(loaded, candidates, environments, design, experiment_dir)
-    screen = console()
+    directory = Path(os.path.realpath(runs_dir)) / (name or f"{loaded.name[:90]}-bisect")
+    bisection = Bisection(loaded, candidates, environments, design, directory)
     if dry_run:
-        screen.print(report.planned(bisection))
+        console().print(report.planned(bisection))
         return
+    raise typer.Exit(_searched(bisection, directory, jobs, keep))
 
-    def launch(plan: "Plan", only: "Collection[RunName]") -> int:
-        from abrun.launch import launch as launch_runs
-        from abrun.launch import queued_jobs
-        from abrun.store import is_experiment
-        from abrun.watch import View
 
-        with View(screen, queued_jobs) as view:
-            outcome = launch_runs(
-                plan,
-                runs_dir,
-                observer=view,
-                name=experiment_dir.name,
-                jobs=jobs,
-                resume=is_experiment(experiment_dir),
-                only=only,
-            )
-        return outcome.exit_code if outcome.stopped_by else 0
+def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: bool) -> int:
+    """Search in view, write what was found, and take away what is not kept; returns the exit code."""
+    from abrun.bisect import report
+    from abrun.bisect.command import FILE, StoppedError
+    from abrun.store import write_file
 
+    screen = console()
     try:
-        outcome = bisection.run(launch, lambda line: screen.print(line, soft_wrap=True, markup=False))
+        outcome = bisection.run(
+            _launcher(screen, directory, jobs),
+            lambda line: screen.print(line, soft_wrap=True, markup=False),
+        )
     except StoppedError as stopped:
         screen.print("Stopped. The same command goes on.", soft_wrap=True, markup=False)
-        raise typer.Exit(stopped.exit_code) from None
+        return stopped.exit_code
     screen.print(report.shown(outcome))
-    path = experiment_dir / FILE
+    path = directory / FILE
     write_file(path.with_suffix(".txt"), report.text_of(outcome).encode())
     if not keep:
         bisection.clean_up()
     screen.print(f"All of it is in {path}", soft_wrap=True, markup=False)
-    raise typer.Exit(outcome.exit_code)
+    return outcome.exit_code
+
+
+def _launcher(
+    screen: "Terminal", directory: Path, jobs: int | None
+) -> "Callable[[Plan, Collection[RunName]], int]":
+    """Makes runs of a plan on this machine, in view; its exit code is that of a signal, or 0."""
+    from abrun.launch import launch, queued_jobs
+    from abrun.store import is_experiment
+    from abrun.watch import View
+
+    def make(plan: "Plan", only: "Collection[RunName]") -> int:
+        with View(screen, queued_jobs) as view:
+            outcome = launch(
+                plan,
+                directory.parent,
+                observer=view,
+                name=directory.name,
+                jobs=jobs,
+                resume=is_experiment(directory),
+                only=only,
+            )
+        return outcome.exit_code if outcome.stopped_by else 0
+
+    return make
 
 
 def _candidates(

@@ -130,31 +130,14 @@ def next_entry(
 
     Raises ComparisonError, one line, where the change did not match, or was not compared with the last link.
     """
-    ledger = reference.ledger
-    if ledger is None:
-        raise ComparisonError(
-            f"{reference.name}: got a reference without a ledger; freeze one: abrun freeze SOURCE -o FILE "
-            "--budget 0.05"
-        )
-    if experiment.treatment_diff is None or experiment.launched_compare_sha256 is None:
-        raise ComparisonError(
-            f"{experiment.name}: got runs that declare no treatment; a ledger takes experiments that abrun "
-            "launched"
-        )
-    if arm is None and len(experiment.treatments) != 1:
-        raise ComparisonError(
-            f"--arm: got none; {experiment.name} has {', '.join(experiment.treatments) or 'no treatment'}"
-        )
-    arm = arm or experiment.treatments[0]
-    if arm not in experiment.treatments:
-        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.treatments)}")
+    ledger, arm = _addable(reference, experiment, arm)
     _refuse_other_baseline(reference, ledger, experiment)
     judged = {one.arm: one for one in judge(experiment, experiment.compare.primary)}[arm]
     result = _result(judged, ledger, experiment)
     seeds = list(result.seeds)
     treated = experiment.arm(arm)
     levels = _levels([treated[seed] for seed in seeds], ledger)
-    treatment = public_diff(experiment.treatment_diff.get(arm, {}))
+    treatment = public_diff((experiment.treatment_diff or {}).get(arm, {}))
     runs = {"experiment": experiment.name, "arm": arm, "seeds": seeds, "treatment": treatment}
     runs_sha256 = _sha256({**runs, "levels": levels, "differences": result.differences})
     for number, entry in enumerate(ledger.entries, 1):
@@ -225,6 +208,29 @@ def exceeded(reference: Reference) -> bool:
     if ledger is None or not ledger.entries:
         return False
     return drift_of(ledger, anchor_levels(reference)).bound > ledger.budget
+
+
+def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> tuple[Ledger, str]:
+    """The ledger and the arm; refuses what has no place there, whatever its runs say."""
+    ledger = reference.ledger
+    if ledger is None:
+        raise ComparisonError(
+            f"{reference.name}: got a reference without a ledger; freeze one: abrun freeze SOURCE -o FILE "
+            "--budget 0.05"
+        )
+    if experiment.treatment_diff is None or experiment.launched_compare_sha256 is None:
+        raise ComparisonError(
+            f"{experiment.name}: got runs that declare no treatment; a ledger takes experiments that abrun "
+            "launched"
+        )
+    if arm is None and len(experiment.treatments) != 1:
+        raise ComparisonError(
+            f"--arm: got none; {experiment.name} has {', '.join(experiment.treatments) or 'no treatment'}"
+        )
+    arm = arm or experiment.treatments[0]
+    if arm not in experiment.treatments:
+        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.treatments)}")
+    return ledger, arm
 
 
 def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> PrimaryResult:
