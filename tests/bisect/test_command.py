@@ -26,7 +26,7 @@ from abrun.terminal import terminal
 TRAINER = """
 import json, math, random, sys
 seed, out, arm = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-shared, own = random.Random(seed), random.Random(f"{seed} {arm} {out}")
+shared, own = random.Random(seed), random.Random(f"{seed} {arm}")
 level = 0.02 * shared.gauss(0, 1) + 0.004 * own.gauss(0, 1)
 with open(out, "w") as file:
     for step in range(1, 13):
@@ -37,7 +37,7 @@ RECIPE = """
 name: tiny
 trainer:
   type: command
-  argv: ["{python}", "{checkout}/train.py", "{seed}", "{run_dir}/scores.jsonl", "{arm}"]
+  argv: ["{python}", "{checkout}/train.py", "{seed}", "{run_dir}/scores.jsonl", "{arm}-{rerun}"]
   parameters: {checkout: .}
   metrics: {format: jsonl, path: "{run_dir}/scores.jsonl"}
   aliases: {train/reward: score}
@@ -108,6 +108,7 @@ class Inline:
         self.made: list[RunName] = []
         self.broken: set[str] = set()  # arms whose trainer crashes
         self.stops_after = 1000
+        self.noisy = True
 
     def __call__(self, plan: Plan, only: Collection[RunName]) -> int:
         with owned_experiment(plan, self.directory, resume=is_experiment(self.directory)):
@@ -129,7 +130,9 @@ class Inline:
             writer.fail("exit code 1: no such function", exit_code=1)
             return
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", [str(trainer), str(name.seed), str(out), str(name)])
+            patch.setattr(
+                sys, "argv", [str(trainer), str(name.seed), str(out), str(name) if self.noisy else ""]
+            )
             exec(compile(trainer.read_text(), str(trainer), "exec"), {})
         for line in out.read_text().splitlines():
             row = json.loads(line)
@@ -182,6 +185,24 @@ def test_a_commit_that_cannot_run_is_passed_over_and_the_answer_is_a_range(repo,
     skipped = next(test for test in outcome.tests if test.answer == "skipped")
     assert "exit code 1: no such function" in skipped.reason
     assert outcome.found is not None and outcome.found.tests <= outcome.design.tests
+
+
+def test_commits_that_change_no_number_match(repo: Path, tmp_path: Path) -> None:
+    inline = Inline(tmp_path / "tiny-bisect")
+    inline.noisy = False
+    outcome = run(bisection(repo, tmp_path, "v4", "v7"), inline)
+    assert outcome.exit_code == 0 and "change 6 broke it" in outcome.sentence
+    assert [test.answer for test in outcome.tests] == ["good", "bad", "good", "bad"]  # A/A, v7, v5, v6
+
+
+def test_what_is_undecided_gets_more_seeds_and_then_is_passed_over(repo: Path, tmp_path: Path) -> None:
+    """Margin 0.18, of a difference of 0.18: no number of seeds decides."""
+    inline = Inline(tmp_path / "tiny-bisect")
+    one = bisection(repo, tmp_path, "v4", "v8", last=6, sets="compare.primary.0.margin=0.1815")
+    outcome = run(one, inline)
+    assert outcome.exit_code == 4 and "is open at 6 pairs" in outcome.sentence
+    assert [(test.answer, test.num_pairs) for test in outcome.tests] == [("good", 4), ("undecided", 6)]
+    assert len(inline.made) == 4 + 4 + 6 + 2  # good, its reruns, bad, and good's runs of the later seeds
 
 
 def test_what_does_not_differ_is_not_bisected(repo: Path, tmp_path: Path) -> None:

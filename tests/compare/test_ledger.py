@@ -96,6 +96,15 @@ def test_the_sums_are_those_of_the_docs(tmp_path, reference):
     assert entries[-1].drift == pytest.approx(drift.bound)
 
 
+def test_an_experiment_with_looks_has_the_intervals_of_a_look(tmp_path, reference):
+    found = add(reference, changed(tmp_path))
+    (entry,) = ledger_of(found).entries
+    looked = ledger_of(found).model_copy(update={"entries": (entry.model_copy(update={"looks": [3, 5]}),)})
+    plain, wider = (drift_of(each, anchor_levels(found)) for each in (ledger_of(found), looked))
+    assert np.ptp(wider.chain) > 1.1 * np.ptp(plain.chain)
+    assert plain.direct and wider.direct and np.ptp(wider.direct) > 1.1 * np.ptp(plain.direct)
+
+
 def test_other_seeds_are_compared_unpaired(tmp_path, reference):
     found = add(reference, changed(tmp_path, seeds=[7, 8, 9, 10]))
     drift = drift_of(ledger_of(found), anchor_levels(found))
