@@ -185,6 +185,8 @@ def test_a_commit_that_cannot_run_is_passed_over_and_the_answer_is_a_range(repo,
     skipped = next(test for test in outcome.tests if test.answer == "skipped")
     assert "exit code 1: no such function" in skipped.reason
     assert outcome.found is not None and outcome.found.tests <= outcome.design.tests
+    again = Inline(tmp_path / "tiny-bisect")
+    assert run(bisection(repo, tmp_path, "v4", "v8"), again).sentence == outcome.sentence and not again.made
 
 
 def test_commits_that_change_no_number_match(repo: Path, tmp_path: Path) -> None:
