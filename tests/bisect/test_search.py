@@ -48,13 +48,14 @@ def test_looks_are_the_first_the_middle_and_the_last() -> None:
     assert (looks(4, 8), looks(4, 4), looks(4, 5)) == ((4, 6, 8), (4,), (4, 5))
 
 
-@pytest.mark.parametrize("law", ["at the margin", "twice the margin"])
+@pytest.mark.parametrize("law", ["at the margin", pytest.param("twice the margin", marks=pytest.mark.slow)])
 def test_the_truth_is_excluded_no_more_often_than_declared(law: str) -> None:
     wrong, named = wrong_and_named(law, num_candidates=12, searches=250, seed=1)
     assert wrong <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 250)
     assert named >= 0.9 or law == "at the margin"
 
 
+@pytest.mark.slow
 def test_without_the_correction_the_simulation_sees_it() -> None:
     wrong, _ = wrong_and_named("at the margin", num_candidates=12, searches=250, seed=1, alpha=0.6)
     assert wrong > 0.05

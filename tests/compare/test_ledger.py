@@ -272,12 +272,13 @@ def test_a_file_that_another_holds_is_waited_for_and_then_refused(reference, tmp
     assert not list(tmp_path.glob(".*lock"))
 
 
-@pytest.mark.parametrize("rule", ["smaller", "chain"])
+@pytest.mark.parametrize("rule", ["smaller", pytest.param("chain", marks=pytest.mark.slow)])
 def test_the_drift_is_within_the_bound_as_often_as_stated(rule: str) -> None:
     share, bound = beyond(chains=120, seed=1, length=10, step=0.004, noise=0.004, rule=rule)
     assert share <= 0.05 and bound < 0.15
 
 
+@pytest.mark.slow
 def test_without_the_correction_the_simulation_sees_it() -> None:
     options = {"chains": 30, "seed": 1, "length": 2, "step": 0.022, "noise": 0.012, "shared": False}
     uncounted, _ = beyond(**options, rule="chain", count_all=False)
