@@ -174,6 +174,19 @@ def t_interval(values: ArrayLike, confidence: float) -> tuple[float, float]:
     return mean - reach, mean + reach
 
 
+def welch_interval(baseline: ArrayLike, treatment: ArrayLike, confidence: float) -> tuple[float, float]:
+    """Interval of the difference of the means of unpaired arms of two values and more (Welch 1947)."""
+    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
+    (mean, sd), (other, other_sd) = mean_and_sd(left), mean_and_sd(right)
+    parts = sd**2 / len(left), other_sd**2 / len(right)
+    error, difference = math.sqrt(sum(parts)), other - mean
+    if error == 0:
+        return difference, difference
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(left) - 1) + parts[1] ** 2 / (len(right) - 1))
+    reach = float(special.stdtrit(freedom, 0.5 + confidence / 2)) * error
+    return difference - reach, difference + reach
+
+
 def sd_interval(sd: float, num_pairs: int, confidence: float = 0.9) -> tuple[float, float]:
     """Chi-square interval of a standard deviation estimated from `num_pairs` normal differences."""
     freedom = num_pairs - 1

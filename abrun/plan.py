@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from abrun.errors import RecipeError
@@ -51,10 +51,10 @@ class Plan:
     # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
 
-    def of_first_seeds(self, num_seeds: int) -> "Plan":
-        """The same plan with the runs of its first seeds alone: all arms of them, reruns and controls."""
+    def of_first_seeds(self, num_seeds: int) -> set[RunName]:
+        """The runs of its first seeds: all arms of them, reruns and controls."""
         seeds = self.recipe.seeds[:num_seeds]
-        return replace(self, runs=tuple(run for run in self.runs if run.name.seed in seeds))
+        return {run.name for run in self.runs if run.name.seed in seeds}
 
 
 def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:

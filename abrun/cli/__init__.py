@@ -7,11 +7,12 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import controls, experiments, judging, measuring
+from abrun.cli import bisecting, controls, experiments, judging, measuring
 from abrun.cli.app import app, complain
 from abrun.errors import AbrunError
 
 __all__ = [
+    "bisecting",
     "controls",
     "experiments",
     "judging",

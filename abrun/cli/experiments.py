@@ -240,7 +240,8 @@ def _launched_until_decided(
         refuse_other_looks(plan.recipe, experiment_dir)
     code = 0
     for num_pairs in plan.recipe.compare.looks:
-        outcome = launched_in_view(screen, plan, runs_dir, resume=resume, num_seeds=num_pairs, **options)
+        only = plan.of_first_seeds(num_pairs)
+        outcome = launched_in_view(screen, plan, runs_dir, resume=resume, only=only, **options)
         assert outcome is not None
         code, resume = outcome.exit_code, True
         if outcome.stopped_by:

@@ -104,10 +104,25 @@ def freeze(
     alias: Aliases = None,
     step_column: StepColumn = None,
     runs_dir: RunsDir = Path("runs"),
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Begin a ledger: how far accepted changes may drift from these runs in all, as 0.05 or "
+            "METRIC=0.05."
+        ),
+    ] = None,
+    chain_alone: Annotated[
+        bool,
+        typer.Option(
+            "--chain-alone",
+            help="With --budget: the sum of the changes' bounds counts; else the smaller of it and of a "
+            "direct comparison with these runs, at half the level each.",
+        ),
+    ] = False,
 ) -> None:
     """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with."""
-    from abrun.compare import freeze_arm
-    from abrun.compare.read.sources import Reading, open_sources
+    from abrun.compare import commit_of, freeze_arm
+    from abrun.compare.read.sources import Reading, open_sources, stored_in
     from abrun.recipe import parse_primary
 
     reading = Reading(
@@ -121,13 +136,53 @@ def freeze(
     )
     primaries = [parse_primary(text) for text in primary] if primary else None
     experiment = open_sources(sources, reading, primaries)
-    freeze_arm(experiment, arm or experiment.baseline, output)
+    directory = stored_in(sources, runs_dir)
+    frozen = arm or experiment.baseline
+    commit = commit_of(directory, experiment, frozen) if directory else None
+    freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
     seeds = len(experiment.arm(arm or experiment.baseline))
     console().print(
         f"{output}: {seeds} seeds; compare later runs with: abrun compare NEW --reference {output}",
         soft_wrap=True,
         markup=False,
     )
+
+
+@app.command()
+def ledger(
+    reference: Annotated[Path, typer.Argument(help="A reference that abrun freeze --budget wrote.")],
+    add: Annotated[
+        str | None, typer.Option(help="Add this experiment's treatment, which has to be a match.")
+    ] = None,
+    arm: Annotated[str | None, typer.Option(help="With --add: which treatment, of several.")] = None,
+    tried: Annotated[
+        int, typer.Option(min=1, help="With --add: changes judged since the last entry, this one among them.")
+    ] = 1,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show what accepted changes may have drifted from a reference in all, or add one.
+
+    Exit code: 0 within the budget, 3 beyond it, 2 for bad input, or a change that cannot be added.
+    """
+    from abrun.compare import add_to_ledger
+    from abrun.compare.judge.ledger import EXCEEDED, exceeded
+    from abrun.compare.read.reference import load_reference
+    from abrun.compare.show.ledger import ledger_shown
+    from abrun.store import find_experiment
+
+    if add is None and (arm is not None or tried != 1):
+        raise RecipeError(
+            f"{'--arm' if arm is not None else '--tried'}: got it without --add, which it is of"
+        )
+    found = add_to_ledger(reference, find_experiment(add, runs_dir), arm, tried) if add else None
+    found = found or load_reference(reference)
+    if found.ledger is None:
+        raise RecipeError(
+            f"{reference}: got a reference without a ledger; freeze one: abrun freeze SOURCE -o FILE "
+            "--budget 0.05"
+        )
+    console().print(ledger_shown(found))
+    raise typer.Exit(EXCEEDED if exceeded(found) else 0)
 
 
 @app.command()

@@ -9,18 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from abrun.compare.judge.ledger import new_ledger, next_entry
 from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.judge.verdict_file import VerdictFile, as_json, verdict_file
-from abrun.compare.read.experiment import Experiment, refuse_unknown_metrics
-from abrun.compare.read.reference import against_reference, freeze, load_reference
+from abrun.compare.read.experiment import Experiment, Reference, refuse_unknown_metrics
+from abrun.compare.read.reference import add_entry, against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources, stored_in
+from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import NextStep, next_steps
 from abrun.compare.show.report import FORMATS, slug, terminal_summary, write_report
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
+from abrun.store import RunDir, run_dir
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -132,13 +135,46 @@ def compare(
     return Comparison(content=content, arms=arms, files=files, next_steps=steps)
 
 
-def freeze_arm(experiment: Experiment, arm: str, path: Path) -> None:
+def freeze_arm(
+    experiment: Experiment,
+    arm: str,
+    path: Path,
+    *,
+    budget: str | None = None,
+    chain_alone: bool = False,
+    commit: str | None = None,
+) -> None:
     """Write the runs of an arm as a reference, with the experiment's claims on them; margins become absolute.
 
-    Raises ComparisonError where the arm is not there, or lacks what a reference needs.
+    With a `budget` the file gets a ledger. Raises ComparisonError where the arm is not there, or lacks what a
+    reference needs.
     """
     claims = frozen_claims(experiment, arm) if len(experiment.arm(arm)) > 1 else None
-    freeze(experiment, arm, path, claims)
+    ledger = None
+    if budget is not None and claims is not None:
+        ledger = new_ledger(experiment, arm, claims, budget, chain_alone=chain_alone, commit=commit)
+    freeze(experiment, arm, path, claims, ledger)
+
+
+def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int) -> Reference:
+    """Add an experiment's treatment to a reference's ledger; returns the reference with it.
+
+    Raises ComparisonError where it did not match, or was not compared with the last entry.
+    """
+    experiment = load_experiment(experiment_dir)
+    late = post_hoc(experiment, experiment.compare)
+    if late:
+        raise ComparisonError(f"{experiment.name}: post hoc: {late}; a ledger takes what was declared before")
+    commits = {each: commit_of(experiment_dir, experiment, each) for each in experiment.arms}
+    return add_entry(path, lambda there: next_entry(there, experiment, arm, tried=tried, commits=commits))
+
+
+def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | None:
+    """The commit of the checkout that an arm's runs were launched from; None: unknown, or several."""
+    git = [RunDir(run_dir(experiment_dir, run.name)).git() or {} for run in experiment.arm(arm).values()]
+    found = {one.get("sha") for one in git}
+    sha = found.pop() if len(found) == 1 else None
+    return sha if isinstance(sha, str) else None
 
 
 def post_hoc(experiment: Experiment, declared: Compare) -> str | None:

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from abrun.errors import LaunchError
@@ -29,11 +30,11 @@ def launch_or_hand_over(
     take_over: bool = False,
     compare: bool = True,
     detach: bool = False,
-    num_seeds: int | None = None,
+    only: Collection[RunName] | None = None,
 ) -> Outcome | None:
     """`launch` where there is no scheduler; else `hand_over`, and wait; None where `detach` asks not to.
 
-    `num_seeds`: those of a launch in stages, which no scheduler has.
+    `only`: these runs alone, as a launch in stages asks, which no scheduler has.
     """
     if scheduler is None:
         if detach:
@@ -49,7 +50,7 @@ def launch_or_hand_over(
             jobs=jobs,
             resume=resume,
             take_over=take_over,
-            num_seeds=num_seeds,
+            only=only,
         )
     submitted = hand_over(
         plan,

@@ -63,7 +63,16 @@ from abrun.store.files import (
     write_json,
 )
 from abrun.store.lines import NOT_METRICS, LineReader, LineWriter, read_lines
-from abrun.store.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of, owner_of
+from abrun.store.lock import (
+    LOCK,
+    Lease,
+    Locked,
+    TakenOverError,
+    file_lock,
+    launcher_lock,
+    launcher_of,
+    owner_of,
+)
 from abrun.store.records import (
     NODE_EVERY_S,
     NODE_LOST_S,
@@ -116,6 +125,7 @@ __all__ = [
     "encode",
     "experiments_in",
     "explained",
+    "file_lock",
     "find_experiment",
     "fingerprint",
     "is_experiment",

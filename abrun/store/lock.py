@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 import time
 import uuid
@@ -186,6 +187,29 @@ def launcher_lock(
             say(note)
         yield lease
     finally:
+        lease.close()
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
+    """Be the only one who changes a file: read, change and write it inside. Raises Locked after `wait_s`.
+
+    A folder beside the file holds the lock, and goes with it.
+    """
+    directory = path.with_name(f".{path.name}.lock")
+    lease, until = Lease(directory), time.monotonic() + wait_s
+    while True:
+        try:
+            lease.acquire()
+            break
+        except Locked as error:
+            if time.monotonic() > until:
+                raise Locked(f"{path}: another process changes it: {error}", alive=error.alive) from None
+            time.sleep(POLL_S / 10)
+    try:
+        yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # while it is held: who waits finds that it is gone
         lease.close()
 
 

@@ -65,19 +65,26 @@ class ArmVerdict:
     looks: list[Look]  # empty where none were declared: one verdict over all pairs
 
 
-def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdict]:
+def judge(
+    experiment: Experiment,
+    primaries: Sequence[Primary],
+    *,
+    alpha: float = ALPHA,
+    may_repeat: bool = False,
+) -> list[ArmVerdict]:
     """Gather the evidence for every treatment and decide. Raises ComparisonError for a claim it cannot read.
 
     With looks declared, the first that decides stands: each tests at a level of which all of them together
-    err no more often than one verdict would (see abrun.looks).
+    err no more often than one verdict would (see abrun.looks). `alpha` is what a match, and what a mismatch,
+    may err; `may_repeat`: arms that are bit-identical were expected to be.
     """
     margins = [
         resolved_margin(primary, experiment.reference) if primary.margin is not None else None
         for primary in primaries
     ]
-    may_repeat = any(primary.exact for primary in primaries)
+    may_repeat = may_repeat or any(primary.exact for primary in primaries)
     arms = experiment.treatments
-    planned = looks_of(experiment, len(primaries))
+    planned = looks_of(experiment, len(primaries), alpha)
     taken = [look for look in planned if all(_ended(experiment, arm, look) for arm in arms)] or planned[:1]
     judged: dict[str, ArmVerdict] = {}
     looks: dict[str, list[Look]] = {arm: [] for arm in arms}
@@ -117,22 +124,23 @@ def judge(experiment: Experiment, primaries: Sequence[Primary]) -> list[ArmVerdi
     return [replace(one, looks=[*looks[arm], *planned[len(looks[arm]) :]]) for arm, one in judged.items()]
 
 
-def looks_of(experiment: Experiment, num_claims: int = 1) -> list[Look]:
+def looks_of(experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA) -> list[Look]:
     """The declared looks; where there are none, one at all pairs.
 
-    Of the 5 % in which equal arms may be called a mismatch, `guards.alpha` is the guards' and step one's, the
-    rest the claims'. Each claim of each treatment has its part of that, before it is spread over the looks.
+    Of the `alpha` in which equal arms may be called a mismatch, the guards and step one have the share that
+    `guards.alpha` is of 5 %, the claims the rest. Each claim of each treatment has its part of that, before
+    it is spread over the looks.
     """
     counts = experiment.compare.looks or [
         max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     ]
-    for_guards = experiment.compare.guards.alpha
+    for_guards = experiment.compare.guards.alpha * alpha / ALPHA
     family = max(1, num_claims * len(experiment.treatments))
     return [
         Look(
             num_pairs=count,
-            alpha=level_of_a_look(counts),
-            alpha_difference=family * level_of_a_look(counts, (ALPHA - for_guards) / family),
+            alpha=level_of_a_look(counts, alpha),
+            alpha_difference=family * level_of_a_look(counts, (alpha - for_guards) / family),
             alpha_guards=for_guards / len(counts) / max(1, len(experiment.treatments)),
         )
         for count in counts

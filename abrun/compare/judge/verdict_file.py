@@ -9,6 +9,7 @@ from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
+from abrun.compare.judge.ledger import ledger_notes
 from abrun.compare.judge.placement import placement_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
 from abrun.compare.judge.spent import Spent, spent
@@ -98,6 +99,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         spent=spent(experiment, arms),
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
         notes=[
+            *ledger_notes(experiment.reference),
             *placement_notes(experiment),
             *(f"{run}: {note}" for run in experiment.runs.values() for note in run.notes),
         ],

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from abrun.compare.read.ledger import Ledger
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
@@ -90,6 +91,9 @@ class Reference:
     name: str
     compare: Compare
     runs: tuple[RecordedRun, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)  # what the configurations of its runs share
+    environment: Mapping[str, Any] = field(default_factory=dict)  # likewise
+    ledger: Ledger | None = None  # of changes accepted since; None: it was frozen without a budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ paths, no environment variables.
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from abrun.compare.read.experiment import Experiment, RecordedRun, Reference, union
+from abrun.compare.read.ledger import Ledger, appended, ledger_in
 from abrun.errors import ComparisonError, StoreError
 from abrun.metric_names import STEP_ONE, STEP_TIME, is_peak_memory
 from abrun.plan import RunName, compare_hash
 from abrun.recipe import Compare
 from abrun.recipe.refusals import shortened
 from abrun.series import Series, Steps, window_bounds
-from abrun.store import decode, encode, read_json, write_file
+from abrun.store import decode, encode, file_lock, read_json, write_file
 
 ARM = "reference"
 _SCHEMA_VERSION = 1
@@ -31,10 +32,17 @@ _ENVIRONMENT = ("python", "versions", "devices", "prompts_sha256", "initial_weig
 _PRIVATE = ("wandb.", "trainer.env.", "initial_weights")
 
 
-def freeze(experiment: Experiment, arm: str, path: Path, claims: Compare | None = None) -> None:
+def freeze(
+    experiment: Experiment,
+    arm: str,
+    path: Path,
+    claims: Compare | None = None,
+    ledger: Ledger | None = None,
+) -> None:
     """Write the runs of an arm, with `claims` on them (default: its experiment's), as a reference file.
 
-    Raises ComparisonError where the arm is not there, has fewer than two finished runs or unfinished ones.
+    With a `ledger`, what is accepted later is added there. Raises ComparisonError where the arm is not there,
+    has fewer than two finished runs or unfinished ones.
     """
     if arm not in experiment.arms:
         raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.arms)}")
@@ -53,10 +61,10 @@ def freeze(experiment: Experiment, arm: str, path: Path, claims: Compare | None 
         "schema_version": _SCHEMA_VERSION,
         "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
         "compare": compare.model_dump(mode="json", exclude_defaults=True),
-        "config": _common([_public(run.config or {}) for run in runs]),
+        "config": public_config(runs),
         "environment": _common([_environment(run) for run in runs]),
     }
-    frozen = [
+    content["runs"] = [
         {
             "seed": run.name.seed,
             "rerun": run.name.rerun,
@@ -66,14 +74,56 @@ def freeze(experiment: Experiment, arm: str, path: Path, claims: Compare | None 
         }
         for run in runs
     ]
-    lines = [json.dumps(encode(one), allow_nan=False) for one in frozen]
-    head = json.dumps(encode(content), indent=1, allow_nan=False).removesuffix("\n}")
-    text = head + ',\n "runs": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+    if ledger:
+        content["ledger"] = ledger.model_dump(mode="json")
+    _refuse_to_lose_entries(path)
     try:
-        write_file(path, text.encode(), mode=0o666)
+        write_file(path, _text(content).encode(), mode=0o666)
     except StoreError as error:
         reason = getattr(error.__cause__, "strerror", None) or str(error)
         raise ComparisonError(f"--output: {path} cannot be written: {reason}; choose another file") from None
+
+
+def add_entry(path: Path, make: Callable[[Reference], Mapping[str, Any]]) -> Reference:
+    """Append what `make` says, of the file as it is, to its ledger; returns the reference with it.
+
+    One process at a time, and the whole file or nothing. Raises ComparisonError or StoreError.
+    """
+    load_reference(path)  # no lock beside what is none
+    with file_lock(path):
+        entry = make(load_reference(path))
+        mode = path.stat().st_mode & 0o777
+        write_file(path, _text(appended(read_json(path), entry)).encode(), mode=mode)
+    return load_reference(path)
+
+
+def _refuse_to_lose_entries(path: Path) -> None:
+    try:
+        entries = read_json(path)["ledger"]["entries"] if path.is_file() else ()
+    except (StoreError, KeyError, TypeError):
+        return
+    if entries:
+        raise ComparisonError(
+            f"--output: {path} has a ledger of {len(entries)} entries, which would be lost; choose "
+            "another file"
+        )
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    """A reference's file: a line for each run, and for each entry of the ledger."""
+    head = {key: value for key, value in content.items() if key not in ("runs", "ledger")}
+    parts = [json.dumps(encode(head), indent=1, allow_nan=False).removesuffix("\n}")]
+    parts.append(f' "runs": {_lines(content["runs"])}')
+    if "ledger" in content:
+        ledger = {key: value for key, value in content["ledger"].items() if key != "entries"}
+        start = json.dumps(ledger, allow_nan=False).removesuffix("}")
+        parts.append(f' "ledger": {start}, "entries": {_lines(content["ledger"].get("entries", ()))}}}')
+    return ",\n".join(parts) + "\n}\n"
+
+
+def _lines(rows: Sequence[Any]) -> str:
+    lines = [json.dumps(encode(row), allow_nan=False) for row in rows]
+    return "[\n  " + ",\n  ".join(lines) + "\n ]" if lines else "[]"
 
 
 def load_reference(path: Path) -> Reference:
@@ -94,7 +144,14 @@ def load_reference(path: Path) -> Reference:
     try:
         compare = Compare.model_validate(content["compare"])
         runs = tuple(_thawed(row, content, path) for row in content["runs"])
-        return Reference(name=str(content["name"]), compare=compare, runs=runs)
+        return Reference(
+            name=str(content["name"]),
+            compare=compare,
+            runs=runs,
+            config=dict(content["config"]),
+            environment=dict(content["environment"]),
+            ledger=ledger_in(content, str(path)),
+        )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ComparisonError(f"{path}: not a reference: {_line(error)}; make it with abrun freeze") from None
 
@@ -122,6 +179,20 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
         reference=reference,
         regression=True,
     )
+
+
+def public_config(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+    """What the configurations of an arm's runs have in common, without what belongs to one machine."""
+    return _common([_public(run.config or {}) for run in runs])
+
+
+def public_diff(diff: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, Any]]:
+    """Of a treatment what a reference would hold of it."""
+    return {
+        key: (before, after)
+        for key, (before, after) in diff.items()
+        if len(_public({key: before})) and len(_public({key: after}))
+    }
 
 
 def _frozen_metrics(run: RecordedRun, compare: Compare, grid: Steps) -> dict[str, Any]:

@@ -1,0 +1,317 @@
+"""What a ledger's entries add up to, and what a change must have shown to become one.
+
+The drift since the anchor is the sum of the true differences of its entries. Each entry's t-interval at the
+one-sided level alpha / n (Bonferroni over the n changes that were judged, those not accepted among them)
+holds it, so that the sum of the intervals holds the drift, whatever runs the entries share. The last entry's
+runs against the anchor's are a second, direct bound. Where the smaller of the two counts, which is declared
+at the freeze, each has half of alpha. Changes that were judged count, not only those accepted: of many that
+drift, those that pass are the ones whose interval errs (Benjamini and Yekutieli 2005).
+"""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.margins import window_summaries
+from abrun.compare.judge.validity import OF_THE_MACHINE
+from abrun.compare.judge.verdict import ArmVerdict, judge
+from abrun.compare.read.experiment import Experiment, RecordedRun, Reference, union
+from abrun.compare.read.ledger import Entry, Ledger
+from abrun.compare.read.reference import public_config, public_diff
+from abrun.equivalence import ALPHA, t_interval, welch_interval
+from abrun.errors import ComparisonError
+from abrun.looks import level_of_a_look
+from abrun.metric_names import default_transform
+from abrun.recipe import Compare, Primary
+from abrun.redaction import shortened
+from abrun.series import window_bounds
+
+EXCEEDED = 3  # exit code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How far the last entry may be from the anchor, with confidence 1 - alpha."""
+
+    bound: float
+    chain: tuple[float, float]  # the sum of the entries' intervals
+    direct: tuple[float, float] | None  # the last entry's runs less the anchor's; None: they do not compare
+    direct_by: str  # "chain" where it does not count
+
+    @property
+    def by(self) -> str:
+        """Which bound counts."""
+        return "the direct comparison" if self.bound < _reach(self.chain) else "the chain"
+
+    @property
+    def disagree(self) -> bool:
+        """Whether chain and direct comparison exclude each other: something moved that is in no entry."""
+        return self.direct is not None and (self.direct[0] > self.chain[1] or self.direct[1] < self.chain[0])
+
+
+def new_ledger(
+    experiment: Experiment, arm: str, claims: Compare, budget: str, *, chain_alone: bool, commit: str | None
+) -> Ledger:
+    """The ledger that a freeze begins. `budget`: a number, or METRIC=NUMBER where several claims have one.
+
+    Raises ComparisonError where it does not say what of which claim.
+    """
+    metric, _, number = budget.rpartition("=")
+    fits = [one for one in claims.primary if one.margin is not None and metric in ("", one.metric)]
+    try:
+        amount = float(number)
+    except ValueError:
+        amount = float("nan")
+    if not 0 < amount < float("inf") or len(fits) != 1:
+        known = ", ".join(f"{one.metric}=0.05" for one in claims.primary if one.margin is not None)
+        raise ComparisonError(
+            f"--budget: got {shortened(budget)}; allowed: a number above 0, in units of the claim; of a "
+            f"claim with a margin: {known or 'none is declared (--primary)'}"
+        )
+    (claim,) = fits
+    runs = [run for name, run in experiment.runs.items() if name.arm == arm]
+    return Ledger(
+        metric=claim.metric,
+        window=claim.window,
+        steps=window_bounds(claim.window, union(run.steps for run in runs), claim.metric),
+        transform=claim.transform or default_transform(claim.metric),
+        budget=amount,
+        alpha=ALPHA,
+        rule="chain" if chain_alone else "smaller",
+        commit=commit,
+    )
+
+
+def drift_of(ledger: Ledger, anchor: Mapping[int, float]) -> Drift:
+    """The bound that the entries leave, given the anchor's window by seed. There is an entry at least."""
+    share = ledger.alpha / 2 if ledger.rule == "smaller" else ledger.alpha
+    intervals = [
+        t_interval(one.differences, 1 - 2 * _level(one, share / ledger.num_tried)) for one in ledger.entries
+    ]
+    chain = sum(low for low, _ in intervals), sum(high for _, high in intervals)
+    if ledger.rule == "chain":
+        return Drift(bound=_reach(chain), chain=chain, direct=None, direct_by="chain")
+    last = ledger.entries[-1]
+    confidence = 1 - 2 * _level(last, share / last.tried)
+    if anchor.keys() >= {*last.seeds}:
+        direct_by = f"{len(last.seeds)} pairs"
+        before = [anchor[seed] for seed in last.seeds]
+        direct = t_interval(np.array(last.levels) - np.array(before), confidence)
+    else:
+        direct_by = "unpaired seeds"
+        direct = welch_interval(list(anchor.values()), last.levels, confidence)
+    bound = min(_reach(chain), _reach(direct))
+    return Drift(bound=bound, chain=chain, direct=direct, direct_by=direct_by)
+
+
+def anchor_levels(reference: Reference) -> dict[int, float]:
+    """The anchor's window by seed. The reference has a ledger."""
+    ledger = reference.ledger
+    assert ledger is not None
+    runs = [run for run in reference.runs if not run.name.rerun]
+    return _levels(runs, ledger)
+
+
+def next_entry(
+    reference: Reference,
+    experiment: Experiment,
+    arm: str | None,
+    *,
+    tried: int,
+    commits: Mapping[str, str | None],
+) -> dict[str, Any]:
+    """The entry of a change, without its place in the chain. `commits`: that of each arm's checkout.
+
+    Raises ComparisonError, one line, where the change did not match, or was not compared with the last link.
+    """
+    ledger, arm = _addable(reference, experiment, arm)
+    _refuse_other_baseline(reference, ledger, experiment)
+    judged = {one.arm: one for one in judge(experiment, experiment.compare.primary)}[arm]
+    result = _result(judged, ledger, experiment)
+    seeds = list(result.seeds)
+    treated = experiment.arm(arm)
+    levels = _levels([treated[seed] for seed in seeds], ledger)
+    treatment = public_diff((experiment.treatment_diff or {}).get(arm, {}))
+    runs = {"experiment": experiment.name, "arm": arm, "seeds": seeds, "treatment": treatment}
+    runs_sha256 = _sha256({**runs, "levels": levels, "differences": result.differences})
+    for number, entry in enumerate(ledger.entries, 1):
+        if entry.runs_sha256 == runs_sha256:
+            raise ComparisonError(f"{experiment.name}: {arm} is entry {number} already; nothing was added")
+    content: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "experiment": experiment.name,
+        "runs_sha256": runs_sha256,
+        "arm": arm,
+        "treatment": treatment,
+        "commit": commits.get(arm),
+        "environment_sha256": _environment_sha256(list(treated.values())),
+        "moved": _moved(reference, ledger, experiment, commits.get(experiment.baseline)),
+        "margin": result.margin_text,
+        "looks": list(experiment.compare.looks),
+        "seeds": seeds,
+        "differences": list(result.differences),
+        "levels": [levels[seed] for seed in seeds],
+        "difference": result.mean_difference,
+        "interval": result.ci90,
+        "certified_bound": max(map(abs, result.ci90 or ())),
+        "drift": 0.0,
+        "tried": tried,
+    }
+    draft = Entry.model_validate({**content, "previous": "", "sha256": ""})
+    with_it = ledger.model_copy(update={"entries": (*ledger.entries, draft)})
+    content["drift"] = drift_of(with_it, anchor_levels(reference)).bound
+    return content
+
+
+def ledger_sentence(reference: Reference) -> str:
+    """`10 changes, drift spent 0.031 of 0.05`, and what that rests on. The reference has a ledger."""
+    ledger = reference.ledger
+    assert ledger is not None
+    over = f"{ledger.metric} over steps {ledger.steps[0]}-{ledger.steps[1]}"
+    if not ledger.entries:
+        return f"ledger of {over}: no change since the anchor; drift spent 0 of {ledger.budget:g}"
+    drift, number = drift_of(ledger, anchor_levels(reference)), len(ledger.entries)
+    direct = (
+        f", direct [{drift.direct[0]:.3g}, {drift.direct[1]:.3g}] by {drift.direct_by}"
+        if drift.direct
+        else ""
+    )
+    more = ledger.num_tried - number
+    sentence = (
+        f"ledger of {over}: {number} change{'' if number == 1 else 's'}, drift spent {drift.bound:.3g} of "
+        f"{ledger.budget:g} ({100 * (1 - ledger.alpha):g} % bound by {drift.by}; "
+        f"chain [{drift.chain[0]:.3g}, {drift.chain[1]:.3g}]{direct}; jointly over "
+        f"{ledger.num_tried} judged changes{f', {more} of them not accepted' if more else ''})"
+    )
+    if drift.disagree:
+        sentence += "; chain and direct comparison exclude each other: something moved that is in no entry"
+    if drift.bound > ledger.budget:
+        sentence += (
+            "; the budget is exceeded: re-anchor: run the anchor's arm against today's, and freeze today's"
+        )
+    return sentence
+
+
+def ledger_notes(reference: Reference | None) -> list[str]:
+    """The same for a report: one sentence, or none."""
+    return [ledger_sentence(reference)] if reference is not None and reference.ledger is not None else []
+
+
+def exceeded(reference: Reference) -> bool:
+    ledger = reference.ledger
+    if ledger is None or not ledger.entries:
+        return False
+    return drift_of(ledger, anchor_levels(reference)).bound > ledger.budget
+
+
+def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> tuple[Ledger, str]:
+    """The ledger and the arm; refuses what has no place there, whatever its runs say."""
+    ledger = reference.ledger
+    if ledger is None:
+        raise ComparisonError(
+            f"{reference.name}: got a reference without a ledger; freeze one: abrun freeze SOURCE -o FILE "
+            "--budget 0.05"
+        )
+    if experiment.treatment_diff is None or experiment.launched_compare_sha256 is None:
+        raise ComparisonError(
+            f"{experiment.name}: got runs that declare no treatment; a ledger takes experiments that abrun "
+            "launched"
+        )
+    if arm is None and len(experiment.treatments) != 1:
+        raise ComparisonError(
+            f"--arm: got none; {experiment.name} has {', '.join(experiment.treatments) or 'no treatment'}"
+        )
+    arm = arm or experiment.treatments[0]
+    if arm not in experiment.treatments:
+        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.treatments)}")
+    return ledger, arm
+
+
+def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> PrimaryResult:
+    """The result of the ledger's claim in an experiment that matched."""
+    if judged.verdict != "MATCH":
+        raise ComparisonError(
+            f"{experiment.name}: {judged.arm}: got {judged.verdict}; a ledger takes matches: "
+            f"{judged.reasons[0]}"
+        )
+    for one in judged.primaries:
+        of_ledger = (one.metric, one.transform, one.steps) == (ledger.metric, ledger.transform, ledger.steps)
+        if of_ledger and one.test in ("paired TOST", "sigma test") and one.mean_difference is not None:
+            return one
+    claimed = ", ".join(f"{one.metric} over {one.window} ({one.steps})" for one in judged.primaries)
+    raise ComparisonError(
+        f"{experiment.name}: {judged.arm}: got claims on {claimed}; the ledger is of {ledger.metric} over "
+        f"steps {ledger.steps[0]}-{ledger.steps[1]}, with a margin"
+    )
+
+
+def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Experiment) -> None:
+    """The baseline must be configured as the last link is, as far as the reference can tell."""
+    link = dict(reference.config)
+    for entry in ledger.entries:
+        link |= {key: after for key, (_, after) in entry.treatment.items()}
+    config = public_config(list(experiment.arm(experiment.baseline).values()))
+    last = f"entry {len(ledger.entries)}'s treatment" if ledger.entries else "the anchor"
+    if not config:
+        raise ComparisonError(
+            f"{experiment.name}: its baseline states no configuration to compare with {last}"
+        )
+    for key in sorted(link):
+        if config.get(key) != link[key]:
+            raise ComparisonError(
+                f"{experiment.name}: {experiment.baseline}: {key}: got {shortened(config.get(key))}; "
+                f"{shortened(link[key])} in {last}, which a change has to be compared with"
+            )
+
+
+def _moved(reference: Reference, ledger: Ledger, experiment: Experiment, commit: str | None) -> str | None:
+    """What the baseline has that the last link had not, besides its configuration."""
+    last = ledger.entries[-1] if ledger.entries else None
+    before = last.commit if last else ledger.commit
+    moved = []
+    if commit != before:
+        moved.append(f"commit {(before or 'unknown')[:9]} -> {(commit or 'unknown')[:9]}")
+    baselines = list(experiment.arm(experiment.baseline).values())
+    machine = last.environment_sha256 if last else _sha256(_machine(reference.environment))
+    if _environment_sha256(baselines) != machine:
+        moved.append("package versions or devices")
+    return ", ".join(moved) or None
+
+
+def _environment_sha256(runs: Sequence[RecordedRun]) -> str:
+    found = {_sha256(_machine(run.environment or {})) for run in runs}
+    return found.pop() if len(found) == 1 else _sha256({"several": sorted(found)})
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: environment.get(key) for key in OF_THE_MACHINE}
+
+
+def _levels(runs: Sequence[RecordedRun], ledger: Ledger) -> dict[int, float]:
+    claim = Primary(
+        metric=ledger.metric,
+        window=f"steps {ledger.steps[0]}-{ledger.steps[1]}",
+        transform=ledger.transform,
+        margin=1.0,
+    )
+    values = window_summaries(list(runs), claim)
+    return {run.name.seed: float(value) for run, value in zip(runs, values, strict=True)}
+
+
+def _level(entry: Entry, level: float) -> float:
+    """Of one look, where the experiment was looked at more than once: a repeated confidence interval."""
+    return level_of_a_look(entry.looks, level)
+
+
+def _reach(interval: tuple[float, float]) -> float:
+    return max(abs(interval[0]), abs(interval[1]))
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
