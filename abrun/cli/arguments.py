@@ -57,6 +57,10 @@ StepColumn = Annotated[str | None, typer.Option(help="The column or key that cou
 Reference = Annotated[
     Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
 ]
+Unpaired = Annotated[
+    bool,
+    typer.Option("--unpaired", help="Runs are independent, with other seeds or none: Welch's test."),
+]
 NoStepOne = Annotated[
     bool,
     typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),

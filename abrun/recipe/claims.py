@@ -144,6 +144,8 @@ class Compare(Section):
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
     step_one_tolerance: Positive | None = None  # relative; None: by A/A reruns, or the dtype's rounding
+    # False: runs are independent, whatever their seeds (Welch); wider than pairs where arms share their noise
+    paired: bool = True
     looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
     reference: str | None = None  # a frozen reference ensemble (abrun freeze)
 
@@ -153,6 +155,13 @@ class Compare(Section):
         if looks and (len(looks) < 2 or looks[0] < 2 or any(b <= a for a, b in pairwise(looks))):
             raise ValueError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
         return looks
+
+    @model_validator(mode="after")
+    def _unpaired_needs_no_pairs(self) -> Self:
+        needing = [*["looks"] * bool(self.looks), *["exact"] * any(one.exact for one in self.primary)]
+        if needing and not self.paired:
+            raise ValueError(f"got paired: false and {needing[0]}, which needs pairs; leave one of them out")
+        return self
 
 
 class Controls(Section):

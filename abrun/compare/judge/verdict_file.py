@@ -28,6 +28,7 @@ class ArmSection:
     not_tested: list[str]
     num_pairs: int
     num_planned_pairs: int
+    num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]
     coverage: dict[str, int]
     looks: list[Look]
@@ -53,6 +54,7 @@ class VerdictFile:
     reasons: list[str]
     post_hoc: bool
     num_pairs: int
+    paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
     primaries: list[PrimaryResult]
     guards: list[Guard]
     step_one: list[StepOne]
@@ -86,6 +88,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         reasons=[*reasons, *([f"post hoc: {post_hoc}"] if post_hoc else [])],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
+        paired=experiment.compare.paired,
         **{key: [entry for arm in arms for entry in getattr(arm, key)] for key in _EVIDENCE},
         arms={
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})

@@ -30,7 +30,7 @@ def load_foreign(
     step_column: str | None = None,
     alone: bool = False,
 ) -> Experiment:
-    """The runs of some sources, paired by seed.
+    """The runs of some sources, paired by seed unless `compare` says otherwise.
 
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
@@ -41,7 +41,7 @@ def load_foreign(
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
-    names = _names(named_sources, logs_of, pattern)
+    names = _names(named_sources, logs_of, pattern, unpaired=not compare.paired)
     logs = [log for logs in logs_of for log in logs]
     metrics = apply_to_all([log.metrics for log in logs], renamed)
     by_name = {run: replace(log, metrics=one) for run, log, one in zip(names, logs, metrics, strict=True)}
@@ -52,11 +52,11 @@ def load_foreign(
         name=name or _experiment_name(named_sources, arms),
         arms=arms,
         compare=compare,
-        runs={run: _run(run, by_name[run]) for run in ordered},
+        runs={run: _run(run, by_name[run], paired=compare.paired) for run in ordered},
     )
 
 
-def _run(name: RunName, log: Log) -> RecordedRun:
+def _run(name: RunName, log: Log, *, paired: bool) -> RecordedRun:
     identity = log.identity if log.identity == name else None  # else it was given another name by hand
     return RecordedRun(
         name=name,
@@ -67,7 +67,8 @@ def _run(name: RunName, log: Log) -> RecordedRun:
         config=log.config,
         environment=log.environment,
         metrics=log.metrics,
-        notes=log.notes,
+        # Unpaired runs may be numbered: the note says which is which.
+        notes=log.notes if paired else (*log.notes, f"read from {log.place}"),
     )
 
 
@@ -82,7 +83,11 @@ def _named_source(source: str) -> tuple[str | None, str]:
 
 
 def _names(
-    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], pattern: str | None
+    sources: Sequence[tuple[str | None, str]],
+    logs_of: Sequence[Sequence[Log]],
+    pattern: str | None,
+    *,
+    unpaired: bool,
 ) -> list[RunName]:
     """The run that each log is, in the order of the sources and their logs."""
     logs = [log for logs in logs_of for log in logs]
@@ -95,7 +100,7 @@ def _names(
     if len(sources) == 1 and sources[0][0] is None:
         by_runs = True
     if by_runs and not any(arm for arm, _ in sources):
-        return name_runs(logs, pattern)
+        return name_runs(logs, pattern, unpaired=unpaired)
     unnamed_files = pattern is None and all(
         arm is None and len(of) == 1 for (arm, _), of in zip(sources, logs_of, strict=True)
     )
@@ -120,7 +125,7 @@ def _names(
     found = {
         id(log): run
         for arm, of in together.items()
-        for log, run in zip(of, name_seeds(of, arm, pattern), strict=True)
+        for log, run in zip(of, name_seeds(of, arm, pattern, unpaired=unpaired), strict=True)
     }
     return [found[id(log)] for log in logs]
 

@@ -20,7 +20,7 @@ COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
 def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
     """From the pairs of an earlier experiment; of several treatments, the one that varies most."""
     results = [
-        judge_primary(arm, experiment.pairs(arm), claim, resolved_margin(claim, None), experiment.all_steps())
+        judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), experiment.all_steps())
         for arm in experiment.treatments
     ]
     known = [result for result in results if result.sd_difference is not None]

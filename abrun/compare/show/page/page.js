@@ -44,10 +44,12 @@ function banner() {
   const meaning = unread ? `${outcome} Step one was not looked at.` : outcome;
   const planned = Object.values(content.arms || {}).map((arm) => arm.num_planned_pairs);
   const facts = [
-    [
-      "pairs",
-      planned.length ? `${content.num_pairs} of ${Math.max(...planned)} finished` : String(content.num_pairs),
-    ],
+    content.paired === false
+      ? ["unpaired runs", sizes(Object.values(content.arms)[0].num_runs)]
+      : [
+          "pairs",
+          planned.length ? `${content.num_pairs} of ${Math.max(...planned)} finished` : String(content.num_pairs),
+        ],
     ["arms", [baselineName(), ...treatments].join(" \u00b7 ")],
     ["exit code", String(content.exit_code)],
   ];
@@ -75,6 +77,7 @@ function banner() {
       el("span", { class: "glyph-verdict", "aria-hidden": "true" }, glyph),
       content.verdict,
       content.post_hoc ? el("span", { class: "badge" }, "post hoc") : null,
+      content.paired === false ? el("span", { class: "badge" }, "unpaired") : null,
     ),
     el("p", { class: "meaning" }, meaning),
     el(
@@ -153,12 +156,12 @@ function primaries() {
     ...armHead,
     ["metric"],
     ["result"],
-    ["paired differences"],
+    [content.paired === false ? "difference" : "paired differences"],
     ["mean difference"],
     ["margin"],
     ["certified bound"],
     ["steps", "nowrap"],
-    ["pairs", "right"],
+    [content.paired === false ? "runs" : "pairs", "right"],
   ];
   return section(
     "claims",
@@ -193,14 +196,14 @@ function primaries() {
           one.margin_unit === "sigma" ? muted(`${number(one.certified_number, 3)} sigma`) : null,
         ],
         [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
-        String(one.num_pairs),
+        one.num_runs ? sizes(one.num_runs) : String(one.num_pairs),
       ]),
     ),
     el(
       "p",
       { class: "caption" },
       key("margin", "margin"),
-      key("dot", "one pair"),
+      content.paired === false ? null : key("dot", "one pair"),
       key("claim", "mean and its interval"),
     ),
   );
@@ -212,6 +215,8 @@ function detailOfClaim(one) {
     .join(", ");
 }
 
+const sizes = (runs) => `${runs[0]} and ${runs[1]}`;
+
 const marginText = (one) =>
   one.margin_text || (typeof one.margin === "number" ? `\u00b1${number(one.margin)}` : "\u2013");
 
@@ -220,12 +225,13 @@ function outlook(one) {
   if (one.result !== "undecided") return "";
   const many = (size) => (size === null || size === undefined ? "more than 1000" : String(size));
   const range = one.pairs_needed_range ? ` (${one.pairs_needed_range.map(many).join(" to ")})` : "";
+  const unit = one.num_runs ? "runs of each arm" : "pairs";
   const excludesZero = one.interval && (one.interval[0] > 0 || one.interval[1] < 0);
   if (excludesZero && one.margin_unit !== "sigma")
     return Math.abs(one.mean_difference) >= one.margin
-      ? "interval without zero; no number of pairs shows equivalence at the observed difference"
-      : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} pairs at the observed difference`;
-  return `power now ${percent(one.power_now)}; 80\u00a0% takes ${many(one.pairs_needed)}${range} pairs`;
+      ? "interval without zero; no number of runs shows equivalence at the observed difference"
+      : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} ${unit} at the observed difference`;
+  return `power now ${percent(one.power_now)}; 80\u00a0% takes ${many(one.pairs_needed)}${range} ${unit}`;
 }
 
 // All claims on one scale: how far each interval reaches, in units of its own margin.
@@ -320,7 +326,7 @@ function dotPlot(one) {
     );
     parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
   }
-  const label = `Paired differences of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${interval(ends)}, margin ${marginText(one)}`;
+  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${interval(ends)}, margin ${marginText(one)}`;
   return svg(
     "svg",
     { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },
@@ -385,7 +391,7 @@ function stepOne() {
   };
   return section(
     "step-one",
-    "Step one (T1)",
+    "Step one",
     el(
       "p",
       { class: "intro" },
@@ -467,7 +473,7 @@ function divergence() {
     return one.p_beyond < 1 ? `in every seed (p = ${number(one.p_beyond, 2)})` : "not in every seed";
   };
   const ratio = (one) =>
-    ({ zero: "the baseline repeats bit for bit", unknown: "unknown" })[one.noise_floor] ||
+    ({ zero: "\u2013", unknown: "unknown" })[one.noise_floor] ||
     `${number(one.ratio, 2)}\u00d7`;
   const grown = (one) =>
     one.ulp === null
@@ -478,13 +484,16 @@ function divergence() {
   const unknown = list.length && list.every((one) => one.noise_floor === "unknown");
   return section(
     "divergence",
-    "Divergence (T2)",
+    "Divergence",
     el(
       "p",
       { class: "intro" },
       "How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor), against what one ULP of the initial weights grows into (controls.ulp_reruns), and against the spread over seeds. This is a diagnosis; no verdict hangs on it.",
     ),
     unknown ? el("p", {}, "Noise floor unknown: there are no A/A reruns (controls.aa_reruns).") : null,
+    list.some((one) => one.noise_floor === "zero")
+      ? el("p", {}, "Where no ratio stands, the baseline repeats itself bit for bit: its reruns are no distance away.")
+      : null,
     list.length
       ? table(
           "Divergence",
@@ -508,7 +517,7 @@ function divergence() {
             beyond(one),
           ]),
         )
-      : el("p", {}, "No finished pair."),
+      : el("p", {}, content.paired === false ? "Runs that are not paired have no distance." : "No finished pair."),
   );
 }
 
