@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.equivalence import limit_test, paired_tost
+from abrun.equivalence import limit_test, paired_tost, welch_tost
 from abrun.looks import level_of_a_look
-from abrun.sigmas import _reach, _room, sigma_test
+from abrun.sigmas import _reach, _room, sigma_test, welch_sigma_test
 
 EXPERIMENTS = 20_000
 PAIRS = (3, 4, 5, 8, 10)
 LOOKS = (4, 7, 10)
+UNPAIRED = ((3, 3), (5, 4), (3, 10), (10, 3), (10, 10))  # runs of the baseline, of the treatment
 ALPHA = 0.05
 Arms = tuple[NDArray[np.float64], NDArray[np.float64]]  # baseline, treatment: [N, P]
 
@@ -153,6 +154,65 @@ def rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[fl
     return found
 
 
+def welch_tail(left, right) -> NDArray[np.float64]:
+    """Of so small a mean(right) - mean(left), over many experiments [N, M] and [N, K]."""
+    parts = [one.var(axis=1, ddof=1) / one.shape[1] for one in (left, right)]
+    error, freedom = np.sqrt(np.maximum(sum(parts), 1e-300)), _freedom(left, right)
+    return special.stdtr(freedom, (right.mean(axis=1) - left.mean(axis=1)) / error)
+
+
+def _freedom(left, right) -> NDArray[np.float64]:
+    parts = [one.var(axis=1, ddof=1) / one.shape[1] for one in (left, right)]
+    weights = [one / np.maximum(sum(parts), 1e-300) for one in parts]
+    sizes = left.shape[1], right.shape[1]
+    shares = sum(weight**2 / (size - 1) for weight, size in zip(weights, sizes, strict=True))
+    return 1 / np.maximum(shares, 1 / sum(sizes))  # arms without any spread
+
+
+def welch_equivalence(left, right, margin, yardstick=None) -> NDArray[np.float64]:
+    unit = np.ones_like(left) if yardstick is None else yardstick
+    return np.maximum(welch_tail(left + margin * unit, right), welch_tail(right, left - margin * unit))
+
+
+def welch_beyond(left, right, margin) -> NDArray[np.float64]:
+    rises = right.mean(axis=1) >= left.mean(axis=1)
+    exceeds = welch_tail(right, left + margin), welch_tail(right, left - margin)
+    falls = welch_tail(left - margin, right), welch_tail(left + margin, right)
+    return np.where(rises, sum(exceeds), sum(falls))
+
+
+def welch_in_sigmas(left, right, sigmas) -> tuple[float, float]:
+    parts = [one.var(axis=1, ddof=1) / one.shape[1] for one in (left, right)]
+    error, freedom = np.sqrt(sum(parts)), _freedom(left, right)
+    sigma, mean = left.std(axis=1, ddof=1), np.abs(right.mean(axis=1) - left.mean(axis=1))
+    several = zip(sigma[:5000], error, freedom, strict=False)
+    reach = np.array([_reach(s, e, left.shape[1], sigmas, ALPHA, f) for s, e, f in several])
+    equivalent = mean < _room(sigma, error, left.shape[1], sigmas, ALPHA, freedom)
+    return float(np.mean(equivalent)), float(np.mean(mean[:5000] > sigmas * sigma[:5000] + reach))
+
+
+def unpaired_rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[float]]:
+    """The same of independent runs, for each of UNPAIRED: no seed is in both arms."""
+    rng = np.random.default_rng(1)
+    left, right = law(rng, (1_000_000,))
+    margin = abs(float(right.mean() - left.mean()))
+    sigmas, share = margin / float(left.std()), margin / float(left.mean())
+    found: dict[str, list[float]] = {}
+    for sizes in UNPAIRED:
+        of = law(rng, (num, sizes[0]))[0], law(rng, (num, sizes[1]))[1]
+        equivalent, exceeded = welch_in_sigmas(*of, sigmas)
+        row = {
+            "unpaired: match, absolute margin": np.mean(welch_equivalence(*of, margin) < ALPHA),
+            "unpaired: match, sigmas of the baseline": equivalent,
+            "unpaired: match, % of the level": np.mean(welch_equivalence(*of, share, of[0]) < ALPHA),
+            "unpaired: mismatch, absolute margin": np.mean(welch_beyond(*of, margin) < ALPHA),
+            "unpaired: mismatch, sigmas": exceeded,
+        }
+        for kind, rate in row.items():
+            found.setdefault(kind, []).append(float(rate))
+    return found
+
+
 def check() -> None:
     """That what is vectorised here is what the verdict computes."""
     left, right = normal(np.random.default_rng(1), (50, 5))
@@ -163,18 +223,30 @@ def check() -> None:
         error = (other - one).std(ddof=1) / np.sqrt(5)
         room = _room(one.std(ddof=1), error, 5, 1.0, ALPHA)
         assert sigma_test(one, other, 1.0).equivalent == bool(abs((other - one).mean()) < room)
+    right = right[:, :4]
+    exceeds = welch_beyond(left, right, 1.0)
+    for index, (one, other) in enumerate(zip(left, right, strict=True)):
+        found, of = welch_tost(one, other, 1.0), (left[index : index + 1], right[index : index + 1])
+        assert np.allclose(
+            (found.p_tost, found.p_beyond), (welch_equivalence(*of, 1.0)[0], min(exceeds[index], 1))
+        )
+        share = welch_tost(one, other, 0.1, yardstick=one)
+        assert np.isclose(share.p_tost, welch_equivalence(*of, 0.1, of[0])[0])
+        assert welch_sigma_test(one, other, 1.0).equivalent == bool(welch_in_sigmas(*of, 1.0)[0])
 
 
 def main() -> None:
     check()
     print(f"{EXPERIMENTS:,} experiments a cell; 3, 4, 5, 8, 10 pairs\n")
+    print("Unpaired: " + ", ".join(f"{one} and {other}" for one, other in UNPAIRED) + " runs\n")
     kinds: dict[str, list[str]] = {}
     for name, law in LAWS.items():
-        for kind, row in rates(law).items():
+        for kind, row in (rates(law) | unpaired_rates(law)).items():
             kinds.setdefault(kind, []).append(f"| {name} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
     for kind, lines in kinds.items():
         columns = len(lines[0].split("|")) - 3
-        head = " | ".join(map(str, PAIRS)) if columns == len(PAIRS) else "rate"
+        sizes = [f"{one}+{other}" for one, other in UNPAIRED] if kind.startswith("unpaired") else PAIRS
+        head = " | ".join(map(str, sizes)) if columns == len(PAIRS) else "rate"
         print(f"\n**{kind}**\n\n| | {head} |\n|---|{'---|' * columns}")
         print("\n".join(lines))
 

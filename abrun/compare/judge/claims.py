@@ -102,11 +102,11 @@ class PrimaryResult:
 
 
 def sample_text(result: PrimaryResult) -> str:
-    """What a claim was tested over: `5 pairs`, or `unpaired: 5 and 4 runs, Welch`."""
+    """What a claim was tested over: `5 pairs`, or `5 and 4 unpaired runs (Welch)`."""
     if result.num_runs is None:
         return f"{result.num_pairs} pair{'s' * (result.num_pairs != 1)}"
-    how = "" if result.test in ("limit", "exact") else ", Welch"
-    return f"unpaired {result.num_runs[0]} and {result.num_runs[1]} runs{how}"
+    how = "" if result.test in ("limit", "exact") else " (Welch)"
+    return f"{result.num_runs[0]} and {result.num_runs[1]} unpaired runs{how}"
 
 
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
@@ -132,11 +132,11 @@ def judge_primary(
     transform = primary.transform or default_transform(metric)
     bounds = window_bounds(primary.window, grid, metric) if len(grid) else None
     steps, baseline, treatment = _in_window(finished, primary, bounds)
-    known = [np.isfinite(one).all(axis=1) & (len(steps) > 0) for one in (baseline, treatment)]
+    known = [np.isfinite(one).all(axis=1) & bool(len(steps)) for one in (baseline, treatment)]
     if sides.paired:
         known = [known[0] & known[1]] * 2
     in_window = baseline[known[0]], treatment[known[1]]
-    used = finished.of(known[0].tolist(), known[1].tolist())
+    used = finished.of(list(known[0]), list(known[1]))
     result = PrimaryResult(
         arm=arm,
         metric=metric,

@@ -269,7 +269,7 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
     )
     errors = [[_errors(run) for run in runs] for runs in (known.baselines, known.treatments)]
     medians = [np.array([np.median(one) for one in runs]) for runs in errors]
-    excess = [np.log(np.maximum(one - 1, 0) + EXCESS_OFFSET) for one in medians]
+    excess, other_excess = (np.log(np.maximum(one - 1, 0) + EXCESS_OFFSET) for one in medians)
     recorded = min(known.sizes) > 0
     yield _error_guard(
         arm,
@@ -278,10 +278,10 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
         limit,
         np.array([one.max() for one in medians]) if recorded else None,
         operator.ge,
-        lambda: _p_worse(*excess, paired_by_seed=sides.paired),
+        lambda: _p_worse(excess, other_excess, paired_by_seed=sides.paired),
         alpha,
     )
-    above = [np.array([np.mean(one > limit) for one in runs]) for runs in errors]
+    above = [np.array([float(np.mean(one > limit)) for one in runs]) for runs in errors]
     steps = [np.array([len(one) for one in runs]) for runs in errors]
     shares = (
         [(of * num).sum() / num.sum() for of, num in zip(above, steps, strict=True)] if recorded else None
@@ -293,7 +293,7 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
         share,
         None if shares is None else np.array(shares),
         operator.gt,
-        lambda: _p_worse(*above, _counting_error(above, steps), paired_by_seed=sides.paired),
+        lambda: _p_worse(above[0], above[1], _counting_error(above, steps), paired_by_seed=sides.paired),
         alpha,
     )
 
@@ -317,7 +317,7 @@ def _p_above(mean: float, error: float, freedom: float) -> float:
     return float(special.stdtr(freedom, -mean / error)) if error else float(mean <= 0)
 
 
-def _counting_error(shares: Sequence[Array], steps: Sequence[NDArray[Any]]) -> float:
+def _counting_error(shares: Sequence[NDArray[Any]], steps: Sequence[NDArray[Any]]) -> float:
     """Of the difference of both arms' shares, by counting alone: three equal small counts are no sd of 0."""
     hits = sum(float((of * num).sum()) for of, num in zip(shares, steps, strict=True))
     pooled = hits / sum(num.sum() for num in steps)

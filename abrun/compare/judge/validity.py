@@ -310,8 +310,7 @@ def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[str]:
     first = sides.baselines[0]
     for run in sides.runs[1:]:
         for key in ("devices",) if other_trainer else OF_THE_MACHINE:
-            known = first.environment and run.environment
-            if known and None not in (first.environment.get(key), run.environment.get(key)):
+            if None not in ((one.environment or {}).get(key) for one in (first, run)):
                 yield from _environment_difference(first, run, key, ENVIRONMENT[key])
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.claims import SHARED, PrimaryResult, judge_primary, sample_text, with_holm
+from abrun.compare.judge.description import Description, descriptions
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
@@ -34,6 +35,9 @@ _OPEN_GUARDS = {
     "baseline too": "not the treatment's doing",
     "open": "beyond the limit, which seeds alone may have done",
 }
+_ONE_EACH = (
+    "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
+)
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
@@ -64,6 +68,7 @@ class ArmVerdict:
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
+    descriptions: list[Description]  # of two runs, one of each arm; empty where there are more
     primaries: list[PrimaryResult]
     guards: list[Guard]
     savings: list[Saving]
@@ -172,6 +177,9 @@ def judge_arm(
     diverged = divergence(arm, pairs, primaries)
     ended = final_weights(arm, pairs)
     verdict, reasons = decide(invalid, first_steps, guards, results, reads_step_one=unread is None)
+    described = descriptions(experiment, arm, primaries)
+    if described and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
+        verdict, reasons = "INCONCLUSIVE", [_ONE_EACH, *reasons]
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -190,6 +198,7 @@ def judge_arm(
         step_one=first_steps,
         divergence=diverged,
         final_weights=[ended] if ended else [],
+        descriptions=described,
         primaries=list(results),
         guards=guards,
         savings=savings,
@@ -247,8 +256,9 @@ def not_tested(
     if no_error:
         sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
     if not sides.paired:
-        both = experiment.arm(experiment.baseline).keys() & {run.name.seed for run in sides.treatments}
-        shared = f" ({_count(len(both), 'seed')} of both arms not paired, as asked)" if both else ""
+        both = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
+        said = both if experiment.seeds_known else ()
+        shared = f" ({_count(len(said), 'seed')} of both arms not paired, as asked)" if said else ""
         sentences.append(
             f"how the arms part step by step, and from their first one: they are unpaired{shared}"
         )
@@ -337,7 +347,7 @@ def primary_sentence(result: PrimaryResult) -> str:
         return limit_sentence(result)
     if result.mean_difference is None or result.interval is None or result.steps is None:
         if result.num_runs is not None:
-            return f"{result.metric}: {sample_text(result)}; equivalence needs two runs of each arm, or more"
+            return f"{result.metric}: not tested: equivalence needs two runs of each arm, or more"
         return (
             f"{result.metric}: {_count(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
             "at least two: only step one, the guards and the divergence were looked at"

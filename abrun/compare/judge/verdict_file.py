@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
@@ -15,7 +16,7 @@ from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, w
 from abrun.compare.read.experiment import Experiment
 
 SCHEMA_VERSION = 3
-_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "savings")
+_EVIDENCE = ("primaries", "descriptions", "guards", "step_one", "divergence", "final_weights", "savings")
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
@@ -56,6 +57,7 @@ class VerdictFile:
     num_pairs: int
     paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
     primaries: list[PrimaryResult]
+    descriptions: list[Description]  # of arms with one run each, which nothing is tested of
     guards: list[Guard]
     step_one: list[StepOne]
     divergence: list[Divergence]

@@ -136,6 +136,7 @@ class Experiment:
     # Baselines in which something was planted: what by arm, and their runs, which no verdict is about.
     planted: Mapping[str, PlantedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
+    seeds_known: bool = True  # False: unpaired runs that were numbered
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property

@@ -42,6 +42,7 @@ def load_foreign(
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
     names = _names(named_sources, logs_of, pattern, unpaired=not compare.paired)
+    seeds_known = compare.paired or names == _names_by_seed(named_sources, logs_of, pattern)
     logs = [log for logs in logs_of for log in logs]
     metrics = apply_to_all([log.metrics for log in logs], renamed)
     by_name = {run: replace(log, metrics=one) for run, log, one in zip(names, logs, metrics, strict=True)}
@@ -52,11 +53,12 @@ def load_foreign(
         name=name or _experiment_name(named_sources, arms),
         arms=arms,
         compare=compare,
-        runs={run: _run(run, by_name[run], paired=compare.paired) for run in ordered},
+        runs={run: _run(run, by_name[run], numbered=not seeds_known) for run in ordered},
+        seeds_known=seeds_known,
     )
 
 
-def _run(name: RunName, log: Log, *, paired: bool) -> RecordedRun:
+def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
     identity = log.identity if log.identity == name else None  # else it was given another name by hand
     return RecordedRun(
         name=name,
@@ -67,8 +69,7 @@ def _run(name: RunName, log: Log, *, paired: bool) -> RecordedRun:
         config=log.config,
         environment=log.environment,
         metrics=log.metrics,
-        # Unpaired runs may be numbered: the note says which is which.
-        notes=log.notes if paired else (*log.notes, f"read from {log.place}"),
+        notes=(*log.notes, f"numbered, its seed is not known: {log.place}") if numbered else log.notes,
     )
 
 
@@ -80,6 +81,16 @@ def _named_source(source: str) -> tuple[str | None, str]:
     if named and not Path(source).exists():
         return printable(named[1]), named[2]
     return None, source
+
+
+def _names_by_seed(
+    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], pattern: str | None
+) -> list[RunName] | None:
+    """As `_names` of runs to pair; None where they do not say their seeds."""
+    try:
+        return _names(sources, logs_of, pattern, unpaired=False)
+    except ComparisonError:
+        return None
 
 
 def _names(

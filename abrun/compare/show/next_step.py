@@ -90,6 +90,13 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     looks = [look for section in content["arms"].values() for look in section["looks"]]
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
+    if content["descriptions"]:
+        if _launched(experiment):
+            yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
+        else:
+            more = "Train two runs or more beside each, with the same seeds in both arms, then compare again"
+            yield NextStep(text=more, command="abrun compare RUNS")
+        return
     if not _launched(experiment):
         more = "More pairs narrow the interval: train more seeds, then compare again"
         if not content["paired"]:

@@ -34,6 +34,8 @@ COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALI
 OWN_FIGURES = ("claims", "overview")  # no metric's
 MOST_LEVELS = 2  # of an arm's claims; the page has all
 MOST_LINES = 25  # of the markdown, without images
+MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
+DESCRIBED = ["metric", "steps", "baseline", "treatment", "difference", "mean distance step by step"]
 MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
 
@@ -244,6 +246,9 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         head = ["arm"] * several + _primary_columns(content)
         lines += ["", _row(head), _row(["---"] * len(head))]
         lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
+    if content["descriptions"]:
+        lines += ["", _row(DESCRIBED), _row(["---"] * len(DESCRIBED))]
+        lines += [_row(_described(one)) for one in content["descriptions"][:MOST_DESCRIBED]]
     facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
     made = f"report made by {_code(beside.command)}"
     known = [_escaped(text) for text in (beside.ran, beside.environment) if text]
@@ -257,6 +262,18 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         lines = [*lines[: MOST_LINES - 2], "", f"and {more} more lines in report.html and verdict.json"]
     lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _described(one: Content) -> list[str]:
+    levels = [f"{one[key]:.4g}" for key in ("baseline", "treatment")]
+    apart = f"{one['mean_distance']:.3g}, at most {one['largest_distance']:.3g} (step {one['largest_at']})"
+    return [
+        one["metric"],
+        f"{one['steps'][0]}-{one['steps'][1]}",
+        *levels,
+        f"{one['difference']:+.3g}",
+        apart,
+    ]
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -274,7 +291,8 @@ def _code(text: str) -> str:
 
 
 def _headline(content: Content) -> str:
-    said = ["post hoc"] * content["post_hoc"] + ["unpaired"] * (not content["paired"])
+    said = ["a description"] * bool(content["descriptions"] and content["verdict"] == "INCONCLUSIVE")
+    said += ["post hoc"] * content["post_hoc"] + ["unpaired"] * (not content["paired"])
     marks = f" ({', '.join(said)})" if said else ""
     return f"{content['verdict']}{marks}: {content['experiment']}"
 
@@ -469,6 +487,11 @@ def terminal_summary(
         table = Table(*columns, box=None, header_style="bold", pad_edge=False)
         for one in content["primaries"]:
             table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + _primary_cells(one)))
+        parts += [table, Text("")]
+    if content["descriptions"]:
+        table = Table(*DESCRIBED, box=None, header_style="bold", pad_edge=False)
+        for one in content["descriptions"][:MOST_DESCRIBED]:
+            table.add_row(*(Text(shown(cell)) for cell in _described(one)))
         parts += [table, Text("")]
     facts = Table.grid(padding=(0, 2))
     for label, text in _facts(content):

@@ -41,7 +41,12 @@ function section(id, title, ...children) {
 function banner() {
   const [glyph, outcome] = VERDICTS[content.verdict] || ["?", ""];
   const unread = content.verdict === "MATCH" && !(content.step_one || []).length;
-  const meaning = unread ? `${outcome} Step one was not looked at.` : outcome;
+  const described = (content.descriptions || []).length > 0 && content.verdict === "INCONCLUSIVE";
+  const meaning = described
+    ? "One run of each arm: a description, not a test."
+    : unread
+      ? `${outcome} Step one was not looked at.`
+      : outcome;
   const planned = Object.values(content.arms || {}).map((arm) => arm.num_planned_pairs);
   const facts = [
     content.paired === false
@@ -78,6 +83,7 @@ function banner() {
       content.verdict,
       content.post_hoc ? el("span", { class: "badge" }, "post hoc") : null,
       content.paired === false ? el("span", { class: "badge" }, "unpaired") : null,
+      described ? el("span", { class: "badge" }, "a description") : null,
     ),
     el("p", { class: "meaning" }, meaning),
     el(
@@ -140,6 +146,47 @@ const baselineName = () => content.baseline || arms[0];
 const beside = report.beside || {};
 const levels = beside.levels || [];
 const MOST_DETAILED = 3; // levels in the head
+
+// --- two runs, one of each arm ---
+
+function description() {
+  const list = content.descriptions || [];
+  if (!list.length) return null;
+  return section(
+    "description",
+    "The two runs",
+    el(
+      "p",
+      { class: "intro" },
+      "Levels over the window, and how far apart the curves lie over all steps that both recorded. Two runs cannot tell what the treatment does from what a seed does.",
+    ),
+    table(
+      "The two runs",
+      [
+        ...(several ? [["arm"]] : []),
+        ["metric"],
+        ["steps", "nowrap"],
+        [baselineName(), "right"],
+        ["treatment", "right"],
+        ["difference", "right"],
+        ["mean |difference| over steps", "right"],
+        ["largest", "right"],
+        ["at step", "right"],
+      ],
+      list.map((one) => [
+        ...(several ? [one.arm] : []),
+        el("b", { class: "name" }, one.metric),
+        `${one.steps[0]}\u2013${one.steps[1]}`,
+        number(one.baseline, 4),
+        number(one.treatment, 4),
+        signed(one.difference, 3),
+        number(one.mean_distance, 3),
+        number(one.largest_distance, 3),
+        String(one.largest_at),
+      ]),
+    ),
+  );
+}
 
 // --- primaries ---
 
@@ -982,6 +1029,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
 );
 
 const body = [
+  description(),
   primaries(),
   sensitivity(),
   curves(),
