@@ -132,11 +132,11 @@ def judge_primary(
     transform = primary.transform or default_transform(metric)
     bounds = window_bounds(primary.window, grid, metric) if len(grid) else None
     steps, baseline, treatment = _in_window(finished, primary, bounds)
-    known = [np.isfinite(one).all(axis=1) & bool(len(steps)) for one in (baseline, treatment)]
-    if sides.paired:
-        known = [known[0] & known[1]] * 2
-    in_window = baseline[known[0]], treatment[known[1]]
-    used = finished.of(list(known[0]), list(known[1]))
+    used = finished.of(_usable(baseline), _usable(treatment))
+    in_window = (
+        baseline[[run in used.baselines for run in finished.baselines]],
+        treatment[[run in used.treatments for run in finished.treatments]],
+    )
     result = PrimaryResult(
         arm=arm,
         metric=metric,
@@ -168,6 +168,11 @@ def judge_primary(
             lacking = f"{sum(used.sizes)} of {sum(sides.sizes)} runs are usable"
         result = replace(result, problem=f"{lacking}, and equivalence needs every one")
     return replace(result, result="not tested") if result.problem else result
+
+
+def _usable(values: Array) -> list[bool]:
+    """Which runs [R] hold numbers all over the window [R, W], of one step or more."""
+    return [bool(len(one) and np.isfinite(one).all()) for one in values]
 
 
 def _test(margin: Margin, *, paired: bool) -> Test:
