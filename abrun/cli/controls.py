@@ -41,9 +41,14 @@ def samples(
     left, right = (_run_of(each, runs_dir) for each in (run, against or run))
     pairs = side_by_side(left, right, step)
     if not pairs:
-        kept = ", ".join(map(str, left.samples())) or "none"
+        kept = ", ".join(map(str, left.samples())) or "none (keep_samples: null keeps none)"
         raise StoreError(f"{left.path}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")
     console().print(samples_shown(names, pairs))
+    if against is not None and not any(pair.left and pair.right for pair in pairs):
+        console().print(
+            "No prompt was kept by both: runs of one seed draw the same prompts, and others do not.",
+            style="dim",
+        )
 
 
 @app.command()
@@ -111,9 +116,14 @@ def sensitivity(
 
 def _run_of(run: str, runs_dir: Path) -> "RunDir":
     """Raises StoreError where no run is there."""
-    from abrun.store import RunDir
+    from abrun.store import RunDir, is_experiment, planned_runs
 
     path = runs_dir / run
-    found = RunDir(path if path.is_dir() else Path(run))
+    path = path if path.is_dir() else Path(run)
+    if is_experiment(path):
+        names = [f"{run.rstrip('/')}/{name}" for name in planned_runs(path)]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise StoreError(f"{run}: got an experiment; name one of its runs: {', '.join(names[:8])}{more}")
+    found = RunDir(path)
     found.record()
     return found

@@ -65,6 +65,8 @@ class Primary(Section):
                 f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb' (of "
                 "--primary also '<1.2', '>0.65', '<0.6x', 'exact')"
             )
+        if found and "%" in (found["unit"] or "") and number >= 100:
+            raise ValueError(f"got {shortened(margin)}, as wide as all of it; allowed: less than 100%")
         return margin
 
     @field_validator("below", "above", mode="before")
@@ -214,6 +216,11 @@ def parse_primary(text: str) -> Primary:
         raise RecipeError(
             f"--primary: got {shortened(text)}; allowed: METRIC:WINDOW:MARGIN, such as "
             "'train/reward:last 20%:0.05', 'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'"
+        )
+    if window[:1] in ("<", ">"):
+        raise RecipeError(
+            f"--primary: got {shortened(text)}, a limit with a colon in it; write '<0.9x' for a ratio to the "
+            "baseline, and '<0.9' for a level"
         )
     if margin == "exact":
         return validated(Primary, {"metric": metric, "window": window, "exact": True}, "--primary")

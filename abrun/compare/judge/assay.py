@@ -72,9 +72,18 @@ def not_learned(baselines: Sequence[RecordedRun], primary: Primary, last: int, m
     if not primary.climbs or is_clock(primary.metric) or unit_of(primary.metric) == "bytes":
         return None
     if direction_in(baselines[0], primary.metric):
-        low = climb_bound(climbs(baselines, primary, last))
-        if low > margin:
+        low, still = (
+            climb_bound(climbs(baselines, primary, last)),
+            dead_seeds(baselines, primary, last, margin),
+        )
+        if low > margin and 2 * still < len(baselines):
             return None
+        if low > margin:
+            return (
+                f"{still} of {len(baselines)} baseline seeds did not climb by more than the margin of "
+                f"{margin:.3g} up to step {last}: half of a baseline that learns nothing agrees with any "
+                "treatment; train longer, or mend what stops them"
+            )
         mean = float(np.mean(climbs(baselines, primary, last)))
         return (
             f"up to step {last} the baseline climbs by {mean:.3g} (lower 95 % bound {low:.3g}), not by more "
@@ -90,6 +99,11 @@ def not_learned(baselines: Sequence[RecordedRun], primary: Primary, last: int, m
         f"no climb of the baseline is shown up to step {last} ({', '.join(bounds)}: lower 95 % bound "
         f"{max(bounds.values()):.3g}): train longer, or declare `climbs: false` where nothing need be learned"
     )
+
+
+def dead_seeds(baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float) -> int:
+    """How many climbed by no more than the margin; 0 of a metric without a direction, or that need not."""
+    return int((climbs(baselines, primary, last) <= margin).sum()) if primary.climbs else 0
 
 
 def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:

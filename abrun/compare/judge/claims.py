@@ -1,17 +1,17 @@
 """T3: each declared claim, by equivalence over the pairs (verdict.md, rules 1, 2 and 6)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from scipy import special
 
-from abrun.compare.judge.assay import no_signal, not_learned, one_curve
+from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_curve
 from abrun.compare.judge.margins import Margin, yardstick
 from abrun.compare.judge.summaries import climbs, outside_domain, summaries
-from abrun.compare.read.experiment import Sides, stack, union
+from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.equivalence import (
     ALPHA,
     holm,
@@ -199,7 +199,23 @@ def _tested(
     result = replace(result, climb=climb if np.isfinite(climb) else None)
     if several and not result.problem and result.margin is not None:
         result = replace(result, problem=not_learned(baselines, primary, last, result.margin))
+    if several and result.margin is not None:
+        said = [result.warning, *_beside(result, baselines, primary)]
+        result = replace(result, warning="; ".join(filter(None, said)) or None)
     return result
+
+
+def _beside(result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Primary) -> Iterator[str]:
+    """What a reader of the claim has to know of its margin and its baseline."""
+    assert result.steps is not None and result.margin is not None
+    still = dead_seeds(baselines, primary, result.steps[1], result.margin)
+    if still and not result.problem:
+        yield f"{still} of {len(baselines)} baseline seeds did not climb by more than the margin"
+    if result.certified_bound == 0:
+        yield "the bound is 0 because the summaries of both arms are the same number in every pair"
+    level = abs(result.baseline_mean or 0.0)
+    if result.transform == "identity" and 0 < level < result.margin:
+        yield f"the margin is wider than the baseline's level of {level:.3g}: an arm at 0 would pass"
 
 
 def _in_window(sides: Sides, primary: Primary, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:

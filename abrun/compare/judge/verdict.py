@@ -236,7 +236,7 @@ def not_tested(
     """What a reader might believe was looked at, and was not: one sentence each."""
     runs = [run for run in sides.runs if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
-    others = len(experiment.metrics()) - len({primary.metric for primary in primaries})
+    others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
     unknown = {
         "whether the runs finished": any(run.status == "unknown" for run in runs),
         "resolved configurations": any(run.config is None for run in runs),

@@ -33,10 +33,15 @@ def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
         correlation=widest.pair_correlation or 0.0,
         sd_difference=widest.sd_difference,
         num_pairs=widest.num_pairs,
-        source=f"measured in {experiment.name} over {widest.num_pairs} pairs",
+        source=f"measured in {experiment.name} over {widest.num_pairs} pairs{_where(widest.steps)}",
         level=widest.baseline_mean,
         climb=widest.climb,
     )
+
+
+def _where(steps: tuple[int, int] | None) -> str:
+    """Its steps: of a pilot that was shorter than the plan the spread is another."""
+    return f", steps {steps[0]}-{steps[1]}" if steps else ""
 
 
 def plan_report(
@@ -66,7 +71,8 @@ def plan_report(
         table.add_column(heading, justify="left" if heading in ("claim", "margin") else "right")
     for claim in equivalences:
         spread = _spread(claim, compare, earlier, sigma, correlation)
-        expected = claim_power(claim, compare, spread, alpha)
+        measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
+        expected = None if measured_nothing else claim_power(claim, compare, spread, alpha)
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
         if expected:
             powers.append(expected.power(num_pairs))
@@ -118,7 +124,9 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
     sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
     difference = f"sd of a difference {spread.sd_difference:.3g}"
     planned = ""
-    if spread.num_pairs:
+    if spread.num_pairs and not spread.sd_difference > 0:
+        planned = ": its pairs do not differ at all, which plans nothing; give --sigma, or a longer pilot"
+    elif spread.num_pairs:
         planned = f"; planned with its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
     return f"{sigma}pair correlation {spread.correlation:.2f}, {difference} ({spread.source}{planned})"
 

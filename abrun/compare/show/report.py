@@ -317,7 +317,13 @@ def _primary_cells(one: Content) -> list[str]:
     scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
     metric = f"{one['metric']}{scale}"
     counted = "{} and {}".format(*one["num_runs"]) if one["num_runs"] else str(one["num_pairs"])
-    return [metric, steps, counted, difference, one["margin_text"], bound, one["result"]]
+    return [metric, steps, counted, difference, one["margin_text"], bound, outcome(one)]
+
+
+def outcome(one: Content) -> str:
+    """A claim's result in the words of its kind: a limit is broken, and not different."""
+    broken = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
+    return broken.get(one["test"], one["result"]) if one["result"] == "different" else one["result"]
 
 
 def _facts(content: Content) -> Iterator[tuple[str, str]]:
@@ -484,7 +490,9 @@ def terminal_summary(
     several = len(content["arms"]) > 1
     if content["primaries"]:
         columns = ["arm"] * several + _primary_columns(content)
-        table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in columns:
+            table.add_column(column, overflow="fold")
         for one in content["primaries"]:
             table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + _primary_cells(one)))
         parts += [table, Text("")]

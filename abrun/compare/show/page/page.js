@@ -15,6 +15,8 @@ const RESULTS = {
   different: ["bad", "\u2715"],
   fail: ["bad", "\u2715"],
   deviates: ["bad", "\u2715"],
+  "limit broken": ["bad", "\u2715"],
+  "not exact": ["bad", "\u2715"],
   undecided: ["open", "?"],
   "baseline too": ["open", "!"],
   open: ["open", "!"],
@@ -225,7 +227,7 @@ function primaries() {
       claims.map((one) => [
         ...(several ? [one.arm] : []),
         [el("b", { class: "name" }, one.metric), muted(detailOfClaim(one))],
-        [chip(one.result), muted(outlook(one))],
+        [chip(outcomeOf(one)), muted(outlook(one))],
         dotPlot(one),
         [
           typeof one.limited === "number" ? number(one.limited, 4) : signed(one.mean_difference, 3),
@@ -261,6 +263,9 @@ function detailOfClaim(one) {
     .filter(Boolean)
     .join(", ");
 }
+
+const BROKEN = { limit: "limit broken", "ratio limit": "limit broken", exact: "not exact" };
+const outcomeOf = (one) => (one.result === "different" && BROKEN[one.test]) || one.result;
 
 const sizes = (runs) => `${runs[0]} and ${runs[1]}`;
 
@@ -789,6 +794,7 @@ function versions() {
   }));
   const names = [...new Set(environments.flatMap((one) => [...one.values.keys()]))];
   const differs = (name) => new Set(environments.map((one) => one.values.get(name))).size > 1;
+  const said = (value) => (value === undefined || value === null || value === "null" ? "not there" : value);
   const head = (one) =>
     environments.length === 1
       ? "all runs that state it"
@@ -804,7 +810,7 @@ function versions() {
           [["what"], ...environments.map((one) => [head(one)])],
           names.map((name) => [
             [el("code", {}, name), differs(name) ? el("span", { class: "chip open" }, "differs") : null],
-            ...environments.map((one) => one.values.get(name) ?? "\u2013"),
+            ...environments.map((one) => said(one.values.get(name))),
           ]),
         )
       : el("p", {}, "No run states its versions and devices."),
