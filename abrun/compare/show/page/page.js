@@ -636,7 +636,11 @@ function exchange({ prompt, said }, of) {
   const rewards = said.filter(Boolean).map((one) => one.reward);
   const apart = new Set(said.map((one) => one && one.text)).size > 1;
   const facts = (one) =>
-    [`${one.num_tokens} tokens`, one.truncated ? "truncated" : "", `log-prob error ${number(one.logprob_error, 2)}`]
+    [
+      one.num_tokens === null ? "" : `${one.num_tokens} tokens`,
+      one.truncated ? "truncated" : "",
+      one.logprob_error === null ? "" : `log-prob error ${number(one.logprob_error, 2)}`,
+    ]
       .filter(Boolean)
       .join(", ");
   return el(
