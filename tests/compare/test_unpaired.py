@@ -136,6 +136,15 @@ def test_guards_hold_independent_runs_against_every_baseline_run(tmp_path, compa
     )
 
 
+def test_any_run_of_the_baseline_excuses_a_nan(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    for run in ("old/run-s3.csv", "new/run-s6.csv"):
+        lines = (tmp_path / run).read_text().splitlines()
+        lines[20] = lines[20].rsplit(",", 1)[0] + ",nan"
+        (tmp_path / run).write_text("\n".join(lines) + "\n")
+    assert compared(*arms).verdict == "MATCH"
+
+
 def test_an_experiment_unpaired_afterwards_is_post_hoc(simulated, tmp_path):
     reading = Reading(unpaired=True)
     found = compare_sources([str(simulated())], reading, output=tmp_path / "out", formats=("json",))
