@@ -21,12 +21,13 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairedTost:
-    """What paired differences say about equivalence within a margin."""
+class Tost:
+    """What paired differences, or two independent samples, say about equivalence within a margin."""
 
-    num_pairs: int
     mean_difference: float
-    sd_difference: float  # n - 1 in the denominator
+    sd_difference: float  # n - 1 in the denominator; unpaired: of one run of each arm
+    standard_error: float  # of the mean difference
+    freedom: float  # of its t distribution
     interval: tuple[float, float]  # Student's t, level 1 - 2 * alpha: inside the margin iff TOST passes
     p_tost: float  # the larger one-sided p
     p_difference: float  # two-sided paired t-test of no difference
@@ -35,8 +36,12 @@ class PairedTost:
     p_beyond: float
     certified_bound: float  # the smallest absolute margin that would have passed
     certified_margin: float  # the same in the margin's own unit: a share, where there is a yardstick
-    pair_correlation: float | None  # None where an arm does not vary over seeds
+    pair_correlation: float | None  # None where an arm does not vary over seeds, or is unpaired
     equivalent: bool
+
+
+# P of so small a mean of `sign` * difference - margin * yardstick, if the true one is 0: tail(sign, margin)
+Tail = Callable[[int, float], float]
 
 
 def paired_tost(
@@ -45,7 +50,7 @@ def paired_tost(
     margin: float,
     alpha: float = ALPHA,
     yardstick: ArrayLike | None = None,  # [P]
-) -> PairedTost:
+) -> Tost:
     """Paired TOST of |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) where one is given.
 
     A margin that is itself measured stays exact: mean(difference - margin * yardstick) < 0 and
@@ -60,24 +65,100 @@ def paired_tost(
         raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
     difference, unit = right - left, np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
     mean, sd = mean_and_sd(difference)
-    low, high = t_interval(difference, 1 - 2 * alpha)
-    below, above = _tail(difference - margin * unit), _tail(-difference - margin * unit)
-    p_tost = max(below, above)
-    outward = difference if mean >= 0 else -difference
-    beyond = _tail(margin * unit - outward) + _tail(-outward - margin * unit)
-    return PairedTost(
-        num_pairs=len(difference),
+    return _tost(
+        mean,
+        sd,
+        (sd / math.sqrt(len(difference)), len(difference) - 1),
+        lambda sign, share: _tail(sign * difference - share * unit),
+        margin,
+        alpha,
+        absolute=yardstick is None,
+        correlation=_correlation(left, right),
+    )
+
+
+def welch_tost(
+    baseline: ArrayLike,  # [M] one summary a run
+    treatment: ArrayLike,  # [N]
+    margin: float,
+    alpha: float = ALPHA,
+    yardstick: ArrayLike | None = None,  # [M], of the baseline's runs
+) -> Tost:
+    """TOST of independent arms, their variances and numbers of runs unequal (Welch 1947, Satterthwaite 1946).
+
+    As `paired_tost`; a margin that is a share of the baseline is a test of means too: of treatment against
+    (baseline ± margin * yardstick), run by run of the baseline. Raises ValueError for fewer than two runs.
+    """
+    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
+    if left.ndim != 1 or right.ndim != 1 or min(len(left), len(right)) < 2:
+        raise ValueError(f"got shapes {left.shape} and {right.shape}; two vectors of at least 2")
+    if not (np.isfinite(left).all() and np.isfinite(right).all() and margin > 0):
+        raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
+    unit = np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
+
+    def tail(sign: int, share: float) -> float:
+        mean, error, freedom = welch(sign * left + share * unit, sign * right)
+        return float(mean >= 0) if error == 0 else float(special.stdtr(freedom, mean / error))
+
+    mean, error, freedom = welch(left, right)
+    return _tost(
+        mean,
+        math.hypot(mean_and_sd(left)[1], mean_and_sd(right)[1]),
+        (error, freedom),
+        tail,
+        margin,
+        alpha,
+        absolute=yardstick is None,
+        correlation=None,
+    )
+
+
+def paired(differences: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Their mean, its standard error, and the degrees of freedom; of at least two."""
+    mean, sd = mean_and_sd(differences)
+    return mean, sd / math.sqrt(len(differences)), len(differences) - 1.0
+
+
+def welch(left: NDArray[np.float64], right: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Mean of right - left, its standard error, and the degrees of freedom, of independent samples."""
+    (mean, sd), (other_mean, other_sd) = mean_and_sd(left), mean_and_sd(right)
+    shares = np.array([sd**2 / len(left), other_sd**2 / len(right)])
+    error = math.sqrt(shares.sum())
+    if error == 0:
+        return other_mean - mean, 0.0, len(left) + len(right) - 2.0
+    weights = shares / shares.sum()  # squares of tiny variances would underflow
+    freedom = 1 / (weights[0] ** 2 / (len(left) - 1) + weights[1] ** 2 / (len(right) - 1))
+    return other_mean - mean, error, float(freedom)
+
+
+def _tost(
+    mean: float,
+    sd: float,
+    error_and_freedom: tuple[float, float],
+    tail: Tail,
+    margin: float,
+    alpha: float,
+    *,
+    absolute: bool,
+    correlation: float | None,
+) -> Tost:
+    error, freedom = error_and_freedom
+    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
+    p_tost = max(tail(1, margin), tail(-1, margin))
+    inward = -1 if mean >= 0 else 1
+    bound = max(abs(mean - reach), abs(mean + reach))
+    return Tost(
         mean_difference=mean,
         sd_difference=sd,
-        interval=(low, high),
+        standard_error=error,
+        freedom=freedom,
+        interval=(mean - reach, mean + reach),
         p_tost=p_tost,
-        p_difference=min(1.0, 2 * _tail(-outward)),
-        p_beyond=min(1.0, beyond),
-        certified_bound=max(abs(low), abs(high)),
-        certified_margin=max(abs(low), abs(high))
-        if yardstick is None
-        else _certified(difference, unit, alpha),
-        pair_correlation=_correlation(left, right),
+        p_difference=min(1.0, 2 * tail(inward, 0.0)),
+        p_beyond=min(1.0, tail(inward, -margin) + tail(inward, margin)),
+        certified_bound=bound,
+        certified_margin=bound if absolute else _certified(tail, alpha),
+        pair_correlation=correlation,
         equivalent=p_tost < alpha,
     )
 
@@ -90,11 +171,11 @@ def _tail(values: NDArray[np.float64]) -> float:
     return float(special.stdtr(len(values) - 1, mean * math.sqrt(len(values)) / sd))
 
 
-def _certified(difference: NDArray[np.float64], unit: NDArray[np.float64], alpha: float) -> float:
+def _certified(tail: Tail, alpha: float) -> float:
     """The smallest share of the yardstick that would have passed, by bisection; inf where none does."""
 
     def passes(share: float) -> bool:
-        return max(_tail(difference - share * unit), _tail(-difference - share * unit)) < alpha
+        return max(tail(1, share), tail(-1, share)) < alpha
 
     low, high = 0.0, 1.0
     while not passes(high):
@@ -125,6 +206,15 @@ def limit_test(values: ArrayLike, limit: float, alpha: float = ALPHA) -> Limit:
     return Limit(
         mean=float(sample.mean()), interval=t_interval(sample, 1 - 2 * alpha), p_below=below, p_above=above
     )
+
+
+def welch_limit_test(baseline: ArrayLike, treatment: ArrayLike, limit: float, alpha: float = ALPHA) -> Limit:
+    """The same of the difference of two independent samples, of at least two each."""
+    mean, error, freedom = welch(np.asarray(baseline, float), np.asarray(treatment, float))
+    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
+    p_below = float(special.stdtr(freedom, (mean - limit) / error)) if error else float(mean >= limit)
+    p_above = float(special.stdtr(freedom, (limit - mean) / error)) if error else float(mean <= limit)
+    return Limit(mean=mean, interval=(mean - reach, mean + reach), p_below=p_below, p_above=p_above)
 
 
 def skewness(values: ArrayLike) -> tuple[float, float] | None:
@@ -176,18 +266,12 @@ def t_interval(values: ArrayLike, confidence: float) -> tuple[float, float]:
 
 def welch_interval(baseline: ArrayLike, treatment: ArrayLike, confidence: float) -> tuple[float, float]:
     """Interval of the difference of the means of unpaired arms of two values and more (Welch 1947)."""
-    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
-    (mean, sd), (other, other_sd) = mean_and_sd(left), mean_and_sd(right)
-    parts = sd**2 / len(left), other_sd**2 / len(right)
-    error, difference = math.sqrt(sum(parts)), other - mean
-    if error == 0:
-        return difference, difference
-    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(left) - 1) + parts[1] ** 2 / (len(right) - 1))
+    mean, error, freedom = welch(np.asarray(baseline, float), np.asarray(treatment, float))
     reach = float(special.stdtrit(freedom, 0.5 + confidence / 2)) * error
-    return difference - reach, difference + reach
+    return mean - reach, mean + reach
 
 
-def sd_interval(sd: float, num_pairs: int, confidence: float = 0.9) -> tuple[float, float]:
+def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[float, float]:
     """Chi-square interval of a standard deviation estimated from `num_pairs` normal differences."""
     freedom = num_pairs - 1
     tails = special.chdtri(freedom, np.array([0.5 - confidence / 2, 0.5 + confidence / 2]))
@@ -224,18 +308,28 @@ def power_at(
     alpha: float = ALPHA,
     true_difference: float = 0.0,
 ) -> float:
-    """P(paired TOST passes) for normal differences, exact.
+    """P(paired TOST passes) for normal differences, exact: see `tost_power`."""
+    if num_pairs < 2:
+        return 0.0
+    error = sd_difference / math.sqrt(num_pairs)
+    return tost_power(margin, error, num_pairs - 1, alpha, true_difference)
+
+
+def tost_power(
+    margin: float,
+    standard_error: float,
+    freedom: float,
+    alpha: float = ALPHA,
+    true_difference: float = 0.0,
+) -> float:
+    """P(TOST passes) of a normal mean difference with that standard error; of Welch's to its approximation.
 
     TOST passes iff |mean| < margin - t * s / sqrt(n). Mean and s are independent, so the power is the normal
     probability of that event integrated over the chi distribution of s. The usual normal approximation
     promises too much at the 3 to 10 pairs an experiment has.
     """
-    if num_pairs < 2:
-        return 0.0
-    if sd_difference == 0:
+    if standard_error == 0:
         return float(abs(true_difference) < margin)
-    freedom = num_pairs - 1
-    standard_error = sd_difference / math.sqrt(num_pairs)
     reach, shift = margin / standard_error, true_difference / standard_error
     critical = special.stdtrit(freedom, 1 - alpha)
     # u = s / sd; beyond reach / critical the interval is wider than the margin zone and cannot fit.
@@ -295,6 +389,29 @@ def fewest(power_with: Callable[[int], float], target: float, most: int) -> int 
         middle = (low + high) // 2
         low, high = (low, middle) if power_with(middle) >= target else (middle, high)
     return high
+
+
+def runs_needed(
+    margin: float,
+    sds: tuple[float, float],
+    target: float = 0.8,
+    alpha: float = ALPHA,
+    true_difference: float = 0.0,
+) -> int | None:
+    """The fewest runs of each arm with power `target` where none are paired; otherwise as `pairs_needed`.
+
+    `sds`: of both arms over their runs.
+    """
+    if abs(true_difference) >= margin:
+        return None
+    both = math.hypot(*sds)
+    weights = [(sd / both) ** 2 if both else 0.5 for sd in sds]
+    share = 1 / (weights[0] ** 2 + weights[1] ** 2)  # of freedom, in those of one arm
+
+    def power_with(runs: int) -> float:
+        return tost_power(margin, both / math.sqrt(runs), share * (runs - 1), alpha, true_difference)
+
+    return fewest(power_with, target, MOST_PAIRS)
 
 
 def pairs_needed_range(

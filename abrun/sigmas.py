@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.equivalence import ALPHA, MOST_PAIRS, fewest, mean_and_sd
+from abrun.equivalence import ALPHA, MOST_PAIRS, fewest, mean_and_sd, welch
 
 _DRAWS = 8192  # of a power: its error is below 0.005
 _SMALLEST_P = 1e-12
@@ -23,9 +23,8 @@ _SMALLEST_P = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigmaTest:
-    """What paired arms say about |mean difference| against k sigma, sigma the baseline's over seeds."""
+    """What two arms say about |mean difference| against k sigma, sigma the baseline's over seeds."""
 
-    num_pairs: int
     sigma: float  # the baseline's, n - 1 in the denominator
     p_equivalence: float
     p_beyond: float  # of a difference that is no larger than k sigma
@@ -43,18 +42,41 @@ def sigma_test(baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: 
         raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
     if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
         raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
-    num_pairs, (_, sigma) = len(left), mean_and_sd(left)
     mean, sd = mean_and_sd(right - left)
-    mean, error = abs(mean), sd / math.sqrt(num_pairs)
+    error = sd / math.sqrt(len(left))
+    return _sigma_test(mean_and_sd(left)[1], len(left), (abs(mean), error, len(left) - 1), sigmas, alpha)
+
+
+def welch_sigma_test(
+    baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA
+) -> SigmaTest:
+    """`sigma_test` of independent arms: the difference with Welch's error and degrees of freedom, the sigma
+    with its own.
+    """
+    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
+    if left.ndim != 1 or right.ndim != 1 or min(len(left), len(right)) < 2:
+        raise ValueError(f"got shapes {left.shape} and {right.shape}; two vectors of at least 2")
+    if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
+        raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
+    mean, error, freedom = welch(left, right)
+    return _sigma_test(mean_and_sd(left)[1], len(left), (abs(mean), error, freedom), sigmas, alpha)
+
+
+def _sigma_test(
+    sigma: float, num_seeds: int, difference: tuple[float, float, float], sigmas: float, alpha: float
+) -> SigmaTest:
+    """`difference`: its mean's size, standard error and degrees of freedom."""
+    mean, error, freedom = difference
     if sigma == 0:
-        p_equivalence, p_beyond = float(mean != 0 or sd != 0), float(mean == 0 or sd != 0)
-        certified = 0.0 if mean == 0 and sd == 0 else math.inf
+        p_equivalence, p_beyond = float(mean != 0 or error != 0), float(mean == 0 or error != 0)
+        certified = 0.0 if mean == 0 and error == 0 else math.inf
     else:
-        p_equivalence = _p_value(lambda a: _room(sigma, error, num_pairs, sigmas, a) > mean)
-        p_beyond = _p_value(lambda a: mean > sigmas * sigma + _reach(sigma, error, num_pairs, sigmas, a))
-        certified = _certified(mean, sigma, error, num_pairs, alpha)
+        p_equivalence = _p_value(lambda a: _room(sigma, error, num_seeds, sigmas, a, freedom) > mean)
+        p_beyond = _p_value(
+            lambda a: mean > sigmas * sigma + _reach(sigma, error, num_seeds, sigmas, a, freedom)
+        )
+        certified = _certified(mean, sigma, error, num_seeds, alpha, freedom)
     return SigmaTest(
-        num_pairs=num_pairs,
         sigma=sigma,
         p_equivalence=p_equivalence,
         p_beyond=p_beyond,
@@ -112,25 +134,33 @@ def sigma_pairs_needed(
     return fewest(lambda pairs: sigma_power(sigmas, pairs, correlation, alpha), target, most)
 
 
-def _room(sigma, error, num_pairs: int, sigmas: float, alpha: float):
-    """How large |mean difference| may be for the upper bound to stay below 0; arrays or numbers."""
-    freedom = num_pairs - 1
-    below = 1 - math.sqrt(freedom / float(special.chdtri(freedom, alpha)))
-    reach = np.hypot(special.stdtrit(freedom, 1 - alpha) * error, sigmas * sigma * below)
-    return sigmas * sigma - reach
+def _room(sigma, error, num_seeds: int, sigmas: float, alpha: float, freedom=None):
+    """How large |mean difference| may be for the upper bound to stay below 0; arrays or numbers.
+
+    `num_seeds`: of sigma. `freedom`: of the error of the difference; None: of as many pairs.
+    """
+    of_sigma = num_seeds - 1
+    below = 1 - math.sqrt(of_sigma / float(special.chdtri(of_sigma, alpha)))
+    quantile = special.stdtrit(of_sigma if freedom is None else freedom, 1 - alpha)
+    return sigmas * sigma - np.hypot(quantile * error, sigmas * sigma * below)
 
 
-def _reach(sigma: float, error: float, num_pairs: int, sigmas: float, alpha: float) -> float:
+def _reach(
+    sigma: float, error: float, num_seeds: int, sigmas: float, alpha: float, freedom: float | None = None
+) -> float:
     """By how much |mean difference| must exceed k sigma for the lower bound to be above 0; both tails."""
-    freedom = num_pairs - 1
-    above = math.sqrt(freedom / float(special.chdtri(freedom, 1 - alpha))) - 1
-    return math.hypot(float(special.stdtrit(freedom, 1 - alpha / 2)) * error, sigmas * sigma * above)
+    of_sigma = num_seeds - 1
+    above = math.sqrt(of_sigma / float(special.chdtri(of_sigma, 1 - alpha))) - 1
+    quantile = float(special.stdtrit(of_sigma if freedom is None else freedom, 1 - alpha / 2))
+    return math.hypot(quantile * error, sigmas * sigma * above)
 
 
-def _certified(mean: float, sigma: float, error: float, num_pairs: int, alpha: float) -> float:
+def _certified(
+    mean: float, sigma: float, error: float, num_seeds: int, alpha: float, freedom: float
+) -> float:
     """The k at which `_room` is the mean difference: a root of a quadratic, as in Fieller's theorem."""
-    freedom = num_pairs - 1
-    share = 1 - math.sqrt(freedom / float(special.chdtri(freedom, alpha)))
+    of_sigma = num_seeds - 1
+    share = 1 - math.sqrt(of_sigma / float(special.chdtri(of_sigma, alpha)))
     reach = float(special.stdtrit(freedom, 1 - alpha)) * error
     a = sigma**2 * (1 - share**2)
     inside = (sigma * mean) ** 2 - a * (mean**2 - reach**2)

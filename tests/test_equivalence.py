@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import ttest_ind
 from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.weightstats import ttost_paired
+from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
 from abrun.equivalence import (
     holm,
@@ -15,9 +16,11 @@ from abrun.equivalence import (
     pairs_needed_range,
     power,
     power_at,
+    runs_needed,
     sd_interval,
     sd_of_difference,
     t_interval,
+    welch_tost,
 )
 
 
@@ -179,3 +182,61 @@ def test_sd_interval_covers():
     sds = rng.normal(0, 2.0, (20_000, 5)).std(axis=1, ddof=1)
     low, high = sd_interval(1.0, 5)
     assert np.mean((sds * low < 2.0) & (sds * high > 2.0)) == pytest.approx(0.9, abs=0.01)
+
+
+# --- arms that are not paired ---
+
+
+@pytest.mark.parametrize(("num_baselines", "num_treatments"), [(2, 2), (5, 4), (3, 10)])
+@pytest.mark.parametrize("shift", [0.0, 0.3, -0.9])
+def test_welch_agrees_with_statsmodels(num_baselines, num_treatments, shift):
+    rng = np.random.default_rng([num_baselines, num_treatments])
+    baseline = rng.normal(5, 1, num_baselines)
+    treatment = rng.normal(5 + shift, 2.5, num_treatments)
+    tost = welch_tost(baseline, treatment, margin=0.7)
+    p, _, _ = ttost_ind(treatment, baseline, -0.7, 0.7, usevar="unequal")
+    assert tost.p_tost == pytest.approx(p)
+    means = CompareMeans(DescrStatsW(treatment), DescrStatsW(baseline))
+    assert tost.interval == pytest.approx(means.tconfint_diff(0.1, usevar="unequal"))
+    _, p_difference, freedom = means.ttest_ind(usevar="unequal")
+    assert (tost.p_difference, tost.freedom) == pytest.approx((p_difference, freedom))
+    signed = (
+        means if tost.mean_difference >= 0 else CompareMeans(DescrStatsW(baseline), DescrStatsW(treatment))
+    )
+    outer = [signed.ttest_ind("larger", "unequal", limit)[1] for limit in (0.7, -0.7)]
+    assert tost.p_beyond == pytest.approx(sum(outer))
+    assert tost.certified_bound == pytest.approx(max(map(abs, tost.interval)))
+
+
+def test_a_relative_margin_of_unpaired_arms_is_a_test_against_scaled_baselines():
+    rng = np.random.default_rng(3)
+    baseline, treatment = rng.normal(10, 1, 6), rng.normal(10.2, 2, 4)
+    tost = welch_tost(baseline, treatment, 0.2, yardstick=baseline)
+    upper = ttest_ind(treatment, 1.2 * baseline, equal_var=False, alternative="less").pvalue
+    lower = ttest_ind(treatment, 0.8 * baseline, equal_var=False, alternative="greater").pvalue
+    assert tost.p_tost == pytest.approx(max(upper, lower))
+    passing = welch_tost(baseline, treatment, tost.certified_margin * 1.0001, yardstick=baseline)
+    assert passing.equivalent
+    assert not welch_tost(baseline, treatment, tost.certified_margin * 0.9999, yardstick=baseline).equivalent
+
+
+def test_unpaired_arms_without_spread_are_decided_by_value():
+    same = welch_tost([1.0, 1.0], [1.0, 1.0, 1.0], 0.1)
+    assert (same.equivalent, same.p_difference, same.certified_bound) == (True, 1.0, 0.0)
+    apart = welch_tost([1.0, 1.0], [1.5, 1.5, 1.5], 0.1)
+    assert (apart.equivalent, apart.p_beyond, apart.certified_bound) == (False, 0.0, 0.5)
+    with pytest.raises(ValueError, match="of at least 2"):
+        welch_tost([1.0], [1.0, 2.0], 0.1)
+
+
+def test_runs_needed_is_what_simulation_finds():
+    needed = runs_needed(1.0, (0.4, 0.8))
+    assert needed is not None
+    rng = np.random.default_rng(5)
+
+    def passing(runs):
+        arms = rng.normal(0, 0.4, (1000, runs)), rng.normal(0, 0.8, (1000, runs))
+        return np.mean([welch_tost(*one, 1.0).equivalent for one in zip(*arms, strict=True)])
+
+    assert passing(needed) > 0.77 and passing(needed - 1) < 0.83
+    assert runs_needed(1.0, (0.4, 0.8), true_difference=1.0) is None

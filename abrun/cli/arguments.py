@@ -57,6 +57,10 @@ StepColumn = Annotated[str | None, typer.Option(help="The column or key that cou
 Reference = Annotated[
     Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
 ]
+Unpaired = Annotated[
+    bool,
+    typer.Option("--unpaired", help="Runs are independent, with other seeds or none: Welch's test."),
+]
 NoStepOne = Annotated[
     bool,
     typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
@@ -127,8 +131,10 @@ def parse_seeds(text: str) -> list[int]:
         if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", part.strip()):
             raise RecipeError(f"--seeds: got {text!r}; allowed: numbers such as 0,1,2 or ranges such as 0-4")
         start, stop = int(first), int(last or first)
-        if not 0 <= stop - start < MOST_SEEDS:
-            raise RecipeError(f"--seeds: got {part.strip()!r}; the last of at most {MOST_SEEDS} comes last")
+        if stop < start:
+            raise RecipeError(f"--seeds: got {part.strip()!r}, which runs backwards; write {last}-{first}")
+        if stop - start >= MOST_SEEDS:
+            raise RecipeError(f"--seeds: got {part.strip()!r}; allowed: at most {MOST_SEEDS} seeds")
         seeds += range(start, stop + 1)
     return seeds
 

@@ -11,7 +11,7 @@ from abrun.cli.experiments import launched_in_view
 from abrun.errors import RecipeError, StoreError
 
 if TYPE_CHECKING:
-    from abrun.store import RunDir
+    pass
 
 
 @app.command()
@@ -34,16 +34,21 @@ def samples(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Show the completions that a run has kept, with their rewards: alone, or beside another run's."""
-    from abrun.compare.read.samples import side_by_side
+    from abrun.compare.read.samples import samples_in, side_by_side
     from abrun.compare.show.samples import samples_shown
 
     names = [run] if against is None else [run, against]
-    left, right = (_run_of(each, runs_dir) for each in (run, against or run))
+    left, right = (samples_in(_folder_of(each, runs_dir)) for each in (run, against or run))
     pairs = side_by_side(left, right, step)
     if not pairs:
-        kept = ", ".join(map(str, left.samples())) or "none"
-        raise StoreError(f"{left.path}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")
+        kept = ", ".join(map(str, left)) or "none (keep_samples: null keeps none)"
+        raise StoreError(f"{run}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")
     console().print(samples_shown(names, pairs))
+    if against is not None and not any(pair.left and pair.right for pair in pairs):
+        console().print(
+            "No prompt was kept by both: runs of one seed draw the same prompts, and others do not.",
+            style="dim",
+        )
 
 
 @app.command()
@@ -109,11 +114,17 @@ def sensitivity(
     raise typer.Exit(outcome.exit_code if outcome else 0)
 
 
-def _run_of(run: str, runs_dir: Path) -> "RunDir":
-    """Raises StoreError where no run is there."""
-    from abrun.store import RunDir
+def _folder_of(run: str, runs_dir: Path) -> Path:
+    """Of abrun's run, or where another trainer has kept completions. Raises StoreError where neither is."""
+    from abrun.logs.completions import read_completions
+    from abrun.store import RunDir, is_experiment, planned_runs
 
     path = runs_dir / run
-    found = RunDir(path if path.is_dir() else Path(run))
-    found.record()
-    return found
+    path = path if path.is_dir() else Path(run)
+    if is_experiment(path):
+        names = [f"{run.rstrip('/')}/{name}" for name in planned_runs(path)]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise StoreError(f"{run}: got an experiment; name one of its runs: {', '.join(names[:8])}{more}")
+    if not (path.is_dir() and read_completions(path)):
+        RunDir(path).record()
+    return path

@@ -25,6 +25,7 @@ from abrun.cli.arguments import (
     Sources,
     StepColumn,
     ToWandb,
+    Unpaired,
     parse_formats,
     typed_command,
 )
@@ -43,6 +44,7 @@ def compare(
     group: Group = None,
     alias: Aliases = None,
     step_column: StepColumn = None,
+    unpaired: Unpaired = False,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
     formats: Formats = "terminal,html,markdown,json,png,svg",
@@ -72,6 +74,7 @@ def compare(
             group=group,
             aliases=tuple(alias or ()),
             step_column=step_column,
+            unpaired=unpaired,
         ),
         primaries=[parse_primary(text) for text in primary] if primary else None,
         reference=reference,

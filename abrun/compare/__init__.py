@@ -90,6 +90,7 @@ def compare_sources(
         output=output or default,
         primaries=primaries,
         step_one=step_one,
+        unpaired=reading.unpaired,
         formats=formats,
         command=command,
     )
@@ -101,13 +102,15 @@ def compare(
     output: Path,
     primaries: Sequence[Primary] | None = None,
     step_one: bool = True,
+    unpaired: bool = False,
     formats: Collection[str] = FORMATS,
     command: str | None = None,
 ) -> Comparison:
     """Judge every treatment against the baseline, and write the report.
 
     `primaries` replaces the declared claims; others than those declared at launch make the verdict post hoc,
-    as does leaving out step one. Raises ComparisonError for a claim that cannot be read on these runs.
+    as do leaving out step one and not pairing the runs. Raises ComparisonError for a claim that cannot be
+    read on these runs.
     """
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
@@ -128,6 +131,8 @@ def compare(
         experiment = replace(experiment, compare=declared.model_copy(update={"primary": list(primaries)}))
     if not step_one:
         experiment = replace(experiment, compare=experiment.compare.model_copy(update={"step_one": False}))
+    if unpaired:
+        experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": False}))
     arms = judge(experiment, experiment.compare.primary)
     content = verdict_file(experiment, arms, post_hoc(experiment, declared))
     files = write_report(experiment, content, output, formats, command)
@@ -184,6 +189,8 @@ def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
     claimed = [_claim(primary) for primary in experiment.compare.primary]
     if claimed != [_claim(primary) for primary in declared.primary]:
         return "the claims are not those declared when the experiment was launched"
+    if experiment.compare.paired != declared.paired:
+        return "the arms were not paired, which was not declared when the experiment was launched"
     if experiment.compare.step_one != declared.step_one:
         return "step one was left out, which was not declared when the experiment was launched"
     if compare_hash(declared) != experiment.launched_compare_sha256:

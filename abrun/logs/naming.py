@@ -48,18 +48,27 @@ class Match(NamedTuple):
 Matcher = Callable[[str], Match | None]
 
 
-def name_runs(logs: Sequence[Log], pattern: str | None = None) -> list[RunName]:
+def name_runs(logs: Sequence[Log], pattern: str | None = None, *, unpaired: bool = False) -> list[RunName]:
     """Which run each log is, by the first rule that says so of all of them.
 
-    What their own files state; `pattern`; wandb's job types as arms; DEFAULT_PATTERNS. Raises ComparisonError
+    What their own files state; `pattern`; wandb's job types as arms; DEFAULT_PATTERNS. Of unpaired runs a
+    pattern, or a job type, need not say the seed: an arm's runs are then numbered. Raises ComparisonError
     where no rule fits, or where two logs are the same run.
     """
+    job_types = len({log.job_type for log in logs}) > 1 and all(log.job_type for log in logs)
+    if unpaired and pattern is not None and "seed" not in _fields(pattern):
+        matcher = _matcher(pattern, needs_arm=True, needs_seed=False)
+        return _numbered([_required(log, matcher, pattern).arm for log in logs])
+    if unpaired and pattern is None and job_types and not all(log.identity for log in logs):
+        named = [_of_job_type(log) for log in logs]
+        if None in named or len(set(named)) < len(named):
+            return _numbered([log.job_type or "" for log in logs])
     if pattern is not None:
         matcher = _matcher(pattern, needs_arm=True)
         return _distinct(logs, [_required(log, matcher, pattern) for log in logs])
     if logs and all(log.identity for log in logs):
         return _distinct(logs, [log.identity for log in logs if log.identity])
-    if len({log.job_type for log in logs}) > 1 and all(log.job_type for log in logs):
+    if job_types:
         named = [_of_job_type(log) for log in logs]
         if all(named):
             return _distinct(logs, [name for name in named if name])
@@ -75,8 +84,17 @@ def name_runs(logs: Sequence[Log], pattern: str | None = None) -> list[RunName]:
     )
 
 
-def name_seeds(logs: Sequence[Log], arm: str, pattern: str | None = None) -> list[RunName]:
-    """Which run of a known arm each log is; a single one that names no seed is seed 0."""
+def name_seeds(
+    logs: Sequence[Log], arm: str, pattern: str | None = None, *, unpaired: bool = False
+) -> list[RunName]:
+    """Which run of a known arm each log is; a single one that names no seed is seed 0.
+
+    Unpaired runs that have no seeds, or all the same one, are numbered.
+    """
+    if unpaired and pattern is None:
+        found = [_seed_of(log) for log in logs]
+        if None in found or len(set(found)) < len(found):
+            return _numbered([arm] * len(logs))
     if pattern is not None:
         matcher = _matcher(pattern, needs_arm=False)
         return _distinct(logs, [_required(log, matcher, pattern, arm) for log in logs])
@@ -87,9 +105,14 @@ def name_seeds(logs: Sequence[Log], arm: str, pattern: str | None = None) -> lis
         unnamed = [log.name for log, seed in zip(logs, found, strict=True) if seed is None]
         raise ComparisonError(
             f"seeds: got runs of {arm} named {listed(unnamed)}, whose seed is not in the name or the config; "
-            "say where it is, such as --pattern '*-s{seed}'"
+            "say where it is, such as --pattern '*-s{seed}', or that they have none: --unpaired"
         )
     return _distinct(logs, [RunName(arm=arm, seed=one[0], rerun=one[1]) for one in found if one])
+
+
+def _numbered(arms: Sequence[str]) -> list[RunName]:
+    """In the order of the logs, from 0 in each arm."""
+    return [RunName(arm=arm, seed=arms[:index].count(arm)) for index, arm in enumerate(arms)]
 
 
 def names_both(pattern: str) -> bool:
@@ -191,10 +214,11 @@ def _fields(pattern: str) -> list[str]:
     return fields
 
 
-def _matcher(pattern: str, *, needs_arm: bool, reruns: bool = False) -> Matcher:
+def _matcher(pattern: str, *, needs_arm: bool, needs_seed: bool = True, reruns: bool = False) -> Matcher:
     """Matches a name, or the leading folders of one, against a pattern: the fewest folders that fit."""
     fields = _fields(pattern)
-    missing = [name for name in ("arm", "seed") if name not in fields and (name == "seed" or needs_arm)]
+    needed = {"arm": needs_arm, "seed": needs_seed}
+    missing = [name for name, needs in needed.items() if needs and name not in fields]
     if missing:
         raise ComparisonError(
             f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; allowed: such as '{{arm}}-s{{seed}}'"
@@ -215,9 +239,10 @@ def _matcher(pattern: str, *, needs_arm: bool, reruns: bool = False) -> Matcher:
         folders = stem(name).split("/")
         for count in range(1, len(folders) + 1):
             found = compiled.fullmatch("/".join(folders[:count]))
-            if found and int(found["seed"]) < LARGEST_SEED:
-                parts = found.groupdict()
-                return Match(parts.get("arm"), int(parts["seed"]), int(parts.get("rerun") or 0), count)
+            parts = found.groupdict() if found else {}
+            seed = int(parts.get("seed") or 0)
+            if found and seed < LARGEST_SEED:
+                return Match(parts.get("arm"), seed, int(parts.get("rerun") or 0), count)
         return None
 
     return match

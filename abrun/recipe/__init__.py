@@ -219,10 +219,12 @@ class Declared(Section):
     def _seeds_can_carry_the_claim(self) -> Self:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: got {shortened(self.seeds)} with a seed twice; every seed once")
-        if self.compare.primary and len(self.seeds) == 1:
+        tested = next((one for one in self.compare.primary if not one.exact), None)
+        if tested and len(self.seeds) == 1:
+            what = "an equivalence margin" if tested.margin is not None else f"a limit, {claim_text(tested)}"
             raise ValueError(
-                "seeds: got one seed with an equivalence margin (compare.primary), which needs the spread "
-                "over seeds; give two or more, or compare.primary: [] for the step-one check alone"
+                f"seeds: got one seed with {what} (compare.primary), which needs the spread over seeds; give "
+                "two or more, or compare.primary: [] for the step-one check alone"
             )
         return self
 

@@ -65,6 +65,8 @@ class Primary(Section):
                 f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb' (of "
                 "--primary also '<1.2', '>0.65', '<0.6x', 'exact')"
             )
+        if found and "%" in (found["unit"] or "") and number >= 100:
+            raise ValueError(f"got {shortened(margin)}, as wide as all of it; allowed: less than 100%")
         return margin
 
     @field_validator("below", "above", mode="before")
@@ -144,6 +146,8 @@ class Compare(Section):
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
     step_one_tolerance: Positive | None = None  # relative; None: by A/A reruns, or the dtype's rounding
+    # False: runs are independent, whatever their seeds (Welch); wider than pairs where arms share their noise
+    paired: bool = True
     looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
     reference: str | None = None  # a frozen reference ensemble (abrun freeze)
 
@@ -153,6 +157,13 @@ class Compare(Section):
         if looks and (len(looks) < 2 or looks[0] < 2 or any(b <= a for a, b in pairwise(looks))):
             raise ValueError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
         return looks
+
+    @model_validator(mode="after")
+    def _unpaired_needs_no_pairs(self) -> Self:
+        needing = [*["looks"] * bool(self.looks), *["exact"] * any(one.exact for one in self.primary)]
+        if needing and not self.paired:
+            raise ValueError(f"got paired: false and {needing[0]}, which needs pairs; leave one of them out")
+        return self
 
 
 class Controls(Section):
@@ -205,6 +216,11 @@ def parse_primary(text: str) -> Primary:
         raise RecipeError(
             f"--primary: got {shortened(text)}; allowed: METRIC:WINDOW:MARGIN, such as "
             "'train/reward:last 20%:0.05', 'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'"
+        )
+    if window[:1] in ("<", ">"):
+        raise RecipeError(
+            f"--primary: got {shortened(text)}, a limit with a colon in it; write '<0.9x' for a ratio to the "
+            "baseline, and '<0.9' for a level"
         )
     if margin == "exact":
         return validated(Primary, {"metric": metric, "window": window, "exact": True}, "--primary")

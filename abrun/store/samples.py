@@ -15,14 +15,17 @@ MOST_BYTES = 32 * 2**20  # of a run's file: what comes after is not kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One completion. Texts are as the tokenizer decodes them, without special tokens."""
+    """One completion. Texts are as the tokenizer decodes them, without special tokens.
+
+    None: another trainer's, which does not say.
+    """
 
     prompt: str
     text: str
-    reward: float
-    logprob_error: float  # mean over its tokens of |trainer - engine|, nats
-    num_tokens: int
-    truncated: bool  # stopped by max_new_tokens
+    reward: float | None
+    logprob_error: float | None  # mean over its tokens of |trainer - engine|, nats
+    num_tokens: int | None
+    truncated: bool | None  # stopped by max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

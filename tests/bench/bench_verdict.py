@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.equivalence import limit_test, paired_tost
+from abrun.equivalence import limit_test, paired_tost, welch_tost
 from abrun.looks import level_of_a_look
-from abrun.sigmas import _reach, _room, sigma_test
+from abrun.sigmas import _reach, _room, sigma_test, welch_sigma_test
 
 EXPERIMENTS = 20_000
 PAIRS = (3, 4, 5, 8, 10)
 LOOKS = (4, 7, 10)
 STAGES = ((3, 8, 12), (4, 8, 12), tuple(range(3, 13)))  # of launch --until-decided; and every pair
+UNPAIRED = ((3, 3), (5, 4), (3, 10), (10, 3), (10, 10))  # runs of the baseline, of the treatment
 ALPHA = 0.05
 Arms = tuple[NDArray[np.float64], NDArray[np.float64]]  # baseline, treatment: [N, P]
 
@@ -97,6 +98,23 @@ LAWS: dict[str, Callable[..., Arms]] = {
     "seeds of different speed": different_speed,
     "skewed (exponential)": exponential,
     "one seed in ten fails": one_in_ten_fails,
+}
+
+
+def far(rng, size) -> Arms:
+    left, right = paired(rng, size, 0.0)
+    return 20 + left, 24 + right
+
+
+def far_and_noisier(rng, size) -> Arms:
+    left, right = paired(rng, size, 0.0)
+    return 40 + left, 52 + 3 * right
+
+
+# Where a match is within reach of 3 + 3 runs: the level shows.
+WIDE: dict[str, Callable[..., Arms]] = {
+    "normal, margin 4 sd": far,
+    "treatment's sd 3 x, margin 12 sd": far_and_noisier,
 }
 
 
@@ -196,6 +214,65 @@ def of_stopping(looks: tuple[int, ...], margin: float, shift: float) -> tuple[fl
     return float(took.mean()), float(right.mean())
 
 
+def welch_tail(left, right) -> NDArray[np.float64]:
+    """Of so small a mean(right) - mean(left), over many experiments [N, M] and [N, K]."""
+    parts = [one.var(axis=1, ddof=1) / one.shape[1] for one in (left, right)]
+    error, freedom = np.sqrt(np.maximum(sum(parts), 1e-300)), _freedom(left, right)
+    return special.stdtr(freedom, (right.mean(axis=1) - left.mean(axis=1)) / error)
+
+
+def _freedom(left, right) -> NDArray[np.float64]:
+    parts = [one.var(axis=1, ddof=1) / one.shape[1] for one in (left, right)]
+    weights = [one / np.maximum(sum(parts), 1e-300) for one in parts]
+    sizes = left.shape[1], right.shape[1]
+    shares = sum(weight**2 / (size - 1) for weight, size in zip(weights, sizes, strict=True))
+    return 1 / np.maximum(shares, 1 / sum(sizes))  # arms without any spread
+
+
+def welch_equivalence(left, right, margin, yardstick=None) -> NDArray[np.float64]:
+    unit = np.ones_like(left) if yardstick is None else yardstick
+    return np.maximum(welch_tail(left + margin * unit, right), welch_tail(right, left - margin * unit))
+
+
+def welch_beyond(left, right, margin) -> NDArray[np.float64]:
+    rises = right.mean(axis=1) >= left.mean(axis=1)
+    exceeds = welch_tail(right, left + margin), welch_tail(right, left - margin)
+    falls = welch_tail(left - margin, right), welch_tail(left + margin, right)
+    return np.where(rises, sum(exceeds), sum(falls))
+
+
+def welch_in_sigmas(left, right, sigmas) -> tuple[float, float]:
+    parts = [one.var(axis=1, ddof=1) / one.shape[1] for one in (left, right)]
+    error, freedom = np.sqrt(sum(parts)), _freedom(left, right)
+    sigma, mean = left.std(axis=1, ddof=1), np.abs(right.mean(axis=1) - left.mean(axis=1))
+    several = zip(sigma[:5000], error, freedom, strict=False)
+    reach = np.array([_reach(s, e, left.shape[1], sigmas, ALPHA, f) for s, e, f in several])
+    equivalent = mean < _room(sigma, error, left.shape[1], sigmas, ALPHA, freedom)
+    return float(np.mean(equivalent)), float(np.mean(mean[:5000] > sigmas * sigma[:5000] + reach))
+
+
+def unpaired_rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[float]]:
+    """The same of independent runs, for each of UNPAIRED: no seed is in both arms."""
+    rng = np.random.default_rng(1)
+    left, right = law(rng, (1_000_000,))
+    margin = abs(float(right.mean() - left.mean()))
+    sigmas, share = margin / float(left.std()), margin / float(left.mean())
+    found: dict[str, list[float]] = {}
+    for sizes in UNPAIRED:
+        of = law(rng, (num, sizes[0]))[0], law(rng, (num, sizes[1]))[1]
+        equivalent, exceeded = welch_in_sigmas(*of, sigmas)
+        row = {
+            "unpaired: match, absolute margin": np.mean(welch_equivalence(*of, margin) < ALPHA),
+            "unpaired: match, sigmas of the baseline": equivalent,
+            "unpaired: match, % of the level": np.mean(welch_equivalence(*of, share, of[0]) < ALPHA),
+            "unpaired: mismatch, absolute margin": np.mean(welch_beyond(*of, margin) < ALPHA),
+            "unpaired: mismatch, sigmas": exceeded,
+        }
+        for kind, rate in row.items():
+            found.setdefault(kind, []).append(float(rate))
+    return found
+
+
 def check() -> None:
     """That what is vectorised here is what the verdict computes."""
     left, right = normal(np.random.default_rng(1), (50, 5))
@@ -206,18 +283,30 @@ def check() -> None:
         error = (other - one).std(ddof=1) / np.sqrt(5)
         room = _room(one.std(ddof=1), error, 5, 1.0, ALPHA)
         assert sigma_test(one, other, 1.0).equivalent == bool(abs((other - one).mean()) < room)
+    right = right[:, :4]
+    exceeds = welch_beyond(left, right, 1.0)
+    for index, (one, other) in enumerate(zip(left, right, strict=True)):
+        found, of = welch_tost(one, other, 1.0), (left[index : index + 1], right[index : index + 1])
+        assert np.allclose(
+            (found.p_tost, found.p_beyond), (welch_equivalence(*of, 1.0)[0], min(exceeds[index], 1))
+        )
+        share = welch_tost(one, other, 0.1, yardstick=one)
+        assert np.isclose(share.p_tost, welch_equivalence(*of, 0.1, of[0])[0])
+        assert welch_sigma_test(one, other, 1.0).equivalent == bool(welch_in_sigmas(*of, 1.0)[0])
 
 
 def main() -> None:
     check()
     print(f"{EXPERIMENTS:,} experiments a cell; 3, 4, 5, 8, 10 pairs\n")
+    print("Unpaired: " + ", ".join(f"{one} and {other}" for one, other in UNPAIRED) + " runs\n")
     kinds: dict[str, list[str]] = {}
-    for name, law in LAWS.items():
-        for kind, row in rates(law).items():
+    for name, law in (LAWS | WIDE).items():
+        for kind, row in ((rates(law) if name in LAWS else {}) | unpaired_rates(law)).items():
             kinds.setdefault(kind, []).append(f"| {name} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
     for kind, lines in kinds.items():
         columns = len(lines[0].split("|")) - 3
-        head = " | ".join(map(str, PAIRS)) if columns == len(PAIRS) else "rate"
+        sizes = [f"{one}+{other}" for one, other in UNPAIRED] if kind.startswith("unpaired") else PAIRS
+        head = " | ".join(map(str, sizes)) if columns == len(PAIRS) else "rate"
         print(f"\n**{kind}**\n\n| | {head} |\n|---|{'---|' * columns}")
         print("\n".join(lines))
     print("\n**stopped at the first look that decides: match, mismatch, match in sigmas, pairs taken**\n")

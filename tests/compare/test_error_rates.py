@@ -19,7 +19,7 @@ from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
 from abrun.sigmas import sigma_power
-from tests.bench.bench_verdict import LAWS, STAGES, check, rates, stopped
+from tests.bench.bench_verdict import LAWS, STAGES, WIDE, check, rates, stopped, unpaired_rates
 
 EXPERIMENTS = 2000
 STEPS = np.arange(1, 31)
@@ -183,6 +183,18 @@ HOLDING = [name for name in LAWS if name not in ("skewed (exponential)", "one se
 def test_every_kind_of_claim_keeps_its_level(law):
     for kind, row in rates(LAWS[law], 4000).items():
         assert max(row) <= at_most(0.05, 4000), kind
+
+
+def test_unpaired_claims_keep_their_level():
+    for kind, row in unpaired_rates(WIDE["treatment's sd 3 x, margin 12 sd"], 4000).items():
+        assert max(row) <= at_most(0.055, 4000), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", [*HOLDING, *WIDE])
+def test_unpaired_claims_err_no_more_often_than_the_page_says(law):
+    for kind, row in unpaired_rates((LAWS | WIDE)[law]).items():
+        assert max(row) <= 0.11, kind
 
 
 @pytest.mark.slow

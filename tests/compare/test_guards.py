@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from abrun.compare.judge.guards import check_guards, measure_savings, num_tests
-from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.compare.read.experiment import Pair, RecordedRun, Sides
 from abrun.layout import RunName
 from abrun.metric_names import STEP_TIME
 from abrun.recipe import Compare, Guards
@@ -72,7 +72,7 @@ def test_what_is_neither_claimed_nor_listed_may_be_nan(simulated, judged):
 # --- as tests: how often they alarm on equal arms, and on others ---
 
 
-def guards_of(baseline, treatment, limits, metric=ERROR):
+def guards_of(baseline, treatment, limits, metric=ERROR, paired=True):
     """The guards over arms of curves [P, S]."""
     runs = {
         (arm, seed): RecordedRun(
@@ -88,9 +88,14 @@ def guards_of(baseline, treatment, limits, metric=ERROR):
         Pair(seed=seed, baseline=runs["baseline", seed], treatment=runs["treatment", seed], reruns=())
         for seed in range(len(baseline))
     ]
+    sides = Sides(
+        baselines=tuple(pair.baseline for pair in pairs),
+        treatments=tuple(pair.treatment for pair in pairs),
+        paired=paired,
+    )
     level = limits.alpha / num_tests(Compare(guards=limits))
-    savings = measure_savings("treatment", pairs)
-    found = check_guards("treatment", pairs, limits, savings, windows=(), alpha=level)
+    savings = measure_savings("treatment", sides)
+    found = check_guards("treatment", pairs, sides, limits, savings, windows=(), alpha=level)
     return {one.guard: one.result for one in found}
 
 

@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from abrun.compare.judge.summaries import climbs, direction_in
-from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.compare.read.experiment import RecordedRun, Sides
 from abrun.equivalence import t_interval
 from abrun.metric_names import (
     ADVANTAGES_MAX,
@@ -31,7 +31,7 @@ DRIVERS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
 _ONE_RUN = "one run, or a seed that changes nothing"
 
 
-def no_signal(pairs: Sequence[Pair], metric: str, *, may_repeat: bool = False) -> str | None:
+def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> str | None:
     """Why these runs would have agreed on a metric whatever the treatment does.
 
     `may_repeat`: bit-identical arms are what was declared, not a treatment that was not applied.
@@ -39,7 +39,7 @@ def no_signal(pairs: Sequence[Pair], metric: str, *, may_repeat: bool = False) -
     found = find(metric)
     if found and "given" in found.roles:
         return "it follows from recipe and seed, whatever the arms learn"
-    baselines, treatments = [pair.baseline for pair in pairs], [pair.treatment for pair in pairs]
+    baselines, treatments = sides.baselines, sides.treatments
     for runs, arm in ((baselines, "baseline"), (treatments, "treatment")):
         for driver in DRIVERS:
             values = _recorded(runs, driver)
@@ -49,19 +49,19 @@ def no_signal(pairs: Sequence[Pair], metric: str, *, may_repeat: bool = False) -
         ends = [_recorded(runs, end) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
         if all(len(one) and not one.any() for one in ends):
             return f"all advantages are 0 at every step of every {arm} run: no reward differed in a group"
-    values = _recorded([*baselines, *treatments], metric)
+    values = _recorded(sides.runs, metric)
     values = values[np.isfinite(values)]
     if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory need not move
         return f"it is {values[0]:.6g} at every step of every run of both arms"
     return (
         _one_run_as_two_seeds(baselines)
         or _one_run_as_two_seeds(treatments)
-        or cut_short([*baselines, *treatments])
-        or (None if may_repeat else _untouched(pairs))
+        or cut_short(sides.runs)
+        or (None if may_repeat else _untouched(sides))
     )
 
 
-def not_learned(pairs: Sequence[Pair], primary: Primary, last: int, margin: float) -> str | None:
+def not_learned(baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float) -> str | None:
     """Why the baseline learned too little for a claim to mean anything.
 
     A metric that learning moves in one direction must have climbed by more than the margin by the window's
@@ -71,11 +71,19 @@ def not_learned(pairs: Sequence[Pair], primary: Primary, last: int, margin: floa
     """
     if not primary.climbs or is_clock(primary.metric) or unit_of(primary.metric) == "bytes":
         return None
-    baselines = [pair.baseline for pair in pairs]
     if direction_in(baselines[0], primary.metric):
-        low = climb_bound(climbs(baselines, primary, last))
-        if low > margin:
+        low, still = (
+            climb_bound(climbs(baselines, primary, last)),
+            dead_seeds(baselines, primary, last, margin),
+        )
+        if low > margin and 2 * still < len(baselines):
             return None
+        if low > margin:
+            return (
+                f"{still} of {len(baselines)} baseline seeds did not climb by more than the margin of "
+                f"{margin:.3g} up to step {last}: half of a baseline that learns nothing agrees with any "
+                "treatment; train longer, or mend what stops them"
+            )
         mean = float(np.mean(climbs(baselines, primary, last)))
         return (
             f"up to step {last} the baseline climbs by {mean:.3g} (lower 95 % bound {low:.3g}), not by more "
@@ -91,6 +99,11 @@ def not_learned(pairs: Sequence[Pair], primary: Primary, last: int, margin: floa
         f"no climb of the baseline is shown up to step {last} ({', '.join(bounds)}: lower 95 % bound "
         f"{max(bounds.values()):.3g}): train longer, or declare `climbs: false` where nothing need be learned"
     )
+
+
+def dead_seeds(baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float) -> int:
+    """How many climbed by no more than the margin; 0 of a metric without a direction, or that need not."""
+    return int((climbs(baselines, primary, last) <= margin).sum()) if primary.climbs else 0
 
 
 def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
@@ -126,10 +139,13 @@ def cut_short(runs: Sequence[RecordedRun]) -> str | None:
     return None
 
 
-def _untouched(pairs: Sequence[Pair]) -> str | None:
+def _untouched(sides: Sides) -> str | None:
     """Arms that hold the same numbers in every pair: the treatment may not have been applied at all."""
-    of_reference = any(pair.baseline.thinned for pair in pairs)  # a later version may well repeat it
-    if pairs and not of_reference and all(_same_numbers(pair.baseline, pair.treatment) for pair in pairs):
+    if not sides.paired:
+        return _one_run_as_two_seeds(sides.runs)
+    pairs = list(zip(sides.baselines, sides.treatments, strict=True))
+    of_reference = any(run.thinned for run in sides.baselines)  # a later version may well repeat it
+    if pairs and not of_reference and all(_same_numbers(*pair) for pair in pairs):
         return (
             "both arms hold the same numbers, bit for bit, in every pair: either the treatment changes "
             "nothing or it was not applied; where bit-exactness is what is expected, claim `exact: true`"
@@ -149,9 +165,9 @@ def _one_run_as_two_seeds(runs: Sequence[RecordedRun]) -> str | None:
     return None
 
 
-def one_curve(pairs: Sequence[Pair], metric: str) -> str | None:
+def one_curve(sides: Sides, metric: str) -> str | None:
     """Two seeds of which a claim reads one curve: of a run twice, whatever else was logged beside it."""
-    for runs in ([pair.baseline for pair in pairs], [pair.treatment for pair in pairs]):
+    for runs in (sides.baselines, sides.treatments) if sides.paired else (sides.runs,):
         for one, other in combinations(runs, 2):
             if _same_curve(one.series(metric), other.series(metric)):
                 return f"{other} holds the {metric} of {one} at every step, but for rounding: {_ONE_RUN}"

@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 from scipy import special
 
 from abrun.compare.judge.summaries import EXCESS_OFFSET
-from abrun.compare.read.experiment import Pair, RecordedRun
-from abrun.equivalence import ALPHA, mean_and_sd, t_interval
+from abrun.compare.read.experiment import Pair, RecordedRun, Sides
+from abrun.equivalence import ALPHA, paired, welch
 from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, phase_of
 from abrun.recipe import Compare, Guards
 from abrun.series import Array, Series
@@ -38,21 +39,27 @@ class Guard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """What the treatment costs relative to the baseline: geometric mean of paired ratios."""
+    """What the treatment costs relative to the baseline: geometric mean of paired ratios, or ratio of
+    geometric means.
+    """
 
     arm: str
     quantity: str
     num_pairs: int
+    num_runs: tuple[int, int] | None  # of both arms, where they are not paired
     baseline: float  # geometric mean, in the metric's own unit
     treatment: float
     ratio: float
     ratios: tuple[float, ...]  # by pair
     ci95: tuple[float, float] | None  # Student's t on log ratios; None for one pair
+    log_error: float | None  # standard error of log(ratio)
+    freedom: float | None  # of its t distribution
 
 
 def check_guards(
     arm: str,
     pairs: Sequence[Pair],
+    sides: Sides,
     limits: Guards,
     savings: Sequence[Saving],
     windows: Sequence[Window] = (),
@@ -60,14 +67,16 @@ def check_guards(
 ) -> list[Guard]:
     """Every guard of verdict.md's rule 5, over all steps: a limit broken early is broken.
 
-    `windows` are those of the claims, where nothing excuses a value that is not a number. Whether the runs
-    finished and are finite are facts; the other guards are paired tests, each at one-sided level `alpha`.
+    `pairs`: each treated run with what excuses it (see `opposed` for independent arms). `windows` are those
+    of the claims, where nothing excuses a value that is not a number. Whether the runs finished and are
+    finite are facts; the other guards are tests of `sides`, each at one-sided level `alpha`.
     """
+    its = "its baseline" if sides.paired else "every baseline run"
     watched = [*limits.finite, *(metric for metric, _ in windows)]
     return [
-        _finished(arm, pairs),
-        _finite(arm, pairs, windows, watched),
-        *_token_mult_prob_error(arm, pairs, limits, alpha),
+        _finished(arm, pairs, its),
+        _finite(arm, pairs, windows, watched, its),
+        *_token_mult_prob_error(arm, sides, limits, alpha),
         *_ratio(arm, "step_time_ratio", "step time", limits.step_time_ratio, savings, alpha),
         *_ratio(arm, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings, alpha),
     ]
@@ -80,23 +89,30 @@ def num_tests(compare: Compare) -> int:
     return 2 + ratios + compare.step_one
 
 
-def measure_savings(arm: str, pairs: Sequence[Pair]) -> list[Saving]:
+def opposed(sides: Sides) -> list[Pair]:
+    """Each treated run of independent arms beside all runs of the baseline: any of them may excuse it."""
+    first, *others = sides.baselines or (None,)
+    if first is None:
+        return []
+    return [
+        Pair(seed=run.name.seed, baseline=first, treatment=run, reruns=tuple(others))
+        for run in sides.treatments
+    ]
+
+
+def measure_savings(arm: str, sides: Sides) -> list[Saving]:
     """Step time (each run's median step) and peak memory (each run's largest), overall and by phase."""
-    pairs = [pair for pair in pairs if pair.finished]
-    quantities: dict[str, list[tuple[float, float]]] = {}
-    if pairs and all(STEP_TIME in run.metrics for pair in pairs for run in (pair.baseline, pair.treatment)):
-        quantities["step time"] = [(_median_step(p.baseline), _median_step(p.treatment)) for p in pairs]
-    runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
-    counter = shared_peak_counter(runs)
+    sides = sides.finished
+    runs, counter = sides.runs, shared_peak_counter(sides.runs)
+    quantities: dict[str, Callable[[RecordedRun], float]] = {}
+    if all(STEP_TIME in run.metrics for run in runs):
+        quantities["step time"] = _median_step
     if counter:
-        quantities["peak memory"] = [
-            (peak_memory(p.baseline, counter), peak_memory(p.treatment, counter)) for p in pairs
-        ]
+        quantities["peak memory"] = lambda run: peak_memory(run, counter)
         for metric in shared_memory_metrics(runs, counter):
-            quantities[f"peak memory, {metric.split('/')[1]}"] = [
-                (largest(p.baseline, metric), largest(p.treatment, metric)) for p in pairs
-            ]
-    savings = (_saving(arm, quantity, np.array(values)) for quantity, values in quantities.items())
+            quantities[f"peak memory, {metric.split('/')[1]}"] = partial(largest, metric=metric)
+    measured = quantities.items() if min(sides.sizes) else ()
+    savings = (_saving(arm, quantity, sides, measure) for quantity, measure in measured)
     return [saving for saving in savings if saving]
 
 
@@ -125,29 +141,37 @@ def _median_step(run: RecordedRun) -> float:
     return float(np.median(run.series(STEP_TIME).values))
 
 
-def _saving(arm: str, quantity: str, values: Array) -> Saving | None:  # values: [P, 2]
-    if not (np.isfinite(values).all() and (values > 0).all()):
+def _saving(arm: str, quantity: str, sides: Sides, measure: Callable[[RecordedRun], float]) -> Saving | None:
+    values = [np.array([measure(run) for run in runs]) for runs in (sides.baselines, sides.treatments)]
+    both = np.concatenate(values)
+    if not (np.isfinite(both).all() and (both > 0).all()):
         return None
-    logs = np.log(values)
-    ratios = logs[:, 1] - logs[:, 0]
-    low_high = np.exp(t_interval(ratios, 0.95)) if len(ratios) > 1 else None
+    left, right = map(np.log, values)
+    ratios = right - left if sides.paired else np.empty(0)
+    mean, error, freedom = float(right.mean() - left.mean()), None, None
+    if min(sides.sizes) > 1:
+        mean, error, freedom = paired(ratios) if sides.paired else welch(left, right)
+    reach = None if error is None else float(special.stdtrit(freedom, 0.975)) * error
     return Saving(
         arm=arm,
         quantity=quantity,
         num_pairs=len(ratios),
-        baseline=float(np.exp(logs[:, 0].mean())),
-        treatment=float(np.exp(logs[:, 1].mean())),
-        ratio=float(np.exp(ratios.mean())),
+        num_runs=None if sides.paired else sides.sizes,
+        baseline=float(np.exp(left.mean())),
+        treatment=float(np.exp(right.mean())),
+        ratio=math.exp(mean),
         ratios=tuple(np.exp(ratios).tolist()),
-        ci95=None if low_high is None else (float(low_high[0]), float(low_high[1])),
+        ci95=None if reach is None else (math.exp(mean - reach), math.exp(mean + reach)),
+        log_error=error,
+        freedom=freedom,
     )
 
 
-def _finished(arm: str, pairs: Sequence[Pair]) -> Guard:
+def _finished(arm: str, pairs: Sequence[Pair], its: str) -> Guard:
     """A treatment that failed where its baseline finished is data, not a gap in the data."""
     tried = [pair for pair in pairs if pair.baseline.finished]
     failed = [pair.treatment for pair in tried if pair.treatment.status == "failed"]
-    text = f"every {arm} run finished where its baseline did"
+    text = f"every {arm} run finished where {its} did"
     result: GuardResult = "fail" if failed else "pass"
     if not tried:
         result, text = "not recorded", "no baseline run finished"
@@ -159,7 +183,7 @@ def _finished(arm: str, pairs: Sequence[Pair]) -> Guard:
         first = failed[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         text = (
-            f"{first} failed at step {_last_step(first)} where its baseline finished "
+            f"{first} failed at step {_last_step(first)} where {its} finished "
             f"({first.failure}){more}; if the machine was at fault, launch with --resume"
         )
     return Guard(
@@ -176,13 +200,15 @@ def _last_step(run: RecordedRun) -> int:
     return int(run.steps[-1]) if len(run.steps) else 0
 
 
-def _finite(arm: str, pairs: Sequence[Pair], windows: Sequence[Window], watched: Collection[str]) -> Guard:
+def _finite(
+    arm: str, pairs: Sequence[Pair], windows: Sequence[Window], watched: Collection[str], its: str
+) -> Guard:
     """No NaN or Inf in a watched metric of which the same seed's baseline has none, and none in a window.
 
     Of forty metrics, some with a NaN now and then in any arm, one would alarm in every third A/A experiment.
     """
     tried = [pair for pair in pairs if pair.baseline.finished]
-    found = [finding for pair in tried for finding in _new_non_finite(pair, windows, watched)]
+    found = [finding for pair in tried for finding in _new_non_finite(pair, windows, watched, its)]
     seen = any(pair.treatment.metrics for pair in tried)
     result: GuardResult = "fail" if found else "pass" if seen else "not recorded"
     text = "no NaN or Inf that the baseline does not have" if seen else f"no {arm} run has recorded anything"
@@ -194,7 +220,9 @@ def _finite(arm: str, pairs: Sequence[Pair], windows: Sequence[Window], watched:
     return Guard(arm=arm, guard="finite", limit=0, value=value, result=result, text=text)
 
 
-def _new_non_finite(pair: Pair, windows: Sequence[Window], watched: Collection[str]) -> Iterator[str]:
+def _new_non_finite(
+    pair: Pair, windows: Sequence[Window], watched: Collection[str], its: str
+) -> Iterator[str]:
     run = pair.treatment
     for metric in filter(watched.__contains__, run.metrics):
         step = run.first_non_finite(metric)
@@ -203,12 +231,12 @@ def _new_non_finite(pair: Pair, windows: Sequence[Window], watched: Collection[s
         repeats = [one.series(metric).values for one in (pair.baseline, *pair.reruns)]
         if all(np.isfinite(values).all() for values in repeats):
             value = run.series(metric).at(step)
-            yield f"{metric} is {value} in {run} from step {step}, and finite in its baseline"
+            yield f"{metric} is {value} in {run} from step {step}, and finite in {its}"
             continue
         since = _stays_non_finite(run.series(metric), repeats)
         if since is not None:
             value = run.series(metric).at(since)
-            yield f"{metric} is {value} in {run} from step {since} to the end, and not in its baseline"
+            yield f"{metric} is {value} in {run} from step {since} to the end, and not in {its}"
             continue
         claimed = (run.first_non_finite(metric, *bounds) for of, bounds in windows if of == metric)
         inside = next((step for step in claimed if step is not None), None)
@@ -232,37 +260,40 @@ def _stays_non_finite(series: Series, repeats: Sequence[Array]) -> int | None:
     return None
 
 
-def _token_mult_prob_error(arm: str, pairs: Sequence[Pair], limits: Guards, alpha: float) -> Iterator[Guard]:
+def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float) -> Iterator[Guard]:
     """Trainer and engine agree on log-probs: the worst run's median, and the share of steps above it."""
     limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
-    errors = [
-        both
-        for pair in pairs
-        if pair.baseline.finished and all(map(len, both := [_errors(pair.baseline), _errors(pair.treatment)]))
-    ]
-    medians = np.array([[np.median(one) for one in both] for both in errors]).reshape(-1, 2)
-    excess = np.log(np.maximum(medians - 1, 0) + EXCESS_OFFSET)
+    known = sides.of(
+        [run.finished and len(_errors(run)) > 0 for run in sides.baselines],
+        [len(_errors(run)) > 0 for run in sides.treatments],
+    )
+    errors = [[_errors(run) for run in runs] for runs in (known.baselines, known.treatments)]
+    medians = [np.array([np.median(one) for one in runs]) for runs in errors]
+    excess, other_excess = (np.log(np.maximum(one - 1, 0) + EXCESS_OFFSET) for one in medians)
+    recorded = min(known.sizes) > 0
     yield _error_guard(
         arm,
         "median",
         "the worst run's median",
         limit,
-        medians.max(axis=0) if errors else None,
+        np.array([one.max() for one in medians]) if recorded else None,
         operator.ge,
-        lambda: _p_worse(excess[:, 1] - excess[:, 0]),
+        lambda: _p_worse(excess, other_excess, paired_by_seed=sides.paired),
         alpha,
     )
-    above = np.array([[np.mean(one > limit) for one in both] for both in errors]).reshape(-1, 2)
-    steps = np.array([[len(one) for one in both] for both in errors]).reshape(-1, 2)
-    shares = (above * steps).sum(axis=0) / steps.sum(axis=0) if errors else None
+    above = [np.array([float(np.mean(one > limit)) for one in runs]) for runs in errors]
+    steps = [np.array([len(one) for one in runs]) for runs in errors]
+    shares = (
+        [(of * num).sum() / num.sum() for of, num in zip(above, steps, strict=True)] if recorded else None
+    )
     yield _error_guard(
         arm,
         "share",
         f"the share of steps above {limit:g}",
         share,
-        shares,
+        None if shares is None else np.array(shares),
         operator.gt,
-        lambda: _p_worse(above[:, 1] - above[:, 0], _counting_sd(above, steps)),
+        lambda: _p_worse(above[0], above[1], _counting_error(above, steps), paired_by_seed=sides.paired),
         alpha,
     )
 
@@ -273,21 +304,24 @@ def _errors(run: RecordedRun) -> Array:
     return values[np.isfinite(values)]
 
 
-def _p_worse(differences: Array, least_sd: float = 0.0) -> float:
-    """One-sided paired t-test of treatment above baseline; 1 for fewer than two pairs."""
-    if len(differences) < 2:
+def _p_worse(left: Array, right: Array, least_error: float = 0.0, *, paired_by_seed: bool) -> float:
+    """One-sided t-test of treatment above baseline; 1 for fewer than two pairs, or runs of an arm."""
+    if min(len(left), len(right)) < 2:
         return 1.0
-    mean, sd = mean_and_sd(differences)
-    sd = max(sd, least_sd)
-    if sd == 0:
-        return float(mean <= 0)
-    return float(special.stdtr(len(differences) - 1, -mean * math.sqrt(len(differences)) / sd))
+    mean, error, freedom = paired(right - left) if paired_by_seed else welch(left, right)
+    return _p_above(mean, max(error, least_error), freedom)
 
 
-def _counting_sd(shares: NDArray[Any], steps: NDArray[Any]) -> float:
-    """Sd of a pair's difference of shares by counting alone: three equal small counts are no sd of 0."""
-    pooled = float((shares * steps).sum() / steps.sum())
-    return math.sqrt(pooled * (1 - pooled) * 2 / float(steps.mean()))
+def _p_above(mean: float, error: float, freedom: float) -> float:
+    """P of so large a mean if the true one is 0; by value where there is no error."""
+    return float(special.stdtr(freedom, -mean / error)) if error else float(mean <= 0)
+
+
+def _counting_error(shares: Sequence[NDArray[Any]], steps: Sequence[NDArray[Any]]) -> float:
+    """Of the difference of both arms' shares, by counting alone: three equal small counts are no sd of 0."""
+    hits = sum(float((of * num).sum()) for of, num in zip(shares, steps, strict=True))
+    pooled = hits / sum(num.sum() for num in steps)
+    return math.sqrt(pooled * (1 - pooled) * sum(1 / num.sum() for num in steps))
 
 
 def _error_guard(
@@ -329,8 +363,10 @@ def _ratio(
     text = f"{quantity}: no finished pair recorded it"
     if saving is not None:
         value = saving.ratio
-        p = _p_worse(np.log(saving.ratios) - math.log(limit))
-        result = "fail" if p < alpha else "open" if saving.num_pairs < 2 and value > limit else "pass"
+        p = 1.0
+        if saving.log_error is not None and saving.freedom is not None:
+            p = _p_above(math.log(value) - math.log(limit), saving.log_error, saving.freedom)
+        result = "fail" if p < alpha else "open" if saving.log_error is None and value > limit else "pass"
         text = f"{quantity}: treatment / baseline is {value:.3g} (limit {limit:g}"
         text += f"; p = {p:.2g} of no more, level {alpha:.2g})" if value > limit else ")"
     yield Guard(arm=arm, guard=guard, limit=limit, value=value, result=result, text=text)

@@ -1,19 +1,18 @@
 """Claims that are no equivalence: limits on a level or on a ratio, and bit-exactness."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal
-from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.claims import PrimaryResult, sample_text
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
-from abrun.compare.read.experiment import Pair, RecordedRun
-from abrun.equivalence import limit_test
+from abrun.compare.read.experiment import RecordedRun, Sides
+from abrun.equivalence import limit_test, welch_limit_test
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, default_reduction, find, unit_of
 from abrun.recipe import Primary, claim_text
-from abrun.series import Array, Series, Steps, window_bounds
+from abrun.series import Series, Steps, window_bounds
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
@@ -21,19 +20,19 @@ _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": 
 
 def judge_limit(
     arm: str,
-    pairs: Sequence[Pair],
+    sides: Sides,
     primary: Primary,
     grid: Steps,
     alpha: float,
     alpha_difference: float,
 ) -> PrimaryResult:
-    """A limit or an exact claim over the pairs, before `with_holm`; every planned pair is needed.
+    """A limit or an exact claim over the pairs, before `with_holm`; every planned pair (run) is needed.
 
     A limit holds where the one-sided 1 - alpha bound of the mean over seeds keeps it (of the ratio: the
     geometric mean over pairs), and is broken where the opposite bound is beyond it. Raises ComparisonError
     for a window that the runs do not hold.
     """
-    finished = [pair for pair in pairs if pair.finished]
+    finished = sides.finished
     bounds = window_bounds(primary.window, grid, primary.metric) if len(grid) else None
     of_ratio = primary.limit is not None and primary.limit[1]
     result = PrimaryResult(
@@ -51,21 +50,26 @@ def judge_limit(
         margin_text=claim_text(primary),
         alpha=alpha,
         alpha_difference=alpha_difference,
-        num_pairs=len(finished),
-        seeds=tuple(pair.seed for pair in finished),
-        problem=cut_short([run for pair in finished for run in (pair.baseline, pair.treatment)]),
+        num_pairs=len(finished.baselines) if sides.paired else 0,
+        seeds=tuple(run.name.seed for run in finished.baselines) if sides.paired else (),
+        num_runs=None if sides.paired else finished.sizes,
+        problem=cut_short(finished.runs),
     )
-    if len(finished) < len(pairs) and not result.problem:
-        lacking = f"{len(finished)} of {len(pairs)} planned pairs are usable, and every one is needed"
-        result = replace(result, problem=lacking)
-    if bounds is None or not finished or result.problem:
+    if finished.sizes != sides.sizes and not result.problem:
+        lacking = f"{finished.sizes[0]} of {sides.sizes[0]} planned pairs are usable"
+        if not sides.paired:
+            lacking = f"{sum(finished.sizes)} of {sum(sides.sizes)} runs are usable"
+        result = replace(result, problem=f"{lacking}, and every one is needed")
+    if primary.exact and not sides.paired:
+        result = replace(result, problem="bit-exactness is a matter of pairs of one seed")
+    if bounds is None or not min(finished.sizes) or result.problem:
         return replace(result, problem=result.problem or "no pair has finished")
     return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
 
 
-def _exact(result: PrimaryResult, pairs: Sequence[Pair], bounds: tuple[int, int]) -> PrimaryResult:
-    empty = no_signal(pairs, result.metric, may_repeat=True)
-    for pair in pairs:
+def _exact(result: PrimaryResult, sides: Sides, bounds: tuple[int, int]) -> PrimaryResult:
+    empty = no_signal(sides, result.metric, may_repeat=True)
+    for pair in zip(sides.baselines, sides.treatments, strict=True):
         problem, where = _first_difference(pair, result.metric, bounds)
         if problem:
             return replace(result, problem=problem)
@@ -74,46 +78,52 @@ def _exact(result: PrimaryResult, pairs: Sequence[Pair], bounds: tuple[int, int]
     return replace(result, problem=empty) if empty else replace(result, result="holds")
 
 
-def _first_difference(pair: Pair, metric: str, bounds: tuple[int, int]) -> tuple[str | None, str | None]:
+def _first_difference(
+    pair: tuple[RecordedRun, RecordedRun], metric: str, bounds: tuple[int, int]
+) -> tuple[str | None, str | None]:
     """Why a pair cannot be compared, and where its runs first differ."""
+    seed = pair[0].name.seed
     if metric == FINAL_WEIGHTS:
-        hashes = [run.final_weights_hash for run in (pair.baseline, pair.treatment)]
+        hashes = [run.final_weights_hash for run in pair]
         if None in hashes:
-            return f"the runs of seed {pair.seed} do not say what weights they ended with", None
-        return None, None if hashes[0] == hashes[1] else f"those of seed {pair.seed} differ"
-    left, right = (_inside(run.series(metric), bounds) for run in (pair.baseline, pair.treatment))
+            return f"the runs of seed {seed} do not say what weights they ended with", None
+        return None, None if hashes[0] == hashes[1] else f"those of seed {seed} differ"
+    left, right = (_inside(run.series(metric), bounds) for run in pair)
     if not len(left) or not np.array_equal(left.steps, right.steps):
-        return f"it was not recorded at the same steps in both runs of seed {pair.seed}", None
+        return f"it was not recorded at the same steps in both runs of seed {seed}", None
     same = (left.values == right.values) | (np.isnan(left.values) & np.isnan(right.values))
     if same.all():
         return None, None
     first = int(np.flatnonzero(~same)[0])
     values = f"{float(left.values[first])!r} and {float(right.values[first])!r}"
-    return None, f"first at step {left.steps[first]} of seed {pair.seed}: {values}"
+    return None, f"first at step {left.steps[first]} of seed {seed}: {values}"
 
 
-def _limit(
-    result: PrimaryResult, pairs: Sequence[Pair], primary: Primary, bounds: tuple[int, int]
-) -> PrimaryResult:
+def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[int, int]) -> PrimaryResult:
     assert primary.limit is not None
     limit, of_ratio = primary.limit
-    counter = shared_peak_counter([run for pair in pairs for run in (pair.baseline, pair.treatment)])
+    counter = shared_peak_counter(sides.runs)
     arms = [
         np.array([_level(run, result, bounds, counter) for run in runs])
-        for runs in ([pair.baseline for pair in pairs], [pair.treatment for pair in pairs])
+        for runs in (sides.baselines, sides.treatments)
     ]
-    needed = np.stack(arms) if of_ratio else arms[1]
+    needed = np.concatenate(arms) if of_ratio else arms[1]
     if not np.isfinite(needed).all() or (of_ratio and not (needed > 0).all()):
         kind = "numbers above 0, as a ratio needs" if of_ratio else "numbers"
         return replace(result, problem=f"its values in the window are not all {kind}, or not recorded")
-    values: Array = np.log(arms[1]) - np.log(arms[0]) if of_ratio else arms[1]
     result = replace(result, treatment_mean=float(arms[1].mean()))
     if np.isfinite(arms[0]).all():
         result = replace(result, baseline_mean=float(arms[0].mean()))
     scale = np.exp if of_ratio else float
-    if len(values) < 2:
-        return replace(result, limited=float(scale(values[0])), result="undecided")
-    test = limit_test(values, float(np.log(limit)) if of_ratio else limit, result.alpha)
+    bound = float(np.log(limit)) if of_ratio else limit
+    left, right = (np.log(arms[0]), np.log(arms[1])) if of_ratio else (None, arms[1])
+    if min(sides.sizes[0 if of_ratio else 1 :]) < 2:
+        mean = right.mean() - (0.0 if left is None else left.mean())
+        return replace(result, limited=float(scale(mean)), result="undecided")
+    if left is not None and not sides.paired:
+        test = welch_limit_test(left, right, bound, result.alpha)
+    else:
+        test = limit_test(right if left is None else right - left, bound, result.alpha)
     holds, broken = (
         (test.p_below, test.p_above) if primary.below is not None else (test.p_above, test.p_below)
     )
@@ -152,9 +162,8 @@ def _reduction(metric: str) -> Reduction:
 
 def limit_sentence(result: PrimaryResult) -> str:
     """The outcome of a limit or an exact claim, in words that promise no more than was tested."""
-    pairs = f"{result.num_pairs} pair{'s' * (result.num_pairs != 1)}"
     steps = f"{result.steps[0]}-{result.steps[1]}" if result.steps else result.window
-    where = f"over {pairs}, this recipe, steps {steps}"
+    where = f"over {sample_text(result)}, this recipe, steps {steps}"
     if result.test == "exact":
         if result.result == "holds":
             return f"{result.metric}: the same bit for bit {where}"
@@ -162,7 +171,8 @@ def limit_sentence(result: PrimaryResult) -> str:
     what = "treatment / baseline" if result.test == "ratio limit" else f"the treatment's {result.reduction}"
     found = f"{what} is {result.limited:.4g}"
     if result.limited_interval is None:
-        return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; two pairs are needed"
+        needed = "two pairs are needed" if result.num_runs is None else "two runs of each arm are needed"
+        return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; {needed}"
     level = f"{100 * (1 - 2 * result.alpha):.3g} %"
     found += f", {level} interval [{result.limited_interval[0]:.4g}, {result.limited_interval[1]:.4g}]"
     if result.result == "holds":

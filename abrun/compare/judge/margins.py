@@ -1,5 +1,6 @@
 """How far arms may differ and still be called equivalent: a claim's margin in numbers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,7 +92,7 @@ def window_summaries(runs: list[RecordedRun], primary: Primary) -> Array:
 
 
 def yardstick(
-    margin: Margin, baseline: Array, baselines: list[RecordedRun], primary: Primary, last: int
+    margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], primary: Primary, last: int
 ) -> Array | None:
     """What a relative margin is a share of, one number a pair [P], above 0 in the mean; None: it has none."""
     if margin.unit == "level":

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from abrun.compare.judge.guards import shared_peak_counter
-from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, union
+from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, union
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -30,6 +30,7 @@ ENVIRONMENT = {
     STARTED_FROM: "the checkpoints that they started from differ",
 }
 OF_THE_MACHINE = ("versions", "python", "devices")
+UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
@@ -41,6 +42,8 @@ def invalid_reasons(
     Of the pairs, the first `num_pairs` must have ended. A treatment that failed where its baseline finished
     is not among the reasons: that is a result (see guards).
     """
+    if not experiment.compare.paired:
+        return _invalid_apart(experiment, arm, primaries)
     pairs = experiment.pairs(arm)
     reruns = [run for pair in pairs for run in pair.reruns]
     needed = pairs[:num_pairs]
@@ -58,7 +61,30 @@ def invalid_reasons(
         *_other_steps([run for run in finished if not run.thinned]),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
-        *_baseline_not_a_number(experiment, needed, primaries),
+        *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
+    ]
+
+
+def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[str]:
+    """The same of independent arms: prompts and initial weights may differ from run to run."""
+    sides = experiment.sides(arm)
+    finished = sides.finished.runs
+    return [
+        *(
+            f"{run} failed ({run.failure}): without its failures the baseline looks better than it is; "
+            "mend the cause"
+            for run in sides.baselines
+            if run.status == "failed"
+        ),
+        *_unfinished([], sides.runs),
+        *_mistaken(sides.runs),
+        *_copies(sides.runs),
+        *_config_differences_apart(experiment, arm, sides),
+        *_machine_differences(experiment, sides),
+        *_other_steps([run for run in finished if not run.thinned]),
+        *_other_windows(experiment, finished, primaries),
+        *_missing_metrics(experiment, finished, primaries),
+        *_baseline_not_a_number(experiment, sides.baselines, primaries),
     ]
 
 
@@ -66,6 +92,9 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
     """What the arm differs in, dotted key -> [baseline's value, the arm's]: as declared, or else as found."""
     if experiment.treatment_diff is not None:
         return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
+    if not experiment.compare.paired:
+        values = _values_by_arm(experiment.sides(arm)).items()
+        return {key: [left[0], right[0]] for key, (left, right) in values if _differs_by_arm(left, right)}
     pairs = experiment.pairs(arm)
     found = {
         key: [values[0][0], values[0][1]]
@@ -94,9 +123,9 @@ def _machine(run: RecordedRun) -> dict[str, Any]:
     return {key: (run.environment or {}).get(key) for key in OF_THE_MACHINE}
 
 
-def coverage(pairs: Sequence[Pair]) -> dict[str, int]:
-    """How many steps the finished pairs share, of those that any of them has."""
-    finished = [run for pair in pairs if pair.finished for run in (pair.baseline, pair.treatment)]
+def coverage(sides: Sides) -> dict[str, int]:
+    """How many steps the finished pairs, or runs, share, of those that any of them has."""
+    finished = sides.finished.runs
     everything = union(run.steps for run in finished)
     shared = everything
     for run in finished:
@@ -106,14 +135,16 @@ def coverage(pairs: Sequence[Pair]) -> dict[str, int]:
 
 def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
     baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
+    apart = "" if experiment.launched_compare_sha256 else f"; {UNPAIRED_HINT}"
     if not baseline.keys() & treatment.keys():
-        yield f"no seed is in both {experiment.baseline} ({_seeds(baseline)}) and {arm} ({_seeds(treatment)})"
+        both = f"{experiment.baseline} ({_seeds(baseline)}) and {arm} ({_seeds(treatment)})"
+        yield f"no seed is in both {both}{apart}"
         return
     for seed in sorted(baseline.keys() ^ treatment.keys()):
         lacking = arm if seed in baseline else experiment.baseline
         if experiment.regression and lacking == arm:
             continue  # a later run may have fewer seeds than the reference
-        yield f"unpaired seed {seed}: {lacking} has no run of it; every seed needs both arms"
+        yield f"unpaired seed {seed}: {lacking} has no run of it; every seed needs both arms{apart}"
 
 
 def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[str]:
@@ -228,6 +259,61 @@ def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatme
     return "run" if len(set(flat)) == len(flat) else "mixed"
 
 
+def _config_differences_apart(experiment: Experiment, arm: str, sides: Sides) -> Iterator[str]:
+    """Declared: each run against one baseline's. Else: keys that neither follow the arm nor name the run."""
+    if experiment.treatment_diff is not None:
+        reference = next((run for run in sides.baselines if run.config), sides.baselines[0])
+        declared = {key: values[1] for key, values in differences(experiment, arm).items()}
+        if _declares_other_weights(declared):
+            declared["initial_weights"] = ...
+        for run in sides.baselines:
+            yield from _differences(run, reference, {})
+        for run in sides.treatments:
+            yield from _differences(run, reference, declared)
+        return
+    for key, (left, right) in _values_by_arm(sides).items():
+        texts = [repr(value) for value in (*left, *right)]
+        constant = all(value == left[0] for value in left) and all(value == right[0] for value in right)
+        distinct = all(len({repr(value) for value in of}) == len(of) for of in (left, right))
+        if not (constant or distinct):
+            shown = ", ".join(f"{run} {text}" for run, text in zip(sides.runs, texts, strict=True))
+            yield f"config {key} differs within an arm, and not from run to run: {shown[:300]}"
+
+
+def _values_by_arm(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Dotted key -> its values in both arms; nothing where a run's configuration is unknown."""
+    if any(run.config is None for run in sides.runs):
+        return {}
+    keys = sorted({key for run in sides.runs for key in run.config or {}})
+    return {
+        key: (
+            [(run.config or {}).get(key) for run in sides.baselines],
+            [(run.config or {}).get(key) for run in sides.treatments],
+        )
+        for key in keys
+    }
+
+
+def _differs_by_arm(left: list[Any], right: list[Any]) -> bool:
+    """Of several runs an arm: of one each, everything that names the run would differ as well."""
+    several = min(len(left), len(right)) > 1
+    constant = all(one == left[0] for one in left) and all(one == right[0] for one in right)
+    return several and constant and left[0] != right[0]
+
+
+def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[str]:
+    """Versions and devices must not differ from run to run, except against a reference."""
+    if experiment.regression or not sides.baselines:
+        return
+    declared = differences(experiment, sides.treatments[0].name.arm) if sides.treatments else {}
+    other_trainer = any(key in OTHER_TRAINER for key in declared)
+    first = sides.baselines[0]
+    for run in sides.runs[1:]:
+        for key in ("devices",) if other_trainer else OF_THE_MACHINE:
+            if None not in ((one.environment or {}).get(key) for one in (first, run)):
+                yield from _environment_difference(first, run, key, ENVIRONMENT[key])
+
+
 def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[Pair]) -> Iterator[str]:
     """Rule 3. Against a reference, other versions and devices are what is tested; with another trainer as the
     treatment, other packages belong to it.
@@ -335,18 +421,18 @@ def _missing_metrics(
 
 
 def _baseline_not_a_number(
-    experiment: Experiment, pairs: Sequence[Pair], primaries: Sequence[Primary]
+    experiment: Experiment, baselines: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[str]:
     grid = experiment.all_steps()
     if not len(grid):
         return
     for primary in primaries:
         first, last = window_bounds(primary.window, grid, primary.metric)
-        for pair in pairs:
-            step = pair.baseline.first_non_finite(primary.metric, first, last)
+        for run in baselines:
+            step = run.first_non_finite(primary.metric, first, last)
             if step is not None:
-                value = pair.baseline.series(primary.metric).at(step)
-                yield f"{pair.baseline}: {primary.metric} is {value} at step {step} in the baseline itself"
+                value = run.series(primary.metric).at(step)
+                yield f"{run}: {primary.metric} is {value} at step {step} in the baseline itself"
 
 
 def _seeds(runs: Mapping[int, RecordedRun]) -> str:

@@ -7,16 +7,23 @@ from typing import Any, Literal
 
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.by_prompt import ByPrompt, by_prompt
-from abrun.compare.judge.claims import PrimaryResult, judge_primary, with_holm
+from abrun.compare.judge.claims import SHARED, PrimaryResult, judge_primary, sample_text, with_holm
+from abrun.compare.judge.description import Description, descriptions
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
-from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests
+from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
 from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.step_one import StepOne, shares_prompts, step_one
 from abrun.compare.judge.summaries import difference_unit
-from abrun.compare.judge.validity import coverage, differences, invalid_reasons, other_machine
-from abrun.compare.read.experiment import Experiment, Pair
+from abrun.compare.judge.validity import (
+    INITIAL_WEIGHTS,
+    coverage,
+    differences,
+    invalid_reasons,
+    other_machine,
+)
+from abrun.compare.read.experiment import Experiment, Sides
 from abrun.equivalence import ALPHA
 from abrun.looks import level_of_a_look
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
@@ -29,6 +36,9 @@ _OPEN_GUARDS = {
     "baseline too": "not the treatment's doing",
     "open": "beyond the limit, which seeds alone may have done",
 }
+_ONE_EACH = (
+    "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
+)
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
@@ -53,11 +63,13 @@ class ArmVerdict:
     not_tested: list[str]
     num_pairs: int  # finished pairs, of
     num_planned_pairs: int
+    num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
     coverage: dict[str, int]
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
+    descriptions: list[Description]  # of two runs, one of each arm; empty where there are more
     primaries: list[PrimaryResult]
     by_prompt: list[ByPrompt]  # one; none where no pair was validated prompt by prompt
     guards: list[Guard]
@@ -93,7 +105,7 @@ def judge(
             [
                 judge_primary(
                     arm,
-                    experiment.pairs(arm)[: look.num_pairs],
+                    experiment.sides(arm, look.num_pairs),
                     primary,
                     margin,
                     experiment.all_steps(),
@@ -104,7 +116,7 @@ def judge(
                 if margin
                 else judge_limit(
                     arm,
-                    experiment.pairs(arm)[: look.num_pairs],
+                    experiment.sides(arm, look.num_pairs),
                     primary,
                     experiment.all_steps(),
                     look.alpha,
@@ -161,13 +173,14 @@ def judge_arm(
     look: Look,
 ) -> ArmVerdict:
     """One treatment's verdict at one look, from the results of its claims and everything beside them."""
-    pairs = experiment.pairs(arm)  # what broke after the look is no less broken
-    compare = experiment.compare
+    sides = experiment.sides(arm)  # what broke after the look is no less broken
+    pairs, compare = experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
-    savings = measure_savings(arm, pairs)
+    savings = measure_savings(arm, sides)
     windows = [(result.metric, result.steps) for result in results if result.steps]
     tests = look.alpha_guards / num_tests(compare)
-    guards = check_guards(arm, pairs, compare.guards, savings, windows, tests)
+    excused = pairs if sides.paired else opposed(sides)
+    guards = check_guards(arm, excused, sides, compare.guards, savings, windows, tests)
     first_steps = step_one(arm, pairs, compare, tests)
     unread = step_one_unread(experiment, arm, first_steps)
     first_steps = [] if unread else first_steps
@@ -175,6 +188,9 @@ def judge_arm(
     ended = final_weights(arm, pairs)
     validated = by_prompt(arm, pairs[: look.num_pairs], results)
     verdict, reasons = decide(invalid, first_steps, guards, results, reads_step_one=unread is None)
+    described = descriptions(experiment, arm, primaries)
+    if described and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
+        verdict, reasons = "INCONCLUSIVE", [_ONE_EACH, *reasons]
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -183,15 +199,17 @@ def judge_arm(
         reasons=reasons,
         not_tested=[
             *(step_one_open(one) for one in first_steps if one.result == "not tested"),
-            *not_tested(experiment, pairs, primaries, diverged, unread),
+            *not_tested(experiment, sides, primaries, diverged, unread),
         ],
         num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
         num_planned_pairs=len(pairs),
+        num_runs=None if sides.paired else sides.finished.sizes,
         treatment_diff=differences(experiment, arm),
-        coverage=coverage(pairs),
+        coverage=coverage(sides),
         step_one=first_steps,
         divergence=diverged,
         final_weights=[ended] if ended else [],
+        descriptions=described,
         primaries=list(results),
         by_prompt=[validated] if validated else [],
         guards=guards,
@@ -202,6 +220,8 @@ def judge_arm(
 
 def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[StepOne]) -> str | None:
     """Why step one says nothing about the treatment; None: it does."""
+    if not experiment.compare.paired:
+        return "runs that are not paired have no first step in common"
     if not experiment.compare.step_one:
         return "switched off (compare.step_one: false)"
     if other_machine(experiment, arm):
@@ -220,28 +240,27 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
 
 def not_tested(
     experiment: Experiment,
-    pairs: Sequence[Pair],
+    sides: Sides,
     primaries: Sequence[Primary],
     diverged: Sequence[Divergence],
     step_one_unread: str | None,
 ) -> list[str]:
     """What a reader might believe was looked at, and was not: one sentence each."""
-    both = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
-    begun = [run for run in both if run.status != "pending"]
+    begun = [run for run in sides.runs if run.status != "pending"]
     runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
-    others = len(experiment.metrics()) - len({primary.metric for primary in primaries})
+    others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
     unknown = {
         "whether the runs finished": any(run.status == "unknown" for run in runs),
         "resolved configurations": any(run.config is None for run in runs),
         "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
-        "whether both arms saw the same prompts": any(
-            not (run.environment or {}).get("prompts_sha256") for run in runs
-        ),
-        "whether both arms began with the same weights": any(
-            not (run.environment or {}).get("initial_weights_hash") for run in runs
-        ),
     }
+    if sides.paired:
+        for what, key in (
+            ("saw the same prompts", "prompts_sha256"),
+            ("began with the same weights", INITIAL_WEIGHTS),
+        ):
+            unknown[f"whether both arms {what}"] = any(not (run.environment or {}).get(key) for run in runs)
     no_error = all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs)
     silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
     sentences = [f"{', '.join(silent)}: the runs do not say"] if silent else []
@@ -249,16 +268,24 @@ def not_tested(
         sentences.append(f"step one: {step_one_unread}")
     if no_error:
         sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
+    if not sides.paired:
+        both = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
+        said = both if experiment.seeds_known else ()
+        shared = f" ({_count(len(said), 'seed')} of both arms not paired, as asked)" if said else ""
+        sentences.append(
+            f"how the arms part step by step, and from their first one: they are unpaired{shared}"
+        )
     if any(one.noise_floor == "unknown" for one in diverged):
         sentences.append("divergence against the noise floor: no A/A reruns (controls.aa_reruns)")
     if not learning_metrics([run for run in runs if run.name.arm == experiment.baseline]) and primaries:
         sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
-    clean = sum(pair.finished for pair in pairs)
+    clean = len(sides.finished.treatments)
     if clean:
         most = 1 - ALPHA ** (1 / clean)
+        of = "seed" if sides.paired else "treated run"
         sentences.append(
-            f"seeds that fail more rarely: {_count(clean, 'clean seed')} leave{'s' * (clean == 1)} a failure "
-            f"rate of up to {100 * most:.0f} % (95 % bound)"
+            f"{of}s that fail more rarely: {_count(clean, f'clean {of}')} leave{'s' * (clean == 1)} a "
+            f"failure rate of up to {100 * most:.0f} % (95 % bound)"
         )
     if primaries and all(primary.margin is None for primary in primaries):
         sentences.append("whether the arms converge alike: no claim has a margin")
@@ -332,11 +359,13 @@ def primary_sentence(result: PrimaryResult) -> str:
     if result.test in ("limit", "ratio limit", "exact"):
         return limit_sentence(result)
     if result.mean_difference is None or result.interval is None or result.steps is None:
+        if result.num_runs is not None:
+            return f"{result.metric}: not tested: equivalence needs two runs of each arm, or more"
         return (
             f"{result.metric}: {_count(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
             "at least two: only step one, the guards and the divergence were looked at"
         )
-    where = f"{_count(result.num_pairs, 'pair')}, this recipe, steps {result.steps[0]}-{result.steps[1]}"
+    where = f"{sample_text(result)}, this recipe, steps {result.steps[0]}-{result.steps[1]}"
     level = f"{100 * (1 - 2 * result.alpha):.3g} %"
     interval = f"{level} interval [{result.interval[0]:.3g}, {result.interval[1]:.3g}]"
     bound = f"certified bound {certified(result)}"
@@ -351,9 +380,8 @@ def primary_sentence(result: PrimaryResult) -> str:
             f"{result.metric}: differs by {result.mean_difference:+.3g}{unit}, beyond {margin}, over {where} "
             f"({interval}, Holm p = {result.p_beyond_holm:.2g} of a difference no larger){warning}"
         )
-    correlation = "undefined" if result.pair_correlation is None else f"{result.pair_correlation:.2f}"
     found = f"mean difference {result.mean_difference:+.3g}{unit}, {interval}, {bound} against {margin}"
-    spread = f"s_d {result.sd_difference:.3g}, pair correlation {correlation}"
+    spread = _spread(result)
     if result.excludes_zero:
         p = 1.0 if result.p_difference_holm is None else result.p_difference_holm
         detected = "was detected" if p < result.alpha_difference else "is likely"
@@ -363,9 +391,25 @@ def primary_sentence(result: PrimaryResult) -> str:
         )
     return (
         f"{result.metric}: not decided over {where}: {found}; {spread}, "
-        f"power now {_percent(result.power_now)}, pairs needed for 80 % power {_pairs_needed(result)}"
+        f"power now {_percent(result.power_now)}, {_needed(result)}"
         f"{warning}"
     )
+
+
+def _spread(result: PrimaryResult) -> str:
+    if result.num_runs is not None:
+        return f"sd of a run of each arm {result.sd_difference:.3g}"
+    correlation = "undefined" if result.pair_correlation is None else f"{result.pair_correlation:.2f}"
+    return f"s_d {result.sd_difference:.3g}, pair correlation {correlation}"
+
+
+def _needed(result: PrimaryResult) -> str:
+    if result.num_runs is None:
+        return f"pairs needed for 80 % power {_pairs_needed(result)}"
+    paired = (
+        f"pairing by seed would need about {_or_many(result.pairs_if_shared)} at a correlation of {SHARED}"
+    )
+    return f"runs of each arm needed for 80 % power {_pairs_needed(result)}; {paired}"
 
 
 def _jointly(result: PrimaryResult) -> str:
@@ -378,12 +422,13 @@ def _jointly(result: PrimaryResult) -> str:
 def _pairs_for_the_observed(result: PrimaryResult) -> str:
     """What more pairs would bring if the true difference is the observed one."""
     if result.margin_unit == "sigma":
-        return f"pairs needed for 80 % power {_pairs_needed(result)}"
+        return _needed(result)
+    units = "pairs" if result.num_runs is None else "runs of each arm"
     assert result.margin is not None and result.mean_difference is not None
     if abs(result.mean_difference) >= result.margin:
-        return "no number of pairs shows equivalence if the true difference is the observed one"
+        return f"no number of {units} shows equivalence if the true difference is the observed one"
     needed = _or_many(result.pairs_needed_observed)
-    return f"pairs needed for 80 % power {needed}, if the true difference is the observed one"
+    return f"{units} needed for 80 % power {needed}, if the true difference is the observed one"
 
 
 def certified(result: PrimaryResult) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
@@ -18,7 +19,16 @@ from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, w
 from abrun.compare.read.experiment import Experiment
 
 SCHEMA_VERSION = 3
-_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "by_prompt", "savings")
+_EVIDENCE = (
+    "primaries",
+    "descriptions",
+    "guards",
+    "step_one",
+    "divergence",
+    "final_weights",
+    "by_prompt",
+    "savings",
+)
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
@@ -31,6 +41,7 @@ class ArmSection:
     not_tested: list[str]
     num_pairs: int
     num_planned_pairs: int
+    num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]
     coverage: dict[str, int]
     looks: list[Look]
@@ -56,7 +67,9 @@ class VerdictFile:
     reasons: list[str]
     post_hoc: bool
     num_pairs: int
+    paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
     primaries: list[PrimaryResult]
+    descriptions: list[Description]  # of arms with one run each, which nothing is tested of
     guards: list[Guard]
     step_one: list[StepOne]
     divergence: list[Divergence]
@@ -91,6 +104,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         reasons=[*reasons, *([f"post hoc: {post_hoc}"] if post_hoc else [])],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
+        paired=experiment.compare.paired,
         **{key: [entry for arm in arms for entry in getattr(arm, key)] for key in _EVIDENCE},
         arms={
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})

@@ -85,6 +85,38 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sides:
+    """The runs of both arms of one comparison: as pairs, place by place of one seed, or independent."""
+
+    baselines: tuple[RecordedRun, ...]
+    treatments: tuple[RecordedRun, ...]
+    paired: bool
+
+    @property
+    def runs(self) -> tuple[RecordedRun, ...]:
+        return *self.baselines, *self.treatments
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return len(self.baselines), len(self.treatments)
+
+    @property
+    def finished(self) -> "Sides":
+        """The pairs of which both runs finished; of independent arms each run that did."""
+        return self.of([run.finished for run in self.baselines], [run.finished for run in self.treatments])
+
+    def of(self, left: Sequence[bool], right: Sequence[bool]) -> "Sides":
+        """Those marked in both arms; where they are paired, a pair needs both marks."""
+        if self.paired:
+            left = right = [one and other for one, other in zip(left, right, strict=True)]
+        return Sides(
+            baselines=tuple(run for run, kept in zip(self.baselines, left, strict=True) if kept),
+            treatments=tuple(run for run, kept in zip(self.treatments, right, strict=True) if kept),
+            paired=self.paired,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
     """A frozen ensemble: runs of one arm, and the comparison whose windows it holds in full."""
 
@@ -114,6 +146,7 @@ class Experiment:
     # Baselines in which something was planted: what by arm, and their runs, which no verdict is about.
     planted: Mapping[str, PlantedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
+    seeds_known: bool = True  # False: unpaired runs that were numbered
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property
@@ -128,8 +161,19 @@ class Experiment:
         """The runs of an arm by seed, without A/A reruns."""
         return {name.seed: run for name, run in self.runs.items() if name.arm == arm and not name.rerun}
 
+    def sides(self, arm: str, num_pairs: int | None = None) -> Sides:
+        """Both arms: the first pairs, or every run where they are not paired."""
+        if self.compare.paired:
+            pairs = self.pairs(arm)[:num_pairs]
+            both = [pair.baseline for pair in pairs], [pair.treatment for pair in pairs]
+        else:
+            both = self.arm(self.baseline).values(), self.arm(arm).values()
+        return Sides(baselines=tuple(both[0]), treatments=tuple(both[1]), paired=self.compare.paired)
+
     def pairs(self, arm: str) -> list[Pair]:
-        """The seeds that both arms planned, in launch order."""
+        """The seeds that both arms planned, in launch order; none where runs are not paired."""
+        if not self.compare.paired:
+            return []
         baselines, treatments = self.arm(self.baseline), self.arm(arm)
         reruns = [run for run in self.runs.values() if run.name.rerun]
         moved = [run for name, run in self.controls.items() if self.planted[name.arm].name == ONE_ULP]

@@ -30,7 +30,7 @@ def load_foreign(
     step_column: str | None = None,
     alone: bool = False,
 ) -> Experiment:
-    """The runs of some sources, paired by seed.
+    """The runs of some sources, paired by seed unless `compare` says otherwise.
 
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
@@ -41,7 +41,8 @@ def load_foreign(
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
-    names = _names(named_sources, logs_of, pattern)
+    names = _names(named_sources, logs_of, pattern, unpaired=not compare.paired)
+    seeds_known = compare.paired or names == _names_by_seed(named_sources, logs_of, pattern)
     logs = [log for logs in logs_of for log in logs]
     metrics = apply_to_all([log.metrics for log in logs], renamed)
     by_name = {run: replace(log, metrics=one) for run, log, one in zip(names, logs, metrics, strict=True)}
@@ -52,11 +53,12 @@ def load_foreign(
         name=name or _experiment_name(named_sources, arms),
         arms=arms,
         compare=compare,
-        runs={run: _run(run, by_name[run]) for run in ordered},
+        runs={run: _run(run, by_name[run], numbered=not seeds_known) for run in ordered},
+        seeds_known=seeds_known,
     )
 
 
-def _run(name: RunName, log: Log) -> RecordedRun:
+def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
     identity = log.identity if log.identity == name else None  # else it was given another name by hand
     return RecordedRun(
         name=name,
@@ -67,7 +69,7 @@ def _run(name: RunName, log: Log) -> RecordedRun:
         config=log.config,
         environment=log.environment,
         metrics=log.metrics,
-        notes=log.notes,
+        notes=(*log.notes, f"numbered, its seed is not known: {log.place}") if numbered else log.notes,
     )
 
 
@@ -81,8 +83,22 @@ def _named_source(source: str) -> tuple[str | None, str]:
     return None, source
 
 
-def _names(
+def _names_by_seed(
     sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], pattern: str | None
+) -> list[RunName] | None:
+    """As `_names` of runs to pair; None where they do not say their seeds."""
+    try:
+        return _names(sources, logs_of, pattern, unpaired=False)
+    except ComparisonError:
+        return None
+
+
+def _names(
+    sources: Sequence[tuple[str | None, str]],
+    logs_of: Sequence[Sequence[Log]],
+    pattern: str | None,
+    *,
+    unpaired: bool,
 ) -> list[RunName]:
     """The run that each log is, in the order of the sources and their logs."""
     logs = [log for logs in logs_of for log in logs]
@@ -95,7 +111,7 @@ def _names(
     if len(sources) == 1 and sources[0][0] is None:
         by_runs = True
     if by_runs and not any(arm for arm, _ in sources):
-        return name_runs(logs, pattern)
+        return name_runs(logs, pattern, unpaired=unpaired)
     unnamed_files = pattern is None and all(
         arm is None and len(of) == 1 for (arm, _), of in zip(sources, logs_of, strict=True)
     )
@@ -120,7 +136,7 @@ def _names(
     found = {
         id(log): run
         for arm, of in together.items()
-        for log, run in zip(of, name_seeds(of, arm, pattern), strict=True)
+        for log, run in zip(of, name_seeds(of, arm, pattern, unpaired=unpaired), strict=True)
     }
     return [found[id(log)] for log in logs]
 

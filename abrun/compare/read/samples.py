@@ -1,8 +1,13 @@
 """Completions of two runs to the same prompts, step by step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from abrun.logs.completions import read_completions
 from abrun.store import RunDir, Sample
+
+Kept = Mapping[int, tuple[Sample, ...]]  # of one run, by step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +20,19 @@ class SideBySide:
     right: Sample | None
 
 
-def side_by_side(left: RunDir, right: RunDir, step: int | None = None) -> list[SideBySide]:
+def samples_in(place: Path) -> Kept:
+    """Of a run's folder: abrun's own, or as another trainer has kept them there; none of a single file."""
+    if not place.is_dir():
+        return {}
+    return RunDir(place).samples() or read_completions(place)
+
+
+def side_by_side(left: Kept, right: Kept, step: int | None = None) -> list[SideBySide]:
     """In the order of steps and of the left run's prompts, then what the right run alone has.
 
     `step`: of this one alone. Raises StoreError where a file is corrupt.
     """
-    both = left.samples(), right.samples()
+    both = left, right
     steps = sorted(both[0].keys() | both[1].keys()) if step is None else [step]
     found = []
     for each in steps:

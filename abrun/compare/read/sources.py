@@ -22,6 +22,7 @@ class Reading:
     group: str | None = None
     aliases: tuple[str, ...] = ()
     step_column: str | None = None
+    unpaired: bool = False  # runs are independent, whatever their seeds
     alone: bool = False  # one arm is enough: its counterpart is a reference
 
     def refuse_for_stored(self, directory: Path) -> None:
@@ -63,7 +64,7 @@ def open_sources(
     else:
         experiment = load_foreign(
             sources,
-            compare=Compare(),
+            compare=Compare(paired=not reading.unpaired),
             name=None,
             pattern=reading.pattern,
             group=reading.group,

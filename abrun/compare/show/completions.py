@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.samples import Kept, samples_in
 from abrun.errors import StoreError
 from abrun.redaction import shown
-from abrun.store import RunDir, Sample
+from abrun.store import Sample
 
 MOST_STEPS = 8  # the first and the last among them
 MOST_PROMPTS = 4  # of a step
 MOST_CHARACTERS = 1500  # of a text, from its beginning and its end
-
-Kept = Mapping[int, tuple[Sample, ...]]  # of one run, by step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +51,7 @@ def completions(experiment: Experiment) -> Completions | None:
 
 def _kept(experiment: Experiment, arm: str, seed: int) -> Kept:
     run = experiment.arm(arm).get(seed)
-    directory = RunDir(Path(run.place)) if run and run.config is not None else None
-    return directory.samples() if directory and directory.path.is_dir() else {}
+    return samples_in(Path(run.place)) if run and not run.thinned else {}
 
 
 def _of_seed(experiment: Experiment, seed: int, kept: Mapping[str, Kept]) -> Completions | None:

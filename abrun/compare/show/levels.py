@@ -44,7 +44,8 @@ def _means(claim: Mapping[str, Any]) -> str | None:
         return None
     confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
     if claim["transform"] == "identity":
-        reach = f"± {(interval[1] - interval[0]) / 2:.2g} ({confidence}, of the paired difference)"
+        of = "difference" if claim["num_runs"] else "paired difference"
+        reach = f"± {(interval[1] - interval[0]) / 2:.2g} ({confidence}, of the {of})"
         return f"baseline {base:.4g}, treatment {treatment:.4g} {reach}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], treatment - base, interval[1]])
@@ -80,6 +81,8 @@ def _spread(claim: Mapping[str, Any]) -> str | None:
     seeds, paired = claim["baseline_sd"], claim["sd_difference"]
     if seeds is None or paired is None:
         return None
+    if claim["num_runs"]:
+        return f"sd over the baseline's runs {seeds:.2g}, unpaired"
     unpaired = seeds * math.sqrt(2)
     saved = f" ({unpaired / paired:.2g}x narrower than unpaired)" if 0 < paired < unpaired else ""
     return f"sd over seeds {seeds:.2g}, of the paired differences {paired:.2g}{saved}"

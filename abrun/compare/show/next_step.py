@@ -90,11 +90,20 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     looks = [look for section in content["arms"].values() for look in section["looks"]]
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
+    if content["descriptions"]:
+        if _launched(experiment):
+            yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
+        else:
+            more = "Train two runs or more beside each, with the same seeds in both arms, then compare again"
+            yield NextStep(text=more, command="abrun compare RUNS")
+        return
     if not _launched(experiment):
-        yield NextStep(
-            text="More pairs narrow the interval: train more seeds, then compare again",
-            command="abrun compare RUNS",
-        )
+        more = "More pairs narrow the interval: train more seeds, then compare again"
+        if not content["paired"]:
+            more = (
+                "Runs of the same seeds in both arms narrow the interval most: train some, then compare again"
+            )
+        yield NextStep(text=more, command="abrun compare RUNS")
         return
     if any(look["verdict"] is None for look in looks):
         yield NextStep(
@@ -140,6 +149,12 @@ def _fewer_pairs(one: Content) -> bool:
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if not _launched(experiment):
+        apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
+        if apart:
+            yield NextStep(
+                text="Compare them as independent runs, of other seeds",
+                command="abrun compare RUNS --unpaired",
+            )
         yield NextStep(text="Mend what the reasons name, then compare again", command="abrun compare RUNS")
         return
     broken = [run for run in experiment.runs.values() if not run.finished and not run.thinned]

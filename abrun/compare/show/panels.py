@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from scipy import special
 
 from abrun.compare.judge.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
 from abrun.compare.judge.summaries import comparable, difference_unit, reduced
-from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, stack, stack_pairs, union
-from abrun.equivalence import t_interval
+from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
+from abrun.equivalence import paired, welch
 from abrun.metric_names import Transform, phase_of, unit_of
 from abrun.series import Array, Steps
 
@@ -55,7 +56,7 @@ class Window:
     """One of NUM_WINDOWS parts of the run: each pair's difference of summaries, and their interval."""
 
     steps: tuple[int, int]
-    pairs: Array  # [P]
+    pairs: Array  # [P] none where runs are not paired
     interval: tuple[float, float] | None  # Bonferroni-t: all windows at once are covered with 95 %
 
 
@@ -72,7 +73,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A treatment minus its baseline, paired by seed, on the scale of a claim."""
+    """A treatment minus its baseline, paired by seed or of means, on the scale of a claim."""
 
     arm: str
     index: int
@@ -81,6 +82,7 @@ class Difference:
     steps: Steps  # [S] that every pair recorded
     pairs: tuple[Line, ...]  # at most MOST_LINES
     num_pairs: int  # of which these are
+    num_runs: tuple[int, int] | None  # of both arms, where they are not paired
     mean: Array  # [S]
     reruns: tuple[Line, ...]  # a baseline's rerun minus itself
     windows: tuple[Window, ...]
@@ -156,12 +158,14 @@ def _differences(experiment: Experiment, metric: str, claims: Sequence[Content])
     )
     for arm, transform in wanted:
         pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
+        sides = experiment.sides(arm).finished
         about = [one for one in claims if (one["arm"], one["transform"]) == (arm, transform)]
-        if pairs:
-            yield _difference(pairs, metric, arm, experiment.arms.index(arm), transform, about)
+        if min(sides.sizes):
+            yield _difference(sides, pairs, metric, arm, experiment.arms.index(arm), transform, about)
 
 
 def _difference(
+    sides: Sides,
     pairs: Sequence[Pair],
     metric: str,
     arm: str,
@@ -169,10 +173,11 @@ def _difference(
     transform: Transform,
     claims: Sequence[Content],
 ) -> Difference:
-    steps, baseline, treatment = stack_pairs(pairs, metric)
-    left, right = comparable(baseline, transform), comparable(treatment, transform)
+    steps, values = stack(sides.runs, metric)
+    num_baselines = len(sides.baselines)
+    left, right = (comparable(of, transform) for of in (values[:num_baselines], values[num_baselines:]))
     finite = np.isfinite(left).all(axis=0) & np.isfinite(right).all(axis=0)
-    drawn = _spread(list(zip(pairs, right - left, strict=True)))
+    drawn = _spread(list(zip(pairs, right - left, strict=True))) if sides.paired else []
     lines = (_line(pair.treatment, steps, one) for pair, one in drawn)
     known = len(steps) > 0
     return Difference(
@@ -183,9 +188,14 @@ def _difference(
         steps=steps,
         pairs=tuple(lines) if known else (),
         num_pairs=len(pairs) if known else 0,
-        mean=(right - left).mean(axis=0) if known else np.empty(0),
+        num_runs=None if sides.paired else sides.sizes,
+        mean=right.mean(axis=0) - left.mean(axis=0) if known else np.empty(0),
         reruns=tuple(_spread(list(_reruns(pairs, metric, transform)))) if known else (),
-        windows=tuple(_windows(steps[finite], left[:, finite], right[:, finite], metric)) if known else (),
+        windows=tuple(
+            _windows(steps[finite], left[:, finite], right[:, finite], metric, paired_by_seed=sides.paired)
+        )
+        if known
+        else (),
         claims=tuple(filter(None, map(_claim, claims))),
     )
 
@@ -199,12 +209,19 @@ def _reruns(pairs: Sequence[Pair], metric: str, transform: Transform) -> Iterato
                 yield _line(rerun, shared, again - once)
 
 
-def _windows(steps: Steps, left: Array, right: Array, metric: str) -> Iterator[Window]:
+def _windows(
+    steps: Steps, left: Array, right: Array, metric: str, *, paired_by_seed: bool
+) -> Iterator[Window]:
     parts = np.array_split(np.arange(len(steps)), min(NUM_WINDOWS, len(steps))) if len(steps) else []
     for part in parts:
-        differences = reduced(right[:, part], metric) - reduced(left[:, part], metric)
+        of_left, of_right = reduced(left[:, part], metric), reduced(right[:, part], metric)
+        differences = of_right - of_left if paired_by_seed else np.empty(0)
         with np.errstate(over="ignore", invalid="ignore"):
-            interval = t_interval(differences, 1 - 0.05 / len(parts)) if len(differences) > 1 else None
+            interval = None
+            if min(len(of_left), len(of_right)) > 1:
+                mean, error, freedom = paired(differences) if paired_by_seed else welch(of_left, of_right)
+                reach = float(special.stdtrit(freedom, 1 - 0.025 / len(parts))) * error
+                interval = mean - reach, mean + reach
         known = interval if interval is not None and np.isfinite(interval).all() else None
         ends = int(steps[part[0]]), int(steps[part[-1]])
         yield Window(steps=ends, pairs=differences, interval=known)

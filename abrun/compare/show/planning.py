@@ -23,7 +23,7 @@ COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
 def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
     """From the pairs of an earlier experiment; of several treatments, the one that varies most."""
     results = [
-        judge_primary(arm, experiment.pairs(arm), claim, resolved_margin(claim, None), experiment.all_steps())
+        judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), experiment.all_steps())
         for arm in experiment.treatments
     ]
     known = [result for result in results if result.sd_difference is not None]
@@ -36,10 +36,15 @@ def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
         correlation=widest.pair_correlation or 0.0,
         sd_difference=widest.sd_difference,
         num_pairs=widest.num_pairs,
-        source=f"measured in {experiment.name} over {widest.num_pairs} pairs",
+        source=f"measured in {experiment.name} over {widest.num_pairs} pairs{_where(widest.steps)}",
         level=widest.baseline_mean,
         climb=widest.climb,
     )
+
+
+def _where(steps: tuple[int, int] | None) -> str:
+    """Its steps: of a pilot that was shorter than the plan the spread is another."""
+    return f", steps {steps[0]}-{steps[1]}" if steps else ""
 
 
 def plan_report(
@@ -69,7 +74,8 @@ def plan_report(
         table.add_column(heading, justify="left" if heading in ("claim", "margin") else "right")
     for claim in equivalences:
         spread = _spread(claim, compare, earlier, sigma, correlation)
-        expected = claim_power(claim, compare, spread, alpha)
+        measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
+        expected = None if measured_nothing else claim_power(claim, compare, spread, alpha)
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
         if earlier is not None:
             lines += [
@@ -155,7 +161,9 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
     sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
     difference = f"sd of a difference {spread.sd_difference:.3g}"
     planned = ""
-    if spread.num_pairs:
+    if spread.num_pairs and not spread.sd_difference > 0:
+        planned = ": its pairs do not differ at all, which plans nothing; give --sigma, or a longer pilot"
+    elif spread.num_pairs:
         planned = f"; planned with its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
     return f"{sigma}pair correlation {spread.correlation:.2f}, {difference} ({spread.source}{planned})"
 

@@ -64,14 +64,18 @@ def metric_figure(experiment: Experiment, metric: str, claims: Sequence[Content]
     axes[0].set_title(f"{metric}, {experiment.name}")
     for ax, difference in zip(axes[1:], below, strict=True):
         note = "; bars are cut off at the edge" if paired_difference(ax, difference, metric) else ""
-        count = difference.num_pairs
-        pairs = f"{count} pair{'s' * (count != 1)}"
-        ax.set_title(f"{difference.arm} - {experiment.baseline}, {pairs}{note}")
+        ax.set_title(f"{difference.arm} - {experiment.baseline}, {_sample(difference)}{note}")
     axes[-1].set_xlabel("optimizer step")
     axes[-1].margins(x=0.02)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend_below(figure)
     return figure
+
+
+def _sample(difference: Difference) -> str:
+    if difference.num_runs is not None:
+        return f"unpaired: {difference.num_runs[0]} and {difference.num_runs[1]} runs, Welch"
+    return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
 
 
 def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
@@ -207,6 +211,12 @@ def paired_difference(ax: Axes, difference: Difference, metric: str) -> bool:
         if window.interval:
             bars += window.interval
             _bar(ax, center, *window.interval, color, 1.3, "_", label)
+    if difference.num_runs is not None and len(difference.steps):
+        means = np.where(np.isfinite(difference.mean), difference.mean, np.nan)
+        ax.plot(difference.steps, means, color=color, linewidth=0.8, label="difference of the arms' means")
+        shown += (
+            np.quantile(means[np.isfinite(means)], [0.02, 0.98]).tolist() if np.isfinite(means).any() else []
+        )
     for claim in difference.claims:
         shown += _claim(ax, claim)
     # With two or three pairs a bar can be fifty times the margin: the panel shows pairs and claims, cut bars.

@@ -36,6 +36,8 @@ COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALI
 OWN_FIGURES = ("claims", "overview")  # no metric's
 MOST_LEVELS = 2  # of an arm's claims; the page has all
 MOST_LINES = 25  # of the markdown, without images
+MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
+DESCRIBED = ["metric", "steps", "baseline", "treatment", "difference", "mean distance step by step"]
 MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
 
@@ -246,6 +248,9 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         head = ["arm"] * several + _primary_columns(content)
         lines += ["", _row(head), _row(["---"] * len(head))]
         lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
+    if content["descriptions"]:
+        lines += ["", _row(DESCRIBED), _row(["---"] * len(DESCRIBED))]
+        lines += [_row(_described(one)) for one in content["descriptions"][:MOST_DESCRIBED]]
     facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
     made = f"report made by {_code(beside.command)}"
     known = [_escaped(text) for text in (beside.ran, beside.environment) if text]
@@ -259,6 +264,18 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         lines = [*lines[: MOST_LINES - 2], "", f"and {more} more lines in report.html and verdict.json"]
     lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _described(one: Content) -> list[str]:
+    levels = [f"{one[key]:.4g}" for key in ("baseline", "treatment")]
+    apart = f"{one['mean_distance']:.3g}, at most {one['largest_distance']:.3g} (step {one['largest_at']})"
+    return [
+        one["metric"],
+        f"{one['steps'][0]}-{one['steps'][1]}",
+        *levels,
+        f"{one['difference']:+.3g}",
+        apart,
+    ]
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -276,12 +293,16 @@ def _code(text: str) -> str:
 
 
 def _headline(content: Content) -> str:
-    return f"{content['verdict']}{' (post hoc)' if content['post_hoc'] else ''}: {content['experiment']}"
+    said = ["a description"] * bool(content["descriptions"] and content["verdict"] == "INCONCLUSIVE")
+    said += ["post hoc"] * content["post_hoc"] + ["unpaired"] * (not content["paired"])
+    marks = f" ({', '.join(said)})" if said else ""
+    return f"{content['verdict']}{marks}: {content['experiment']}"
 
 
 def _primary_columns(content: Content) -> list[str]:
     level = 100 * (1 - 2 * max(one["alpha"] for one in content["primaries"]))
-    return ["metric", "steps", "pairs", f"difference [{level:.3g} %]", "margin", "certified bound", "result"]
+    counted = "pairs" if content["paired"] else "runs"
+    return ["metric", "steps", counted, f"difference [{level:.3g} %]", "margin", "certified bound", "result"]
 
 
 def _primary_cells(one: Content) -> list[str]:
@@ -297,7 +318,14 @@ def _primary_cells(one: Content) -> list[str]:
         difference = f"{one['limited']:.4g}" + (f" [{ends[0]:.4g}, {ends[1]:.4g}]" if ends else "")
     scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
     metric = f"{one['metric']}{scale}"
-    return [metric, steps, str(one["num_pairs"]), difference, one["margin_text"], bound, one["result"]]
+    counted = "{} and {}".format(*one["num_runs"]) if one["num_runs"] else str(one["num_pairs"])
+    return [metric, steps, counted, difference, one["margin_text"], bound, outcome(one)]
+
+
+def outcome(one: Content) -> str:
+    """A claim's result in the words of its kind: a limit is broken, and not different."""
+    broken = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
+    return broken.get(one["test"], one["result"]) if one["result"] == "different" else one["result"]
 
 
 def _facts(content: Content) -> Iterator[tuple[str, str]]:
@@ -311,11 +339,19 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
         if section["treatment_diff"]:
             yield f"{mark}treatment", _differences(section["treatment_diff"])
         shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
-        pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
-        yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
-        yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
+        if section["num_runs"]:
+            both = "{} of the baseline and {} of the treatment".format(*section["num_runs"])
+            yield f"{mark}runs", f"{both}, unpaired; {shared} of {everything} steps shared"
+        else:
+            pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
+            yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
+            yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
         yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])
-        yield f"{mark}divergence", _divergence([one for one in content["divergence"] if one["arm"] == arm])
+        if not section["num_runs"]:
+            yield (
+                f"{mark}divergence",
+                _divergence([one for one in content["divergence"] if one["arm"] == arm]),
+            )
         for one in content["final_weights"]:
             if one["arm"] == arm:
                 yield f"{mark}final weights", _final_weights(one)
@@ -381,8 +417,10 @@ def _divergence(divergences: Sequence[Content]) -> str:
     if not divergences:
         return "no finished pair"
     first = divergences[0]
-    floors = [_against_noise(one) for one in divergences[:3] if one["noise_floor"] != "unknown"]
-    said = floors or ["noise floor unknown (no A/A reruns)"]
+    repeating = [one for one in divergences if one["noise_floor"] == "zero"]
+    measured = [one for one in divergences[:3] if one["noise_floor"] == "measured"]
+    said = [*map(_against_noise, measured), *([_repeats(repeating)] if repeating else [])]
+    said = said or ["noise floor unknown (no A/A reruns)"]
     if first["ulp"]:
         said.append(_against_ulp(first))
     if first["share_of_seed_spread"] is not None:
@@ -398,11 +436,15 @@ def _against_ulp(one: Content) -> str:
     return f"{one['metric']}: {grown['ratio']:.2g}x{interval} what one ULP grows into"
 
 
+def _repeats(divergences: Sequence[Content]) -> str:
+    """Said once of all metrics of which reruns of the baseline are no distance away."""
+    apart = [one["first_step_apart"] for one in divergences if one["first_step_apart"] is not None]
+    treatment = f"the arms part from step {min(apart)} on" if apart else "and so does the treatment"
+    of = f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0]['metric']}"
+    return f"the baseline repeats bit for bit{of}, {treatment}"
+
+
 def _against_noise(one: Content) -> str:
-    if one["noise_floor"] == "zero":
-        apart = one["first_step_apart"]
-        treatment = f"the arms part at step {apart}" if apart else "and so does the treatment"
-        return f"{one['metric']}: the baseline repeats bit for bit, {treatment}"
     beyond = f"further than its reruns in every seed (p = {one['p_beyond']:.2g})"
     within = "not further than its reruns in every seed"
     said = beyond if one["p_beyond"] < 1 else within
@@ -455,9 +497,16 @@ def terminal_summary(
     several = len(content["arms"]) > 1
     if content["primaries"]:
         columns = ["arm"] * several + _primary_columns(content)
-        table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in columns:
+            table.add_column(column, overflow="fold")
         for one in content["primaries"]:
             table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + _primary_cells(one)))
+        parts += [table, Text("")]
+    if content["descriptions"]:
+        table = Table(*DESCRIBED, box=None, header_style="bold", pad_edge=False)
+        for one in content["descriptions"][:MOST_DESCRIBED]:
+            table.add_row(*(Text(shown(cell)) for cell in _described(one)))
         parts += [table, Text("")]
     facts = Table.grid(padding=(0, 2))
     for label, text in _facts(content):

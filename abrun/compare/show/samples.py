@@ -34,9 +34,13 @@ def _parts(names: Sequence[str], pairs: Sequence[SideBySide]) -> Iterator["Rende
 
 
 def _facts(one: Sample) -> str:
-    cut = ", truncated" if one.truncated else ""
-    error = f"log-prob error {one.logprob_error:.2g}"
-    return f"reward {one.reward:.3g}, {error}, {one.num_tokens} tokens{cut}"
+    parts = [
+        "reward unknown" if one.reward is None else f"reward {one.reward:.3g}",
+        "" if one.logprob_error is None else f"log-prob error {one.logprob_error:.2g}",
+        "" if one.num_tokens is None else f"{one.num_tokens} tokens",
+        "truncated" if one.truncated else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _lines(text: str) -> str:

@@ -156,7 +156,7 @@ class Figure {
     made.cut = el("span", { class: "muted" });
     const title = [
       `${arms[panel.arm]} ${MINUS} ${baselineName()}`,
-      muted(` paired difference, ${count(panel.num_pairs, "pair")}${panel.unit ? `, ${panel.unit}` : ""}`),
+      muted(` ${sampleOf(panel)}${panel.unit ? `, ${panel.unit}` : ""}`),
     ];
     const margin = claims.find((one) => typeof one.margin === "number");
     const level = [...new Set(claims.map((one) => confidence(one.interval ? one.alpha : 0.05)))].join(", ");
@@ -168,8 +168,10 @@ class Figure {
       el(
         "p",
         { class: "caption" },
-        key("bold", "bold: mean of pairs"),
-        key("thin", `thin: one pair${this.data.num_buckets ? ", once seeds are switched on" : ""}`),
+        key("bold", panel.num_runs ? "bold: difference of the arms' means" : "bold: mean of pairs"),
+        panel.num_runs
+          ? null
+          : key("thin", `thin: one pair${this.data.num_buckets ? ", once seeds are switched on" : ""}`),
         panel.reruns.length ? key("rerun", `A/A: a baseline\u2019s rerun ${MINUS} itself`) : null,
         margin ? key("margin", `margin ${marginText(margin)}`) : null,
         claims.some((one) => one.interval || one.ci90)
@@ -178,7 +180,7 @@ class Figure {
         panel.windows.some((one) => one.interval)
           ? key("bars", `Bonferroni-t: 95\u00a0% over all ${panel.windows.length} windows`)
           : null,
-        panel.windows.length ? key("dot", "one pair\u2019s window") : null,
+        panel.windows.length && !panel.num_runs ? key("dot", "one pair\u2019s window") : null,
         made.cut,
       ),
     );
@@ -398,7 +400,7 @@ class Figure {
       rangeOf([...all, ...focus, ...panel.windows.flatMap((one) => one.interval || [])]),
       0.04,
     );
-    const label = `${arms[panel.arm]} minus ${baselineName()}: paired difference of ${this.metric}${panel.unit ? `, ${panel.unit}` : ""}`;
+    const label = `${arms[panel.arm]} minus ${baselineName()}: ${panel.num_runs ? "" : "paired "}difference of ${this.metric}${panel.unit ? `, ${panel.unit}` : ""}`;
     return this.plot(panel.box, values, series, {
       label,
       height: 210,

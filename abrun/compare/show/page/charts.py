@@ -100,6 +100,7 @@ def _difference(rows: Rows, difference: Difference) -> dict[str, Any]:
         "transform": difference.transform,
         "unit": difference.scale,
         "num_pairs": difference.num_pairs,
+        "num_runs": difference.num_runs,
         "pairs": [{"row": rows.add(one.steps, one.values), "seed": one.seed} for one in difference.pairs],
         "mean": rows.add(difference.steps, difference.mean, over_runs=True) if known else None,
         "reruns": [{"row": rows.add(one.steps, one.values), "name": one.name} for one in difference.reruns],

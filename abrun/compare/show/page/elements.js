@@ -41,6 +41,10 @@ const signed = (value, digits) => (value > 0 ? "+" : "") + number(value, digits)
 const interval = (ends, digits = 3) =>
   ends ? `[${number(ends[0], digits)}, ${number(ends[1], digits)}]` : "\u2013";
 const percent = (share) => (typeof share === "number" ? `${Math.round(100 * share)}\u00a0%` : "unknown");
+const sampleOf = (panel) =>
+  panel.num_runs
+    ? `unpaired difference, ${panel.num_runs[0]} and ${panel.num_runs[1]} runs`
+    : `paired difference, ${count(panel.num_pairs, "pair")}`;
 const count = (size, noun) => `${size} ${noun}${size === 1 ? "" : "s"}`;
 const grouped = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, ",");
 const stepsText = (ends) =>

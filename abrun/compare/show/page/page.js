@@ -15,6 +15,8 @@ const RESULTS = {
   different: ["bad", "\u2715"],
   fail: ["bad", "\u2715"],
   deviates: ["bad", "\u2715"],
+  "limit broken": ["bad", "\u2715"],
+  "not exact": ["bad", "\u2715"],
   undecided: ["open", "?"],
   "baseline too": ["open", "!"],
   open: ["open", "!"],
@@ -41,13 +43,20 @@ function section(id, title, ...children) {
 function banner() {
   const [glyph, outcome] = VERDICTS[content.verdict] || ["?", ""];
   const unread = content.verdict === "MATCH" && !(content.step_one || []).length;
-  const meaning = unread ? `${outcome} Step one was not looked at.` : outcome;
+  const described = (content.descriptions || []).length > 0 && content.verdict === "INCONCLUSIVE";
+  const meaning = described
+    ? "One run of each arm: a description, not a test."
+    : unread
+      ? `${outcome} Step one was not looked at.`
+      : outcome;
   const planned = Object.values(content.arms || {}).map((arm) => arm.num_planned_pairs);
   const facts = [
-    [
-      "pairs",
-      planned.length ? `${content.num_pairs} of ${Math.max(...planned)} finished` : String(content.num_pairs),
-    ],
+    content.paired === false
+      ? ["unpaired runs", sizes(Object.values(content.arms)[0].num_runs)]
+      : [
+          "pairs",
+          planned.length ? `${content.num_pairs} of ${Math.max(...planned)} finished` : String(content.num_pairs),
+        ],
     ["arms", [baselineName(), ...treatments].join(" \u00b7 ")],
     ["exit code", String(content.exit_code)],
   ];
@@ -77,6 +86,8 @@ function banner() {
       el("span", { class: "glyph-verdict", "aria-hidden": "true" }, glyph),
       content.verdict,
       content.post_hoc ? el("span", { class: "badge" }, "post hoc") : null,
+      content.paired === false ? el("span", { class: "badge" }, "unpaired") : null,
+      described ? el("span", { class: "badge" }, "a description") : null,
     ),
     el("p", { class: "meaning" }, meaning),
     el(
@@ -140,6 +151,47 @@ const beside = report.beside || {};
 const levels = beside.levels || [];
 const MOST_DETAILED = 3; // levels in the head
 
+// --- two runs, one of each arm ---
+
+function description() {
+  const list = content.descriptions || [];
+  if (!list.length) return null;
+  return section(
+    "description",
+    "The two runs",
+    el(
+      "p",
+      { class: "intro" },
+      "Levels over the window, and how far apart the curves lie over all steps that both recorded. Two runs cannot tell what the treatment does from what a seed does.",
+    ),
+    table(
+      "The two runs",
+      [
+        ...(several ? [["arm"]] : []),
+        ["metric"],
+        ["steps", "nowrap"],
+        [baselineName(), "right"],
+        ["treatment", "right"],
+        ["difference", "right"],
+        ["mean |difference| over steps", "right"],
+        ["largest", "right"],
+        ["at step", "right"],
+      ],
+      list.map((one) => [
+        ...(several ? [one.arm] : []),
+        el("b", { class: "name" }, one.metric),
+        `${one.steps[0]}\u2013${one.steps[1]}`,
+        number(one.baseline, 4),
+        number(one.treatment, 4),
+        signed(one.difference, 3),
+        number(one.mean_distance, 3),
+        number(one.largest_distance, 3),
+        String(one.largest_at),
+      ]),
+    ),
+  );
+}
+
 // --- primaries ---
 
 function primaries() {
@@ -155,12 +207,12 @@ function primaries() {
     ...armHead,
     ["metric"],
     ["result"],
-    ["paired differences"],
+    [content.paired === false ? "difference" : "paired differences"],
     ["mean difference"],
     ["margin"],
     ["certified bound"],
     ["steps", "nowrap"],
-    ["pairs", "right"],
+    [content.paired === false ? "runs" : "pairs", "right"],
   ];
   return section(
     "claims",
@@ -177,7 +229,7 @@ function primaries() {
       claims.map((one) => [
         ...(several ? [one.arm] : []),
         [el("b", { class: "name" }, one.metric), muted(detailOfClaim(one))],
-        [chip(one.result), muted(outlook(one))],
+        [chip(outcomeOf(one)), muted(outlook(one))],
         dotPlot(one),
         [
           typeof one.limited === "number" ? number(one.limited, 4) : signed(one.mean_difference, 3),
@@ -195,14 +247,14 @@ function primaries() {
           one.margin_unit === "sigma" ? muted(`${number(one.certified_number, 3)} sigma`) : null,
         ],
         [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
-        String(one.num_pairs),
+        one.num_runs ? sizes(one.num_runs) : String(one.num_pairs),
       ]),
     ),
     el(
       "p",
       { class: "caption" },
       key("margin", "margin"),
-      key("dot", "one pair"),
+      content.paired === false ? null : key("dot", "one pair"),
       key("claim", "mean and its interval"),
     ),
   );
@@ -214,6 +266,11 @@ function detailOfClaim(one) {
     .join(", ");
 }
 
+const BROKEN = { limit: "limit broken", "ratio limit": "limit broken", exact: "not exact" };
+const outcomeOf = (one) => (one.result === "different" && BROKEN[one.test]) || one.result;
+
+const sizes = (runs) => `${runs[0]} and ${runs[1]}`;
+
 const marginText = (one) =>
   one.margin_text || (typeof one.margin === "number" ? `\u00b1${number(one.margin)}` : "\u2013");
 
@@ -222,12 +279,13 @@ function outlook(one) {
   if (one.result !== "undecided") return "";
   const many = (size) => (size === null || size === undefined ? "more than 1000" : String(size));
   const range = one.pairs_needed_range ? ` (${one.pairs_needed_range.map(many).join(" to ")})` : "";
+  const unit = one.num_runs ? "runs of each arm" : "pairs";
   const excludesZero = one.interval && (one.interval[0] > 0 || one.interval[1] < 0);
   if (excludesZero && one.margin_unit !== "sigma")
     return Math.abs(one.mean_difference) >= one.margin
-      ? "interval without zero; no number of pairs shows equivalence at the observed difference"
-      : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} pairs at the observed difference`;
-  return `power now ${percent(one.power_now)}; 80\u00a0% takes ${many(one.pairs_needed)}${range} pairs`;
+      ? "interval without zero; no number of runs shows equivalence at the observed difference"
+      : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} ${unit} at the observed difference`;
+  return `power now ${percent(one.power_now)}; 80\u00a0% takes ${many(one.pairs_needed)}${range} ${unit}`;
 }
 
 // All claims on one scale: how far each interval reaches, in units of its own margin.
@@ -322,7 +380,7 @@ function dotPlot(one) {
     );
     parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
   }
-  const label = `Paired differences of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${interval(ends)}, margin ${marginText(one)}`;
+  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${interval(ends)}, margin ${marginText(one)}`;
   return svg(
     "svg",
     { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },
@@ -387,7 +445,7 @@ function stepOne() {
   };
   return section(
     "step-one",
-    "Step one (T1)",
+    "Step one",
     el(
       "p",
       { class: "intro" },
@@ -536,7 +594,7 @@ function divergence() {
     return one.p_beyond < 1 ? `in every seed (p = ${number(one.p_beyond, 2)})` : "not in every seed";
   };
   const ratio = (one) =>
-    ({ zero: "the baseline repeats bit for bit", unknown: "unknown" })[one.noise_floor] ||
+    ({ zero: "\u2013", unknown: "unknown" })[one.noise_floor] ||
     `${number(one.ratio, 2)}\u00d7`;
   const grown = (one) =>
     one.ulp === null
@@ -547,13 +605,16 @@ function divergence() {
   const unknown = list.length && list.every((one) => one.noise_floor === "unknown");
   return section(
     "divergence",
-    "Divergence (T2)",
+    "Divergence",
     el(
       "p",
       { class: "intro" },
       "How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor), against what one ULP of the initial weights grows into (controls.ulp_reruns), and against the spread over seeds. This is a diagnosis; no verdict hangs on it.",
     ),
     unknown ? el("p", {}, "Noise floor unknown: there are no A/A reruns (controls.aa_reruns).") : null,
+    list.some((one) => one.noise_floor === "zero")
+      ? el("p", {}, "Where no ratio stands, the baseline repeats itself bit for bit: its reruns are no distance away.")
+      : null,
     list.length
       ? table(
           "Divergence",
@@ -577,7 +638,7 @@ function divergence() {
             beyond(one),
           ]),
         )
-      : el("p", {}, "No finished pair."),
+      : el("p", {}, content.paired === false ? "Runs that are not paired have no distance." : "No finished pair."),
   );
 }
 
@@ -644,7 +705,11 @@ function exchange({ prompt, said }, of) {
   const rewards = said.filter(Boolean).map((one) => one.reward);
   const apart = new Set(said.map((one) => one && one.text)).size > 1;
   const facts = (one) =>
-    [`${one.num_tokens} tokens`, one.truncated ? "truncated" : "", `log-prob error ${number(one.logprob_error, 2)}`]
+    [
+      one.num_tokens === null ? "" : `${one.num_tokens} tokens`,
+      one.truncated ? "truncated" : "",
+      one.logprob_error === null ? "" : `log-prob error ${number(one.logprob_error, 2)}`,
+    ]
       .filter(Boolean)
       .join(", ");
   return el(
@@ -802,6 +867,7 @@ function versions() {
   }));
   const names = [...new Set(environments.flatMap((one) => [...one.values.keys()]))];
   const differs = (name) => new Set(environments.map((one) => one.values.get(name))).size > 1;
+  const said = (value) => (value === undefined || value === null || value === "null" ? "not there" : value);
   const head = (one) =>
     environments.length === 1
       ? "all runs that state it"
@@ -817,7 +883,7 @@ function versions() {
           [["what"], ...environments.map((one) => [head(one)])],
           names.map((name) => [
             [el("code", {}, name), differs(name) ? el("span", { class: "chip open" }, "differs") : null],
-            ...environments.map((one) => one.values.get(name) ?? "\u2013"),
+            ...environments.map((one) => said(one.values.get(name))),
           ]),
         )
       : el("p", {}, "No run states its versions and devices."),
@@ -1042,6 +1108,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
 );
 
 const body = [
+  description(),
   primaries(),
   sensitivity(),
   curves(),

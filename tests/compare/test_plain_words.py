@@ -1,0 +1,123 @@
+"""What a trial by people found: sentences of a claim, of its refusal, and of commands beside it."""
+
+import pytest
+from typer.testing import CliRunner
+
+from abrun.cli import app
+from abrun.cli.arguments import parse_seeds
+from abrun.compare import compare
+from abrun.compare.read.stored import load_experiment
+from abrun.errors import RecipeError
+from abrun.recipe import Recipe, parse_primary
+from tests.compare.simulate import RECIPE, edit_rows
+
+TEN = {"seeds": list(range(10)), "controls": {"aa_reruns": 0}}
+
+
+def kill(experiment_dir, num_seeds):
+    """These seeds learn nothing, in both arms."""
+    for arm in ("baseline", "treatment"):
+        for seed in range(num_seeds):
+            edit_rows(
+                experiment_dir / arm / f"seed-{seed}",
+                lambda row: row.update({"train/reward": 0.2 + 0.01 * (row["train/reward"] - 0.5)}),
+            )
+
+
+def test_half_of_a_baseline_that_did_not_climb_is_no_match(simulated, judged):
+    experiment_dir = simulated(**TEN)
+    kill(experiment_dir, 5)
+    found = judged(experiment_dir)
+    assert found.verdict == "INCONCLUSIVE"
+    assert "5 of 10 baseline seeds did not climb by more than the margin" in found.content.reasons[0]
+
+
+def test_fewer_that_did_not_climb_are_said(simulated, judged):
+    experiment_dir = simulated(**TEN)
+    kill(experiment_dir, 2)
+    found = judged(experiment_dir)
+    assert found.verdict == "MATCH"
+    assert "2 of 10 baseline seeds did not climb by more than the margin" in found.content.reasons[0]
+
+
+def test_a_bound_of_zero_says_why(simulated, judged):
+    experiment_dir = simulated()
+    for seed in range(5):
+        rows = (experiment_dir / f"baseline/seed-{seed}/metrics.jsonl").read_text()
+        (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_text(rows)
+        edit_rows(
+            experiment_dir / f"treatment/seed-{seed}", lambda row: row.update({"timing/x_s": row["step"]})
+        )
+        edit_rows(
+            experiment_dir / f"treatment/seed-{seed}",
+            lambda row: row["step"] > 1 and row.update({"train/entropy": row["train/entropy"] * 1.01}),
+        )
+    found = judged(experiment_dir)
+    assert found.verdict == "MATCH" and found.content.primaries[0].certified_bound == 0
+    assert "the bound is 0 because the summaries of both arms are the same number" in found.content.reasons[0]
+
+
+def test_margins_as_wide_as_the_level(simulated, judged):
+    with pytest.raises(RecipeError, match=r"got '500%', as wide as all of it; allowed: less than 100%"):
+        parse_primary("train/reward:all:500%")
+    claim = {"metric": "train/reward", "margin": 3, "climbs": False}
+    found = judged(simulated(compare={"primary": [claim]}))
+    assert "the margin is wider than the baseline's level of 0.69: an arm at 0 would pass" in str(
+        found.content.reasons
+    )
+
+
+def test_one_seed_is_refused_in_the_words_of_its_claim():
+    def recipe(**claim):
+        primary = [{"metric": "train/reward", **claim}]
+        return Recipe.model_validate({**RECIPE, "seeds": [0], "compare": {"primary": primary}})
+
+    with pytest.raises(ValueError, match="got one seed with an equivalence margin"):
+        recipe(margin=0.1)
+    with pytest.raises(ValueError, match=r"got one seed with a limit, above 0\.5 "):
+        recipe(above=0.5)
+    assert recipe(exact=True).seeds == [0]
+
+
+def test_a_limit_with_a_colon_is_explained():
+    with pytest.raises(RecipeError, match=r"a limit with a colon in it; write '<0\.9x'"):
+        parse_primary("train/reward:last 20%:<0.9:x")
+
+
+@pytest.mark.parametrize(("text", "why"), [("2-0", "runs backwards; write 0-2"), ("0-5000", "at most 1000")])
+def test_ranges_of_seeds_are_refused_for_what_is_wrong(text, why):
+    with pytest.raises(RecipeError, match=why):
+        parse_seeds(text)
+
+
+def test_a_broken_limit_is_called_that(simulated, tmp_path):
+    primaries = [parse_primary("train/reward:last 20%:<0.5"), parse_primary("train/reward:all:exact")]
+    experiment = load_experiment(simulated())
+    compare(experiment, output=tmp_path, primaries=primaries, formats=("markdown",))
+    text = (tmp_path / "report.md").read_text()
+    assert "| limit broken |" in text and "| not exact |" in text and "| different |" not in text
+
+
+def test_samples_of_an_experiment_names_its_runs(simulated):
+    experiment_dir = simulated(**TEN)
+    result = CliRunner().invoke(app, ["samples", str(experiment_dir)])
+    assert result.exit_code != 0
+    assert "name one of its runs:" in str(result.exception) + result.output
+
+
+def test_a_pilot_that_does_not_vary_plans_nothing(simulated, tmp_path):
+    from rich.console import Console
+
+    from abrun.compare.show.planning import plan_report
+
+    experiment_dir = simulated()
+    for seed in range(5):
+        rows = (experiment_dir / f"baseline/seed-{seed}/metrics.jsonl").read_text()
+        (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_text(rows)
+    experiment = load_experiment(experiment_dir)
+    console = Console(width=300, file=(tmp_path / "said").open("w"))
+    console.print(plan_report("x", experiment.compare, 5, earlier=experiment))
+    console.file.close()
+    said = (tmp_path / "said").read_text()
+    assert "its pairs do not differ at all, which plans nothing" in said and "steps 33-40" in said
+    assert "P(match) if the arms are truly equal" not in said

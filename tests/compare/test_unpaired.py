@@ -1,0 +1,194 @@
+"""Runs that share no seed: said as such, tested by Welch; and one run of each arm, which is described."""
+
+import json
+
+import numpy as np
+import pytest
+
+from abrun.compare import compare_sources
+from abrun.compare.judge.guards import opposed
+from abrun.compare.judge.verdict_file import json_schema
+from abrun.compare.read.sources import Reading
+from abrun.errors import ComparisonError
+from abrun.recipe import Compare, parse_primary
+from tests.compare.simulate import edit_rows
+
+STEPS = np.arange(1, 41)
+
+
+def write(folder, arm, seeds, *, shift=0.0, named="run-s{}", last=40):
+    """Runs of an arm: rewards that rise by 0.6, with a sd of 0.01 over runs."""
+    (folder / arm).mkdir(parents=True)
+    for seed in seeds:
+        rng = np.random.default_rng([seed, *arm.encode()])
+        reward = 0.2 + 0.6 * (1 - np.exp(-STEPS / 8)) + shift + 0.01 * rng.standard_normal()
+        rows = zip(STEPS[:last], reward + 0.005 * rng.standard_normal(40), rng.random(40) + 1, strict=False)
+        text = "".join(f"{step},{one:.6f},{norm:.6f}\n" for step, one, norm in rows)
+        (folder / arm / f"{named.format(seed)}.csv").write_text(f"step,train/reward,train/grad_norm\n{text}")
+    return str(folder / arm)
+
+
+@pytest.fixture
+def compared(tmp_path):
+    def run(*sources, margin="0.05", unpaired=True, formats=("json", "markdown"), **reading):
+        return compare_sources(
+            sources,
+            Reading(unpaired=unpaired, **reading),
+            primaries=[parse_primary(f"train/reward:last 20%:{margin}")],
+            output=tmp_path / "out",
+            formats=formats,
+        )
+
+    return run
+
+
+def test_seeds_that_differ_are_not_silently_unpaired(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    found = compared(*arms, unpaired=False)
+    assert found.verdict == "INVALID"
+    assert "no seed is in both old" in found.content.reasons[0]
+    assert "--unpaired compares them as independent runs" in found.content.reasons[0]
+    assert found.next_steps[0].command == "abrun compare RUNS --unpaired"
+
+
+@pytest.mark.parametrize("margin", ["0.05", "8%", "12% of climb", "9 sigma"])
+def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    found = compared(*arms, margin=margin)
+    (claim,) = found.content.primaries
+    assert (found.verdict, found.exit_code, claim.result) == ("MATCH", 0, "equivalent")
+    assert claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
+    assert (claim.num_runs, claim.num_pairs, claim.differences) == ((5, 4), 0, ())
+    assert "over 5 and 4 unpaired runs (Welch)" in found.content.reasons[0]
+    assert found.content.paired is False and found.content.step_one == [] == found.content.divergence
+    assert (tmp_path / "out/report.md").read_text().startswith("# MATCH (post hoc, unpaired): old-vs-new")
+    import jsonschema
+
+    content = json.loads((tmp_path / "out/verdict.json").read_text())
+    jsonschema.Draft202012Validator(json_schema()).validate(content)
+
+
+def test_arms_apart_are_a_mismatch_by_welch(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9), shift=0.2)
+    found = compared(*arms)
+    assert (found.verdict, found.exit_code) == ("MISMATCH", 3)
+    assert "differs by +0.2" in found.content.reasons[0]
+
+
+def test_what_is_open_says_how_many_runs_it_takes_and_what_pairs_would(tmp_path, compared):
+    arms = write(tmp_path, "old", range(3)), write(tmp_path, "new", range(5, 8))
+    found = compared(*arms, margin="0.008")
+    assert found.verdict == "INCONCLUSIVE"
+    assert "runs of each arm needed for 80 % power" in found.content.reasons[0]
+    assert "pairing by seed would need about" in found.content.reasons[0]
+
+
+def test_a_ratio_is_tested_and_exactness_is_not(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    ratio = compared(*arms, margin="<1.1x")
+    assert (ratio.verdict, ratio.content.primaries[0].result) == ("MATCH", "holds")
+    assert compared(*arms, margin="<0.8x").verdict == "MISMATCH"
+    exact = compared(*arms, margin="exact")
+    assert exact.verdict == "INCONCLUSIVE"
+    assert "bit-exactness is a matter of pairs of one seed" in exact.content.reasons[0]
+
+
+def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path, compared):
+    arms = write(tmp_path, "old", range(4), named="x{}y"), write(tmp_path, "new", range(4), named="x{}y")
+    with pytest.raises(ComparisonError, match="or that they have none: --unpaired"):
+        compared(*arms, unpaired=False)
+    found = compared(*arms)
+    assert found.verdict == "MATCH"
+    assert any("numbered, its seed is not known" in note for note in found.content.notes)
+    both = compared(str(tmp_path), pattern="{arm}/*", baseline="old")
+    assert both.content.primaries[0].num_runs == (4, 4)
+
+
+def test_same_seeds_are_unpaired_where_that_is_asked_and_it_is_said(tmp_path, compared):
+    arms = write(tmp_path, "old", range(4)), write(tmp_path, "new", range(4))
+    found = compared(*arms)
+    assert found.verdict == "MATCH"
+    assert any("4 seeds of both arms not paired, as asked" in one for one in found.content.not_tested)
+
+
+def test_a_run_that_is_in_both_arms_is_no_match(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    (tmp_path / "new/run-s5.csv").write_text((tmp_path / "old/run-s0.csv").read_text())
+    found = compared(*arms)
+    assert found.verdict == "INCONCLUSIVE" and "holds the numbers of" in found.content.reasons[0]
+
+
+def test_a_baseline_that_learned_nothing_is_no_match(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    found = compared(*arms, margin="0.7")
+    assert found.verdict == "INCONCLUSIVE" and "the baseline climbs by" in found.content.reasons[0]
+
+
+def test_guards_hold_independent_runs_against_every_baseline_run(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    path = tmp_path / "new/run-s6.csv"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:20], lines[20].rsplit(",", 1)[0] + ",nan", *lines[21:]]) + "\n")
+    found = compared(*arms)
+    assert found.verdict == "MISMATCH"
+    assert "train/grad_norm is nan in new/seed-6 from step 20, and finite in every baseline run" in str(
+        found.content.reasons
+    )
+
+
+def test_any_run_of_the_baseline_excuses_a_nan(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    for run in ("old/run-s3.csv", "new/run-s6.csv"):
+        lines = (tmp_path / run).read_text().splitlines()
+        lines[20] = lines[20].rsplit(",", 1)[0] + ",nan"
+        (tmp_path / run).write_text("\n".join(lines) + "\n")
+    assert compared(*arms).verdict == "MATCH"
+
+
+def test_an_experiment_unpaired_afterwards_is_post_hoc(simulated, tmp_path):
+    reading = Reading(unpaired=True)
+    found = compare_sources([str(simulated())], reading, output=tmp_path / "out", formats=("json",))
+    assert "post hoc: the arms were not paired, which was not declared" in found.content.reasons[-1]
+    assert not found.content.primaries[0].problem and found.content.savings[0].num_runs == (5, 5)
+
+
+def test_a_recipe_can_declare_it(simulated, judged):
+    claim = {"metric": "train/reward", "margin": 0.1}
+    experiment_dir = simulated(compare={"primary": [claim], "paired": False})
+    edit_rows(
+        experiment_dir / "treatment/seed-1", lambda row: row.update({"train/token_mult_prob_error": 1.5})
+    )
+    found = judged(experiment_dir)
+    assert not found.content.post_hoc and found.content.primaries[0].num_runs == (5, 5)
+    share = next(one for one in found.content.guards if one.guard == "token_mult_prob_error_share")
+    assert share.result == "open"  # one run of five: Welch does not show it at the guard's level
+    with pytest.raises(ValueError, match="paired: false and looks"):
+        Compare(paired=False, looks=[3, 5])
+
+
+def test_one_run_of_each_arm_is_a_description(tmp_path, compared):
+    arms = write(tmp_path, "old", [0]), write(tmp_path, "new", [1], shift=0.5)
+    found = compared(*arms, formats=("json", "markdown", "html"))
+    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)
+    assert found.content.reasons[0].startswith("one run of each arm is a description and no test")
+    (reward, norm) = found.content.descriptions
+    assert (reward.metric, reward.steps, norm.metric) == ("train/reward", (33, 40), "train/grad_norm")
+    assert reward.difference == pytest.approx(0.5, abs=0.05)
+    assert reward.mean_distance == pytest.approx(0.5, abs=0.05)
+    assert "with the same seeds in both arms" in found.next_steps[0].text
+    head = (tmp_path / "out/report.md").read_text().splitlines()[0]
+    assert head == "# INCONCLUSIVE (a description, post hoc, unpaired): old-vs-new"
+
+
+def test_one_pair_that_differs_at_step_one_stays_a_mismatch(simulated, judged):
+    experiment_dir = simulated(seeds=[0], controls={"aa_reruns": 0}, compare={})
+    edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/grad_norm": 9.0}))
+    found = judged(experiment_dir)
+    assert found.verdict == "MISMATCH" and "step one" in found.content.reasons[0]
+    assert found.content.descriptions
+
+
+def test_no_baseline_opposes_nothing(simulated, judged):
+    from abrun.compare.read.experiment import Sides
+
+    assert opposed(Sides(baselines=(), treatments=(), paired=False)) == []
