@@ -553,6 +553,11 @@ NEEDS: dict[Need, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def what_it_takes(fault: Fault) -> dict[Need, str]:
+    """Each of its needs, with the setting that gives it."""
+    return {need: NEEDS[need][1] for need in fault.needs}
+
+
 def lacking(fault: Fault, run: Any) -> str | None:
     """What an OwnRunConfig lacks of what a fault needs, and how it gets it; None: it can be planted."""
     if run.algorithm.type not in ("grpo", "ppo"):

@@ -15,6 +15,7 @@ from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.levels import levels
+from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
 from abrun.compare.show.planted import sentence
 from abrun.errors import ComparisonError, StoreError
@@ -232,23 +233,23 @@ def slug(name: str) -> str:
 def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
     """A page of at most MOST_LINES lines, then the figures."""
     lines = [
-        f"# {_escaped(_headline(content))}",
+        f"# {escaped(_headline(content))}",
         "",
-        *(f"- {_escaped(reason)}" for reason in content["reasons"]),
+        *(f"- {escaped(reason)}" for reason in content["reasons"]),
         "",
-        *(f"**next**: {_escaped(step.text)}: {_code(step.command)}  " for step in beside.next_steps),
+        *(f"**next**: {escaped(step.text)}: {code(step.command)}  " for step in beside.next_steps),
     ]
     primaries = content["primaries"]
     if primaries:
         several = len(content["arms"]) > 1
         head = ["arm"] * several + _primary_columns(content)
-        lines += ["", _row(head), _row(["---"] * len(head))]
-        lines += [_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
-    facts = [f"**{_escaped(label)}**: {_escaped(text)}  " for label, text in _facts(content)]
-    made = f"report made by {_code(beside.command)}"
-    known = [_escaped(text) for text in (beside.ran, beside.environment) if text]
+        lines += ["", table_row(head), table_row(["---"] * len(head))]
+        lines += [table_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
+    facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in _facts(content)]
+    made = f"report made by {code(beside.command)}"
+    known = [escaped(text) for text in (beside.ran, beside.environment) if text]
     lines += ["", *facts, f"**runs**: {'; '.join([*known, made])}  "]
-    links = [f"[{_escaped(run)}]({url})" for run, url in content["wandb"].items()]
+    links = [f"[{escaped(run)}]({url})" for run, url in content["wandb"].items()]
     if links:
         more = f", and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
         lines.append(f"**wandb**: {', '.join(links[:MOST_LINKS])}{more}")
@@ -257,20 +258,6 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         lines = [*lines[: MOST_LINES - 2], "", f"and {more} more lines in report.html and verdict.json"]
     lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(_escaped(cell) for cell in cells) + " |"
-
-
-def _escaped(text: str) -> str:
-    """Without what markdown or the HTML in it would read as more than text."""
-    escaped = re.sub(r"([\\`*<>|&]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", shown(text))
-    return re.sub(r"(?<=\S)@(?=\S)", r"\\@", escaped)
-
-
-def _code(text: str) -> str:
-    return _escaped(text) if "`" in text else f"`{shown(text)}`"
 
 
 def _headline(content: Content) -> str:
