@@ -4,10 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
+from safetensors.numpy import load_file
 
 from abrun.recipe.faults import FAULTS, LIBRARY, ONE_ULP, PlantedFault
+from abrun.store import RunDir
 from abrun.train.faults import BY_SEAM
 from tests.models.conftest import bpe, checkpoint
 from tests.test_implementations import verifier
@@ -188,6 +191,19 @@ def test_every_fault_has_a_function_at_its_seam_and_a_case() -> None:
     assert at == {fault.name: fault.seam for fault in LIBRARY.values()}
     assert {case.name for case in (*CASES, *OF_RANKS)} | ELSEWHERE == set(LIBRARY)
     assert len(FAULTS) == len({fault.source for fault in FAULTS})
+
+
+def test_a_run_says_where_its_weights_began_and_how_large_they_are(
+    tmp_path: Path, warm_weights: Path
+) -> None:
+    run = make_run(tmp_path / "run", run_config(*GIVEN), initial_weights=warm_weights)
+    train_here(run)
+    first, last, sizes = RunDir(run).initial_sample(), RunDir(run).final_sample(), RunDir(run).weight_sizes()
+    began = load_file(warm_weights / "model.safetensors")
+    assert first.keys() == last.keys() == sizes.keys() == began.keys() and len(first) > 5
+    for name, weight in began.items():
+        assert sizes[name] == weight.size and np.isin(first[name], weight).all()
+    assert all(not np.array_equal(first[name], last[name]) for name in first)
 
 
 def test_a_run_without_a_fault_has_nothing_wrapped(tmp_path: Path, warm_weights: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal
 from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
 from abrun.compare.read.experiment import Pair, RecordedRun
 from abrun.equivalence import limit_test
@@ -96,6 +97,8 @@ def _limit(
     result: PrimaryResult, pairs: Sequence[Pair], primary: Primary, bounds: tuple[int, int]
 ) -> PrimaryResult:
     assert primary.limit is not None
+    if primary.metric == FINAL_WEIGHTS:
+        return _distances(result, pairs, primary.limit[0])
     limit, of_ratio = primary.limit
     counter = shared_peak_counter([run for pair in pairs for run in (pair.baseline, pair.treatment)])
     arms = [
@@ -110,13 +113,36 @@ def _limit(
     result = replace(result, treatment_mean=float(arms[1].mean()))
     if np.isfinite(arms[0]).all():
         result = replace(result, baseline_mean=float(arms[0].mean()))
-    scale = np.exp if of_ratio else float
+    return _tested(result, values, limit, is_log=of_ratio, below=primary.below is not None)
+
+
+def _distances(result: PrimaryResult, pairs: Sequence[Pair], limit: float) -> PrimaryResult:
+    """Of the final weights of each pair: their geometric mean, as distances spread by factors."""
+    found = [distance(pair) for pair in pairs]
+    unknown = next((one for one in found if isinstance(one, str)), None)
+    if unknown is not None:
+        return replace(result, problem=unknown)
+    values = np.array(found, np.float64)
+    if not values.any():
+        return replace(result, limited=0.0, limited_interval=(0.0, 0.0), p_equivalence=0.0, result="holds")
+    if not values.all():
+        seed = pairs[int(np.flatnonzero(values == 0)[0])].seed
+        problem = (
+            f"the weights of seed {seed} are the same bit for bit and others are not, of which there is no "
+            "geometric mean; claim exact: true, or leave the seed out"
+        )
+        return replace(result, problem=problem)
+    return _tested(result, np.log(values), limit, is_log=True, below=True)
+
+
+def _tested(
+    result: PrimaryResult, values: Array, limit: float, *, is_log: bool, below: bool
+) -> PrimaryResult:
+    scale = np.exp if is_log else float
     if len(values) < 2:
         return replace(result, limited=float(scale(values[0])), result="undecided")
-    test = limit_test(values, float(np.log(limit)) if of_ratio else limit, result.alpha)
-    holds, broken = (
-        (test.p_below, test.p_above) if primary.below is not None else (test.p_above, test.p_below)
-    )
+    test = limit_test(values, float(np.log(limit)) if is_log else limit, result.alpha)
+    holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
     return replace(
         result,
         limited=float(scale(test.mean)),
@@ -160,6 +186,8 @@ def limit_sentence(result: PrimaryResult) -> str:
             return f"{result.metric}: the same bit for bit {where}"
         return f"{result.metric}: not the same bit for bit {where}: {result.detail}"
     what = "treatment / baseline" if result.test == "ratio limit" else f"the treatment's {result.reduction}"
+    if result.metric == FINAL_WEIGHTS:
+        what = "the arms' distance, in units of how far the baseline moved,"
     found = f"{what} is {result.limited:.4g}"
     if result.limited_interval is None:
         return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; two pairs are needed"

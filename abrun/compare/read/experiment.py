@@ -32,6 +32,8 @@ class RecordedRun:
     metrics: Mapping[str, Series]
     final_weights_hash: str | None = None  # None: the source does not say
     final_sample: Callable[[], Mapping[str, Array]] = dict  # some of the final weights, read when asked for
+    initial_sample: Callable[[], Mapping[str, Array]] = dict  # the same of the initial ones
+    weight_sizes: Callable[[], Mapping[str, int]] = dict  # how many numbers each sampled tensor has
     span_s: tuple[float, float] | None = None  # from its first start to its end; None: unknown
     wandb: str | None = None  # where its mirror in wandb is seen
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
