@@ -390,7 +390,7 @@ FAULTS = (
         seam="engine",
         does="the engine's log-probs are divided by the temperature, and not its logits",
         source="PrimeIntellect-ai/prime-rl#697",
-        shows="step one: token_mult_prob_error; reward only where a correction uses them",
+        shows="step one: token_mult_prob_error and approx_entropy; reward only where a correction uses them",
         needs=("a temperature", "the torch engine"),
     ),
     Fault(
