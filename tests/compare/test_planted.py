@@ -86,9 +86,11 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     *first, figures, num_pairs = rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
     assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)
-    assert missed["advice"] == (
-        "a smaller margin, a size above 1, more than 40 steps, or a claim where it shows: step one: loss and "
-        "grad_norm"
+    assert re.fullmatch(
+        r"a smaller margin and more pairs, compare.step_one_tolerance below [\d.e-]+ \(train/\w+ deviates so "
+        r"far at step one, and in its reruns by [\d.e-]+\), a size above 1, more than 40 steps, or a claim "
+        r"where it shows: step one: loss and grad_norm",
+        missed["advice"],
     )
     assert caught["advice"] is None and caught["figures"].startswith("train/reward moves by -0.2")
     plain = simulated()
@@ -113,8 +115,12 @@ def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
         "\n| misgrouped | 1 rows off | MISMATCH | claim: train/reward | 40 | train/reward moves by +" in page
     )
     assert (
-        "- late_half_batch (0.25 of the rows) could be seen by more than 5 pairs, a size above 0.25 "
-        "(at most 1), more than 40 steps, or a claim where it shows: from step two: grad_norm"
+        "- late_half_batch (0.25 of the rows) could be seen by more than 5 pairs, compare.step_one_tolerance "
+        "below "
+    ) in page
+    assert (
+        ", a size above 0.25 (at most 1), more than 40 steps, or a claim where it shows: from step two: "
+        "grad_norm"
     ) in page
     assert page.endswith("## Not planted\n\n- value_unshifted, which needs algorithm.type: ppo\n")
     written = json.loads((tmp_path / "report" / "sensitivity.json").read_text())

@@ -132,7 +132,20 @@ def _figures(claim: PrimaryResult) -> str:
 
 def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> str:
     """What a larger experiment, or a larger fault, could show."""
-    ways = [f"more than {judged.num_pairs} pairs" if judged.verdict == "INCONCLUSIVE" else "a smaller margin"]
+    ways = ["a smaller margin and more pairs"]
+    if judged.verdict == "INCONCLUSIVE":
+        ways = [f"more than {judged.num_pairs} pairs"]
+    within = [
+        one
+        for one in judged.step_one
+        if one.aa_deviation is not None and one.aa_deviation < one.deviation <= one.tolerance
+    ]
+    if within:
+        most = max(within, key=lambda one: one.deviation)
+        ways.append(
+            f"compare.step_one_tolerance below {most.deviation:.2g} ({most.metric} deviates so far at step "
+            f"one, and in its reruns by {most.aa_deviation:.2g})"
+        )
     if fault.size is not None and (fault.most is None or amount < fault.most):
         most = "" if fault.most is None else f" (at most {fault.most:g})"
         ways.append(f"a size above {amount:g}{most}")

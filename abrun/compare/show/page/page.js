@@ -525,7 +525,7 @@ function sensitivity() {
     el(
       "p",
       { class: "intro" },
-      `Faults planted in the baseline, each judged as a treatment is: ${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} pairs of ${found.num_steps} steps. One that is not caught and a MATCH would have passed; one that is INCONCLUSIVE was left open.`,
+      `Faults planted in the baseline, each judged as a treatment is: ${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} pairs of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`,
     ),
     table(
       "Planted faults",
