@@ -177,6 +177,19 @@ def test_a_planted_fault_shows_where_its_row_says(
         assert wrong[2][ENTROPY] != right[2][ENTROPY]
 
 
+@pytest.mark.slow
+def test_a_local_norm_clips_and_does_nothing_where_there_is_nothing_to_clip(
+    tmp_path: Path, warm_weights: Path
+) -> None:
+    wide, fault = "policy.optimizer.max_grad_norm=1.0e+9", "planted_fault=local_grad_norm"
+    settings = {"right": (wide,), "wrong": (wide, fault), "clipped": (fault,)}
+    right, wrong, clipped = (
+        rows_of(tmp_path / name, warm_weights, *RANKS, *more, ranks=2) for name, more in settings.items()
+    )
+    assert {metric for metric in right[2] if right[2][metric] != wrong[2][metric]} == {NORM}
+    assert clipped[1] == wrong[1] and clipped[2][ENTROPY] != wrong[2][ENTROPY]
+
+
 def test_tokens_that_are_encoded_again_are_not_those_drawn(tmp_path: Path, checkpoint: Path) -> None:
     """Random weights draw pieces of words that a tokenizer would never cut so."""
     settings = ("task=" + verifier(tmp_path), f"model={{preset: null, path: {checkpoint}}}")
