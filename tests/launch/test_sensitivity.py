@@ -53,7 +53,7 @@ def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tm
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_faults_of_two_ranks_are_called_a_mismatch(tmp_path: Path) -> None:
-    """Ten minutes on two cores."""
+    """Six to sixteen minutes on two cores."""
     settings = ("--set", "cluster.cpu_ranks=2", "--set", "algorithm.normalize_over=batch")
     said = CliRunner().invoke(
         app,
