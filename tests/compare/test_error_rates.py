@@ -148,6 +148,7 @@ def test_a_margin_in_sigmas_of_the_baseline_keeps_its_level(num_pairs, rho):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rho", [0.0, 0.8])
 def test_looks_together_err_no_more_often_than_one(rho):
     assert verdicts(10, rho, 1.0, 1.0, looks=[4, 7, 10])["MATCH"] <= at_most(0.05)
