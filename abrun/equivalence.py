@@ -6,7 +6,7 @@ arrays: planning uses them before the runs, the verdict after. Margins in sigmas
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +16,7 @@ from scipy import special  # scipy.stats would take a second to import
 
 ALPHA = 0.05
 MOST_PAIRS = 1000  # beyond this nobody runs them: "more than" is answer enough
+_DRAWS = 8192  # of an experiment: an expected number of pairs is met to half a per cent
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
@@ -238,6 +239,20 @@ def power_at(
     )
     integral = (high - low) / 2 * np.sum(_WEIGHTS * passes * np.exp(log_density))
     return float(np.clip(integral, 0.0, 1.0))
+
+
+def matches_at(
+    margin: float, sd_difference: float, counts: Sequence[int], alpha: float = ALPHA
+) -> NDArray[np.bool_]:
+    """Whether paired TOST passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
+    rng = np.random.default_rng(0)
+    differences = sd_difference * rng.standard_normal((_DRAWS, counts[-1]))
+    passes = []
+    for count in counts:
+        first = differences[:, :count]
+        reach = float(special.stdtrit(count - 1, 1 - alpha)) * first.std(axis=1, ddof=1) / math.sqrt(count)
+        passes.append(np.abs(first.mean(axis=1)) + reach < margin)
+    return np.array(passes)
 
 
 def pairs_needed(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from abrun.errors import RecipeError
@@ -50,6 +50,11 @@ class Plan:
     warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
     # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
+
+    def of_first_seeds(self, num_seeds: int) -> "Plan":
+        """The same plan with the runs of its first seeds alone: all arms of them, reruns and controls."""
+        seeds = self.recipe.seeds[:num_seeds]
+        return replace(self, runs=tuple(run for run in self.runs if run.name.seed in seeds))
 
 
 def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:

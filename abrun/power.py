@@ -3,11 +3,15 @@
 Pulls in scipy: import it where it is needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from abrun.equivalence import (
     ALPHA,
+    matches_at,
     pairs_needed,
     power_at,
     sd_interval,
@@ -15,7 +19,7 @@ from abrun.equivalence import (
     sd_upper_bound,
 )
 from abrun.recipe import Compare, Primary
-from abrun.sigmas import sigma_pairs_needed, sigma_power
+from abrun.sigmas import sigma_matches, sigma_pairs_needed, sigma_power
 
 ASSURANCE = 0.8  # how often the planned power is reached, where a pilot measured the sd
 
@@ -59,6 +63,14 @@ class ClaimPower:
     power: Callable[[int], float]
     pairs_needed: int | None  # None: more than 1000
     pairs_needed_range: tuple[int | None, int | None] | None  # over the 90 % interval of a measured sd
+    matches_at: Callable[[Sequence[int]], NDArray[np.bool_]]  # simulated, at looks [L] of experiments [N]
+
+    def of_looks(self, looks: Sequence[int]) -> tuple[float, float]:
+        """The expected number of pairs of an experiment that stops at a match, and P(match at any look)."""
+        passes = self.matches_at(looks)
+        matched = passes.any(axis=0)
+        stopped = np.where(matched, np.array(looks)[passes.argmax(axis=0)], looks[-1])
+        return float(stopped.mean()), float(matched.mean())
 
 
 def claim_power(
@@ -75,6 +87,7 @@ def claim_power(
             power=lambda pairs: sigma_power(sigmas, pairs, correlation, alpha),
             pairs_needed=sigma_pairs_needed(sigmas, correlation, alpha=alpha),
             pairs_needed_range=None,
+            matches_at=lambda counts: sigma_matches(sigmas, counts, correlation, alpha),
         )
     margin = _margin(claim, spread)
     if spread is None or margin is None:
@@ -87,6 +100,7 @@ def claim_power(
         power=lambda pairs: power_at(margin, sd, pairs, alpha),
         pairs_needed=pairs_needed(margin, sd, alpha=alpha),
         pairs_needed_range=low_high,
+        matches_at=lambda counts: matches_at(margin, sd, counts, alpha),
     )
 
 

@@ -8,11 +8,11 @@ treatment's own sigma and the correlation of the arms are. `tests/test_sigmas.py
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from abrun.equivalence import ALPHA, MOST_PAIRS, fewest, mean_and_sd
@@ -87,6 +87,22 @@ def sigma_power(sigmas: float, num_pairs: int, correlation: float = 0.0, alpha: 
     room = _room(u / math.sqrt(freedom), error, num_pairs, sigmas, alpha)
     spread = max(math.sqrt(2 * (1 - correlation) / num_pairs), 1e-300)  # 0 where arms move as one
     return float(np.mean(2 * special.ndtr(np.maximum(room, 0) / spread) - 1))
+
+
+def sigma_matches(
+    sigmas: float, counts: Sequence[int], correlation: float = 0.0, alpha: float = ALPHA
+) -> NDArray[np.bool_]:
+    """Whether `sigma_test` passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
+    rng = np.random.default_rng(0)
+    left = rng.standard_normal((_DRAWS, counts[-1]))
+    right = correlation * left + math.sqrt(1 - correlation**2) * rng.standard_normal(left.shape)
+    passes = []
+    for count in counts:
+        difference = (right - left)[:, :count]
+        error = difference.std(axis=1, ddof=1) / math.sqrt(count)
+        room = _room(left[:, :count].std(axis=1, ddof=1), error, count, sigmas, alpha)
+        passes.append(np.abs(difference.mean(axis=1)) < room)
+    return np.array(passes)
 
 
 def sigma_pairs_needed(

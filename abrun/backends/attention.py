@@ -20,7 +20,8 @@ from abrun.errors import RecipeError
 from abrun.models import attends_to_all
 from abrun.recipe import Policy
 
-ATTENTION = "abrun_packed"
+# A compiler sees through the first, and ends its graph at the second.
+ATTENTION, APART = "abrun_packed", "abrun_packed_apart"
 # transformers takes a mask of four dimensions as it is, and so builds none of T x T.
 NO_MASK_SHAPE = (1, 1, 0, 0)
 # torch 2.11 shares heads of keys and values without being told.
@@ -45,7 +46,9 @@ def enable_streams(network: Any, policy: Policy) -> None:
             f"use {instead}"
         )
     try:
-        network.set_attn_implementation(ATTENTION)
+        network.set_attn_implementation(
+            APART if policy.activation_checkpointing == "selective" else ATTENTION
+        )
     except ValueError as error:
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(f"{asked} with {type(network).__name__}: {reason}; use {instead}") from error
@@ -81,6 +84,23 @@ def _attention(
     **settings: Any,
 ) -> tuple[Tensor, None]:  # [B, S, heads, D]
     """Causal attention inside each sequence of a stream; without a packing, transformers' own."""
+    if packing is not None and packing.split is None and _has_kernel(query):
+        return _by_kernel(query, key, value, packing.spans, scaling)[None], None
+    return _apart(module, query, key, value, attention_mask, packing, scaling, **settings)
+
+
+@torch.compiler.disable()
+def _apart(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packing: Packing | None,
+    scaling: float | None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """What loops over a stream's sequences: in each microbatch other numbers, that would be compiled for."""
     if packing is None:
         if attention_mask is not None and attention_mask.numel() == 0:
             raise RecipeError(
@@ -110,7 +130,7 @@ def attend_in_stream(
     """
     if packing.split is not None:
         key, value = packing.split.keys_of_all(torch.stack([key, value]))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if _has_kernel(query):
         return _by_kernel(query, key, value, packing.spans, scaling)[None]
     outputs = []
     for span in packing.spans.each:
@@ -118,6 +138,10 @@ def attend_in_stream(
         k, v = (states[:, :, span.key : span.key_stop] for states in (key, value))
         outputs.append(of_span(q, k, v, _mask(span, query.device)))
     return torch.cat(outputs, dim=1)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _by_kernel(
@@ -139,6 +163,7 @@ def _mask(span: Span, device: torch.device) -> Tensor | None:  # [1, 1, queries,
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-# A stream's sequences are other Python numbers in each microbatch, and each would be compiled for.
-AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(APART, torch.compiler.disable(_attention))
+for name in (ATTENTION, APART):
+    AttentionMaskInterface.register(name, sdpa_mask)

@@ -80,6 +80,18 @@ Launcher = Annotated[
 Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
+UntilDecided = Annotated[
+    bool,
+    typer.Option(
+        "--until-decided", help="Run pairs in stages, judge after each, and stop once it is decided."
+    ),
+]
+MaxSeeds = Annotated[
+    int | None,
+    typer.Option(
+        min=3, max=MOST_SEEDS, help="With --until-decided: seeds of the last stage (12, or its looks')."
+    ),
+]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from abrun.cli.arguments import (
     DryRun,
     Experiment,
     Launcher,
+    MaxSeeds,
     Name,
     NoCompare,
     Overrides,
@@ -20,16 +21,18 @@ from abrun.cli.arguments import (
     Resume,
     RunsDir,
     TakeOver,
+    UntilDecided,
     typed_command,
     with_seeds,
 )
-from abrun.errors import AbrunError
+from abrun.errors import AbrunError, RecipeError
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
     from abrun.launch.engine import Scheduler
     from abrun.launch.supervisor import Outcome
     from abrun.plan import Plan
+    from abrun.recipe import CommandRecipe, Recipe
     from abrun.terminal import Terminal
 
 
@@ -49,6 +52,8 @@ def launch(
     detach: Detach = False,
     take_over: TakeOver = False,
     no_compare: NoCompare = False,
+    until_decided: UntilDecided = False,
+    max_seeds: MaxSeeds = None,
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
@@ -59,7 +64,10 @@ def launch(
     from abrun.plan import make_plan
     from abrun.recipe import launcher_settings, load_recipe
 
-    plan = make_plan(load_recipe(recipe, with_seeds(overrides, seeds)))
+    loaded = load_recipe(recipe, with_seeds(overrides, seeds))
+    if until_decided or max_seeds is not None:
+        loaded = _in_stages(loaded, until_decided, max_seeds, launcher, no_compare)
+    plan = make_plan(loaded)
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     settings = launcher_settings(plan.recipe.launcher, launcher)
     scheduler = make_scheduler(settings, jobs)
@@ -70,19 +78,18 @@ def launch(
         raise typer.Exit(_dry_run(screen, plan, experiment_dir, scheduler, jobs))
     from abrun.launch import queued_jobs
 
-    outcome = launched_in_view(
-        screen,
-        plan,
-        runs_dir,
-        scheduler=scheduler,
-        launcher=launcher,
-        name=name,
-        jobs=jobs,
-        resume=resume,
-        take_over=take_over,
-        compare=not no_compare,
-        detach=detach,
-    )
+    options = {
+        "scheduler": scheduler,
+        "launcher": launcher,
+        "name": name,
+        "jobs": jobs,
+        "take_over": take_over,
+        "compare": not no_compare,
+        "detach": detach,
+    }
+    if until_decided:
+        raise typer.Exit(_launched_until_decided(screen, plan, runs_dir, experiment_dir, resume, options))
+    outcome = launched_in_view(screen, plan, runs_dir, resume=resume, **options)
     if outcome is None:
         return
     queued = queued_jobs(experiment_dir) if scheduler else None
@@ -192,6 +199,79 @@ def _dry_run(
     return 0 if possible else 2
 
 
+def _in_stages(
+    recipe: "Recipe | CommandRecipe",
+    until_decided: bool,
+    max_seeds: int | None,
+    launcher: str | None,
+    no_compare: bool,
+) -> "Recipe | CommandRecipe":
+    """The recipe with the looks of a launch in stages."""
+    from abrun.implementations import SCHEDULERS
+    from abrun.launch import stages
+    from abrun.recipe import launcher_settings
+
+    if not until_decided:
+        raise RecipeError(f"--max-seeds: got {max_seeds} without --until-decided; add it, or use --seeds")
+    if no_compare:
+        raise RecipeError("--until-decided: got --no-compare, without which nothing is decided; drop one")
+    settings = launcher_settings(recipe.launcher, launcher)
+    if settings is not None and settings.type in SCHEDULERS:
+        raise RecipeError(
+            f"--until-decided: got launcher {settings.type}, whose jobs need no launcher: nobody is there "
+            "to judge between the stages; use --launcher local, or declare compare.looks, launch all, and "
+            "end it with abrun cancel once abrun compare decides"
+        )
+    return stages.until_decided(recipe, max_seeds)
+
+
+def _launched_until_decided(
+    screen: "Terminal",
+    plan: "Plan",
+    runs_dir: Path,
+    experiment_dir: Path,
+    resume: bool,
+    options: dict[str, Any],
+) -> int:
+    """Launch the pairs up to each look, and judge, until all is decided; returns the exit code."""
+    from abrun.launch.stages import refuse_other_looks
+
+    if resume:
+        refuse_other_looks(plan.recipe, experiment_dir)
+    code = 0
+    for num_pairs in plan.recipe.compare.looks:
+        outcome = launched_in_view(screen, plan, runs_dir, resume=resume, num_seeds=num_pairs, **options)
+        assert outcome is not None
+        code, resume = outcome.exit_code, True
+        if outcome.stopped_by:
+            return code
+        try:
+            state = _state_of_looks(experiment_dir, num_pairs)
+        except AbrunError:  # said by the comparison below
+            break
+        except KeyboardInterrupt:
+            _say_how_to_continue(screen, "Stopped")
+            return 130
+        if state != "open" or num_pairs == len(plan.recipe.seeds):
+            break
+        screen.print(f"After {num_pairs} pairs: not decided yet.", markup=False)
+    _compare_after_launch(experiment_dir, screen, None)
+    return code
+
+
+def _state_of_looks(experiment_dir: Path, num_pairs: int) -> Literal["open", "decided", "not taken"]:
+    """Where an experiment stands after a stage; a look is not taken where some run has not ended."""
+    from abrun.compare.judge.verdict import judge
+    from abrun.compare.read.stored import load_experiment
+
+    experiment = load_experiment(experiment_dir)
+    arms = judge(experiment, experiment.compare.primary)
+    if all(arm.verdict != "INCONCLUSIVE" for arm in arms):
+        return "decided"
+    taken = any(look.num_pairs == num_pairs and look.verdict for arm in arms for look in arm.looks)
+    return "open" if taken else "not taken"
+
+
 def launched_in_view(
     screen: "Terminal", plan: "Plan", runs_dir: Path, *, resume: bool, **options: Any
 ) -> "Outcome | None":
@@ -202,10 +282,15 @@ def launched_in_view(
     with View(screen, queued_jobs) as view:
         outcome = launch_or_hand_over(plan, runs_dir, observer=view, resume=resume, **options)
     if outcome is not None and outcome.exit_code:
-        again = shlex.join(["abrun", *sys.argv[1:], *([] if resume else ["--resume"])])
-        state = "Stopped" if outcome.stopped_by is not None else "Not every run finished"
-        screen.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+        _say_how_to_continue(
+            screen, "Stopped" if outcome.stopped_by is not None else "Not every run finished"
+        )
     return outcome
+
+
+def _say_how_to_continue(screen: "Terminal", state: str) -> None:
+    again = shlex.join(["abrun", *sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])])
+    screen.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
 
 
 def _compare_after_launch(experiment_dir: Path, screen: "Terminal", compared: str | None) -> None:

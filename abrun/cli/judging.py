@@ -8,6 +8,7 @@ import typer
 
 from abrun.cli.app import app, console
 from abrun.cli.arguments import (
+    MOST_SEEDS,
     Aliases,
     AllowInconclusive,
     Baseline,
@@ -142,6 +143,9 @@ def plan(
     correlation: Annotated[
         float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
     ] = None,
+    max_seeds: Annotated[
+        int | None, typer.Option(min=3, max=MOST_SEEDS, help="As of launch --until-decided --max-seeds.")
+    ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Say how many seeds the declared margins take, before any GPU is spent."""
@@ -158,6 +162,10 @@ def plan(
     if sigma is not None and not math.isfinite(sigma):
         raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
     loaded = load_recipe(recipe, overrides or [])
+    if max_seeds is not None:
+        from abrun.launch.stages import until_decided
+
+        loaded = until_decided(loaded, max_seeds)
     make_plan(loaded)  # refuses what a launch would refuse
     report = plan_report(
         loaded.name,

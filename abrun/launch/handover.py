@@ -29,8 +29,12 @@ def launch_or_hand_over(
     take_over: bool = False,
     compare: bool = True,
     detach: bool = False,
+    num_seeds: int | None = None,
 ) -> Outcome | None:
-    """`launch` where there is no scheduler; else `hand_over`, and wait; None where `detach` asks not to."""
+    """`launch` where there is no scheduler; else `hand_over`, and wait; None where `detach` asks not to.
+
+    `num_seeds`: those of a launch in stages, which no scheduler has.
+    """
     if scheduler is None:
         if detach:
             raise LaunchError(
@@ -45,6 +49,7 @@ def launch_or_hand_over(
             jobs=jobs,
             resume=resume,
             take_over=take_over,
+            num_seeds=num_seeds,
         )
     submitted = hand_over(
         plan,

@@ -57,6 +57,7 @@ def _plan(plan: Plan) -> list[RenderableType]:
         *_diff(plan),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),
+        *_looks(recipe.compare),
     ]
 
 
@@ -220,6 +221,11 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
         correlation = f"{claim.correlation:g}" if spread else ""
         rows.append((claim.metric, claim.window, f"±{margin}", sigma, correlation, expected, needed))
     return Group(*_table(headings, rows, len(rows)))
+
+
+def _looks(compare: Compare) -> list[RenderableType]:
+    looks = ", ".join(map(str, compare.looks))
+    return [Text(f"Looks after {looks} pairs; the first that decides stands.")] if looks else []
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_rows: int) -> list[RenderableType]:

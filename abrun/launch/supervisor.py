@@ -92,11 +92,13 @@ def launch(
     resume: bool = False,
     take_over: bool = False,
     grace_s: float = GRACE_S,
+    num_seeds: int | None = None,
 ) -> Outcome:
     """Run every unfinished run of a plan, and the warm starts that they need; returns when all have ended.
 
-    `launcher` is a name in abrun.implementations.LAUNCHERS. Raises LaunchError or StoreError, before anything
-    has started, where the plan cannot run there.
+    `launcher` is a name in abrun.implementations.LAUNCHERS. With `num_seeds`, the runs of the first seeds
+    alone are started, and the outcome is theirs; the directory is that of the whole plan. Raises LaunchError
+    or StoreError, before anything has started, where the plan cannot run there.
     """
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     engine = make_engine(launcher, jobs)
@@ -105,9 +107,10 @@ def launch(
     with owned as lease:
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
-        queue = Queue(plan, experiment_dir)
+        now = plan if num_seeds is None else plan.of_first_seeds(num_seeds)
+        queue = Queue(now, experiment_dir)
         stopped_by = Supervisor(queue, engine, observer, lease, grace_s, git).run()
-    states = [run_state(experiment_dir, run.name) for run in plan.runs]
+    states = [run_state(experiment_dir, run.name) for run in now.runs]
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed = {job.run.path for job in queue.jobs if job.status == "failed"}
     for state in states:

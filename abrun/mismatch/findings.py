@@ -132,7 +132,7 @@ def budget_of(
     factors = multiplicative(inference, own.logprobs)
     rows = [_row(change, found, inference, own, resampling) for change, found in changes]
     total = resampling.mean(factors, least=1.0)
-    cause = _cause(rows, total.value - 1)
+    cause = _cause(rows, total.value - 1, f"engine_{facts.engine}")
     faults = {
         change.label: found.logprobs
         for change, found in changes
@@ -187,12 +187,21 @@ def rerouted(one: Routes | None, other: Routes | None) -> list[float] | None:
     return differ.mean(axis=0).tolist()
 
 
-def _cause(rows: Sequence[Row], excess: float) -> str | None:
-    """The change that lowers the error most, where noise is no explanation and it is worth naming."""
+def _cause(rows: Sequence[Row], excess: float, engine: str) -> str | None:
+    """The change that lowers the error most, where noise is no explanation and it is worth naming.
+
+    The run's own engine comes close to what it recorded whatever else is changed (its control shows how
+    close): a change of it, whose key begins with `engine`, counts by what it takes off beyond that.
+    """
+    measured = [(row, row.lowers) for row in rows if row.lowers is not None]
+    of_engine = [
+        lowers.value for row, lowers in measured if row.kind == "control" and row.key.startswith(engine)
+    ]
+    close = max(of_engine, default=0.0)
     found = [
-        (row.lowers.value, row.key)
-        for row in rows
-        if row.lowers is not None and row.lowers.is_above_zero and row.kind != "control"
+        (lowers.value - close * row.key.startswith(engine), row.key)
+        for row, lowers in measured
+        if lowers.is_above_zero and row.kind != "control"
     ]
     largest, key = max(found, default=(0.0, ""), key=lambda each: each[0])  # of equal ones the first
     return key if excess > PARITY and largest > WORTH_NAMING * excess else None

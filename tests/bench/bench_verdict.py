@@ -21,6 +21,7 @@ from abrun.sigmas import _reach, _room, sigma_test
 EXPERIMENTS = 20_000
 PAIRS = (3, 4, 5, 8, 10)
 LOOKS = (4, 7, 10)
+STAGES = ((3, 8, 12), (4, 8, 12), tuple(range(3, 13)))  # of launch --until-decided; and every pair
 ALPHA = 0.05
 Arms = tuple[NDArray[np.float64], NDArray[np.float64]]  # baseline, treatment: [N, P]
 
@@ -153,6 +154,48 @@ def rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[fl
     return found
 
 
+def stopped(law: Callable[..., Arms], looks: tuple[int, ...], num: int = EXPERIMENTS) -> list[float]:
+    """Of experiments that stop at the first look which decides, at the edge of the margin: the shares of
+    matches, of mismatches and of matches in sigmas; and the pairs they took.
+    """
+    rng = np.random.default_rng(0)
+    left, right = law(rng, (1_000_000,))
+    margin, sigmas = abs(float(right.mean() - left.mean())), abs(float((right - left).mean() / left.std()))
+    left, right = law(rng, (num, looks[-1]))
+    level, level_beyond = level_of_a_look(looks), level_of_a_look(looks, ALPHA - 0.01)
+    decided = np.full(num, "open    ")
+    took = np.full(num, looks[-1])
+    in_sigmas = np.zeros(num, bool)
+    for n in looks:
+        of = left[:, :n], right[:, :n]
+        is_open = decided == "open    "
+        beyond_it = is_open & (beyond(*of, margin) < level_beyond)
+        within = is_open & ~beyond_it & (tost(*of, margin) < level)
+        decided[beyond_it], decided[within] = "mismatch", "match"
+        took[beyond_it | within] = n
+        difference = of[1] - of[0]
+        error = difference.std(axis=1, ddof=1) / np.sqrt(n)
+        room = _room(of[0].std(axis=1, ddof=1), error, n, sigmas, level)
+        in_sigmas |= np.abs(difference.mean(axis=1)) < room
+    shares = [decided == "match", decided == "mismatch", in_sigmas, took]
+    return [float(np.mean(one)) for one in shares]
+
+
+def of_stopping(looks: tuple[int, ...], margin: float, shift: float) -> tuple[float, float]:
+    """The pairs taken by an experiment of differences of sd 1 about `shift`, and how often it is right."""
+    differences = shift + np.random.default_rng(1).standard_normal((EXPERIMENTS, looks[-1]))
+    none, is_open = np.zeros_like(differences), np.ones(EXPERIMENTS, bool)
+    took, right = np.full(EXPERIMENTS, looks[-1]), np.zeros(EXPERIMENTS, bool)
+    for n in looks:
+        of = none[:, :n], differences[:, :n]
+        matches = is_open & (tost(*of, margin) < level_of_a_look(looks))
+        differs = is_open & (beyond(*of, margin) < level_of_a_look(looks, ALPHA - 0.01))
+        took[matches | differs] = n
+        right |= matches if shift < margin else differs
+        is_open &= ~(matches | differs)
+    return float(took.mean()), float(right.mean())
+
+
 def check() -> None:
     """That what is vectorised here is what the verdict computes."""
     left, right = normal(np.random.default_rng(1), (50, 5))
@@ -177,6 +220,16 @@ def main() -> None:
         head = " | ".join(map(str, PAIRS)) if columns == len(PAIRS) else "rate"
         print(f"\n**{kind}**\n\n| | {head} |\n|---|{'---|' * columns}")
         print("\n".join(lines))
+    print("\n**stopped at the first look that decides: match, mismatch, match in sigmas, pairs taken**\n")
+    heads = ["every pair from 3 to 12" if len(looks) > 3 else str(looks) for looks in STAGES]
+    print(f"| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
+    for name, law in LAWS.items():
+        cells = (" ".join(f"{one:.3f}" for one in stopped(law, looks)) for looks in STAGES)
+        print(f"| {name} | {' | '.join(cells)} |")
+    print("\n**what stopping costs and saves: expected pairs, P(the right verdict)**\n")
+    for looks in ((12,), (6, 12), (4, 8, 12), (4, 6, 8, 10, 12), tuple(range(4, 13))):
+        found = (of_stopping(looks, *of) for of in ((1, 0), (1.5, 0), (2.5, 0), (1, 2), (1, 3)))
+        print(f"| {looks} | {' | '.join(f'{pairs:.1f}, {right:.2f}' for pairs, right in found)} |")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
 from abrun.sigmas import sigma_power
-from tests.bench.bench_verdict import LAWS, check, rates
+from tests.bench.bench_verdict import LAWS, STAGES, check, rates, stopped
 
 EXPERIMENTS = 2000
 STEPS = np.arange(1, 31)
@@ -153,6 +153,17 @@ def test_a_margin_in_sigmas_of_the_baseline_keeps_its_level(num_pairs, rho):
 def test_looks_together_err_no_more_often_than_one(rho):
     assert verdicts(10, rho, 1.0, 1.0, looks=[4, 7, 10])["MATCH"] <= at_most(0.05)
     assert verdicts(10, rho, 0.0, 1.0, looks=[4, 7, 10])["MISMATCH"] <= at_most(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("looks", STAGES)
+@pytest.mark.parametrize(
+    "name", ["normal, correlation .8", "heavy-tailed (t, 3)", "seeds of different speed"]
+)
+def test_a_launch_that_stops_at_the_first_deciding_look_keeps_its_level(name, looks):
+    match, mismatch, in_sigmas, took = stopped(LAWS[name], looks)
+    assert max(match, in_sigmas) <= at_most(0.05, 20_000) and mismatch <= at_most(0.04, 20_000)
+    assert looks[0] < took < looks[-1]
 
 
 @pytest.mark.slow

@@ -83,6 +83,21 @@ def test_looks_cost_power():
     assert "6 pairs" in once and "7 pairs" in looks
 
 
+@pytest.mark.parametrize("margin", [1.0, "1.5 sigma"])
+def test_looks_say_how_many_pairs_to_expect(margin):
+    """Against experiments drawn pair by pair, and no more than the last look takes."""
+    primary = claim(margin=margin, sigma=1.0, correlation=0.5)
+    looks = (3, 6, 12)
+    expected = claim_power(primary, Compare(), assumed_spread(primary, False), alpha=0.02)
+    assert expected
+    pairs, chance = expected.of_looks(looks)
+    single = [expected.power(count) for count in looks]
+    assert looks[0] < pairs < looks[-1] and max(single) <= chance + 0.02 <= sum(single) + 0.04
+    assert expected.of_looks([12]) == (12, pytest.approx(single[-1], abs=0.02))
+    text = shown(plan_report("next", Compare(primary=[primary], looks=list(looks)), 12))
+    assert "pairs are expected if the arms are truly equal" in text
+
+
 def test_margins_in_sigmas_need_no_sigma():
     text = shown(plan_report("next", Compare(primary=[claim(margin="1 sigma")]), 4))
     assert "margin in sigmas of the baseline" in text and "22 pairs" in text

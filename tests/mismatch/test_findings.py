@@ -12,7 +12,7 @@ from abrun.layout import RunName
 from abrun.mismatch.budget import Array
 from abrun.mismatch.findings import PARITY, Budget, Facts, Scored, budget_of
 from abrun.mismatch.report import markdown, write_report
-from abrun.mismatch.variations import changes_of, path_of
+from abrun.mismatch.variations import Change, Scoring, changes_of, path_of
 from tests.train.runs import run_config
 
 CONFIG = run_config("policy.dtype=bfloat16", "policy.logprobs.impl=chunked", "policy.packing=true")
@@ -221,3 +221,30 @@ def test_one_token_of_one_sequence_has_a_budget(tmp_path: Path) -> None:
     assert bar.adds.value == pytest.approx(math.expm1(0.25), rel=1e-12)
     write_report(budget, tmp_path)
     assert (tmp_path / "waterfall.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("invariant_takes_off", "cause"), [(0.0, None), (0.5, "engine_vllm_invariant")])
+def test_an_engine_that_reproduces_itself_is_no_cause_of_itself(
+    invariant_takes_off: float, cause: str | None
+) -> None:
+    """Scoring again it comes close to what it recorded; only what a change takes off beyond that counts."""
+    inference = RNG.normal(-2, 1, N)
+    noise = RNG.normal(0, 0.1, N)
+    scoring = Scoring(method="vllm", config=CONFIG)
+    own = Change(key="engine_vllm", label="vLLM", kind="control", scoring=scoring)
+    other = Change(key="engine_vllm_invariant", label="invariant", kind="engine", scoring=scoring)
+    changes = [
+        (change, Scored(logprobs=inference + noise * (0.5 - at * invariant_takes_off)))
+        for at, change in enumerate((own, other))
+    ]
+    budget = budget_of(
+        facts(engine="vllm"),
+        inference=inference,
+        own=Scored(logprobs=inference + noise),
+        sequences=SEQUENCES,
+        prompts=SEQUENCES // 2,
+        positions=POSITIONS,
+        changes=changes,
+        path=[(path_of(CONFIG)[-1], None)],
+    )
+    assert budget.cause == cause

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from abrun.compare.judge.assay import learning_metrics
+from abrun.compare.judge.by_prompt import ByPrompt, by_prompt
 from abrun.compare.judge.claims import PrimaryResult, judge_primary, with_holm
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
@@ -58,6 +59,7 @@ class ArmVerdict:
     divergence: list[Divergence]
     final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
     primaries: list[PrimaryResult]
+    by_prompt: list[ByPrompt]  # one; none where no pair was validated prompt by prompt
     guards: list[Guard]
     savings: list[Saving]
     looks: list[Look]  # empty where none were declared: one verdict over all pairs
@@ -163,6 +165,7 @@ def judge_arm(
     first_steps = [] if unread else first_steps
     diverged = divergence(arm, pairs, primaries)
     ended = final_weights(arm, pairs)
+    validated = by_prompt(arm, pairs[: look.num_pairs], results)
     verdict, reasons = decide(invalid, first_steps, guards, results, reads_step_one=unread is None)
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
@@ -182,6 +185,7 @@ def judge_arm(
         divergence=diverged,
         final_weights=[ended] if ended else [],
         primaries=list(results),
+        by_prompt=[validated] if validated else [],
         guards=guards,
         savings=savings,
         looks=[],
@@ -215,7 +219,8 @@ def not_tested(
 ) -> list[str]:
     """What a reader might believe was looked at, and was not: one sentence each."""
     both = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
-    runs = [run for run in both if run.status not in ("missing", "unreadable")]  # that is said
+    begun = [run for run in both if run.status != "pending"]
+    runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
     others = len(experiment.metrics()) - len({primary.metric for primary in primaries})
     unknown = {

@@ -4,18 +4,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.placement import placement_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
+from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.experiment import Experiment
 
 SCHEMA_VERSION = 3
-_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "savings")
+_EVIDENCE = ("primaries", "guards", "step_one", "divergence", "final_weights", "by_prompt", "savings")
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
@@ -58,8 +60,10 @@ class VerdictFile:
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]
+    by_prompt: list[ByPrompt]
     savings: list[Saving]
     arms: dict[str, ArmSection]
+    spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[str]
     notes: list[str]  # what reading the runs had to decide, and pairs that were placed differently
     wandb: dict[str, str]  # by run, where its mirror is seen
@@ -91,6 +95,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})
             for arm in arms
         },
+        spent=spent(experiment, arms),
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
         notes=[
             *placement_notes(experiment),

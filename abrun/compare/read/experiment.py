@@ -13,6 +13,7 @@ from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
 from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
 from abrun.series import NO_SERIES, Array, Series, Steps
 from abrun.store import Status
+from abrun.store.metrics import ValidationRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +35,12 @@ class RecordedRun:
     final_sample: Callable[[], Mapping[str, Array]] = dict  # some of the final weights, read when asked for
     initial_sample: Callable[[], Mapping[str, Array]] = dict  # the same of the initial ones
     weight_sizes: Callable[[], Mapping[str, int]] = dict  # how many numbers each sampled tensor has
+    # Held-out prompts' rewards by step, read when asked for; raises StoreError
+    validations: Callable[[], Mapping[int, ValidationRow]] = dict
     span_s: tuple[float, float] | None = None  # from its first start to its end; None: unknown
+    # devices x seconds at work, all attempts; None: unknown. And what they are
+    device_s: float | None = None
+    device: Literal["GPU", "CPU core"] = "CPU core"
     wandb: str | None = None  # where its mirror in wandb is seen
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice

@@ -94,7 +94,9 @@ def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> Reco
         final_sample=run.final_sample,
         initial_sample=run.initial_sample,
         weight_sizes=run.weight_sizes,
+        validations=run.validations,
         span_s=_span_s(run),
+        **_devices(run, record),
     )
 
 
@@ -102,6 +104,23 @@ def _span_s(run: RunDir) -> tuple[float, float] | None:
     attempts = run.attempts()
     started_s, ended_s = (attempts[0].started_s, attempts[-1].ended_s) if attempts else (None, None)
     return None if started_s is None or ended_s is None else (started_s, ended_s)
+
+
+def _devices(run: RunDir, record: RunRecord | None) -> dict[str, Any]:
+    """What a run occupied and for how long, where its configuration and every attempt say so."""
+    spans = [(one.started_s, one.ended_s) for one in run.attempts()]
+    seconds = [end - start for start, end in spans if start is not None and end is not None]
+    try:
+        config = stored_run(record.config) if record else None
+    except RecipeError:  # another version's
+        config = None
+    if config is None or not spans or len(seconds) < len(spans):
+        return {}
+    cluster = config.cluster
+    return {
+        "device_s": sum(seconds) * cluster.nodes * config.devices_per_node,
+        "device": "GPU" if cluster.gpus_per_node else "CPU core",
+    }
 
 
 def _address(run: RunDir) -> str | None:

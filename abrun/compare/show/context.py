@@ -6,9 +6,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.completions import Completions, completions
 from abrun.compare.show.levels import Levels, levels
 from abrun.compare.show.next_step import NextStep, next_steps
+from abrun.compare.show.spent import spent_sentence
 from abrun.redaction import shown
 
 SHOWN_VERSIONS = ("torch", "vllm", "megatron-core")
@@ -24,6 +26,8 @@ class Context:
     levels: list[Levels]
     next_steps: list[NextStep]
     completions: Completions | None
+    by_prompt: list[list[str]]  # what validation says, for each entry of verdict.json
+    spent: str | None  # of what was planned, where looks were declared
 
 
 def context(experiment: Experiment, content: Mapping[str, Any], command: str | None) -> Context:
@@ -35,6 +39,8 @@ def context(experiment: Experiment, content: Mapping[str, Any], command: str | N
         levels=levels(content),
         next_steps=next_steps(experiment, content),
         completions=completions(experiment),
+        by_prompt=[by_prompt_facts(one) for one in content["by_prompt"]],
+        spent=spent_sentence(content["spent"]) if content["spent"] else None,
     )
 
 

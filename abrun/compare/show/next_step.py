@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -99,7 +99,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     if any(look["verdict"] is None for look in looks):
         yield NextStep(
             text="A declared look is still to come: let its pairs finish",
-            command=f"abrun launch RECIPE --name {_name(experiment)} --resume",
+            command=_resumed(experiment),
         )
         return
     if not content["primaries"]:
@@ -123,7 +123,19 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             text="This margin takes more than 1000 pairs: see what a wider one takes",
             command=f"abrun plan RECIPE --from {_name(experiment)}",
         )
+    cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
+    if cheaper and undecided:
+        pairs, prompts = cheaper[0]["pairs_needed_with_twice"], 2 * cheaper[0]["num_prompts"]
+        text = f"Or twice the validation prompts, with which {pairs} pairs would do"
+        fresh = _with_fresh_seeds(experiment, text, pairs)
+        yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
     yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+
+
+def _fewer_pairs(one: Content) -> bool:
+    """Whether more prompts would spare pairs."""
+    needed, with_twice = one["pairs_needed"], one["pairs_needed_with_twice"]
+    return with_twice is not None and (needed is None or with_twice < needed)
 
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
@@ -138,13 +150,20 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             yield NextStep(text="See how the first of them ended", command=f"abrun logs {run}")
         yield NextStep(
             text="Continue the runs that did not finish",
-            command=f"abrun launch RECIPE --name {_name(experiment)} --resume",
+            command=_resumed(experiment),
         )
     else:
         yield NextStep(
             text="Mend what the reasons name in the recipe, and look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",
         )
+
+
+def _resumed(experiment: Experiment) -> str:
+    """What takes a launch up again; one with looks in stages, however it was begun."""
+    looks = experiment.compare.looks
+    stages = f"--until-decided --max-seeds {looks[-1]} " if looks else ""
+    return f"abrun launch RECIPE {stages}--name {_name(experiment)} --resume"
 
 
 def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int]:

@@ -1,14 +1,17 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from abrun.compare.judge.by_prompt import ACCURACY, by_prompt
 from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.by_prompt import advice
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import level_of_a_look
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
@@ -59,7 +62,7 @@ def plan_report(
     alpha = level_of_a_look(compare.looks)
     equivalences = [claim for claim in compare.primary if claim.margin is not None]
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} pairs planned", style="bold"), Text("")]
-    powers = []
+    powers, stops = [], []
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     counts = sorted({*COUNTS, num_pairs, *compare.looks})
     for heading in ("claim", "margin", *(f"n={count}" for count in counts), "80 % at"):
@@ -68,8 +71,13 @@ def plan_report(
         spread = _spread(claim, compare, earlier, sigma, correlation)
         expected = claim_power(claim, compare, spread, alpha)
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
+        if earlier is not None:
+            lines += [
+                Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim, compare, spread, alpha)
+            ]
         if expected:
             powers.append(expected.power(num_pairs))
+            stops += [(claim, *expected.of_looks(compare.looks))] if compare.looks else []
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
             table.add_row(claim.metric, margin, *cells, _needed(expected))
@@ -86,6 +94,13 @@ def plan_report(
     if compare.looks:
         looks = ", ".join(map(str, compare.looks))
         lines.append(Text(f"Looks at {looks} pairs: each tests at level {alpha:.3g} instead of {ALPHA:g}."))
+        lines += [
+            Text(
+                f"  {claim.metric}: stopped at a match, {pairs:.1f} pairs are expected if the arms are truly "
+                f"equal; P(match at some look) {chance:.0%}"
+            )
+            for claim, pairs, chance in stops
+        ]
     if len(powers) < len(equivalences):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
@@ -103,6 +118,28 @@ def _spread(
     given = {"sigma": sigma, "correlation": correlation}
     claim = claim.model_copy(update={key: value for key, value in given.items() if value is not None})
     return assumed_spread(claim, compare.reference is not None)
+
+
+def _of_prompts(
+    earlier: Experiment, claim: Primary, compare: Compare, spread: Spread | None, alpha: float
+) -> Iterator[str]:
+    """What more prompts would buy, where an earlier experiment was validated prompt by prompt.
+
+    Pairs are counted as in the table: with the upper bound of the measured sd.
+    """
+    if claim.metric != ACCURACY or spread is None:
+        return
+    for arm in earlier.treatments:
+        pairs = earlier.pairs(arm)
+        result = judge_primary(arm, pairs, claim, resolved_margin(claim, None), earlier.all_steps())
+        found = by_prompt(arm, pairs, [result])
+        if found and found.metric == ACCURACY and not found.problem:
+            shrinks = found.parts.sd_with(2) / found.parts.sd_pairs if found.parts else 1.0
+            spreads = spread, replace(spread, sd_difference=spread.sd_difference * shrinks)
+            planned = [claim_power(claim, compare, one, alpha) for one in spreads]
+            needed = [one.pairs_needed if one and claim.sigmas is None else None for one in planned]
+            said = replace(found, pairs_needed=needed[0], pairs_needed_with_twice=needed[1])
+            yield f"{arm}: {'; '.join(advice(asdict(said)))}"
 
 
 def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.levels import levels
 from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
 from abrun.compare.show.planted import sentence
+from abrun.compare.show.spent import spent_sentence
 from abrun.errors import ComparisonError, StoreError
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
@@ -304,6 +306,9 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
         for one in content["final_weights"]:
             if one["arm"] == arm:
                 yield f"{mark}final weights", _final_weights(one)
+        for one in content["by_prompt"]:
+            if one["arm"] == arm:
+                yield f"{mark}validation by prompt", "; ".join(by_prompt_facts(one))
         savings = [one for one in content["savings"] if one["arm"] == arm and "," not in one["quantity"]]
         if savings:
             yield f"{mark}treatment / baseline", "; ".join(_saving(one) for one in savings)
@@ -312,6 +317,8 @@ def _facts(content: Content) -> Iterator[tuple[str, str]]:
             taken = ", ".join(f"{look['num_pairs']} pairs: {look['verdict']}" for look in looks) or "none yet"
             planned = ", ".join(str(look["num_pairs"]) for look in section["looks"])
             yield f"{mark}looks", f"declared at {planned} pairs; taken: {taken}"
+    if content["spent"]:
+        yield "spent", spent_sentence(content["spent"])
     if content["sensitivity"]:
         yield "sensitivity", sentence(content["sensitivity"])
     if content["not_tested"]:

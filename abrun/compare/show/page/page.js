@@ -59,12 +59,14 @@ function banner() {
     (one.looks || []).map((look) => [arm, look]),
   );
   for (const [arm, look] of looks) {
-    const taken = look.verdict || "not taken yet";
+    const decided = content.arms[arm].verdict !== "INCONCLUSIVE";
+    const taken = look.verdict || (decided ? "not needed" : "not taken yet");
     facts.push([
       `${several ? `${arm}, ` : ""}look at ${look.num_pairs} pairs`,
       `${taken} (one-sided level ${number(look.alpha)})`,
     ]);
   }
+  if (beside.spent) facts.push(["spent", beside.spent]);
   return el(
     "section",
     { class: `banner ${content.verdict}`, "aria-label": "Verdict" },
@@ -419,6 +421,73 @@ function stepOne() {
           ]),
         )
       : el("p", {}, "Step one was not read."),
+  );
+}
+
+function byPrompt() {
+  const list = content.by_prompt || [];
+  if (!list.length) return null;
+  const rows = list.flatMap((one) =>
+    one.by_step.map((step) => [
+      ...armCell(one),
+      String(step.step),
+      number(step.baseline, 4),
+      number(step.treatment, 4),
+      signed(step.treatment - step.baseline, 3),
+      String(step.num_won),
+      String(step.num_lost),
+      String(step.num_answers),
+    ]),
+  );
+  const models = list.flatMap((one) =>
+    one.pairs.map((pair) => [
+      ...armCell(one),
+      String(pair.seed),
+      signed(pair.difference, 3),
+      interval(pair.interval),
+    ]),
+  );
+  return section(
+    "by-prompt",
+    "Validation, paired by prompt",
+    el(
+      "p",
+      { class: "intro" },
+      "Both arms answer the same held-out prompts at the same steps. This is a diagnosis; no verdict hangs on it: a claim about training is tested over seeds, and more prompts make no more training runs.",
+    ),
+    (beside.by_prompt || []).flatMap((facts, at) => [
+      several ? el("p", {}, el("b", {}, list[at].arm)) : null,
+      el(
+        "ul",
+        {},
+        facts.map((fact) => el("li", {}, fact)),
+      ),
+    ]),
+    rows.length
+      ? table(
+          "Validation by step",
+          withArm([
+            ["step", "right"],
+            ["baseline", "right"],
+            ["treatment", "right"],
+            ["difference", "right"],
+            ["answers won", "right"],
+            ["lost", "right"],
+            ["of", "right"],
+          ]),
+          rows,
+        )
+      : null,
+    models.length
+      ? el("p", {}, "Each seed's two models, on prompts like these: nothing about the change itself.")
+      : null,
+    models.length
+      ? table(
+          "Validation by seed",
+          withArm([["seed", "right"], ["difference", "right"], ["90\u00a0% over prompts", "right"]]),
+          models,
+        )
+      : null,
   );
 }
 
@@ -986,6 +1055,7 @@ const body = [
   guards(),
   stepOne(),
   finalWeights(),
+  byPrompt(),
   savings(),
   others(),
   bullets(

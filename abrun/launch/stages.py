@@ -1,0 +1,77 @@
+"""A launch in stages: the looks at which it may stop, declared before its first run.
+
+A pair is the unit: all arms of a seed run in one stage. Every pair has the same arms, so that none is cheaper
+than another, and seeds go in their order.
+"""
+
+from pathlib import Path
+
+from abrun import store
+from abrun.errors import LaunchError, RecipeError
+from abrun.recipe import CommandRecipe, Declared, Recipe, stored_recipe
+
+MOST_SEEDS = 12  # unless --max-seeds or declared looks say otherwise
+FEWEST_PAIRS = 3  # of a first look by the recipe's own number of seeds: fewer decide next to nothing
+FIRST_LOOK = 4
+
+
+def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Recipe | CommandRecipe:
+    """The recipe with looks declared, and with as many seeds as the last of them takes.
+
+    Its own looks; or three, evenly spaced, from its number of seeds (4, where that is below 3) on.
+    Its seeds are continued by the smallest numbers that it does not use. Raises RecipeError where nothing
+    could be decided, or where both declare the last look.
+    """
+    name, looks = recipe.name, recipe.compare.looks
+    if not recipe.compare.primary:
+        raise RecipeError(
+            f"{name}: compare.primary: got no claim with --until-decided, so that no look could decide; "
+            "declare one, or leave --until-decided out"
+        )
+    if len(recipe.arms) < 2:
+        raise RecipeError(
+            f"{name}: arms: got the baseline alone with --until-decided, which adds pairs of arms until they "
+            "decide; add a treatment, or leave --until-decided out"
+        )
+    if looks and max_seeds not in (None, looks[-1]):
+        raise RecipeError(
+            f"--max-seeds: got {max_seeds} with compare.looks {looks}, whose last takes all pairs; leave one "
+            "of them out"
+        )
+    if looks:
+        return recipe
+    most = MOST_SEEDS if max_seeds is None else max_seeds
+    own = len(recipe.seeds)
+    first = own if own >= FEWEST_PAIRS else min(FIRST_LOOK, most - 1)
+    if not 2 <= first < most:
+        raise RecipeError(
+            f"--max-seeds: got {most} with {own} seeds in the recipe; allowed: more than the first look "
+            f"takes, {max(first, 2)}"
+        )
+    return stored_recipe(
+        {
+            **recipe.model_dump(mode="json"),
+            "seeds": _continued(recipe.seeds, most),
+            "compare": {
+                **recipe.compare.model_dump(mode="json"),
+                "looks": sorted({first, round((first + most) / 2), most}),
+            },
+        },
+        f"{name} with --max-seeds {most}",
+    )
+
+
+def refuse_other_looks(recipe: Declared, experiment_dir: Path) -> None:
+    """Raises LaunchError where an experiment was launched with other looks: they cannot be chosen later."""
+    launched = store.open_experiment(experiment_dir).get("recipe", {}).get("compare", {}).get("looks") or []
+    if launched != recipe.compare.looks:
+        had = f"with looks at {launched} pairs" if launched else "without looks"
+        raise LaunchError(
+            f"{experiment_dir}: --until-decided: got looks at {recipe.compare.looks} pairs, and it was "
+            f"launched {had}, on which its level rests; resume it as it was launched, or give another --name"
+        )
+
+
+def _continued(seeds: list[int], num_seeds: int) -> list[int]:
+    unused = (seed for seed in range(num_seeds + len(seeds)) if seed not in seeds)
+    return [*seeds, *(next(unused) for _ in range(num_seeds - len(seeds)))]

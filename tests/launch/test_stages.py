@@ -1,0 +1,202 @@
+"""`abrun launch --until-decided`: foreign arms that write their curves in milliseconds, pair after pair."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from abrun import cli, store
+from abrun.compare import compare_sources
+from abrun.errors import LaunchError, RecipeError
+from abrun.launch.stages import refuse_other_looks, until_decided
+from abrun.recipe import load_recipe
+
+# A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
+# Of the seeds in `fails` the treatment exits with 1, until the file beside it says that it is mended.
+ARM = """
+import json, os, random, sys
+seed, shift, own, fails, path = int(sys.argv[1]), *map(float, sys.argv[2:4]), sys.argv[4], sys.argv[5]
+if shift and str(seed) in fails.split("+") and not os.path.exists(os.environ["MENDED"]):
+    sys.exit(1)
+shared, alone = random.Random(seed), random.Random(f"{seed} {shift}")
+level, added = shared.gauss(0, 0.03), shift + alone.gauss(0, own)
+with open(path, "w") as file:
+    for step in range(1, 11):
+        reward = 0.1 + 0.08 * step + level + shared.gauss(0, 0.001) + (added if step > 1 else 0.0)
+        file.write(json.dumps({"step": step, "train/reward": reward}) + chr(10))
+"""
+RECIPE = """
+name: staged
+trainer:
+  type: command
+  argv: ["{python}", SCRIPT, "{seed}", "{shift}", "{own}", "{fails}", "{run_dir}/curve.jsonl"]
+  parameters: {shift: 0.0, own: 0.004, fails: none}
+  metrics: {format: jsonl, path: "{run_dir}/curve.jsonl"}
+steps: 10
+arms:
+  baseline: {}
+  treatment: {trainer.parameters.shift: 0.0001}
+seeds: [0, 1, 7]
+compare:
+  primary: [{metric: train/reward, margin: 0.02}]
+"""
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`abrun launch` of the recipe in an empty folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("MENDED", str(tmp_path / "mended"))
+    in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
+    monkeypatch.setattr("abrun.compare.compare_sources", in_json)
+    (tmp_path / "arm.py").write_text(ARM)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("SCRIPT", str(tmp_path / "arm.py")))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        argv = ["abrun", "launch", "recipe.yaml", "--jobs", "4", *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        output, errors = capsys.readouterr()
+        return int(str(exited.value.code)), output, errors
+
+    return run
+
+
+STAGED = ("--until-decided", "--max-seeds", "5")
+
+
+def begun() -> set[int]:
+    """The seeds of which a run was begun."""
+    experiment_dir = Path("runs/staged")
+    states = [store.run_state(experiment_dir, name) for name in store.planned_runs(experiment_dir)]
+    return {state.name.seed for state in states if state.status != "pending"}
+
+
+def verdict() -> dict:
+    return json.loads(Path("runs/staged/report/verdict.json").read_text())
+
+
+def test_equal_arms_stop_at_the_first_look_and_the_report_says_what_that_saved(run: Run) -> None:
+    code, output, errors = run(*STAGED)
+    assert (code, errors) == (0, "") and "MATCH: staged" in output
+    assert begun() == {0, 1, 7}
+    content = verdict()
+    assert content["verdict"] == "MATCH" and not content["post_hoc"]
+    looks = content["arms"]["treatment"]["looks"]
+    assert [(one["num_pairs"], one["verdict"]) for one in looks] == [(3, "MATCH"), (4, None), (5, None)]
+    spent = content["spent"]
+    assert (spent["decided_at"], spent["num_pairs"], spent["num_planned_pairs"]) == (3, 3, 5)
+    assert (spent["num_runs"], spent["num_planned_runs"]) == (6, 10)
+    assert spent["device"] == "CPU core" and spent["device_hours"] > 0
+    assert spent["device_hours_saved"] == pytest.approx(spent["device_hours"] * 4 / 6)
+    assert "decided after 3 pairs; 3 of 5 pairs begun, 6 of 10 runs" in output
+    said = next(line for line in content["not_tested"] if "the runs do not say" in line)
+    assert "whether the runs finished" not in said  # of those that were never begun nothing is missed
+    # Decided is decided: taken up again, nothing more runs
+    code, output, _ = run(*STAGED, "--resume")
+    assert code == 0 and begun() == {0, 1, 7} and "MATCH: staged" in output
+
+
+def test_open_looks_go_on_to_the_last(run: Run) -> None:
+    code, output, _ = run(*STAGED, "--set", "trainer.parameters.own=0.05")
+    assert code == 0 and begun() == {0, 1, 7, 2, 3}
+    assert "After 3 pairs: not decided yet." in output and "After 4 pairs: not decided yet." in output
+    content = verdict()
+    assert content["verdict"] == "INCONCLUSIVE" and content["spent"]["decided_at"] is None
+    assert content["spent"]["num_runs"] == 10 and not content["post_hoc"]
+
+
+@pytest.mark.slow
+def test_a_mismatch_stops_at_the_first_look(run: Run) -> None:
+    shifted = ("--set", "arms.treatment={trainer.parameters.shift: 0.06}", "--name", "shifted")
+    code, output, _ = run(*STAGED, *shifted)
+    assert code == 0 and "MISMATCH: shifted" in output and "declared at 3, 4, 5 pairs" in output
+    assert "decided after 3 pairs" in output
+
+
+@pytest.mark.slow
+def test_a_failed_run_decides_until_it_is_mended(run: Run) -> None:
+    fails = ("--set", "trainer.parameters.fails=1")
+    code, output, _ = run(*STAGED, *fails)
+    assert code == 1 and "Continue with: abrun launch recipe.yaml --jobs 4 --until-decided" in output
+    assert verdict()["verdict"] == "MISMATCH" and begun() == {0, 1, 7}
+    Path("mended").touch()
+    code, output, _ = run(*STAGED, *fails, "--resume")
+    assert code == 0 and verdict()["verdict"] == "MATCH" and begun() == {0, 1, 7}
+
+
+@pytest.mark.slow
+def test_a_launch_that_stopped_between_looks_goes_on_where_it_was(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    noisy = (*STAGED, "--set", "trainer.parameters.own=0.05")
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.experiments, "_state_of_looks", interrupted)
+        code, output, _ = run(*noisy)
+    assert code == 130 and output.rstrip().endswith("--set trainer.parameters.own=0.05 --resume")
+    assert begun() == {0, 1, 7}
+    code, output, errors = run(*noisy[:2], "6", *noisy[3:], "--resume")
+    assert code == 2 and "got looks at [3, 4, 6] pairs, and it was launched with looks at [3, 4, 5]" in errors
+    code, output, _ = run(*noisy, "--resume")
+    assert code == 0 and begun() == {0, 1, 7, 2, 3} and output.count("not decided yet") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--max-seeds", "8"), "--max-seeds: got 8 without --until-decided"),
+        (("--until-decided", "--max-seeds", "3"), "--max-seeds: got 3 with 3 seeds in the recipe"),
+        (("--until-decided", "--no-compare"), "--until-decided: got --no-compare"),
+        (("--until-decided", "--detach"), "--detach: the local launcher has no queue"),
+        (("--until-decided", "--launcher", "slurm"), "--until-decided: got launcher slurm"),
+        (("--until-decided", "--set", "compare.primary=[]"), "got no claim with --until-decided"),
+        ((*STAGED, "--set", "compare.looks=[2, 3]"), "--max-seeds: got 5 with compare.looks [2, 3]"),
+    ],
+)
+def test_what_cannot_be_staged_is_refused_in_a_line(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    code, _, errors = run(*arguments)
+    assert code == 2 and said in errors and errors.count("\n") == 1 and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("seeds", "max_seeds", "all_seeds", "looks"),
+    [
+        ([0, 1, 7], 8, [0, 1, 7, 2, 3, 4, 5, 6], [3, 6, 8]),
+        ([5, 6], None, [5, 6, 0, 1, 2, 3, 4, 7, 8, 9, 10, 11], [4, 8, 12]),
+        ([0, 1], 3, [0, 1, 2], [2, 3]),
+        ([0, 1, 2, 3, 4], 6, [0, 1, 2, 3, 4, 5], [5, 6]),
+    ],
+)
+def test_looks_are_evenly_spaced_and_seeds_continued(
+    run: Run, seeds: list[int], max_seeds: int | None, all_seeds: list[int], looks: list[int]
+) -> None:
+    staged = until_decided(load_recipe(Path("recipe.yaml"), [f"seeds={seeds}"]), max_seeds)
+    assert (staged.seeds, staged.compare.looks) == (all_seeds, looks)
+
+
+@pytest.mark.parametrize(("looks", "said"), [([3, 5], "with looks at"), ([], "without looks")])
+def test_a_resumed_launch_keeps_the_looks_that_it_declared(
+    run: Run, tmp_path: Path, looks: list[int], said: str
+) -> None:
+    recipe = until_decided(load_recipe(Path("recipe.yaml")), 4)
+    store.write_experiment(tmp_path / "same", {"recipe": recipe.model_dump(mode="json")})
+    refuse_other_looks(recipe, tmp_path / "same")
+    store.write_experiment(tmp_path / "mine", {"recipe": {"compare": {"looks": looks}}})
+    with pytest.raises(LaunchError, match=f"launched {said}"):
+        refuse_other_looks(recipe, tmp_path / "mine")
+
+
+def test_declared_looks_are_kept(run: Run) -> None:
+    recipe = load_recipe(Path("recipe.yaml"), ["compare.looks=[2, 3]"])
+    assert until_decided(recipe, None) is recipe and until_decided(recipe, 3) is recipe
+    with pytest.raises(RecipeError, match="the baseline alone"):
+        until_decided(recipe.model_copy(update={"arms": {"baseline": {}}}), None)
