@@ -11,6 +11,7 @@ ENVIRONMENT = "environment.json"
 HEARTBEAT = "heartbeat.json"
 NODES = "nodes"
 RESULT = "result.json"
+INITIAL_SAMPLE = "initial-sample.safetensors"
 FINAL_SAMPLE = "final-sample.safetensors"
 METRICS = "metrics.jsonl"
 METRICS_CACHE = "metrics.npz"
@@ -29,6 +30,7 @@ RUN_FILES = (
     HEARTBEAT,
     NODES,
     RESULT,
+    INITIAL_SAMPLE,
     FINAL_SAMPLE,
     METRICS,
     METRICS_CACHE,

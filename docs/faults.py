@@ -15,7 +15,8 @@ ways that have happened: each fault below is one small change after a real bug r
 anything.
 
 ```sh
-abrun faults                                                   # this list
+abrun faults                                                   # this list; --json: for programs
+abrun faults misgrouped                                        # one, with the settings that it needs
 abrun sensitivity recipes/quickstart-faults.yaml               # plant all that the recipe can have
 abrun sensitivity recipes/quickstart.yaml --faults late_half_batch:0.25,misgrouped --seeds 0-2
 ```
@@ -23,9 +24,21 @@ abrun sensitivity recipes/quickstart.yaml --faults late_half_batch:0.25,misgroup
 `abrun sensitivity` runs the recipe's baseline and, at the same seeds, the baseline with each fault: arms of
 the ordinary launcher and store. Each is judged by the recipe's own claims and guards, as if it were the one
 treatment, so that nothing is corrected for their number. A line says what makes the verdict MISMATCH, the
-earliest of it: step one, a guard, a claim, or nothing, and at which step. What nothing catches is invisible
-to an experiment of this size; a MATCH by it says nothing about such a fault. The table is in
-`report/sensitivity.json` of `<recipe>-sensitivity`.
+earliest of it: step one, a guard, a claim, or nothing, and at which step, with the figures.
+
+What nothing catches is missed at two sizes, which the report names: that of the fault as it was planted, and
+that of the experiment (pairs, steps, margins). If the verdict on it is MATCH, it would have passed, and a
+match by such an experiment says nothing about such a fault; if it is INCONCLUSIVE, it would have prevented a
+match. For each, the report says what could show it: more pairs, more steps, a larger size, or a claim where
+it shows. The table is in `report/sensitivity.md` of `<recipe>-sensitivity`, and in `sensitivity.json`.
+
+Some need what no quickstart has; `--set` gives it:
+
+```sh
+abrun sensitivity recipes/quickstart-faults.yaml --set cluster.cpu_ranks=2 \\
+  --set algorithm.normalize_over=batch --faults rank_mean,whiten_per_rank,local_grad_norm
+abrun sensitivity recipes/quickstart-faults.yaml --set algorithm.loss=gspo --faults gspo_padding
+```
 
 In a recipe the same arms run beside the treatment, and the report shows the table beside the verdict, which
 they are never part of:

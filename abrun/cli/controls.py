@@ -1,12 +1,13 @@
 """Commands about what a comparison can see. Everything slow to import waits inside its command."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from abrun.cli.app import app, console
-from abrun.cli.arguments import Launcher, Name, Overrides, RecipeFile, Resume, RunsDir, with_seeds
+from abrun.cli.arguments import Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
 from abrun.cli.experiments import launched_in_view
 from abrun.errors import RecipeError, StoreError
 
@@ -15,11 +16,26 @@ if TYPE_CHECKING:
 
 
 @app.command()
-def faults() -> None:
-    """List the faults that a recipe can plant: what each does, what it needs, and the bug it is after."""
-    from abrun.compare.show.planted import library
+def faults(
+    name: Annotated[str | None, typer.Argument(help="One of them, with all that is known of it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON: sizes and sources too.")] = False,
+) -> None:
+    """List the faults that a recipe can plant: what each does, what it needs, and what should show it."""
+    from abrun.compare.show.planted import details, library, library_json
+    from abrun.recipe import FAULTS, LIBRARY, PlantedFault, validated
 
-    console().print(library())
+    chosen = FAULTS
+    if name is not None:
+        chosen = (LIBRARY[validated(PlantedFault, {"name": name}, "abrun faults").name],)
+    if as_json:
+        print(json.dumps(library_json(chosen), indent=1))
+    elif name is not None:
+        for line in details(chosen[0]):
+            console().print(line, soft_wrap=True, markup=False, highlight=False)
+    else:
+        console().print(library())
+        said = "All need algorithm.type grpo or ppo. With settings, sizes and sources: abrun faults NAME"
+        console().print(said, soft_wrap=True)
 
 
 @app.command()
@@ -67,7 +83,10 @@ def sensitivity(
         int | None, typer.Option(min=1, help="Runs at once; default: what the devices allow.")
     ] = None,
     runs_dir: RunsDir = Path("runs"),
-    name: Name = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Folder of the experiment; default: the recipe's name, with -sensitivity."),
+    ] = None,
     resume: Resume = False,
 ) -> None:
     """Plant faults in the baseline and say which of them the recipe's comparison would have caught.
@@ -76,7 +95,7 @@ def sensitivity(
     """
     from abrun.compare.judge.planted import sensitivity as judge_faults
     from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.planted import sentence, table, write_sensitivity
+    from abrun.compare.show.planted import advice, sentence, table, write_sensitivity
     from abrun.launch import experiment_dir_of, make_scheduler
     from abrun.launch.controls import with_faults_alone
     from abrun.plan import make_plan
@@ -105,12 +124,15 @@ def sensitivity(
         raise RecipeError(f"{planned.name}: controls.faults: got none that can be planted; see: abrun faults")
     from dataclasses import asdict
 
+    content = asdict(found)
     screen.print(table(found))
     for fault, lacks in not_planted.items():
         screen.print(f"not planted: {fault}, which {lacks}", soft_wrap=True, markup=False)
-    screen.print(sentence(asdict(found)), soft_wrap=True, markup=False)
-    path = write_sensitivity(found, not_planted, experiment_dir / "report")
-    screen.print(f"All of it is in {path}", soft_wrap=True, markup=False)
+    for line in (*advice(content), sentence(content)):
+        screen.print(line, soft_wrap=True, markup=False)
+    claims = planned.compare.primary
+    path = write_sensitivity(found, not_planted, experiment_dir / "report", experiment_dir.name, claims)
+    screen.print(f"All of it is in {path}, and as JSON beside it", soft_wrap=True, markup=False)
     raise typer.Exit(outcome.exit_code if outcome else 0)
 
 

@@ -118,7 +118,7 @@ def compare(
     if not experiment.treatments and experiment.planted:
         raise ComparisonError(
             f"{experiment.name}: got planted faults and no treatment: what was caught of them is in its "
-            "report/sensitivity.json (abrun sensitivity --resume prints it)"
+            "report/sensitivity.md (abrun sensitivity --resume prints it)"
         )
     if not experiment.treatments:
         raise ComparisonError(

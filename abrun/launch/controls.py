@@ -4,6 +4,7 @@ from abrun.errors import RecipeError
 from abrun.recipe import (
     BASELINE,
     FAULTS,
+    LIBRARY,
     CommandRecipe,
     Controls,
     OwnRunConfig,
@@ -32,6 +33,12 @@ def with_faults_alone(
     wanted = recipe.controls.faults
     if names is not None:
         wanted = [_parsed(text) for text in names.split(",")]
+        for one in wanted:
+            lacks = lacking(LIBRARY[one.name], baseline)
+            if lacks:
+                raise RecipeError(
+                    f"--faults: got {one.name!r}, which {lacks}; give it by --set, or drop it here"
+                )
     elif not wanted:
         found = {fault.name: lacking(fault, baseline) for fault in FAULTS}
         not_planted = {name: lacks for name, lacks in found.items() if lacks}

@@ -28,7 +28,16 @@ from abrun.recipe.command import (
 )
 from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
 from abrun.recipe.exported import Exported, JobSet, SkyPilot
-from abrun.recipe.faults import CONTROLS, FAULTS, LIBRARY, ONE_ULP, Fault, PlantedFault, lacking
+from abrun.recipe.faults import (
+    CONTROLS,
+    FAULTS,
+    LIBRARY,
+    ONE_ULP,
+    Fault,
+    PlantedFault,
+    lacking,
+    what_it_takes,
+)
 from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings, limit_s
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
 from abrun.recipe.policy import (
@@ -156,6 +165,7 @@ __all__ = [
     "validated",
     "vllm_misfit",
     "vllm_refusal",
+    "what_it_takes",
 ]
 
 BASELINE = "baseline"
@@ -255,6 +265,9 @@ class Declared(Section):
             raise RecipeError(
                 f"{source}: got {planted.name!r} with a baseline that has a fault; drop one of them"
             )
+        lacks = lacking(LIBRARY[planted.name], baseline)
+        if lacks:
+            raise RecipeError(f"{source}: got {planted.name!r}, which {lacks}, or drop it")
         content = {**baseline.model_dump(), "planted_fault": planted.model_dump()}
         return validated(OwnRunConfig, content, source)
 

@@ -29,7 +29,9 @@ class Primary(Section):
     `correlation` (between paired arms) are assumptions that only the power shown before launch depends on.
     """
 
-    metric: str  # recorded, or `memory` (the peak over all phases; a limit), or `final_weights` (exact)
+    metric: (
+        str  # recorded, or `memory` (the peak over all phases; a limit), or `final_weights` (exact, or below)
+    )
     window: str = "last 20%"
     margin: float | str | None = None
     below: float | str | None = (
@@ -89,8 +91,11 @@ class Primary(Section):
                 f"got {' and '.join(said) or 'no claim'} for {shortened(self.metric)}; allowed: one of "
                 "margin, below, above and exact"
             )
-        if self.metric == FINAL_WEIGHTS and not self.exact:
-            raise ValueError(f"got {said[0]} for {FINAL_WEIGHTS}; allowed: exact")
+        if self.metric == FINAL_WEIGHTS and not self.exact and not _is_distance(self.below):
+            raise ValueError(
+                f"got {said[0]}: {getattr(self, said[0])} for {FINAL_WEIGHTS}; allowed: exact: true, or "
+                "below: a distance above 0, in units of how far the baseline moved, such as 0.05"
+            )
         if self.metric == MEMORY_PEAK and said[0] not in ("below", "above"):
             raise ValueError(f"got {said[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'")
         return self
@@ -193,6 +198,10 @@ class Controls(Section):
         rounds = range(-(-self.ulp_reruns // num_seeds))
         moved = {f"one-ulp{f'-{i + 1}' if i else ''}": PlantedFault(name=ONE_ULP, draw=i) for i in rounds}
         return moved | {fault.arm: fault for fault in self.faults}
+
+
+def _is_distance(limit: float | str | None) -> bool:
+    return limit is not None and not isinstance(limit, str) and limit > 0
 
 
 def claim_text(claim: Primary) -> str:

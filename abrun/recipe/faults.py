@@ -29,6 +29,13 @@ Need = Literal[
     "the torch engine",
     "the dtensor backend",
     "one context rank",
+    "several data-parallel ranks",
+    "statistics over the batch",
+    "GSPO",
+    "weights of whole sequences",
+    "a tokenizer of subwords",
+    "no recorded support",
+    "vLLM on CPU cores that train",
 ]
 
 
@@ -332,6 +339,81 @@ FAULTS = (
         shows="token_mult_prob_error at some hundred tokens; nothing below",
         needs=("the dtensor backend",),
     ),
+    Fault(
+        name="rank_mean",
+        seam="objective",
+        does="the loss is a mean over ranks of their own means",
+        source="PrimeIntellect-ai/prime-rl#2358",
+        shows="step one: grad_norm and loss, where ranks differ in tokens",
+        size=1,
+        unit="of the way to that mean",
+        most=1,
+        needs=("several data-parallel ranks",),
+    ),
+    Fault(
+        name="whiten_per_rank",
+        seam="batch",
+        does="mean and spread of the advantages are those of a rank's own share of the batch",
+        source="THUDM/slime#2235",
+        shows="step one: loss and grad_norm, little",
+        needs=("several data-parallel ranks", "statistics over the batch"),
+    ),
+    Fault(
+        name="local_grad_norm",
+        seam="optimizer",
+        does="each rank clips the gradient by the norm of its own shard, and reports that",
+        source="areal-project/AReaL#312",
+        shows="step one: grad_norm, with the loss unchanged",
+        needs=("several data-parallel ranks", "the dtensor backend"),
+    ),
+    Fault(
+        name="gspo_padding",
+        seam="objective",
+        does="padding counts in the mean of a sequence's log-ratios",
+        source="areal-project/AReaL#1346",
+        shows="step one: grad_norm, where completions differ in length; the loss where ratios have left 1",
+        size=1,
+        unit="of the padding",
+        most=1,
+        needs=("GSPO",),
+    ),
+    Fault(
+        name="sequence_weight_sum",
+        seam="objective",
+        does="a sequence is kept or left out by the product of its importance weights, not by their mean",
+        source="huggingface/trl#5814",
+        shows="step one: grad_norm, where the engine differs from the trainer; else nothing",
+        needs=("weights of whole sequences",),
+    ),
+    Fault(
+        name="temperature_on_logprobs",
+        seam="engine",
+        does="the engine's log-probs are divided by the temperature, and not its logits",
+        source="PrimeIntellect-ai/prime-rl#697",
+        shows="step one: token_mult_prob_error and approx_entropy; reward only where a correction uses them",
+        needs=("a temperature", "the torch engine"),
+    ),
+    Fault(
+        name="retokenised",
+        seam="engine",
+        does="a completion is turned into text and into tokens again, which need not be those drawn",
+        source="NovaSky-AI/SkyRL#123",
+        shows="step one: token_mult_prob_error",
+        size=1,
+        unit="of the sequences",
+        most=1,
+        needs=("a tokenizer of subwords", "no recorded support"),
+    ),
+    Fault(
+        name="stale_prefix_cache",
+        seam="engine",
+        does="the engine's prefix cache keeps keys and values of earlier weights",
+        source="PrimeIntellect-ai/prime-rl#1650",
+        shows="token_mult_prob_error from step two, where prompts of 128 tokens or more recur",
+        size=16,
+        unit="syncs without a reset",
+        needs=("two steps", "vLLM on CPU cores that train"),
+    ),
 )
 ONE_ULP = "one_ulp"
 CONTROLS = (
@@ -427,7 +509,53 @@ NEEDS: dict[Need, tuple[Callable[[Any], bool], str]] = {
         lambda run: run.policy.backend.context_parallel == 1,
         "needs policy.backend.context_parallel: 1",
     ),
+    "several data-parallel ranks": (
+        lambda run: run.data_parallel > 1,
+        "needs several data-parallel ranks; set cluster.cpu_ranks: 2 (on GPUs: gpus_per_node)",
+    ),
+    "statistics over the batch": (
+        lambda run: (
+            run.algorithm.normalize_advantages
+            if run.algorithm.type == "ppo"
+            else run.algorithm.advantage_baseline == "batch_mean" or run.algorithm.normalize_over == "batch"
+        ),
+        "needs advantages whitened over the batch; set algorithm.normalize_over: batch (of PPO: "
+        "normalize_advantages: true)",
+    ),
+    "GSPO": (
+        lambda run: run.algorithm.type == "grpo" and run.algorithm.loss == "gspo",
+        "needs algorithm.loss: gspo",
+    ),
+    "weights of whole sequences": (
+        lambda run: (
+            run.algorithm.importance_correction is not None
+            and run.algorithm.importance_correction.type == "sequence_mask"
+            and not run.policy.logprobs.one_pass
+        ),
+        "needs importance weights of whole sequences; set algorithm.importance_correction: "
+        "{type: sequence_mask, low: 0.99, high: 1.01}, and policy.logprobs.one_pass: false",
+    ),
+    "a tokenizer of subwords": (
+        lambda run: run.model.preset is None,
+        "needs a tokenizer that joins characters, which no preset has; set model.path",
+    ),
+    "no recorded support": (
+        lambda run: not run.rollout.records_support,
+        "needs completions without recorded filters; set rollout.exact_support: false",
+    ),
+    "vLLM on CPU cores that train": (
+        lambda run: (
+            run.rollout.engine == "vllm" and not run.rollout.devices and not run.cluster.gpus_per_node
+        ),
+        "needs vLLM on the CPU cores that train (on a GPU it sleeps, and its cache goes); set "
+        "rollout.engine: vllm, with rollout.devices: null and cluster.gpus_per_node: 0",
+    ),
 }
+
+
+def what_it_takes(fault: Fault) -> dict[Need, str]:
+    """Each of its needs, with the setting that gives it."""
+    return {need: NEEDS[need][1] for need in fault.needs}
 
 
 def lacking(fault: Fault, run: Any) -> str | None:

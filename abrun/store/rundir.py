@@ -427,11 +427,27 @@ class RunDir:
 
     def final_sample(self) -> "dict[str, Array]":
         """Some of the final weights, float32, by tensor; none where there are none that read."""
+        return self._sample(layout.FINAL_SAMPLE)
+
+    def initial_sample(self) -> "dict[str, Array]":
+        """The same of the initial weights."""
+        return self._sample(layout.INITIAL_SAMPLE)
+
+    def weight_sizes(self) -> dict[str, int]:
+        """Numbers of each whole tensor that is sampled; none where that is not known."""
+        try:
+            content = read_regular(self.path / layout.INITIAL_SAMPLE, MOST_SAMPLE)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            sizes = json.loads(header["__metadata__"]["sizes"])
+            return {str(name): int(size) for name, size in sizes.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _sample(self, file: str) -> "dict[str, Array]":
         from safetensors import SafetensorError, numpy  # and numpy itself, which status does without
 
-        path = self.path / layout.FINAL_SAMPLE
         try:
-            sample = numpy.load(read_regular(path, MOST_SAMPLE))
+            sample = numpy.load(read_regular(self.path / file, MOST_SAMPLE))
         except (OSError, ValueError, KeyError, SafetensorError):
             return {}
         return {name: values for name, values in sample.items() if values.dtype == "float32"}

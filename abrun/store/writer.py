@@ -88,6 +88,11 @@ class RunWriter:
             if lines:
                 lines.sync()
 
+    def initial_sample(self, content: bytes) -> None:
+        """Some of the initial weights, as `final_sample`; its metadata has the whole tensors' `sizes`."""
+        self.check_fence()
+        write_file(self.run.path / layout.INITIAL_SAMPLE, content)
+
     def final_sample(self, content: bytes) -> None:
         """Some of the final weights, by tensor, as safetensors."""
         self.check_fence()

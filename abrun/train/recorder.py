@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import json
 import platform
 import re
 import socket
@@ -55,9 +56,12 @@ class Recorder:
         """
         ranks = policy.ranks
         places = ranks.of_all((socket.gethostname(), _device_name(ranks.device), _driver(ranks.device)))
-        initial_weights = policy_hash(policy)
+        sample: dict[str, Tensor] = {}
+        sizes: dict[str, int] = {}
+        initial_weights = policy_hash(policy, sample, sizes)
         if self._writer is None:
             return
+        self._writer.initial_sample(save(sample, {"sizes": json.dumps(sizes)}))
         self._writer.environment(
             {
                 "python": platform.python_version(),
@@ -114,10 +118,13 @@ class Recorder:
             self._writer.finish(step, weights)
 
 
-def policy_hash(policy: Backend, sample: dict[str, Tensor] | None = None) -> str:
+def policy_hash(
+    policy: Backend, sample: dict[str, Tensor] | None = None, sizes: dict[str, int] | None = None
+) -> str:
     """Says whether two policies have the same weights, on any backend and in any layout. Collective.
 
-    `sample` is filled on the first rank: of each tensor its abrun.models.sample_of.
+    Filled on the first rank: `sample`, of each tensor its abrun.models.sample_of, and `sizes`, of how many
+    numbers that is one.
     """
     ranks, own = policy.ranks, 0
     for number, (name, weight) in enumerate(policy.weights()):
@@ -125,6 +132,8 @@ def policy_hash(policy: Backend, sample: dict[str, Tensor] | None = None) -> str
             own += content_of(name, weight)
         if sample is not None and ranks.is_first:
             sample[name] = sample_of(name, weight)
+        if sizes is not None and ranks.is_first:
+            sizes[name] = weight.numel()
     return weights_hash(ranks.of_all(own))
 
 

@@ -127,6 +127,7 @@ def test_a_shift_of_the_margin_is_called_a_match_at_most_one_time_in_twenty(num_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_pairs", [3, 5, 10])
 def test_a_shift_of_twice_the_margin_is_no_match(num_pairs):
     rates = verdicts(num_pairs, 0.8, 3.0, 1.5)
@@ -136,6 +137,7 @@ def test_a_shift_of_twice_the_margin_is_no_match(num_pairs):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("num_pairs", "rho"), list(itertools.product((3, 5, 10), (0.0, 0.8))))
 def test_a_margin_in_sigmas_of_the_baseline_keeps_its_level(num_pairs, rho):
     shifted = verdicts(num_pairs, rho, 1.0, "1 sigma")
@@ -146,6 +148,7 @@ def test_a_margin_in_sigmas_of_the_baseline_keeps_its_level(num_pairs, rho):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rho", [0.0, 0.8])
 def test_looks_together_err_no_more_often_than_one(rho):
     assert verdicts(10, rho, 1.0, 1.0, looks=[4, 7, 10])["MATCH"] <= at_most(0.05)

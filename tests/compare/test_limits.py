@@ -1,8 +1,12 @@
 """Claims that are no equivalence: limits on levels and ratios, relative margins, bit-exactness."""
 
+import json
+import math
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from safetensors.numpy import save_file
 
 from abrun.equivalence import limit_test, paired_tost
 from abrun.errors import RecipeError
@@ -70,6 +74,57 @@ def test_final_weights_may_be_claimed_exact(simulated, judged):
     assert verdict == "MISMATCH" and "those of seed 3 differ" in reason
 
 
+def ended_apart(experiment_dir, share_of_seed, sizes=None):
+    """The baseline moves by 1 in each of four numbers; the treatment ends so far from it."""
+    first = {"a": np.zeros(3, np.float32), "b": np.zeros(1, np.float32)}
+    for seed, share in share_of_seed.items():
+        for arm, end in (("baseline", 1.0), ("treatment", 1.0 + share)):
+            folder = experiment_dir / f"{arm}/seed-{seed}"
+            last = {name: np.full_like(one, end) for name, one in first.items()}
+            save_file(last, folder / "final-sample.safetensors")
+            sizes = sizes or {"a": 3, "b": 1}
+            save_file(first, folder / "initial-sample.safetensors", {"sizes": json.dumps(sizes)})
+            edit(folder / "result.json", lambda content, end=end: content.update(final_weights_hash=f"{end}"))
+
+
+def test_final_weights_may_be_limited_in_units_of_how_far_the_baseline_moved(simulated, judged):
+    experiment_dir = simulated()
+    shares = dict(enumerate((0.02, 0.03, 0.025, 0.02, 0.03)))
+    claim = [parse_primary("final_weights:all:<0.05")]
+    assert "does not say what weights" in outcome(judged(experiment_dir, primaries=claim))[2]
+    ended_apart(experiment_dir, shares)
+    comparison = judged(experiment_dir, primaries=claim)
+    assert outcome(comparison)[0] == "MATCH"
+    (found,) = comparison.arms[0].primaries
+    values = np.array(list(shares.values()))
+    reach = 2.131847 * values.std(ddof=1) / math.sqrt(5)
+    assert found.limited == pytest.approx(0.025, rel=1e-5)
+    assert found.limited_interval[1] == pytest.approx(0.025 + reach, rel=1e-4)
+    assert "distance, in units of how far the baseline moved, is 0.025, 90 %" in outcome(comparison)[2]
+    for limit, verdict in ((0.0265, "INCONCLUSIVE"), (0.01, "MISMATCH")):
+        tighter = [Primary(metric="final_weights", below=limit)]
+        assert outcome(judged(experiment_dir, primaries=tighter))[0] == verdict
+    ended_apart(experiment_dir, {0: 0.0})
+    (found,) = judged(experiment_dir, primaries=claim).arms[0].primaries
+    assert found.limited == pytest.approx(0.105 / 5, rel=1e-5) and found.result == "holds"
+    ended_apart(experiment_dir, dict.fromkeys(range(5), 0.0))
+    assert outcome(judged(experiment_dir, primaries=claim))[0] == "MATCH"
+
+
+def test_a_tensor_counts_by_its_size_and_without_samples_nothing_is_said(simulated, judged):
+    experiment_dir = simulated()
+    ended_apart(experiment_dir, dict.fromkeys(range(5), 0.5), {"a": 300, "b": 100})
+    for seed in range(5):
+        last = {"a": np.full(3, 1.0, np.float32), "b": np.full(1, 1.5, np.float32)}
+        save_file(last, experiment_dir / f"treatment/seed-{seed}/final-sample.safetensors")
+    claim = [Primary(metric="final_weights", below=0.3)]
+    (found,) = judged(experiment_dir, primaries=claim).arms[0].primaries
+    assert found.limited == pytest.approx(0.5 * math.sqrt(100 / 400))
+    (experiment_dir / "baseline/seed-2/initial-sample.safetensors").unlink()
+    verdict, _, said = outcome(judged(experiment_dir, primaries=claim))
+    assert verdict == "INCONCLUSIVE" and "seed 2 keep no samples of the same first and last weights" in said
+
+
 def at_own_pace(row):
     row[STEP_TIME] = row["step"] / 9
 
@@ -95,7 +150,10 @@ def test_bit_identical_arms_match_where_that_was_claimed(simulated, judged):
         ({"metric": REWARD, "below": "1.2 x"}, "allowed: a number, or '0.6x' of the baseline"),
         ({"metric": REWARD, "margin": "5 %"}, "'5% of climb'"),
         ({"metric": MEMORY, "margin": 0.1}, "allowed: below or above"),
-        ({"metric": "final_weights", "below": 0.1}, "allowed: exact"),
+        ({"metric": "final_weights", "margin": 0.1}, "got margin: 0.1 for final_weights; allowed: exact"),
+        ({"metric": "final_weights", "above": 0.1}, "in units of how far the baseline moved"),
+        ({"metric": "final_weights", "below": "0.6x"}, "below: a distance above 0"),
+        ({"metric": "final_weights", "below": 0}, "below: a distance above 0"),
     ],
 )
 def test_what_claims_nothing_or_too_much_is_refused(claim, said):

@@ -1,17 +1,24 @@
 """Controls with planted faults: judged as treatments are, and no part of the verdict."""
 
+import json
 import math
+import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from abrun.cli import app
+from abrun.compare.judge.planted import sensitivity
 from abrun.compare.read.stored import load_experiment
-from abrun.compare.show.planted import rows, sentence
+from abrun.compare.show.planted import rows, sentence, write_sensitivity
 from abrun.errors import RecipeError
 from abrun.launch.controls import with_faults_alone
 from abrun.plan import make_plan, pairs
+from abrun.recipe import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recipe import Recipe
 from tests.compare.simulate import RECIPE
 
@@ -39,7 +46,10 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"controls": {"faults": ["value_unshifted"]}}, "needs algorithm.type: ppo"),
+        (
+            {"controls": {"faults": ["value_unshifted"]}},
+            "controls.faults: got 'value_unshifted', which needs algorithm.type: ppo, or drop it",
+        ),
         ({"controls": {"faults": ["one_ulp"]}}, "use controls.ulp_reruns"),
         ({"controls": {"faults": ["misgrouped", "misgrouped"]}}, "'misgrouped' twice"),
         (
@@ -70,11 +80,67 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     assert (caught["caught_by"], caught["metric"], caught["step"]) == ("claim", "train/reward", 40)
     assert caught["reason"].startswith("train/reward: differs")
     assert (caught["size"], caught["unit"], caught["num_pairs"]) == (0.25, "of the rows", 5)
-    said = "would have caught 1 of 2 planted faults; invisible at this size: misgrouped"
+    said = "would have caught 1 of 2 planted faults (5 pairs of 40 steps); would have passed as a match: "
+    said += "misgrouped (1 rows off)"
     assert sentence(found) == said and said in (directory / "report" / "report.md").read_text()
-    assert rows(found)[0] == ("misgrouped", "1 rows off", "nothing", "-", "5", "MATCH")
+    *first, figures, num_pairs = rows(found)[0]
+    assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
+    assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)
+    assert re.fullmatch(
+        r"a smaller margin and more pairs, compare.step_one_tolerance below [\d.e-]+ \(train/\w+ deviates so "
+        r"far at step one, and in its reruns by [\d.e-]+\), a size above 1, more than 40 steps, or a claim "
+        r"where it shows: step one: loss and grad_norm",
+        missed["advice"],
+    )
+    assert caught["advice"] is None and caught["figures"].startswith("train/reward moves by -0.2")
     plain = simulated()
     assert judged(plain).as_json()["sensitivity"] is None
+
+
+def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
+    tmp_path: Path, simulated: Callable[..., Path], judged: Callable[..., Any]
+) -> None:
+    """By step one, by the claim's interval; and what is written of it to be read."""
+    experiment = load_experiment(simulated(controls=FAULTS, shift={LATE: -0.02, "fault-misgrouped": 0.3}))
+    found = sensitivity(experiment)
+    assert found is not None and [one.caught for one in found.faults] == [True, False]
+    assert found.faults[1].verdict == "INCONCLUSIVE"
+    assert "; left open: late_half_batch (0.25 of the rows)" in sentence(asdict(found))
+    lacks = {"value_unshifted": "needs algorithm.type: ppo"}
+    path = write_sensitivity(found, lacks, tmp_path / "report", "mine", experiment.compare.primary)
+    page = path.read_text()
+    assert page.startswith("# mine: what this comparison would have caught\n\nIt would have caught 1 of 2 ")
+    assert "| fault | size | verdict | caught by | at step | figures | pairs |\n| --- |" in page
+    assert (
+        "\n| misgrouped | 1 rows off | MISMATCH | claim: train/reward | 40 | train/reward moves by +" in page
+    )
+    assert (
+        "- late_half_batch (0.25 of the rows) could be seen by more than 5 pairs, compare.step_one_tolerance "
+        "below "
+    ) in page
+    assert (
+        ", a size above 0.25 (at most 1), more than 40 steps, or a claim where it shows: from step two: "
+        "grad_norm"
+    ) in page
+    assert page.endswith("## Not planted\n\n- value_unshifted, which needs algorithm.type: ppo\n")
+    written = json.loads((tmp_path / "report" / "sensitivity.json").read_text())
+    assert written["not_planted"] == lacks and (written["num_pairs"], written["num_steps"]) == (5, 40)
+
+
+def test_the_library_is_listed_and_one_of_it_told() -> None:
+    listed = CliRunner().invoke(app, ["faults"]).output
+    assert all(fault.name in listed for fault in LIBRARY_OF_FAULTS) and "what should show it" in listed
+    told = CliRunner().invoke(app, ["faults", "rank_mean"]).output
+    assert "https://github.com/PrimeIntellect-ai/prime-rl/issues/2358" in told
+    assert "several data-parallel ranks; set cluster.cpu_ranks: 2" in told
+    assert "planted_fault: {name: rank_mean, size: 1}" in told
+    of_all = json.loads(CliRunner().invoke(app, ["faults", "--json"]).output)
+    assert [one["name"] for one in of_all] == [fault.name for fault in LIBRARY_OF_FAULTS]
+    assert of_all[2]["needs"] == {
+        "microbatches": "needs several microbatches; set policy.micro_batch_size"
+    } and all(one["shows"] and one["source"].startswith("https://") for one in of_all)
+    refused = CliRunner().invoke(app, ["faults", "rank_men"])
+    assert "such as 'rank_mean'" in str(refused.exception)
 
 
 def test_controls_change_nothing_of_the_verdict(
@@ -103,8 +169,11 @@ def test_sensitivity_has_the_baseline_and_faults_alone() -> None:
     for names, said in {"misgrouped:x": "NAME:SIZE", "nonsense": "abrun faults"}.items():
         with pytest.raises(RecipeError, match=said):
             with_faults_alone(recipe, names)
-    with pytest.raises(RecipeError, match="needs algorithm"):
-        make_plan(with_faults_alone(recipe, "value_unshifted")[0])
+    said = (
+        r"--faults: got 'value_unshifted', which needs algorithm.type: ppo; give it by --set, or drop it here"
+    )
+    with pytest.raises(RecipeError, match=said):
+        with_faults_alone(recipe, "value_unshifted")
 
 
 def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(

@@ -92,6 +92,24 @@ def test_two_processes_sample_for_one_rank(shared: int, tmp_path: Path) -> None:
     assert_same_up_to_rounding(trained(tmp_path / "apart", "steps=3", *engines), one)
 
 
+def test_a_prefix_cache_that_is_never_reset_is_seen_from_step_two(tmp_path: Path) -> None:
+    """Prompts of several of its blocks, which recur in every step."""
+    asked = "12+34=46, and what else there is to know of numbers stands in no book that is read. " * 4
+    (tmp_path / "long.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}: {asked}", "answer": "1"}}\n' for n in range(4))
+    )
+    task = f"task={{type: jsonl, path: {tmp_path}/long.jsonl, verifier: 'tests.test_implementations:digits'}}"
+    errors = {}
+    for fault in ("null", "stale_prefix_cache", "{name: stale_prefix_cache, size: 1}"):
+        folder = tmp_path / f"run-{len(errors)}"
+        rows = trained(folder, "steps=4", task, f"planted_fault={fault}")
+        errors[fault] = [rows[step]["train/token_mult_prob_error"] for step in (1, 2, 3, 4)]
+    print(errors)
+    right, wrong, every_second = errors.values()
+    assert max(right) < 1.00001 and wrong[0] == right[0] and min(wrong[1:]) > 1.0001
+    assert every_second[1] > 1.0001 and every_second[2] < 1.00001 < every_second[3]
+
+
 def test_training_draws_and_computes_what_it_would_without_vllm(tmp_path: Path) -> None:
     """Supervised, validated before, in between and after: to the last bit."""
     values = []

@@ -63,6 +63,41 @@ def final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
     )
 
 
+def distance(baseline: RecordedRun, treatment: RecordedRun) -> float | str:
+    """||B - A|| / ||A - A0||: final weights B of the treatment and A of the baseline, which began with A0.
+
+    L2 norms over all weights, estimated from the samples: a tensor's part is that of its sample, times its
+    size. 0 where all weights are the same by their hash. Else why it is not known.
+    """
+    runs, seed = {"baseline": baseline, "treatment": treatment}, baseline.name.seed
+    for arm, run in runs.items():
+        if not run.final_weights_hash:
+            return f"the {arm} of seed {seed} does not say what weights it ended with"
+    if _equal(baseline, treatment):
+        return 0.0
+    first, left, right = baseline.initial_sample(), *(run.final_sample() for run in runs.values())
+    sizes = baseline.weight_sizes()
+    shapes = [{name: one.shape for name, one in sample.items()} for sample in (first, left, right)]
+    if not shapes[0] or shapes[0] != shapes[1] or shapes[0] != shapes[2] or shapes[0].keys() != sizes.keys():
+        return (
+            f"the runs of seed {seed} keep no samples of the same first and last weights; abrun's own "
+            "trainer does, of this version: launch them again"
+        )
+    apart, moved = (_squared(one, left, sizes) for one in (right, first))
+    if not moved > 0 or not np.isfinite(apart + moved):
+        return f"the baseline of seed {seed} ended with the weights that it began with, or with no numbers"
+    return float(np.sqrt(apart / moved))
+
+
+def _squared(left: Mapping[str, Array], right: Mapping[str, Array], sizes: Mapping[str, int]) -> float:
+    """The squared distance of all weights, as far as samples tell."""
+    return sum(
+        float(np.square(left[name].astype(np.float64) - right[name]).mean()) * sizes[name]
+        for name in left
+        if left[name].size
+    )
+
+
 def _equal(left: RecordedRun, right: RecordedRun) -> bool:
     return left.final_weights_hash == right.final_weights_hash
 

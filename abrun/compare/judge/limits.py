@@ -7,12 +7,13 @@ import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal
 from abrun.compare.judge.claims import PrimaryResult, sample_text
+from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
 from abrun.compare.read.experiment import RecordedRun, Sides
 from abrun.equivalence import limit_test, welch_limit_test
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, default_reduction, find, unit_of
 from abrun.recipe import Primary, claim_text
-from abrun.series import Series, Steps, window_bounds
+from abrun.series import Array, Series, Steps, window_bounds
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
@@ -60,8 +61,9 @@ def judge_limit(
         if not sides.paired:
             lacking = f"{sum(finished.sizes)} of {sum(sides.sizes)} runs are usable"
         result = replace(result, problem=f"{lacking}, and every one is needed")
-    if primary.exact and not sides.paired:
-        result = replace(result, problem="bit-exactness is a matter of pairs of one seed")
+    if (primary.exact or primary.metric == FINAL_WEIGHTS) and not sides.paired:
+        what = "bit-exactness" if primary.exact else "how far final weights are apart"
+        result = replace(result, problem=f"{what} is a matter of pairs of one seed")
     if bounds is None or not min(finished.sizes) or result.problem:
         return replace(result, problem=result.problem or "no pair has finished")
     return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
@@ -101,6 +103,8 @@ def _first_difference(
 
 def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[int, int]) -> PrimaryResult:
     assert primary.limit is not None
+    if primary.metric == FINAL_WEIGHTS:
+        return _distances(result, sides, primary.limit[0])
     limit, of_ratio = primary.limit
     counter = shared_peak_counter(sides.runs)
     arms = [
@@ -114,19 +118,39 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
     result = replace(result, treatment_mean=float(arms[1].mean()))
     if np.isfinite(arms[0]).all():
         result = replace(result, baseline_mean=float(arms[0].mean()))
-    scale = np.exp if of_ratio else float
-    bound = float(np.log(limit)) if of_ratio else limit
     left, right = (np.log(arms[0]), np.log(arms[1])) if of_ratio else (None, arms[1])
-    if min(sides.sizes[0 if of_ratio else 1 :]) < 2:
+    if left is not None and sides.paired:
+        left, right = None, right - left
+    return _tested(result, left, right, limit, is_log=of_ratio, below=primary.below is not None)
+
+
+def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResult:
+    """Of the final weights of each pair: their mean, not that of their logarithms.
+
+    Two runs part all at once, some seeds sooner than others, so that distances of one treatment can be 3e-5
+    and 0.7: a geometric mean would say nothing of the large ones.
+    """
+    found = [distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)]
+    unknown = next((one for one in found if isinstance(one, str)), None)
+    if unknown is not None:
+        return replace(result, problem=unknown)
+    return _tested(result, None, np.array(found, np.float64), limit, is_log=False, below=True)
+
+
+def _tested(
+    result: PrimaryResult, left: Array | None, right: Array, limit: float, *, is_log: bool, below: bool
+) -> PrimaryResult:
+    """Of one sample, or of the difference right - left of two that are not paired."""
+    scale = np.exp if is_log else float
+    bound = float(np.log(limit)) if is_log else limit
+    if min(len(right), len(right if left is None else left)) < 2:
         mean = right.mean() - (0.0 if left is None else left.mean())
         return replace(result, limited=float(scale(mean)), result="undecided")
-    if left is not None and not sides.paired:
-        test = welch_limit_test(left, right, bound, result.alpha)
+    if left is None:
+        test = limit_test(right, bound, result.alpha)
     else:
-        test = limit_test(right if left is None else right - left, bound, result.alpha)
-    holds, broken = (
-        (test.p_below, test.p_above) if primary.below is not None else (test.p_above, test.p_below)
-    )
+        test = welch_limit_test(left, right, bound, result.alpha)
+    holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
     return replace(
         result,
         limited=float(scale(test.mean)),
@@ -169,6 +193,8 @@ def limit_sentence(result: PrimaryResult) -> str:
             return f"{result.metric}: the same bit for bit {where}"
         return f"{result.metric}: not the same bit for bit {where}: {result.detail}"
     what = "treatment / baseline" if result.test == "ratio limit" else f"the treatment's {result.reduction}"
+    if result.metric == FINAL_WEIGHTS:
+        what = "the arms' distance, in units of how far the baseline moved,"
     found = f"{what} is {result.limited:.4g}"
     if result.limited_interval is None:
         needed = "two pairs are needed" if result.num_runs is None else "two runs of each arm are needed"

@@ -6,10 +6,11 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
+from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.verdict import ArmVerdict, Verdict, certified, judge
 from abrun.compare.read.experiment import Experiment, Pair
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.recipe import LIBRARY, ONE_ULP, PlantedFault
+from abrun.recipe import LIBRARY, ONE_ULP, Fault, PlantedFault
 
 Evidence = Literal["step one", "guard", "claim", "nothing"]
 
@@ -27,7 +28,9 @@ class FaultFound:
     metric: str | None  # that of the step or of the claim, or the guard's name
     step: int | None  # when it could be known: the guard's first step above its limit, a claim's last
     num_pairs: int
+    figures: str  # of what caught it, beside the limit; of one not caught, what the first claim found
     reason: str  # the verdict's first sentence
+    advice: str | None  # of one not caught: what could show it
 
     @property
     def caught(self) -> bool:
@@ -40,6 +43,8 @@ class Sensitivity:
 
     num_caught: int
     num_judged: int  # those that are INVALID say nothing
+    num_pairs: int  # at most, of a fault
+    num_steps: int  # of the runs
     faults: list[FaultFound]
 
 
@@ -52,6 +57,8 @@ def sensitivity(experiment: Experiment) -> Sensitivity | None:
     return Sensitivity(
         num_caught=sum(one.caught for one in found),
         num_judged=sum(one.verdict != "INVALID" for one in found),
+        num_pairs=max(one.num_pairs for one in found),
+        num_steps=_num_steps(experiment),
         faults=found,
     )
 
@@ -70,8 +77,9 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
         controls={},
     )
     (judged,) = judge(alone, alone.compare.primary)
-    caught_by, metric, step = _evidence(judged, alone)
+    caught_by, metric, step, figures = _evidence(judged, alone)
     fault = LIBRARY[planted.name]
+    missed = caught_by == "nothing" and judged.verdict != "INVALID"
     return FaultFound(
         fault=fault.name,
         arm=arm,
@@ -82,6 +90,8 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
         metric=metric,
         step=step,
         num_pairs=judged.num_pairs,
+        figures=figures,
+        advice=_advice(fault, planted.amount, judged, _num_steps(experiment)) if missed else None,
         reason=next(
             (one for one in judged.reasons if one.startswith(f"{caught_by}: {metric} ")),
             judged.reasons[0] if judged.reasons else "",
@@ -89,22 +99,63 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
     )
 
 
-def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str | None, int | None]:
-    """The earliest that makes it a mismatch: step one, then a guard, then a claim."""
+def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str | None, int | None, str]:
+    """The earliest that makes it a mismatch: step one, then a guard, then a claim; and its figures."""
     if judged.verdict != "MISMATCH":
-        return "nothing", None, None
+        return "nothing", None, None, _figures(judged.primaries[0]) if judged.primaries else ""
     differing = [one for one in judged.step_one if one.result == "fail"]
     if differing:
         worst = max(differing, key=lambda one: one.deviation / one.tolerance)
-        return "step one", worst.metric, worst.step
+        figures = f"deviates by {worst.deviation:.2g}, tolerance {worst.tolerance:.2g}"
+        return "step one", worst.metric, worst.step, figures
     failing = next((one for one in judged.guards if one.result == "fail"), None)
     if failing is not None:
         limit = experiment.compare.guards.token_mult_prob_error_median
         is_error = failing.guard.startswith("token_mult")
         step = _first_above(experiment.pairs(judged.arm), limit) if is_error else None
-        return "guard", failing.guard, step
+        known = failing.value is not None and failing.limit is not None
+        figures = f"{failing.value:.3g}, limit {failing.limit:.3g}" if known else failing.text
+        return "guard", failing.guard, step, figures
     claim = next(one for one in judged.primaries if one.result == "different")
-    return "claim", claim.metric, claim.steps[1] if claim.steps else None
+    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(claim)
+
+
+def _figures(claim: PrimaryResult) -> str:
+    """What a claim found, beside what it allows."""
+    if claim.limited is not None:
+        return f"{claim.metric} is {claim.limited:.3g}, {claim.margin_text}"
+    if claim.mean_difference is None:
+        return ""
+    found = f"{claim.metric} moves by {claim.mean_difference:+.2g}"
+    return f"{found}, bound {certified(claim)}, margin {claim.margin_text}"
+
+
+def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> str:
+    """What a larger experiment, or a larger fault, could show."""
+    ways = ["a smaller margin and more pairs"]
+    if judged.verdict == "INCONCLUSIVE":
+        ways = [f"more than {judged.num_pairs} pairs"]
+    within = [
+        one
+        for one in judged.step_one
+        if one.aa_deviation is not None and one.aa_deviation < one.deviation <= one.tolerance
+    ]
+    if within:
+        most = max(within, key=lambda one: one.deviation)
+        ways.append(
+            f"compare.step_one_tolerance below {most.deviation:.2g} ({most.metric} deviates so far at step "
+            f"one, and in its reruns by {most.aa_deviation:.2g})"
+        )
+    if fault.size is not None and (fault.most is None or amount < fault.most):
+        most = "" if fault.most is None else f" (at most {fault.most:g})"
+        ways.append(f"a size above {amount:g}{most}")
+    return f"{', '.join(ways)}, more than {num_steps} steps, or a claim where it shows: {fault.shows}"
+
+
+def _num_steps(experiment: Experiment) -> int:
+    """Of the longest run."""
+    steps = [run.steps for run in (*experiment.runs.values(), *experiment.controls.values())]
+    return max((int(each[-1]) for each in steps if len(each)), default=0)
 
 
 def _first_above(pairs: Sequence[Pair], limit: float) -> int | None:

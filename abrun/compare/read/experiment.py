@@ -34,6 +34,8 @@ class RecordedRun:
     metrics: Mapping[str, Series]
     final_weights_hash: str | None = None  # None: the source does not say
     final_sample: Callable[[], Mapping[str, Array]] = dict  # some of the final weights, read when asked for
+    initial_sample: Callable[[], Mapping[str, Array]] = dict  # the same of the initial ones
+    weight_sizes: Callable[[], Mapping[str, int]] = dict  # how many numbers each sampled tensor has
     # Held-out prompts' rewards by step, read when asked for; raises StoreError
     validations: Callable[[], Mapping[int, ValidationRow]] = dict
     span_s: tuple[float, float] | None = None  # from its first start to its end; None: unknown

@@ -92,6 +92,8 @@ def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> Reco
         final_weights_hash=run.final_weights_hash,
         wandb=_address(run),
         final_sample=run.final_sample,
+        initial_sample=run.initial_sample,
+        weight_sizes=run.weight_sizes,
         validations=run.validations,
         span_s=_span_s(run),
         **_devices(run, record),

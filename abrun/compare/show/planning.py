@@ -137,7 +137,8 @@ def _of_prompts(
         return
     for arm in earlier.treatments:
         pairs = earlier.pairs(arm)
-        result = judge_primary(arm, pairs, claim, resolved_margin(claim, None), earlier.all_steps())
+        sides = earlier.sides(arm)
+        result = judge_primary(arm, sides, claim, resolved_margin(claim, None), earlier.all_steps())
         found = by_prompt(arm, pairs, [result])
         if found and found.metric == ACCURACY and not found.problem:
             shrinks = found.parts.sd_with(2) / found.parts.sd_pairs if found.parts else 1.0

@@ -1,39 +1,55 @@
 """What a comparison would have caught, as a table and in one sentence; and the library itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.planted import Sensitivity
-from abrun.recipe import FAULTS, Fault
-from abrun.store import write_json
+from abrun.compare.show.markup import escaped, table_row
+from abrun.recipe import FAULTS, Fault, Primary, claim_text, what_it_takes
+from abrun.store import write_file, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-FILE = "sensitivity.json"
-COLUMNS = ("fault", "size", "caught by", "at step", "pairs", "verdict")
+FILE, PAGE = "sensitivity.json", "sensitivity.md"
+COLUMNS = ("fault", "size", "verdict", "caught by", "at step", "figures", "pairs")
 LIBRARY_COLUMNS = ("name", "seam", "what it does", "size", "needs", "shows", "source")
+PUBLIC = 0o666
 
 
-def write_sensitivity(found: Sensitivity, not_planted: Mapping[str, str], folder: Path) -> Path:
-    """All of it as JSON; `not_planted`: what the recipe lacks of what a fault needs."""
-    path = folder / FILE
+def write_sensitivity(
+    found: Sensitivity, not_planted: Mapping[str, str], folder: Path, name: str, claims: Sequence[Primary]
+) -> Path:
+    """All of it as JSON, and as a page to read, whose path is returned.
+
+    `not_planted`: what the recipe lacks of what a fault needs.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, {**asdict(found), "not_planted": dict(not_planted)}, mode=0o666)
-    return path
+    content = asdict(found)
+    write_json(folder / FILE, {**content, "not_planted": dict(not_planted)}, mode=PUBLIC)
+    page = "\n".join(_page(content, not_planted, name, claims)) + "\n"
+    write_file(folder / PAGE, page.encode(), mode=PUBLIC)
+    return folder / PAGE
 
 
 def sentence(content: Mapping[str, Any]) -> str:
-    """Of `verdict.json`'s section."""
-    invisible = [
-        one["fault"]
-        for one in content["faults"]
-        if one["caught_by"] == "nothing" and one["verdict"] != "INVALID"
-    ]
-    rest = f"; invisible at this size: {', '.join(invisible)}" if invisible else ""
-    return f"would have caught {content['num_caught']} of {content['num_judged']} planted faults{rest}"
+    """Of `verdict.json`'s section. It says both sizes: the experiment's, and that of each fault missed."""
+    missed = [one for one in content["faults"] if one["advice"] is not None]
+    runs = f"{_count(content['num_pairs'], 'pair')} of {_count(content['num_steps'], 'step')}"
+    said = f"would have caught {content['num_caught']} of {content['num_judged']} planted faults ({runs})"
+    for verdict, outcome in (("MATCH", "would have passed as a match"), ("INCONCLUSIVE", "left open")):
+        names = [_with_size(one) for one in missed if one["verdict"] == verdict]
+        said += f"; {outcome}: {', '.join(names)}" if names else ""
+    return said
+
+
+def advice(content: Mapping[str, Any]) -> Iterator[str]:
+    """For each fault that was not caught, what could show it."""
+    for one in content["faults"]:
+        if one["advice"] is not None:
+            yield f"{_with_size(one)} could be seen by {one['advice']}"
 
 
 def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -42,10 +58,11 @@ def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (
             one["fault"],
             "-" if one["size"] is None else f"{one['size']:g} {one['unit']}",
+            one["verdict"],
             _evidence(one),
             "-" if one["step"] is None else str(one["step"]),
+            one["figures"] or "-",
             str(one["num_pairs"]),
-            one["verdict"],
         )
         for one in content["faults"]
     ]
@@ -56,16 +73,77 @@ def table(found: Sensitivity) -> "Table":
     return _table(COLUMNS, rows(asdict(found)))
 
 
+def _page(
+    content: Mapping[str, Any], not_planted: Mapping[str, str], name: str, claims: Sequence[Primary]
+) -> Iterator[str]:
+    declared = ", ".join(f"{one.metric} over {one.window} {claim_text(one)}" for one in claims) or "none"
+    yield f"# {escaped(name)}: what this comparison would have caught"
+    yield ""
+    yield f"It {escaped(sentence(content))}."
+    yield ""
+    yield (
+        "Each fault was planted in the baseline, alone and at the same seeds, and judged as a treatment is: "
+        f"by step one, the guards and the declared claims ({escaped(declared)}). `caught by` is the earliest "
+        "of them that makes the verdict MISMATCH, `at step` where it is first known."
+    )
+    yield ""
+    yield table_row(COLUMNS)
+    yield "|" + " --- |" * len(COLUMNS)
+    yield from (table_row(row) for row in rows(content))
+    for title, lines in (
+        ("Not caught", list(advice(content))),
+        ("Not planted", [f"{fault}, which {lacks}" for fault, lacks in not_planted.items()]),
+    ):
+        if lines:
+            yield from ("", f"## {title}", "", *(f"- {escaped(line)}" for line in lines))
+
+
 def library() -> "Table":
-    """For a terminal: without the sizes and what they show, which docs/faults.md has."""
-    cells = [(one.name, one.seam, one.does, ", ".join(one.needs) or "-", one.source) for one in FAULTS]
-    return _table(("name", "seam", "what it does", "needs", "source"), cells)
+    """For a terminal: without the sizes and sources, which each fault's own page has."""
+    cells = [(one.name, one.does, ", ".join(one.needs) or "-", one.shows) for one in FAULTS]
+    return _table(("name", "what it does", "needs", "what should show it"), cells)
+
+
+def library_json(faults: Sequence[Fault] = FAULTS) -> list[dict[str, Any]]:
+    """All that is known of each; `needs`: by what, the setting that gives it."""
+    return [{**asdict(one), "needs": what_it_takes(one), "source": _link(one)} for one in faults]
+
+
+def details(fault: Fault) -> Iterator[str]:
+    """One fault, in lines."""
+    yield f"{fault.name}: {fault.does}"
+    yield f"  seam     {fault.seam}"
+    if fault.size is not None:
+        most = "" if fault.most is None else f"; at most {fault.most:g}"
+        yield f"  size     {fault.size:g} {fault.unit} where none is given{most}"
+    yield "  needs    algorithm.type: grpo or ppo"
+    for how in what_it_takes(fault).values():
+        yield f"           {how.removeprefix('needs ')}"
+    yield f"  shows    {fault.shows}"
+    yield f"  after    {_link(fault)}"
+    sized = f"{{name: {fault.name}, size: {fault.size:g}}}" if fault.size is not None else fault.name
+    yield f"  plant    abrun sensitivity RECIPE --faults {fault.name}"
+    yield f"           planted_fault: {sized}"
 
 
 def library_row(fault: Fault) -> tuple[str, ...]:
     size = "-" if fault.size is None else f"{fault.size:g} {fault.unit}"
     needs = ", ".join(fault.needs) or "-"
     return fault.name, fault.seam, fault.does, size, needs, fault.shows, fault.source
+
+
+def _link(fault: Fault) -> str:
+    """GitHub sends an issue's address on to a pull request's."""
+    repository, _, number = fault.source.partition("#")
+    return f"https://github.com/{repository}/issues/{number}"
+
+
+def _with_size(one: Mapping[str, Any]) -> str:
+    return one["fault"] if one["size"] is None else f"{one['fault']} ({one['size']:g} {one['unit']})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _evidence(one: Mapping[str, Any]) -> str:

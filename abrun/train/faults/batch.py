@@ -1,13 +1,17 @@
 """Faults of the data of a step: rewards, advantages, masks and weights. Letters: B sequences, S positions."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from abrun.backends.ranks import Ranks
 from abrun.rl.batch import PolicyBatch, Sampled, Scored
 from abrun.train.faults.site import Site, Updates, around, first_rows
 
+T = TypeVar("T")
 Found = tuple[Sampled, dict[str, float]]
 Judged = tuple[PolicyBatch, dict[str, float]]
 
@@ -45,6 +49,31 @@ def misgrouped(site: Site) -> None:
         return replace(judged, advantages=judged.advantages.roll(num_rows, 0)), metrics
 
     around(site.algorithm, "_with_advantages", judge)
+
+
+class _Alone(Ranks):
+    """Ranks of which each takes its share for all of the batch."""
+
+    def total(self, *values: float) -> list[float]:
+        return list(values)
+
+    def gather(self, values: Sequence[T]) -> list[T]:
+        return list(values)
+
+
+def whiten_per_rank(site: Site) -> None:
+    """Advantages as the algorithm computes them from a rank's share; its metrics are of the batch."""
+    algorithm, whole = site.algorithm, site.setup
+    alone = _Alone(**{field.name: getattr(whole.ranks, field.name) for field in fields(whole.ranks)})
+
+    def judge(inner, batch: Scored, rewards: Tensor) -> Judged:
+        judged, metrics = inner(batch, rewards)
+        algorithm._setup = replace(whole, ranks=alone)
+        own, _ = inner(batch, rewards)
+        algorithm._setup = whole
+        return replace(judged, advantages=own.advantages), metrics
+
+    around(algorithm, "_with_advantages", judge)
 
 
 def first_rollout_stats(site: Site) -> None:
@@ -110,6 +139,7 @@ OF_BATCHES = {
         flipped_advantages,
         rewards_of_other_rows,
         misgrouped,
+        whiten_per_rank,
         first_rollout_stats,
         eos_not_trained,
         late_half_batch,

@@ -1,5 +1,6 @@
 """Faults of the rollout engine: old weights, equal draws, changed tokens."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun.backends import Backend, make_backend
+from abrun.backends import Backend, Decoder, make_backend
 from abrun.rollout import Completion, make_engine
 from abrun.rollout.draws import Draws
 from abrun.seeds import derive
@@ -115,10 +116,62 @@ def forced_eos(site: Site) -> None:
     _on_engine(site, generate)
 
 
+def retokenised(site: Site) -> None:
+    """A log-prob keeps its position: those too many are cut off, and missing ones are 0."""
+    text = site.setup.data.text
+
+    def again(one: Completion) -> Completion:
+        end = [] if one.truncated else one.token_ids[-1:]
+        body = text.decode(one.token_ids[: len(one.token_ids) - len(end)])
+        found: Any = text.tokenizer(body, add_special_tokens=False)["input_ids"]
+        token_ids = [*found, *end] or one.token_ids
+        logprobs = [*one.logprobs, *[0.0] * len(token_ids)]
+        return replace(one, token_ids=token_ids, logprobs=logprobs[: len(token_ids)])
+
+    def generate(inner, prompts: list[list[int]], draws: Draws, **settings: Any) -> list[Completion]:
+        completions = inner(prompts, draws, **settings)
+        if draws.stream != "sampling":
+            return completions
+        rows = first_rows(site.size, len(completions))
+        return [*map(again, completions[rows]), *completions[rows.stop :]]
+
+    _on_engine(site, generate)
+
+
+def temperature_on_logprobs(site: Site) -> None:
+    def generate(inner, decoder: Decoder, prompts: list[list[int]], rows: Any) -> list[Completion]:
+        def choose(inner, logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, V] -> [B], [B]
+            token, logprob = inner(logits)
+            if rows._temperature == 0:
+                return token, logprob
+            raw = logits.float().log_softmax(dim=-1).gather(-1, token[:, None])[:, 0]
+            return token, raw / rows._temperature
+
+        around(rows, "_choose", choose)
+        return inner(decoder, prompts, rows)
+
+    _in_engine(site, lambda engine: around(engine, "_generate", generate))
+
+
+def stale_prefix_cache(site: Site) -> None:
+    syncs = itertools.count()
+
+    def reset(inner) -> bool:
+        return True if next(syncs) % (int(site.size) + 1) else inner()
+
+    _in_engine(site, lambda engine: around(engine._vllm._llm, "reset_prefix_cache", reset))
+
+
 def _on_engine(site: Site, generate: Callable[..., list[Completion]]) -> None:
+    _in_engine(site, lambda engine: around(engine, "generate", torch.no_grad()(generate)))
+
+
+def _in_engine(site: Site, change: Callable[[Any], None]) -> None:
+    """Change the engine once it is made."""
+
     def make(inner: Callable[[], Any]) -> Any:
         engine = inner()
-        around(engine, "generate", torch.no_grad()(generate))
+        change(engine)
         return engine
 
     around(site.setup.sampler, "_make_engine", make)
@@ -126,5 +179,13 @@ def _on_engine(site: Site, generate: Callable[..., list[Completion]]) -> None:
 
 OF_ENGINES = {
     function.__name__: function
-    for function in (stale_rollout_weights, partial_weight_sync, copied_completions, forced_eos)
+    for function in (
+        stale_rollout_weights,
+        partial_weight_sync,
+        copied_completions,
+        forced_eos,
+        retokenised,
+        temperature_on_logprobs,
+        stale_prefix_cache,
+    )
 }

@@ -28,6 +28,22 @@ def microbatch_mean(site: Site) -> None:
     around(site.setup.policy, "forward_backward", forward_backward)
 
 
+def rank_mean(site: Site) -> None:
+    """Each rank's weights get the sum that all of them have on average."""
+    ranks = site.setup.ranks
+
+    def change(updates: Updates, step: int) -> Updates:
+        changed = []
+        for batch, objective in updates:
+            own = float(batch.loss_weights.sum())
+            mean = ranks.total(own)[0] / ranks.data.size()
+            factor = 1 + site.size * (mean / own - 1) if own else 1.0
+            changed.append((replace(batch, loss_weights=batch.loss_weights * factor), objective))
+        return changed
+
+    site.on_updates(change)
+
+
 def last_microbatch_only(site: Site) -> None:
     def forward_backward(inner, batch: PolicyBatch, objective: PolicyObjective) -> MetricParts:
         return inner(batch, _LastOnly(objective, len(site.cut(batch)), site.size))
@@ -105,14 +121,53 @@ def dual_clip_everywhere(site: Site) -> None:
     site.on_objectives(_DualClipEverywhere)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _MeanWithPadding(PolicyObjective):
+    size: float
+
+    def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
+        """Of rows [B, S] as they are padded: all positions from a completion's first on."""
+        assert batch.old_logprobs is not None
+        tokens = batch.token_mask.sum(dim=1, keepdim=True)
+        positions = batch.token_mask.cummax(dim=1).values.sum(dim=1, keepdim=True)
+        share = tokens / (tokens + self.size * (positions - tokens)).clamp(min=1)
+        old = logprobs.detach() if self.settings.on_policy else batch.old_logprobs
+        return super()._policy_loss(replace(batch, old_logprobs=old), old + share * (logprobs - old))
+
+
+def gspo_padding(site: Site) -> None:
+    site.on_objectives(_MeanWithPadding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WeighedByTheSum(PolicyObjective):
+    size: float
+
+    def _complete(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
+        complete, correction = super()._complete(batch, logprobs), self.settings.importance_correction
+        assert complete.old_logprobs is not None and correction is not None
+        gap = complete.old_logprobs - complete.inference_logprobs
+        gap = torch.where(complete.token_mask, gap, 0.0)
+        product = gap.sum(dim=1, keepdim=True).exp()
+        kept = complete.token_mask & (product >= correction.low) & (product <= correction.high)
+        return replace(complete, importance_weights=torch.where(kept, gap.exp(), 0.0))
+
+
+def sequence_weight_sum(site: Site) -> None:
+    site.on_objectives(_WeighedByTheSum)
+
+
 OF_OBJECTIVES = {
     function.__name__: function
     for function in (
         microbatch_mean,
+        rank_mean,
         last_microbatch_only,
         kl_without_gradient,
         kl_sign,
         old_logprobs_from_current,
         dual_clip_everywhere,
+        gspo_padding,
+        sequence_weight_sum,
     )
 }

@@ -1,8 +1,10 @@
 """Faults of the optimizer's state, its precision and its schedule."""
 
+import math
 from typing import Any
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from abrun.train.faults.site import Site, around
 
@@ -41,6 +43,29 @@ def schedule_by_ranks(site: Site) -> None:
     around(site.setup.learner, "update_on_each", update_on_each)
 
 
+def local_grad_norm(site: Site) -> None:
+    policy: Any = site.setup.policy
+    sharded = policy._parameters
+    most = sharded._settings.max_grad_norm
+    sharded._settings = sharded._settings.model_copy(update={"max_grad_norm": math.inf})
+
+    @torch.no_grad()
+    def step(inner, learning_rate: float) -> float:
+        gradients = [
+            parameter.grad.to_local()
+            for parameter in sharded._parameters.values()
+            if parameter.grad is not None
+        ]
+        norm = get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+        inner(learning_rate)
+        return float(norm)
+
+    around(sharded, "step", step)
+
+
 OF_OPTIMIZERS = {
-    function.__name__: function for function in (adam_step_ahead, bf16_moments, schedule_by_ranks)
+    function.__name__: function
+    for function in (adam_step_ahead, bf16_moments, schedule_by_ranks, local_grad_norm)
 }

@@ -647,7 +647,7 @@ function sensitivity() {
   if (!found) return null;
   const seen = (one) =>
     one.caught_by === "nothing"
-      ? one.verdict === "INVALID" ? "not judged" : "nothing: invisible at this size"
+      ? one.verdict === "INVALID" ? "not judged" : "nothing"
       : [one.caught_by, one.metric].filter(Boolean).join(": ");
   return section(
     "sensitivity",
@@ -655,19 +655,24 @@ function sensitivity() {
     el(
       "p",
       { class: "intro" },
-      `Faults planted in the baseline, each judged as a treatment is: ${found.num_caught} of ${found.num_judged} were caught.`,
+      `Faults planted in the baseline, each judged as a treatment is: ${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} pairs of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`,
     ),
     table(
       "Planted faults",
-      [["fault"], ["size", "right"], ["caught by"], ["step", "right"], ["pairs", "right"]],
+      [["fault"], ["size", "right"], ["verdict"], ["caught by"], ["step", "right"], ["figures"], ["pairs", "right"]],
       found.faults.map((one) => [
         el("span", { class: "name" }, one.fault),
         one.size === null ? "-" : `${number(one.size, 3)} ${one.unit}`,
+        one.verdict,
         seen(one),
         one.step === null ? "-" : String(one.step),
+        one.figures || "-",
         String(one.num_pairs),
       ]),
     ),
+    ...found.faults
+      .filter((one) => one.advice)
+      .map((one) => el("p", {}, el("b", {}, one.fault), ` could be seen by ${one.advice}`)),
   );
 }
 

@@ -1,0 +1,155 @@
+"""What stands beside a verdict's claims, in markdown and on a terminal: a line each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from abrun.compare.show.by_prompt import by_prompt_facts
+from abrun.compare.show.levels import levels
+from abrun.compare.show.planted import sentence
+from abrun.compare.show.spent import spent_sentence
+
+MOST_LEVELS = 2  # of an arm's claims; the page has all
+Content = Mapping[str, Any]
+
+
+def evidence(content: Content) -> Iterator[tuple[str, str]]:
+    """The evidence beside the primaries, a line each and arm."""
+    for arm, section in content["arms"].items():
+        mark = f"{arm}, " if len(content["arms"]) > 1 else ""
+        if mark:
+            yield arm, section["verdict"]
+        of_arm = [one.text for one in levels(content) if one.arm == arm]
+        yield from ((f"{mark}levels", text) for text in of_arm[:MOST_LEVELS])
+        if section["treatment_diff"]:
+            yield f"{mark}treatment", _differences(section["treatment_diff"])
+        shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
+        if section["num_runs"]:
+            both = "{} of the baseline and {} of the treatment".format(*section["num_runs"])
+            yield f"{mark}runs", f"{both}, unpaired; {shared} of {everything} steps shared"
+        else:
+            pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
+            yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
+            yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
+        yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])
+        if not section["num_runs"]:
+            yield (
+                f"{mark}divergence",
+                _divergence([one for one in content["divergence"] if one["arm"] == arm]),
+            )
+        for one in content["final_weights"]:
+            if one["arm"] == arm:
+                yield f"{mark}final weights", _final_weights(one)
+        for one in content["by_prompt"]:
+            if one["arm"] == arm:
+                yield f"{mark}validation by prompt", "; ".join(by_prompt_facts(one))
+        savings = [one for one in content["savings"] if one["arm"] == arm and "," not in one["quantity"]]
+        if savings:
+            yield f"{mark}treatment / baseline", "; ".join(_saving(one) for one in savings)
+        looks = [look for look in section["looks"] if look["verdict"]]
+        if section["looks"]:
+            taken = ", ".join(f"{look['num_pairs']} pairs: {look['verdict']}" for look in looks) or "none yet"
+            planned = ", ".join(str(look["num_pairs"]) for look in section["looks"])
+            yield f"{mark}looks", f"declared at {planned} pairs; taken: {taken}"
+    if content["spent"]:
+        yield "spent", spent_sentence(content["spent"])
+    if content["sensitivity"]:
+        yield "sensitivity", sentence(content["sensitivity"])
+    if content["not_tested"]:
+        yield "not tested", "; ".join(content["not_tested"])
+    if content["notes"]:
+        more = f"; and {len(content['notes']) - 3} more" if len(content["notes"]) > 3 else ""
+        yield "notes", "; ".join(content["notes"][:3]) + more
+
+
+def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
+    shown = [f"{key}: {old} -> {new}" for key, (old, new) in treatment_diff.items()]
+    return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def _step_one(checks: Sequence[Content]) -> str:
+    if not checks:
+        return "not read"
+    failed = [one["metric"] for one in checks if one["result"] == "fail"]
+    checks = [one for one in checks if one["result"] != "not tested"] or checks
+    # The metric closest to its tolerance speaks for the rest.
+    closest = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
+    largest = (
+        f"{closest['metric']} deviates most: {closest['deviation']:.2g} of {closest['tolerance']:.2g} "
+        f"({closest['tolerance_from']})"
+    )
+    state = (
+        f"fails for {', '.join(failed)}"
+        if failed
+        else "not tested"
+        if checks[0]["result"] == "not tested"
+        else f"{len(checks)} metric{'s' * (len(checks) > 1)} agree{'s' * (len(checks) == 1)}"
+    )
+    return f"{state}; {largest}"
+
+
+def _guards(guards: Sequence[Content]) -> str:
+    broken = [
+        f"{one['guard']}: {one['result']}"
+        for one in guards
+        if one["result"] in ("fail", "baseline too", "open")
+    ]
+    passed = [one["guard"] for one in guards if one["result"] == "pass"]
+    return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken)
+
+
+def _divergence(divergences: Sequence[Content]) -> str:
+    if not divergences:
+        return "no finished pair"
+    first = divergences[0]
+    repeating = [one for one in divergences if one["noise_floor"] == "zero"]
+    measured = [one for one in divergences[:3] if one["noise_floor"] == "measured"]
+    said = [*map(_against_noise, measured), *([_repeats(repeating)] if repeating else [])]
+    said = said or ["noise floor unknown (no A/A reruns)"]
+    if first["ulp"]:
+        said.append(_against_ulp(first))
+    if first["share_of_seed_spread"] is not None:
+        said.append(f"mean |difference| {first['share_of_seed_spread']:.2g} of the spread over seeds")
+    return "; ".join(said)
+
+
+def _against_ulp(one: Content) -> str:
+    grown = one["ulp"]
+    if grown["ratio"] is None:
+        return f"{one['metric']}: against what one ULP grows into: no ratio, as one of them is 0"
+    interval = f" [{grown['ci95'][0]:.2g}, {grown['ci95'][1]:.2g}]" if grown["ci95"] else ""
+    return f"{one['metric']}: {grown['ratio']:.2g}x{interval} what one ULP grows into"
+
+
+def _repeats(divergences: Sequence[Content]) -> str:
+    """Said once of all metrics of which reruns of the baseline are no distance away."""
+    apart = [one["first_step_apart"] for one in divergences if one["first_step_apart"] is not None]
+    treatment = f"the arms part from step {min(apart)} on" if apart else "and so does the treatment"
+    of = f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0]['metric']}"
+    return f"the baseline repeats bit for bit{of}, {treatment}"
+
+
+def _against_noise(one: Content) -> str:
+    beyond = f"further than its reruns in every seed (p = {one['p_beyond']:.2g})"
+    within = "not further than its reruns in every seed"
+    said = beyond if one["p_beyond"] < 1 else within
+    return f"{one['metric']}: {one['ratio']:.2g}x the A/A noise floor, {said}"
+
+
+def _final_weights(one: Content) -> str:
+    equal = f"equal bit for bit in {one['num_equal']} of {one['num_pairs']} pairs"
+    if one["num_equal"] == one["num_pairs"] or one["seed"] is None:
+        return equal
+    floor = one["aa_largest_difference"]
+    against = "" if floor is None else f"; A/A: {floor:.2g}"
+    grown = one["ulp_largest_difference"]
+    against += "" if grown is None else f"; what one ULP grows into: {grown:.2g}"
+    return (
+        f"{equal}; largest difference of {one['num_sampled']:,} sampled: {one['largest_difference']:.2g} "
+        f"(seed {one['seed']}{against}), {one['relative_difference']:.2g} of the largest in {one['tensor']}"
+    )
+
+
+def _saving(one: Content) -> str:
+    ci95 = one["ci95"]
+    interval = f" [95 %: {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
+    return f"{one['quantity']} {one['ratio']:.3g}{interval}"
