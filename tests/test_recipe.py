@@ -24,6 +24,7 @@ from abrun.recipe import (
     CommandRunConfig,
     Declared,
     OwnRunConfig,
+    Policy,
     Recipe,
     dotted,
     invocation,
@@ -946,3 +947,9 @@ def test_a_claim_of_nothing_is_one_line() -> None:
 def test_a_project_that_wandb_refuses_is_refused_before_the_runs(project: str) -> None:
     with pytest.raises(RecipeError, match=r"wandb\.project: got .*; allowed: 1 to 128 characters"):
         load_recipe(SMALL, [f"wandb={json.dumps({'project': project})}"])
+
+
+@pytest.mark.parametrize(("switch", "means"), [(True, "full"), (False, "none"), ("selective", "selective")])
+def test_recomputing_all_or_nothing_may_be_said_as_a_switch(switch: bool | str, means: str) -> None:
+    policy = Policy.model_validate({"activation_checkpointing": switch, "compile": True})
+    assert policy.activation_checkpointing == means
