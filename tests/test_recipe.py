@@ -813,7 +813,8 @@ def test_no_refusal_speaks_pydantic(data: st.DataObject) -> None:
     owner: Any = tree
     for parent in parents:
         owner = owner[parent]
-    owner[key] = data.draw(st.sampled_from(VALUES) | st.integers() | st.floats() | st.text())
+    texts = st.text().filter(lambda text: not any(words in text for words in PYDANTICS))  # it would be quoted
+    owner[key] = data.draw(st.sampled_from(VALUES) | st.integers() | st.floats() | texts)
     try:
         stored_recipe(tree)
     except RecipeError as error:
