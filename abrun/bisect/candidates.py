@@ -80,6 +80,8 @@ def _at_least_two(found: list[Candidate], option: str) -> list[Candidate]:
 
 def _commit(repo: Path, name: str, option: str) -> str:
     found = None if name.startswith("-") else _git(repo, "rev-parse", "--verify", "-q", f"{name}^{{commit}}")
+    if not found and _git(repo, "rev-parse", "--git-dir") is None:
+        raise RecipeError(f"--repo: got {shortened(str(repo))}, no git repository; allowed: the trainer's")
     if not found:
         raise RecipeError(f"{option}: got {shortened(name)}, no commit of {repo} (--repo)")
     return found

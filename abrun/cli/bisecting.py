@@ -10,7 +10,7 @@ import typer
 
 from abrun.cli.app import app, console
 from abrun.cli.arguments import DryRun, Name, Overrides, RecipeFile, RunsDir, with_seeds
-from abrun.errors import RecipeError
+from abrun.errors import AbrunError, RecipeError
 
 if TYPE_CHECKING:
     from abrun.bisect.candidates import Candidate
@@ -109,6 +109,10 @@ def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: b
     except StoppedError as stopped:
         screen.print("Stopped. The same command goes on.", soft_wrap=True, markup=False)
         return stopped.exit_code
+    except AbrunError:
+        if not keep:
+            bisection.clean_up()
+        raise
     screen.print(report.shown(outcome))
     path = directory / FILE
     write_file(path.with_suffix(".txt"), report.text_of(outcome).encode())

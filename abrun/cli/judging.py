@@ -144,8 +144,10 @@ def freeze(
     commit = commit_of(directory, experiment, frozen) if directory else None
     freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
     seeds = len(experiment.arm(arm or experiment.baseline))
+    budgeted = "" if budget is None else f", with a ledger of changes (abrun ledger {output})"
     console().print(
-        f"{output}: {seeds} seeds; compare later runs with: abrun compare NEW --reference {output}",
+        f"{output}: {seeds} seeds of {frozen}{budgeted}; compare later runs with: "
+        f"abrun compare NEW --reference {output}",
         soft_wrap=True,
         markup=False,
     )

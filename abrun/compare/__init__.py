@@ -136,7 +136,7 @@ def compare(
     arms = judge(experiment, experiment.compare.primary)
     content = verdict_file(experiment, arms, post_hoc(experiment, declared))
     files = write_report(experiment, content, output, formats, command)
-    steps = next_steps(experiment, as_json(content))
+    steps = next_steps(experiment, as_json(content), command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps)
 
 
@@ -195,7 +195,8 @@ def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
         return "step one was left out, which was not declared when the experiment was launched"
     if compare_hash(declared) != experiment.launched_compare_sha256:
         return "the comparison is not the one declared when the experiment was launched"
-    added = max(len(experiment.pairs(arm)) for arm in experiment.treatments) - experiment.launched_pairs
+    most = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
+    added = most - experiment.launched_pairs
     if added > 0:
         return f"{added} pairs were added after the launch; declare compare.looks to look more than once"
     return None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
+from abrun.compare.show import page
 from abrun.compare.show.buckets import NUM_BUCKETS, bucket_indices, bucket_means
 from abrun.compare.show.page import charts, render_page
 from abrun.compare.show.panels import NUM_WINDOWS, memory_peaks
@@ -373,3 +374,16 @@ def test_many_runs_are_drawn_thinly_and_the_page_says_so() -> None:
         chart["rows"].size <= charts.MOST_VALUES
         and charts.LEAST_BUCKETS <= chart["num_buckets"] < NUM_BUCKETS
     )
+
+
+def test_the_scripts_of_the_page_declare_each_name_once() -> None:
+    """They stand in one page, where a second `const` of a name stops all of them."""
+    names = [
+        name
+        for path in sorted((Path(page.__file__).parent).glob("*.js"))
+        if not path.name.startswith("uPlot")
+        for name in re.findall(
+            r"^(?:const|let|var|class|(?:async )?function\*?) +([\w$]+)", path.read_text(), re.MULTILINE
+        )
+    ]
+    assert len(names) > 50 and sorted(set(names)) == sorted(names)

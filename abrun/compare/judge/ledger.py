@@ -187,7 +187,7 @@ def ledger_sentence(reference: Reference) -> str:
         f"ledger of {over}: {number} change{'' if number == 1 else 's'}, drift spent {drift.bound:.3g} of "
         f"{ledger.budget:g} ({100 * (1 - ledger.alpha):g} % bound by {drift.by}; "
         f"chain [{drift.chain[0]:.3g}, {drift.chain[1]:.3g}]{direct}; jointly over "
-        f"{ledger.num_tried} judged changes{f', {more} of them not accepted' if more else ''})"
+        f"changes judged: {ledger.num_tried}{f', {more} of them not accepted' if more else ''})"
     )
     if drift.disagree:
         sentence += "; chain and direct comparison exclude each other: something moved that is in no entry"
@@ -215,7 +215,7 @@ def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> t
     ledger = reference.ledger
     if ledger is None:
         raise ComparisonError(
-            f"{reference.name}: got a reference without a ledger; freeze one: abrun freeze SOURCE -o FILE "
+            f"{reference.name}: a reference frozen without a ledger; freeze one: abrun freeze SOURCE -o FILE "
             "--budget 0.05"
         )
     if experiment.treatment_diff is None or experiment.launched_compare_sha256 is None:
@@ -264,9 +264,11 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Exp
         )
     for key in sorted(link):
         if config.get(key) != link[key]:
+            named = [at for at, one in enumerate(ledger.entries, 1) if one.experiment == experiment.name]
             raise ComparisonError(
                 f"{experiment.name}: {experiment.baseline}: {key}: got {shortened(config.get(key))}; "
                 f"{shortened(link[key])} in {last}, which a change has to be compared with"
+                + (f" (entry {named[0]} is an experiment of this name)" if named else "")
             )
 
 

@@ -1,6 +1,7 @@
 """T1: the first step, before any treated update can have had an effect, must be the same."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -228,3 +229,13 @@ def _shifted(signed: Sequence[float], tolerance: float, alpha: float) -> bool:
         return False
     tost = paired_tost(np.zeros(len(signed)), signed, tolerance)
     return tost.p_beyond < alpha
+
+
+def named_otherwise(recorded: Sequence[str]) -> str:
+    """How to say which of the recorded metrics is one of step one's."""
+    for own, word in (("train/reward", "reward"), ("train/loss", "loss"), ("train/grad_norm", "grad_norm")):
+        found = next((name for name in recorded if word in name.lower().replace("-", "_")), None)
+        if found and found != own:
+            return f"; map its name: --alias {shlex.quote(f'{own}={found}')}"
+    names = ", ".join(list(recorded)[:5])
+    return f"; map names with --alias (recorded: {names})" if names else "; map names with --alias"

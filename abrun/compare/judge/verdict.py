@@ -14,7 +14,7 @@ from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
 from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.step_one import StepOne, shares_prompts, step_one
+from abrun.compare.judge.step_one import StepOne, named_otherwise, shares_prompts, step_one
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.validity import (
     INITIAL_WEIGHTS,
@@ -187,7 +187,14 @@ def judge_arm(
     diverged = divergence(arm, pairs, primaries)
     ended = final_weights(arm, pairs)
     validated = by_prompt(arm, pairs[: look.num_pairs], results)
-    verdict, reasons = decide(invalid, first_steps, guards, results, reads_step_one=unread is None)
+    verdict, reasons = decide(
+        invalid,
+        first_steps,
+        guards,
+        results,
+        reads_step_one=unread is None,
+        recorded=experiment.metrics(),
+    )
     described = descriptions(experiment, arm, primaries)
     if described and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         verdict, reasons = "INCONCLUSIVE", [_ONE_EACH, *reasons]
@@ -314,6 +321,7 @@ def decide(
     primaries: Sequence[PrimaryResult],
     *,
     reads_step_one: bool = True,
+    recorded: Sequence[str] = (),
 ) -> tuple[Verdict, list[str]]:
     """The verdict of one arm and why: invalid before mismatch before inconclusive before match."""
     if invalid:
@@ -322,7 +330,7 @@ def decide(
     if reads_step_one and not first_steps and not crashed:
         return "INVALID", [
             "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms "
-            "at step 0 or 1, so step one cannot be read; map names with --alias, or say --no-step-one"
+            f"at step 0 or 1, so step one cannot be read{named_otherwise(recorded)}; or say --no-step-one"
         ]
     wrong = [
         *(_step_one_sentence(one) for one in first_steps if one.result == "fail"),

@@ -104,7 +104,7 @@ def _refuse_to_lose_entries(path: Path) -> None:
         return
     if entries:
         raise ComparisonError(
-            f"--output: {path} has a ledger of {len(entries)} entries, which would be lost; choose "
+            f"--output: {path} has a ledger (entries: {len(entries)}), which would be lost; choose "
             "another file"
         )
 

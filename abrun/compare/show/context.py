@@ -37,7 +37,7 @@ def context(experiment: Experiment, content: Mapping[str, Any], command: str | N
         ran=_ran(experiment),
         environment=_environment(content),
         levels=levels(content),
-        next_steps=next_steps(experiment, content),
+        next_steps=next_steps(experiment, content, command),
         completions=completions(experiment),
         by_prompt=[by_prompt_facts(one) for one in content["by_prompt"]],
         spent=spent_sentence(content["spent"]) if content["spent"] else None,

@@ -28,6 +28,8 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
             yield f"{mark}runs", f"{both}, unpaired; {shared} of {everything} steps shared"
         else:
             pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
+            if content["spent"] and content["spent"]["decided_at"]:
+                pairs = f"{section['num_pairs']} finished, of at most {section['num_planned_pairs']}"
             yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
             yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
         yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])

@@ -45,8 +45,8 @@ def _means(claim: Mapping[str, Any]) -> str | None:
     confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
     if claim["transform"] == "identity":
         of = "difference" if claim["num_runs"] else "paired difference"
-        reach = f"± {(interval[1] - interval[0]) / 2:.2g} ({confidence}, of the {of})"
-        return f"baseline {base:.4g}, treatment {treatment:.4g} {reach}"
+        reach = f"± {(interval[1] - interval[0]) / 2:.2g} ({confidence})"
+        return f"baseline {base:.4g}, treatment {treatment:.4g}; {of} {treatment - base:+.2g} {reach}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], treatment - base, interval[1]])
     both = f"baseline {_level(base, claim)}, treatment {_level(treatment, claim)}"
@@ -70,11 +70,15 @@ def _margin(claim: Mapping[str, Any]) -> str | None:
             low, high = np.exp([-margin, margin])
         return f"margin ±{margin:.3g} is a factor of {low:.3g} to {high:.3g}"
     shares = [
-        f"{100 * margin / abs(of):.2g} % of the {name}"
+        f"{_percent(margin / abs(of))} of the {name}"
         for name, of in (("level", base), ("climb", climb))
         if of
     ]
     return f"margin ±{margin:.3g} is {' and '.join(shares)}" if shares else None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
 
 
 def _spread(claim: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from abrun.compare.read.experiment import Experiment
@@ -15,16 +15,30 @@ Content = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextStep:
-    """RECIPE in a command stands for the recipe's file, RUNS for what was compared."""
+    """RECIPE in a command stands for the recipe's file, RUNS for what was compared, where it is not known."""
 
     text: str
     command: str
 
 
-def next_steps(experiment: Experiment, content: Content) -> list[NextStep]:
-    """The most useful first; at least one."""
+def next_steps(experiment: Experiment, content: Content, typed: str | None = None) -> list[NextStep]:
+    """The most useful first; at least one. `typed`: the command line that asked for the comparison."""
     of = {"MATCH": _match, "MISMATCH": _mismatch, "INCONCLUSIVE": _inconclusive, "INVALID": _invalid}
-    return list(islice(of[content["verdict"]](experiment, content), MOST_STEPS))
+    steps = islice(of[content["verdict"]](experiment, content), MOST_STEPS)
+    return [replace(step, command=_filled(step.command, typed or "")) for step in steps]
+
+
+def _filled(command: str, typed: str) -> str:
+    """With what was typed in the place of RECIPE or RUNS, as far as that can be told."""
+    words = shlex.split(typed)
+    recipe = next((word for word in words if word.endswith((".yaml", ".yml"))), None)
+    if recipe:
+        command = command.replace("RECIPE", shlex.quote(recipe))
+    if words[:2] == ["abrun", "compare"]:
+        sources = [*takewhile(lambda word: not word.startswith("-"), words[2:])]
+        command = command.replace("abrun compare RUNS", typed)
+        command = command.replace("RUNS", shlex.join(sources) or "RUNS")
+    return command
 
 
 def _launched(experiment: Experiment) -> bool:
@@ -95,6 +109,8 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
         else:
             more = "Train two runs or more beside each, with the same seeds in both arms, then compare again"
+            if not content["paired"]:
+                more = "Train two runs or more beside each, then compare again"
             yield NextStep(text=more, command="abrun compare RUNS")
         return
     if not _launched(experiment):

@@ -52,10 +52,14 @@ function banner() {
   const planned = Object.values(content.arms || {}).map((arm) => arm.num_planned_pairs);
   const facts = [
     content.paired === false
-      ? ["unpaired runs", sizes(Object.values(content.arms)[0].num_runs)]
+      ? ["unpaired runs", bothSizes(Object.values(content.arms)[0].num_runs)]
       : [
           "pairs",
-          planned.length ? `${content.num_pairs} of ${Math.max(...planned)} finished` : String(content.num_pairs),
+          content.spent && content.spent.decided_at
+            ? `${content.num_pairs} finished, of at most ${Math.max(...planned)}`
+            : planned.length
+              ? `${content.num_pairs} of ${Math.max(...planned)} finished`
+              : String(content.num_pairs),
         ],
     ["arms", [baselineName(), ...treatments].join(" \u00b7 ")],
     ["exit code", String(content.exit_code)],
@@ -247,7 +251,7 @@ function primaries() {
           one.margin_unit === "sigma" ? muted(`${number(one.certified_number, 3)} sigma`) : null,
         ],
         [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
-        one.num_runs ? sizes(one.num_runs) : String(one.num_pairs),
+        one.num_runs ? bothSizes(one.num_runs) : String(one.num_pairs),
       ]),
     ),
     el(
@@ -269,7 +273,7 @@ function detailOfClaim(one) {
 const BROKEN = { limit: "limit broken", "ratio limit": "limit broken", exact: "not exact" };
 const outcomeOf = (one) => (one.result === "different" && BROKEN[one.test]) || one.result;
 
-const sizes = (runs) => `${runs[0]} and ${runs[1]}`;
+const bothSizes = (runs) => `${runs[0]} and ${runs[1]}`;
 
 const marginText = (one) =>
   one.margin_text || (typeof one.margin === "number" ? `\u00b1${number(one.margin)}` : "\u2013");
@@ -927,7 +931,7 @@ function versions() {
 const GUIDE = [
   [
     "Verdict",
-    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, or a claim differs significantly (Holm-corrected) and by more than its margin. INCONCLUSIVE: neither equivalence nor a difference beyond the margin is shown; each claim says what is. INVALID: the runs are no fair pair.",
+    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, a difference is shown to exceed its margin, or a limit to be broken. INCONCLUSIVE: neither equivalence nor a difference beyond the margin is shown; each claim says what is. INVALID: the runs are no fair pair.",
   ],
   [
     "Certified bound",
