@@ -73,6 +73,11 @@ def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
             f"{path}: compare.reference: got {recipe.compare.reference!r}; a bisection compares with the "
             "good candidate: --set compare.reference=null"
         )
+    if not recipe.compare.paired:
+        raise RecipeError(
+            f"{path}: compare.paired: got false; a bisection pairs candidates by seed: "
+            "--set compare.paired=true"
+        )
     if recipe.launcher is not None and recipe.launcher.type != "local":
         raise RecipeError(
             f"{path}: launcher.type: got {recipe.launcher.type!r}; candidates run on this machine alone: "
@@ -203,7 +208,7 @@ class Bisection:
         ]
         endpoint = arm in (AGAIN, self.candidates[-1].arm)
         states = self._states([*good, *names])
-        failed = [name for name in names if states[name] == "failed"]
+        failed = [name for name in names if states[name] == "failed" and self._ended_by_itself(name)]
         if failed and not endpoint:  # of an earlier call: a launch tries again by itself (limits.retries)
             return self._failure(failed[0])
         missing = [name for name, state in states.items() if state != "finished"]
@@ -272,6 +277,10 @@ class Bisection:
         return {
             name: store.run_state(self._dir, name).status if name in there else "missing" for name in names
         }
+
+    def _ended_by_itself(self, name: RunName) -> bool:
+        """Whether a failed run was seen to end: what a killed launcher takes with it failed by no code."""
+        return store.run_state(self._dir, name).ending is not None
 
     def _failure(self, name: RunName) -> str:
         state = store.run_state(self._dir, name)

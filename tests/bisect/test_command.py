@@ -20,7 +20,7 @@ from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.launch.experiment import owned_experiment
 from abrun.layout import RunName
 from abrun.plan import Plan
-from abrun.store import RunDir, is_experiment
+from abrun.store import RunDir, is_experiment, run_state
 from abrun.terminal import terminal
 
 TRAINER = """
@@ -107,6 +107,7 @@ class Inline:
         self.directory = directory
         self.made: list[RunName] = []
         self.broken: set[str] = set()  # arms whose trainer crashes
+        self.killed: set[str] = set()  # arms that are killed with this launcher
         self.stops_after = 1000
         self.noisy = True
 
@@ -126,6 +127,12 @@ class Inline:
         trainer = Path(config["trainer"]["parameters"]["checkout"]) / "train.py"
         writer = run.begin_attempt()
         writer.environment({"python": "3", "versions": {}, "devices": ["cpu"], "hosts": ["here"]})
+        if name.arm in self.killed:
+            (attempt,) = (run.path / "attempts").iterdir()
+            gone = subprocess.Popen(["true"])
+            gone.wait()
+            attempt.write_text(json.dumps({**json.loads(attempt.read_text()), "pid": gone.pid}))
+            raise KeyboardInterrupt
         if name.arm in self.broken:
             writer.fail("exit code 1: no such function", exit_code=1)
             return
@@ -187,6 +194,20 @@ def test_a_commit_that_cannot_run_is_passed_over_and_the_answer_is_a_range(repo,
     assert outcome.found is not None and outcome.found.tests <= outcome.design.tests
     again = Inline(tmp_path / "tiny-bisect")
     assert run(bisection(repo, tmp_path, "v4", "v8"), again).sentence == outcome.sentence and not again.made
+
+
+def test_a_run_that_was_killed_with_the_launcher_is_run_again(repo: Path, tmp_path: Path) -> None:
+    inline = Inline(tmp_path / "tiny-bisect")
+    inline.killed = {git(repo, "rev-parse", "v6")[:12]}
+    with pytest.raises(KeyboardInterrupt):
+        run(bisection(repo, tmp_path, "v4", "v8"), inline)
+    killed = run_state(inline.directory, inline.made[-1])
+    assert (killed.status, killed.message) == (
+        "failed",
+        "its process is gone and left no word, as on a full disk",
+    )
+    outcome = run(bisection(repo, tmp_path, "v4", "v8"), Inline(tmp_path / "tiny-bisect"))
+    assert outcome.exit_code == 0 and "change 6 broke it" in outcome.sentence
 
 
 def test_commits_that_change_no_number_match(repo: Path, tmp_path: Path) -> None:
@@ -272,6 +293,7 @@ def test_a_dry_run_lists_candidates_levels_and_runs_and_writes_nothing(repo: Pat
         (["--package", "to rch", "--versions", "2.10.0,2.11.0"], "--package: got 'to rch'"),
         (["--good", "v1", "--bad", "v6", "--max-seeds", "3"], "--max-seeds: got 3 with 6 seeds"),
         (["--good", "v1", "--bad", "v6", "--set", "compare.primary=[]"], "got no claim"),
+        (["--good", "v1", "--bad", "v6", "--set", "compare.paired=false"], "compare.paired: got false"),
         (["--good", "v1", "--bad", "v6", "--set", "launcher.type=slurm"], "launcher.type: got 'slurm'"),
         (["--good", "v1", "--bad", "v6", "--name", "a/b"], "name: got 'a/b'"),
     ],
