@@ -36,6 +36,10 @@ class StoppedError(Exception):
         self.exit_code = exit_code
 
 
+class EndpointError(LaunchError):
+    """The good or the bad candidate cannot be set up, run or compared: there is no search."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
     """What became of one candidate."""
@@ -116,12 +120,12 @@ class Bisection:
         return self.design.counts[-1] * (2 + self.design.tests)
 
     def run(self, launch: Launch, say: Callable[[str], None]) -> Outcome:
-        """Search to the end. Raises StoppedError, or LaunchError where good or bad cannot run at all."""
+        """Search to the end. Raises StoppedError, or EndpointError where good or bad cannot run at all."""
         self._check_declared()
         self._write(None)
         again = self._test(AGAIN, launch, say)
         if again.answer == "skipped":
-            raise LaunchError(f"good against itself ({self.candidates[0].title}): {again.reason}")
+            raise EndpointError(f"good against itself ({self.candidates[0].title}): {again.reason}")
         if again.answer != "good":
             found, sentence = None, _no_ground(again)
             outcome = self._outcome(found, sentence, 5 if again.answer == "bad" else 4)
@@ -140,7 +144,7 @@ class Bisection:
         candidate = self.candidates[index]
         test = self._test(candidate.arm, launch, say)
         if test.answer == "skipped" and index == self.design.num_candidates:
-            raise LaunchError(f"bad ({candidate.title}): {test.reason}")
+            raise EndpointError(f"bad ({candidate.title}): {test.reason}")
         return test
 
     def _test(self, arm: str, launch: Launch, say: Callable[[str], None]) -> Test:
@@ -224,7 +228,7 @@ class Bisection:
             failed = [name for name, state in states.items() if state != "finished"]
             of_good = [name for name in failed if name.arm == BASELINE]
             if of_good:
-                raise LaunchError(f"good ({self.candidates[0].title}): {self._failure(of_good[0])}")
+                raise EndpointError(f"good ({self.candidates[0].title}): {self._failure(of_good[0])}")
             if failed:
                 return self._failure(failed[0])
         return None
@@ -235,7 +239,7 @@ class Bisection:
         try:
             self._environments.make(good)
         except SetupError as error:
-            raise LaunchError(f"good ({good.title}): setup failed: {error}") from None
+            raise EndpointError(f"good ({good.title}): setup failed: {error}") from None
         try:
             for candidate in others:
                 if candidate.arm == arm:

@@ -97,7 +97,7 @@ def bisect(
 def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: bool) -> int:
     """Search in view, write what was found, and take away what is not kept; returns the exit code."""
     from abrun.bisect import report
-    from abrun.bisect.command import FILE, StoppedError
+    from abrun.bisect.command import FILE, EndpointError, StoppedError
     from abrun.store import write_file
 
     screen = console()
@@ -109,6 +109,10 @@ def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: b
     except StoppedError as stopped:
         screen.print("Stopped. The same command goes on.", soft_wrap=True, markup=False)
         return stopped.exit_code
+    except EndpointError:
+        if not keep:
+            bisection.clean_up()
+        raise
     screen.print(report.shown(outcome))
     path = directory / FILE
     write_file(path.with_suffix(".txt"), report.text_of(outcome).encode())

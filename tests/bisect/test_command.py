@@ -16,6 +16,7 @@ from abrun.bisect.command import Bisection, Outcome, StoppedError, bisect_recipe
 from abrun.bisect.environments import SetupError, environments_for
 from abrun.bisect.report import planned, shown, text_of
 from abrun.bisect.search import Design, looks
+from abrun.cli.bisecting import _searched
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.launch.experiment import owned_experiment
 from abrun.layout import RunName
@@ -239,11 +240,19 @@ def test_a_good_one_that_cannot_match_itself_is_no_ground(repo: Path, tmp_path: 
     assert outcome.exit_code == 4 and outcome.sentence.startswith("good cannot be told to match itself")
 
 
-def test_a_bad_one_that_does_not_run_is_said(repo: Path, tmp_path: Path) -> None:
+def test_a_bad_one_that_does_not_run_is_said_and_nothing_is_left_in_the_repository(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inline = Inline(tmp_path / "tiny-bisect")
     inline.broken = {git(repo, "rev-parse", "v8")[:12]}
+    one = bisection(repo, tmp_path, "v4", "v8")
+    monkeypatch.setattr("abrun.cli.bisecting._launcher", lambda *_: inline)
     with pytest.raises(LaunchError, match=r"bad \(.*change 8\): .* failed: exit code 1: no such function"):
-        run(bisection(repo, tmp_path, "v4", "v8"), inline)
+        _searched(one, inline.directory, None, keep=True)
+    assert git(repo, "worktree", "list").count(str(tmp_path)) == 2
+    with pytest.raises(LaunchError):
+        _searched(one, inline.directory, None, keep=False)
+    assert str(tmp_path) not in git(repo, "worktree", "list") and is_experiment(inline.directory)
 
 
 def test_setups_have_an_environment_of_their_own_and_their_failure_is_a_line(repo, tmp_path, monkeypatch):
