@@ -1,6 +1,8 @@
 """Commands about what a comparison can see. Everything slow to import waits inside its command."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +14,8 @@ from abrun.cli.experiments import launched_in_view
 from abrun.errors import RecipeError, StoreError
 
 if TYPE_CHECKING:
-    pass
+    from abrun.recipe import Declared
+    from abrun.terminal import Terminal
 
 
 @app.command()
@@ -93,9 +96,6 @@ def sensitivity(
 
     Exit code: 0 when every run finished, 1 when one failed, 2 for bad input.
     """
-    from abrun.compare.judge.planted import sensitivity as judge_faults
-    from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.planted import advice, sentence, table, write_sensitivity
     from abrun.launch import experiment_dir_of, make_scheduler
     from abrun.launch.controls import with_faults_alone
     from abrun.plan import make_plan
@@ -118,22 +118,30 @@ def sensitivity(
     )
     if outcome and outcome.stopped_by:
         raise typer.Exit(outcome.exit_code)
-    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+    _say_what_was_caught(screen, planned, experiment_dir_of(plan, runs_dir, name), not_planted)
+    raise typer.Exit(outcome.exit_code if outcome else 0)
+
+
+def _say_what_was_caught(
+    screen: "Terminal", recipe: "Declared", experiment_dir: Path, not_planted: Mapping[str, str]
+) -> None:
+    """Judge the planted faults, print the table and write it into the experiment's report."""
+    from abrun.compare.judge.planted import sensitivity as judge_faults
+    from abrun.compare.read.stored import load_experiment
+    from abrun.compare.show.planted import advice, sentence, table, write_sensitivity
+
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:
-        raise RecipeError(f"{planned.name}: controls.faults: got none that can be planted; see: abrun faults")
-    from dataclasses import asdict
-
+        raise RecipeError(f"{recipe.name}: controls.faults: got none that can be planted; see: abrun faults")
     content = asdict(found)
     screen.print(table(found))
     for fault, lacks in not_planted.items():
         screen.print(f"not planted: {fault}, which {lacks}", soft_wrap=True, markup=False)
     for line in (*advice(content), sentence(content)):
         screen.print(line, soft_wrap=True, markup=False)
-    claims = planned.compare.primary
-    path = write_sensitivity(found, not_planted, experiment_dir / "report", experiment_dir.name, claims)
+    report, claims = experiment_dir / "report", recipe.compare.primary
+    path = write_sensitivity(found, not_planted, report, experiment_dir.name, claims)
     screen.print(f"All of it is in {path}, and as JSON beside it", soft_wrap=True, markup=False)
-    raise typer.Exit(outcome.exit_code if outcome else 0)
 
 
 def _folder_of(run: str, runs_dir: Path) -> Path:

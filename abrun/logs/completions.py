@@ -2,7 +2,8 @@
 
 verl (`trainer.rollout_data_dir`, `validation_data_dir`): `<step>.jsonl`, an object a completion of `input`,
 `output` and `score`. TRL (`log_completions`): `completions/[<mode>/]completions_<step>.parquet`, of columns
-`prompt`, `completion`, a reward each function, `advantage`.
+`prompt`, `completion`, a reward each function, `advantage`. NeMo-RL: `train_data_step<step>.jsonl`, an object
+a completion, of lists of one: `content` (a conversation's texts), `rewards` (none in distillation).
 """
 
 import json
@@ -16,27 +17,47 @@ from abrun.logs.log import needs_package, printable, readable
 from abrun.store import Sample
 
 MOST_PROMPTS = 64  # of a step; of the completions of one prompt the first is kept
+_FILE = re.compile(
+    r"(?P<verl>\d{1,9})\.jsonl|completions_(?P<trl>\d{1,9})\.parquet|train_data_step(?P<nemo>\d{1,9})\.jsonl",
+    re.ASCII,
+)
 _NO_REWARD = ("step", "advantage", "mode")  # numbers of TRL's table that are none
 
 
-def read_completions(folder: Path) -> dict[int, tuple[Sample, ...]]:
-    """By step, ascending; of this folder, or else of the first below that has any; empty where none has.
+class Dumps(Mapping[int, tuple[Sample, ...]]):
+    """Completions by step, ascending; a step's file, which may be large, is read when it is asked for.
 
-    Raises StoreError where a file is corrupt or its reader is not installed.
+    Raises StoreError, there, where a file is corrupt or its reader is not installed.
     """
+
+    def __init__(self, files: Mapping[int, Path]) -> None:
+        self._files = dict(sorted(files.items()))
+
+    def __getitem__(self, step: int) -> tuple[Sample, ...]:
+        return _samples(self._files[step])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def read_completions(folder: Path) -> Dumps:
+    """Of this folder, or else of the first below that has any; empty where none has."""
     for place in (folder, *(folder / one for one in ("completions/train", "completions", "rollout_data"))):
-        files = dict(sorted(_files(place)))
+        files = dict(_files(place))
         if files:
-            return {step: samples for step, path in files.items() if (samples := _samples(path))}
-    return {}
+            return Dumps(files)
+    return Dumps({})
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path]]:
     with readable(folder):
         for path in folder.iterdir() if folder.is_dir() else ():
-            found = re.fullmatch(r"(\d{1,9})\.jsonl|completions_(\d{1,9})\.parquet", path.name, re.ASCII)
-            if found and path.is_file() and (found[2] or _is_dump(path)):
-                yield int(found[1] or found[2]), path
+            found = _FILE.fullmatch(path.name)
+            if found and path.is_file() and (not found["verl"] or _is_dump(path)):
+                yield int(next(filter(None, found.groups()))), path
 
 
 def _is_dump(path: Path) -> bool:
@@ -49,23 +70,47 @@ def _is_dump(path: Path) -> bool:
 def _samples(path: Path) -> tuple[Sample, ...]:
     kept: dict[str, Sample] = {}
     with readable(path):
-        for sample in _of_trl(path) if path.suffix == ".parquet" else _of_verl(path):
+        for sample in _of(path):
             kept.setdefault(sample.prompt, sample)
             if len(kept) == MOST_PROMPTS:
                 break
     return tuple(kept.values())
 
 
+def _of(path: Path) -> Iterator[Sample]:
+    if path.suffix == ".parquet":
+        return _of_trl(path)
+    return _of_nemo_rl(path) if path.name.startswith("train_data_step") else _of_verl(path)
+
+
 def _of_verl(path: Path) -> Iterator[Sample]:
+    for where, row in _objects(path):
+        if not {"input", "output"} <= row.keys():
+            raise StoreError(f"{where}: no object with input and output, as verl writes them")
+        yield _sample(row["input"], row["output"], row.get("score"))
+
+
+def _of_nemo_rl(path: Path) -> Iterator[Sample]:
+    """The last text of a conversation is the completion, those before it the prompt."""
+    for where, row in _objects(path):
+        match row:
+            case {"content": [[*prompt, text]]} if prompt:
+                rewards = row.get("rewards")
+                only = rewards[0] if isinstance(rewards, list) and len(rewards) == 1 else None
+                yield _sample("\n".join(map(str, prompt)), text, only)
+            case _:
+                raise StoreError(f"{where}: no content of a prompt and a completion, as NeMo-RL writes it")
+
+
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line's place, in words, and its object; an empty one where it is none."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                texts = row["input"], row["output"]
-            except (ValueError, TypeError, KeyError):
-                where = f"{printable(str(path))}, line {number}"
-                raise StoreError(f"{where}: no object with input and output, as verl writes them") from None
-            yield _sample(*texts, row.get("score"))
+            except ValueError:
+                row = None
+            yield f"{printable(str(path))}, line {number}", row if isinstance(row, dict) else {}
 
 
 def _of_trl(path: Path) -> Iterator[Sample]:

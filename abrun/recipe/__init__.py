@@ -28,6 +28,7 @@ from abrun.recipe.command import (
 )
 from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
 from abrun.recipe.exported import Exported, JobSet, SkyPilot
+from abrun.recipe.fault_needs import lacking, what_it_takes
 from abrun.recipe.faults import (
     CONTROLS,
     FAULTS,
@@ -35,8 +36,6 @@ from abrun.recipe.faults import (
     ONE_ULP,
     Fault,
     PlantedFault,
-    lacking,
-    what_it_takes,
 )
 from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings, limit_s
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal

@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.environment import Env
-from abrun.recipe.faults import LIBRARY, PlantedFault, lacking, named
+from abrun.recipe.fault_needs import lacking
+from abrun.recipe.faults import LIBRARY, PlantedFault, named
 from abrun.recipe.policy import (
     LEAST_TEMPERATURE,
     NO_FILTERS,

@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from abrun import progress
 
+COMPILING = "compile"  # no phase: seconds inside of others
+
 
 class LiveTensors(TorchDispatchMode):
     """While entered, follows every storage that an operator returns until it is freed.
@@ -74,15 +76,24 @@ class Phases:
     of any phase.
     """
 
-    def __init__(self, device: torch.device, resident: Callable[[], Iterable[Tensor]] = lambda: ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        resident: Callable[[], Iterable[Tensor]] = lambda: (),
+        *,
+        compiles: bool = False,
+    ) -> None:
         self._device = device
         self._tracker = None if device.type == "cuda" else LiveTensors()
         self._resident = resident
-        self._seconds: dict[str, float] = {}
+        self._usual = {COMPILING: 0.0} if compiles else {}  # what every step reports
+        self._seconds: dict[str, float] = dict(self._usual)
         self._peaks: dict[str, int] = {}
         self._num_retries = 0
         self._started = time.perf_counter()
         self.interrupted: str | None = None  # the phase that an error has ended
+        if compiles:
+            self._follow_compilers()
 
     @contextlib.contextmanager
     def __call__(self, phase: str, *, memory: bool = True, usual: bool = True) -> Iterator[None]:
@@ -125,8 +136,23 @@ class Phases:
         seconds = {f"timing/train/{phase}_s": value for phase, value in self._seconds.items()}
         seconds["timing/train/total_step_time_s"] = now - self._started
         peaks = {key: float(value) for key, value in (self._peaks | self._fragmentation()).items()}
-        self._seconds, self._peaks, self._started = {}, {}, now
+        self._seconds, self._peaks, self._started = dict(self._usual), {}, now
         return seconds, peaks
+
+    def _follow_compilers(self) -> None:
+        """Count what torch.compile takes, forwards and backwards, in whichever phase it does."""
+        from torch._dynamo.callback import on_compile_end, on_compile_start
+
+        began = time.perf_counter()
+
+        @on_compile_start
+        def begin(_: object) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        @on_compile_end
+        def end(_: object) -> None:
+            self._seconds[COMPILING] += time.perf_counter() - began
 
     def _fragmentation(self) -> dict[str, int]:
         """How often the allocator had to give its cache back, and what of split blocks lies idle now."""

@@ -52,7 +52,11 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
     if isinstance(algorithm, Ppo):
         value_model = policy.make_value_model(algorithm, derive(seed, "value_head"))
     trained = [policy] if value_model is None else [policy, value_model]
-    phases = Phases(device, lambda: [tensor for each in trained for tensor in each.resident_tensors()])
+    phases = Phases(
+        device,
+        lambda: [tensor for each in trained for tensor in each.resident_tensors()],
+        compiles=config.policy.compile,
+    )
     learner = Learner(policy, value_model, config.policy.optimizer, phases, config.steps)
     return Setup(
         config=config,

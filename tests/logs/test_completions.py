@@ -1,4 +1,4 @@
-"""Completions of other trainers: files as verl and TRL write them, by their writers' sources."""
+"""Completions of other trainers: files as verl, TRL and NeMo-RL write them, by their writers' sources."""
 
 import json
 
@@ -46,9 +46,28 @@ def test_trl_s_tables_are_read(tmp_path, mode):
     assert sample.reward is None  # two reward functions, whose weights the table does not say
 
 
+def test_nemo_rl_s_training_data_are_read(tmp_path):
+    rows = [
+        {"content": [["You add.", "2+2?", text]], "rewards": [reward], "input_lengths": [9], "idx": number}
+        for number, (text, reward) in enumerate([("five", 0.0), ("4", 1.0)])
+    ]
+    (tmp_path / "train_data_step12.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "val_data_step12.jsonl").write_text("{}\n")
+    ((step, (sample,)),) = read_completions(tmp_path).items()
+    assert (step, sample.prompt, sample.text, sample.reward) == (12, "You add.\n2+2?", "five", 0.0)
+    distilled = {"content": [["2+2?", "4"]], "input_lengths": [4], "idx": 0}
+    (tmp_path / "train_data_step12.jsonl").write_text(json.dumps(distilled) + "\n")
+    ((sample,),) = read_completions(tmp_path).values()
+    assert sample.reward is None
+    for broken in ('{"content": ["2+2?4"]}', '{"content": [["4"]]}', "[]"):
+        (tmp_path / "train_data_step12.jsonl").write_text(broken + "\n")
+        with pytest.raises(StoreError, match=r"line 1: no content of a prompt and a completion"):
+            list(read_completions(tmp_path).values())
+
+
 def test_metrics_of_a_seed_are_no_completions(tmp_path):
     (tmp_path / "0.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    assert read_completions(tmp_path) == {} == samples_in(tmp_path / "0.jsonl")
+    assert not read_completions(tmp_path) and not samples_in(tmp_path / "0.jsonl")
 
 
 def test_a_torn_dump_is_one_line(tmp_path):
@@ -56,7 +75,7 @@ def test_a_torn_dump_is_one_line(tmp_path):
     with (tmp_path / "1.jsonl").open("a") as file:
         file.write('{"input": "x"')
     with pytest.raises(StoreError, match=r"1\.jsonl, line 2: no object with input and output"):
-        read_completions(tmp_path)
+        list(read_completions(tmp_path).values())
 
 
 def test_two_foreign_runs_stand_side_by_side(tmp_path):

@@ -162,3 +162,20 @@ def test_phases_on_cuda_report_the_allocators_own_peaks() -> None:
     assert peaks["memory/allocator_retries"] == 0 <= peaks["memory/inactive_bytes"]
     assert peaks["memory/logprobs/peak_allocated_bytes"] == base + (4 << 20)
     assert peaks["memory/logprobs/peak_reserved_bytes"] >= 4 << 20
+
+
+def test_seconds_of_the_compiler_are_counted_inside_their_phase() -> None:
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    phases = Phases(CPU, compiles=True)
+    with (
+        phases("forward_backward", memory=False),
+        callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"),
+        callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0/0"),  # inside the other: once
+    ):
+        time.sleep(0.02)
+    seconds, _ = phases.collect()
+    compiled = seconds["timing/train/compile_s"]
+    assert 0.02 <= compiled <= seconds["timing/train/forward_backward_s"]
+    assert phases.collect()[0]["timing/train/compile_s"] == 0, "every step of every rank has it"
+    assert "timing/train/compile_s" not in Phases(CPU).collect()[0]

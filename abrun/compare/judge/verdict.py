@@ -23,7 +23,7 @@ from abrun.compare.judge.validity import (
     invalid_reasons,
     other_machine,
 )
-from abrun.compare.read.experiment import Experiment, Sides
+from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
 from abrun.looks import level_of_a_look
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
@@ -250,23 +250,10 @@ def not_tested(
     runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
     others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
-    unknown = {
-        "whether the runs finished": any(run.status == "unknown" for run in runs),
-        "resolved configurations": any(run.config is None for run in runs),
-        "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
-    }
-    if sides.paired:
-        for what, key in (
-            ("saw the same prompts", "prompts_sha256"),
-            ("began with the same weights", INITIAL_WEIGHTS),
-        ):
-            unknown[f"whether both arms {what}"] = any(not (run.environment or {}).get(key) for run in runs)
-    no_error = all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs)
-    silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
-    sentences = [f"{', '.join(silent)}: the runs do not say"] if silent else []
+    sentences = _unsaid(runs, sides)
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
-    if no_error:
+    if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
         sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
     if not sides.paired:
         both = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
@@ -302,6 +289,22 @@ def not_tested(
     if len(steps):
         sentences.append(f"anything but this recipe, these seeds and steps {steps[0]}-{steps[-1]}")
     return sentences
+
+
+def _unsaid(runs: Sequence[RecordedRun], sides: Sides) -> list[str]:
+    unknown = {
+        "whether the runs finished": any(run.status == "unknown" for run in runs),
+        "resolved configurations": any(run.config is None for run in runs),
+        "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
+    }
+    if sides.paired:
+        for what, key in (
+            ("saw the same prompts", "prompts_sha256"),
+            ("began with the same weights", INITIAL_WEIGHTS),
+        ):
+            unknown[f"whether both arms {what}"] = any(not (run.environment or {}).get(key) for run in runs)
+    silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
+    return [f"{', '.join(silent)}: the runs do not say"] if silent else []
 
 
 def decide(
