@@ -19,6 +19,7 @@ from abrun.equivalence import (
     runs_needed,
     sd_interval,
     sd_of_difference,
+    skewness,
     t_interval,
     welch_tost,
 )
@@ -240,3 +241,8 @@ def test_runs_needed_is_what_simulation_finds():
 
     assert passing(needed) > 0.77 and passing(needed - 1) < 0.83
     assert runs_needed(1.0, (0.4, 0.8), true_difference=1.0) is None
+
+
+def test_no_skewness_is_impossible_among_normal_samples():
+    found = skewness([0.0, 0.0, 0.0, 1.0])
+    assert found is not None and 0 < found[1] < 0.001
