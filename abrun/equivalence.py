@@ -226,7 +226,8 @@ def skewness(values: ArrayLike) -> tuple[float, float] | None:
     if len(sample) < 4 or mean_and_sd(sample)[1] == 0:
         return None
     found, others = float(_skewness(sample)), _skewness_of_normal(len(sample))
-    return found, 1 - float(np.searchsorted(others, abs(found))) / len(others)
+    beyond = len(others) - int(np.searchsorted(others, abs(found)))
+    return found, (1 + beyond) / (1 + len(others))  # never 0 (Phipson and Smyth 2010)
 
 
 @cache

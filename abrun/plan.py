@@ -146,13 +146,15 @@ def _names(recipe: Declared) -> list[RunName]:
 def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
     """Refuse what would be found after all runs: a metric that none records, a window past the last step.
 
-    Of a foreign trainer's metrics nothing is known beforehand.
+    Of a foreign trainer's metrics nothing is known beforehand, but that its weights are not among them.
     """
     for index, claim in enumerate(recipe.compare.primary):
         for config in configs.values():
             field, problem = "window", window_problem(claim.window, config.steps)
             if not problem and isinstance(config, OwnRunConfig):
                 field, problem = "metric", _unrecorded(claim.metric, config)
+            elif not problem and claim.metric == FINAL_WEIGHTS:
+                field, problem = "metric", "got 'final_weights' of a command, whose weights abrun never sees"
             if problem:
                 raise RecipeError(f"{recipe.name}: compare.primary.{index}.{field}: {problem}")
 

@@ -1,5 +1,7 @@
 """The statistics against statsmodels, against the design's table, and against simulation."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +21,7 @@ from abrun.equivalence import (
     runs_needed,
     sd_interval,
     sd_of_difference,
+    skewness,
     t_interval,
     welch_tost,
 )
@@ -203,7 +206,8 @@ def test_welch_agrees_with_statsmodels(num_baselines, num_treatments, shift):
     signed = (
         means if tost.mean_difference >= 0 else CompareMeans(DescrStatsW(baseline), DescrStatsW(treatment))
     )
-    outer = [signed.ttest_ind("larger", "unequal", limit)[1] for limit in (0.7, -0.7)]
+    limits: list[Any] = [0.7, -0.7]  # statsmodels calls them int
+    outer = [signed.ttest_ind("larger", "unequal", limit)[1] for limit in limits]
     assert tost.p_beyond == pytest.approx(sum(outer))
     assert tost.certified_bound == pytest.approx(max(map(abs, tost.interval)))
 
@@ -212,9 +216,11 @@ def test_a_relative_margin_of_unpaired_arms_is_a_test_against_scaled_baselines()
     rng = np.random.default_rng(3)
     baseline, treatment = rng.normal(10, 1, 6), rng.normal(10.2, 2, 4)
     tost = welch_tost(baseline, treatment, 0.2, yardstick=baseline)
-    upper = ttest_ind(treatment, 1.2 * baseline, equal_var=False, alternative="less").pvalue
-    lower = ttest_ind(treatment, 0.8 * baseline, equal_var=False, alternative="greater").pvalue
-    assert tost.p_tost == pytest.approx(max(upper, lower))
+    sides: list[Any] = [
+        ttest_ind(treatment, share * baseline, equal_var=False, alternative=side)
+        for share, side in ((1.2, "less"), (0.8, "greater"))
+    ]
+    assert tost.p_tost == pytest.approx(max(one.pvalue for one in sides))
     passing = welch_tost(baseline, treatment, tost.certified_margin * 1.0001, yardstick=baseline)
     assert passing.equivalent
     assert not welch_tost(baseline, treatment, tost.certified_margin * 0.9999, yardstick=baseline).equivalent
@@ -240,3 +246,8 @@ def test_runs_needed_is_what_simulation_finds():
 
     assert passing(needed) > 0.77 and passing(needed - 1) < 0.83
     assert runs_needed(1.0, (0.4, 0.8), true_difference=1.0) is None
+
+
+def test_no_skewness_is_impossible_among_normal_samples():
+    found = skewness([0.0, 0.0, 0.0, 1.0])
+    assert found is not None and 0 < found[1] < 0.001

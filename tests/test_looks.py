@@ -12,6 +12,11 @@ def test_one_look_has_the_whole_level():
     assert level_of_a_look([7], 0.01) == 0.01
 
 
+def test_a_look_at_one_pair_spends_nothing():
+    """As `abrun bisect --seeds 0` has it for `exact: true`: one pair has no t statistic."""
+    assert level_of_a_look([1, 2]) == pytest.approx(0.05, abs=0.001)
+
+
 @pytest.mark.parametrize("counts", [(3, 5), (4, 8, 12), (2, 3, 4, 5, 6, 7, 8)])
 @pytest.mark.parametrize("level", [0.05, 0.013])
 def test_looks_together_err_as_often_as_one(counts, level):

@@ -121,6 +121,8 @@ def test_claims_that_can_be_judged_are_planned() -> None:
     assert make_plan(load_recipe(FOREIGN, ["compare.primary.0.metric=its/own"])).runs
     with pytest.raises(RecipeError, match="the runs end at step 5"):
         make_plan(load_recipe(FOREIGN, ["compare.primary.0.window=steps 2-9"]))
+    with pytest.raises(RecipeError, match=r"primary\.0\.metric: got 'final_weights' of a command"):
+        make_plan(load_recipe(FOREIGN, ["compare.primary=[{metric: final_weights, below: 0.05}]"]))
 
 
 def test_large_plans_are_made_and_shown_in_seconds() -> None:

@@ -36,6 +36,10 @@ class StoppedError(Exception):
         self.exit_code = exit_code
 
 
+class EndpointError(LaunchError):
+    """The good or the bad candidate cannot be set up, run or compared: there is no search."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
     """What became of one candidate."""
@@ -72,6 +76,11 @@ def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
         raise RecipeError(
             f"{path}: compare.reference: got {recipe.compare.reference!r}; a bisection compares with the "
             "good candidate: --set compare.reference=null"
+        )
+    if not recipe.compare.paired:
+        raise RecipeError(
+            f"{path}: compare.paired: got false; a bisection pairs candidates by seed: "
+            "--set compare.paired=true"
         )
     if recipe.launcher is not None and recipe.launcher.type != "local":
         raise RecipeError(
@@ -111,12 +120,12 @@ class Bisection:
         return self.design.counts[-1] * (2 + self.design.tests)
 
     def run(self, launch: Launch, say: Callable[[str], None]) -> Outcome:
-        """Search to the end. Raises StoppedError, or LaunchError where good or bad cannot run at all."""
+        """Search to the end. Raises StoppedError, or EndpointError where good or bad cannot run at all."""
         self._check_declared()
         self._write(None)
         again = self._test(AGAIN, launch, say)
         if again.answer == "skipped":
-            raise LaunchError(f"good against itself ({self.candidates[0].title}): {again.reason}")
+            raise EndpointError(f"good against itself ({self.candidates[0].title}): {again.reason}")
         if again.answer != "good":
             found, sentence = None, _no_ground(again)
             outcome = self._outcome(found, sentence, 5 if again.answer == "bad" else 4)
@@ -135,7 +144,7 @@ class Bisection:
         candidate = self.candidates[index]
         test = self._test(candidate.arm, launch, say)
         if test.answer == "skipped" and index == self.design.num_candidates:
-            raise LaunchError(f"bad ({candidate.title}): {test.reason}")
+            raise EndpointError(f"bad ({candidate.title}): {test.reason}")
         return test
 
     def _test(self, arm: str, launch: Launch, say: Callable[[str], None]) -> Test:
@@ -203,7 +212,7 @@ class Bisection:
         ]
         endpoint = arm in (AGAIN, self.candidates[-1].arm)
         states = self._states([*good, *names])
-        failed = [name for name in names if states[name] == "failed"]
+        failed = [name for name in names if states[name] == "failed" and self._ended_by_itself(name)]
         if failed and not endpoint:  # of an earlier call: a launch tries again by itself (limits.retries)
             return self._failure(failed[0])
         missing = [name for name, state in states.items() if state != "finished"]
@@ -219,7 +228,7 @@ class Bisection:
             failed = [name for name, state in states.items() if state != "finished"]
             of_good = [name for name in failed if name.arm == BASELINE]
             if of_good:
-                raise LaunchError(f"good ({self.candidates[0].title}): {self._failure(of_good[0])}")
+                raise EndpointError(f"good ({self.candidates[0].title}): {self._failure(of_good[0])}")
             if failed:
                 return self._failure(failed[0])
         return None
@@ -230,7 +239,7 @@ class Bisection:
         try:
             self._environments.make(good)
         except SetupError as error:
-            raise LaunchError(f"good ({good.title}): setup failed: {error}") from None
+            raise EndpointError(f"good ({good.title}): setup failed: {error}") from None
         try:
             for candidate in others:
                 if candidate.arm == arm:
@@ -272,6 +281,10 @@ class Bisection:
         return {
             name: store.run_state(self._dir, name).status if name in there else "missing" for name in names
         }
+
+    def _ended_by_itself(self, name: RunName) -> bool:
+        """Whether a failed run was seen to end: what a killed launcher takes with it failed by no code."""
+        return store.run_state(self._dir, name).ending is not None
 
     def _failure(self, name: RunName) -> str:
         state = store.run_state(self._dir, name)

@@ -10,7 +10,7 @@ import typer
 
 from abrun.cli.app import app, console
 from abrun.cli.arguments import DryRun, Name, Overrides, RecipeFile, RunsDir, with_seeds
-from abrun.errors import AbrunError, RecipeError
+from abrun.errors import RecipeError
 
 if TYPE_CHECKING:
     from abrun.bisect.candidates import Candidate
@@ -97,7 +97,7 @@ def bisect(
 def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: bool) -> int:
     """Search in view, write what was found, and take away what is not kept; returns the exit code."""
     from abrun.bisect import report
-    from abrun.bisect.command import FILE, StoppedError
+    from abrun.bisect.command import FILE, EndpointError, StoppedError
     from abrun.store import write_file
 
     screen = console()
@@ -109,7 +109,7 @@ def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: b
     except StoppedError as stopped:
         screen.print("Stopped. The same command goes on.", soft_wrap=True, markup=False)
         return stopped.exit_code
-    except AbrunError:
+    except EndpointError:
         if not keep:
             bisection.clean_up()
         raise

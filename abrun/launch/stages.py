@@ -8,6 +8,7 @@ from pathlib import Path
 
 from abrun import store
 from abrun.errors import LaunchError, RecipeError
+from abrun.plan import compare_hash
 from abrun.recipe import CommandRecipe, Declared, Recipe, stored_recipe
 
 MOST_SEEDS = 12  # unless --max-seeds or declared looks say otherwise
@@ -63,8 +64,10 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
 
 def refuse_other_looks(recipe: Declared, experiment_dir: Path) -> None:
     """Raises LaunchError where an experiment was launched with other looks: they cannot be chosen later."""
-    launched = store.open_experiment(experiment_dir).get("recipe", {}).get("compare", {}).get("looks") or []
-    if launched != recipe.compare.looks:
+    content = store.open_experiment(experiment_dir)
+    launched = content.get("recipe", {}).get("compare", {}).get("looks") or []
+    first = content.get("compare_sha256")  # the recipe is that of the last --resume
+    if launched != recipe.compare.looks and first != compare_hash(recipe.compare):
         had = f"with looks at {launched} pairs" if launched else "without looks"
         raise LaunchError(
             f"{experiment_dir}: --until-decided: got looks at {recipe.compare.looks} pairs, and it was "

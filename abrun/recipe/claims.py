@@ -165,7 +165,9 @@ class Compare(Section):
 
     @model_validator(mode="after")
     def _unpaired_needs_no_pairs(self) -> Self:
-        needing = [*["looks"] * bool(self.looks), *["exact"] * any(one.exact for one in self.primary)]
+        needing = ["looks"] * bool(self.looks)
+        needing += ["exact" for one in self.primary if one.exact]
+        needing += [FINAL_WEIGHTS for one in self.primary if one.metric == FINAL_WEIGHTS]
         if needing and not self.paired:
             raise ValueError(f"got paired: false and {needing[0]}, which needs pairs; leave one of them out")
         return self

@@ -16,11 +16,12 @@ from abrun.bisect.command import Bisection, Outcome, StoppedError, bisect_recipe
 from abrun.bisect.environments import SetupError, environments_for
 from abrun.bisect.report import planned, shown, text_of
 from abrun.bisect.search import Design, looks
+from abrun.cli.bisecting import _searched
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.launch.experiment import owned_experiment
 from abrun.layout import RunName
 from abrun.plan import Plan
-from abrun.store import RunDir, is_experiment
+from abrun.store import RunDir, is_experiment, run_state
 from abrun.terminal import terminal
 
 TRAINER = """
@@ -107,6 +108,7 @@ class Inline:
         self.directory = directory
         self.made: list[RunName] = []
         self.broken: set[str] = set()  # arms whose trainer crashes
+        self.killed: set[str] = set()  # arms that are killed with this launcher
         self.stops_after = 1000
         self.noisy = True
 
@@ -126,6 +128,12 @@ class Inline:
         trainer = Path(config["trainer"]["parameters"]["checkout"]) / "train.py"
         writer = run.begin_attempt()
         writer.environment({"python": "3", "versions": {}, "devices": ["cpu"], "hosts": ["here"]})
+        if name.arm in self.killed:
+            (attempt,) = (run.path / "attempts").iterdir()
+            gone = subprocess.Popen(["true"])
+            gone.wait()
+            attempt.write_text(json.dumps({**json.loads(attempt.read_text()), "pid": gone.pid}))
+            raise KeyboardInterrupt
         if name.arm in self.broken:
             writer.fail("exit code 1: no such function", exit_code=1)
             return
@@ -189,6 +197,20 @@ def test_a_commit_that_cannot_run_is_passed_over_and_the_answer_is_a_range(repo,
     assert run(bisection(repo, tmp_path, "v4", "v8"), again).sentence == outcome.sentence and not again.made
 
 
+def test_a_run_that_was_killed_with_the_launcher_is_run_again(repo: Path, tmp_path: Path) -> None:
+    inline = Inline(tmp_path / "tiny-bisect")
+    inline.killed = {git(repo, "rev-parse", "v6")[:12]}
+    with pytest.raises(KeyboardInterrupt):
+        run(bisection(repo, tmp_path, "v4", "v8"), inline)
+    killed = run_state(inline.directory, inline.made[-1])
+    assert (killed.status, killed.message) == (
+        "failed",
+        "its process is gone and left no word, as on a full disk",
+    )
+    outcome = run(bisection(repo, tmp_path, "v4", "v8"), Inline(tmp_path / "tiny-bisect"))
+    assert outcome.exit_code == 0 and "change 6 broke it" in outcome.sentence
+
+
 def test_commits_that_change_no_number_match(repo: Path, tmp_path: Path) -> None:
     inline = Inline(tmp_path / "tiny-bisect")
     inline.noisy = False
@@ -218,11 +240,19 @@ def test_a_good_one_that_cannot_match_itself_is_no_ground(repo: Path, tmp_path: 
     assert outcome.exit_code == 4 and outcome.sentence.startswith("good cannot be told to match itself")
 
 
-def test_a_bad_one_that_does_not_run_is_said(repo: Path, tmp_path: Path) -> None:
+def test_a_bad_one_that_does_not_run_is_said_and_nothing_is_left_in_the_repository(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inline = Inline(tmp_path / "tiny-bisect")
     inline.broken = {git(repo, "rev-parse", "v8")[:12]}
+    one = bisection(repo, tmp_path, "v4", "v8")
+    monkeypatch.setattr("abrun.cli.bisecting._launcher", lambda *_: inline)
     with pytest.raises(LaunchError, match=r"bad \(.*change 8\): .* failed: exit code 1: no such function"):
-        run(bisection(repo, tmp_path, "v4", "v8"), inline)
+        _searched(one, inline.directory, None, keep=True)
+    assert git(repo, "worktree", "list").count(str(tmp_path)) == 2
+    with pytest.raises(LaunchError):
+        _searched(one, inline.directory, None, keep=False)
+    assert str(tmp_path) not in git(repo, "worktree", "list") and is_experiment(inline.directory)
 
 
 def test_setups_have_an_environment_of_their_own_and_their_failure_is_a_line(repo, tmp_path, monkeypatch):
@@ -272,6 +302,7 @@ def test_a_dry_run_lists_candidates_levels_and_runs_and_writes_nothing(repo: Pat
         (["--package", "to rch", "--versions", "2.10.0,2.11.0"], "--package: got 'to rch'"),
         (["--good", "v1", "--bad", "v6", "--max-seeds", "3"], "--max-seeds: got 3 with 6 seeds"),
         (["--good", "v1", "--bad", "v6", "--set", "compare.primary=[]"], "got no claim"),
+        (["--good", "v1", "--bad", "v6", "--set", "compare.paired=false"], "compare.paired: got false"),
         (["--good", "v1", "--bad", "v6", "--set", "launcher.type=slurm"], "launcher.type: got 'slurm'"),
         (["--good", "v1", "--bad", "v6", "--name", "a/b"], "name: got 'a/b'"),
     ],

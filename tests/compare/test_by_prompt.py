@@ -159,6 +159,19 @@ def test_other_prompts_and_torn_files_are_said(simulated, judged):
     assert found.problem and "not a validation (KeyError: 'rewards')" in found.problem
 
 
+def test_a_step_of_the_window_that_one_run_lacks_is_said(simulated, judged):
+    """Else the table would be of fewer steps than the claim."""
+    experiment_dir = simulated(**RECIPE)
+    validated(experiment_dir)
+    path = experiment_dir / "treatment/seed-1/validation.jsonl"
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(others))  # before the window
+    assert judged(experiment_dir).content.by_prompt[0].problem is None
+    path.write_text("".join([first, *others[:-1]]))
+    (found,) = judged(experiment_dir).content.by_prompt
+    assert found.problem == "the runs did not answer the same prompts at the same steps"
+
+
 def test_rewards_that_are_no_accuracy_are_not_called_one(simulated, judged):
     experiment_dir = simulated(**RECIPE)
     validated(experiment_dir)

@@ -247,7 +247,7 @@ def test_a_freeze_does_not_overwrite_entries_and_budgets_are_checked(tmp_path, r
     anchor = load_experiment(tmp_path / "anchor")
     freeze_arm(anchor, "baseline", reference, budget="0.04")  # no entry yet
     add(reference, changed(tmp_path))
-    with pytest.raises(ComparisonError, match="a ledger \(entries: 1\), which would be lost"):
+    with pytest.raises(ComparisonError, match=r"a ledger \(entries: 1\), which would be lost"):
         freeze_arm(anchor, "baseline", reference, budget="0.05")
     for budget in ("0", "-1", "nan", "much", "train/loss=0.1", ""):
         with pytest.raises(ComparisonError, match="--budget: got "):

@@ -85,6 +85,20 @@ def test_one_run_as_two_seeds_is_no_match(simulated, judged, arm):
     assert f"{arm}/seed-2 holds the numbers of {arm}/seed-1 at every step" in reason
 
 
+def test_treated_runs_that_are_the_baselines_under_other_seeds_are_no_match(simulated, judged):
+    experiment_dir = simulated(
+        seeds=[0, 1, 2], controls={"aa_reruns": 0}, compare={**CLAIM, "step_one": False}
+    )
+    for seed in range(3):
+        rows = (experiment_dir / f"baseline/seed-{seed}/metrics.jsonl").read_text()
+        copied = experiment_dir / f"treatment/seed-{(seed + 1) % 3}"
+        (copied / "metrics.jsonl").write_text(rows)
+        edit_rows(copied, lambda row: row.update({"timing/train/total_step_time_s": 1.0 + row["step"] / 100}))
+    verdict, _, result, reason = outcome(judged(experiment_dir))
+    assert (verdict, result) == ("INCONCLUSIVE", "not tested")
+    assert "treatment/seed-1 holds the numbers of baseline/seed-0 at every step" in reason
+
+
 def test_memory_that_never_moves_can_be_equivalent(simulated, judged):
     experiment_dir = simulated(**SMALL)
     set_everywhere(experiment_dir, memory__logprobs__peak_allocated_bytes=2**30)

@@ -347,7 +347,14 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
     ]
     found = Completions(seed=3, arms=[0, 1], steps=steps, num_steps=40)
     beside = Context(
-        command="abrun compare x", ran=None, environment=None, levels=[], next_steps=[], completions=found
+        command="abrun compare x",
+        ran=None,
+        environment=None,
+        levels=[],
+        next_steps=[],
+        completions=found,
+        by_prompt=[],
+        spent=None,
     )
     html = render_page(experiment(learning()), verdict([claim()]), beside)
     for width in (390, 1280):

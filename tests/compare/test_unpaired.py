@@ -164,6 +164,8 @@ def test_a_recipe_can_declare_it(simulated, judged):
     assert share.result == "open"  # one run of five: Welch does not show it at the guard's level
     with pytest.raises(ValueError, match="paired: false and looks"):
         Compare(paired=False, looks=[3, 5])
+    with pytest.raises(ValueError, match="paired: false and final_weights"):
+        Compare(paired=False, primary=[parse_primary("final_weights:all:<0.05")])
 
 
 def test_one_run_of_each_arm_is_a_description(tmp_path, compared):

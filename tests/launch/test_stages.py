@@ -12,6 +12,7 @@ from abrun import cli, store
 from abrun.compare import compare_sources
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.stages import refuse_other_looks, until_decided
+from abrun.plan import compare_hash
 from abrun.recipe import load_recipe
 
 # A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
@@ -193,6 +194,18 @@ def test_a_resumed_launch_keeps_the_looks_that_it_declared(
     store.write_experiment(tmp_path / "mine", {"recipe": {"compare": {"looks": looks}}})
     with pytest.raises(LaunchError, match=f"launched {said}"):
         refuse_other_looks(recipe, tmp_path / "mine")
+
+
+def test_looks_that_a_plain_resume_has_dropped_are_those_of_the_first_launch(
+    run: Run, tmp_path: Path
+) -> None:
+    plain = load_recipe(Path("recipe.yaml"))
+    recipe = until_decided(plain, 4)
+    content = {"recipe": plain.model_dump(mode="json"), "compare_sha256": compare_hash(recipe.compare)}
+    store.write_experiment(tmp_path / "same", content)
+    refuse_other_looks(recipe, tmp_path / "same")
+    with pytest.raises(LaunchError, match="on which its level rests"):
+        refuse_other_looks(until_decided(plain, 6), tmp_path / "same")
 
 
 def test_declared_looks_are_kept(run: Run) -> None:

@@ -34,7 +34,8 @@ def test_a_run_keeps_the_first_completions_of_some_steps(
         left, right = one.prompt.rstrip("=").split("+")
         answer = str(int(left) + int(right))
         assert one.reward == float(not one.truncated and one.text.strip() == answer), one
-        assert 0 <= one.logprob_error < 1e-4 and 1 <= one.num_tokens <= 6
+        assert one.logprob_error is not None and 0 <= one.logprob_error < 1e-4
+        assert one.num_tokens is not None and 1 <= one.num_tokens <= 6
     # the last checkpoint and what was kept after it are gone: a second attempt keeps them again, once
     (run.path / layout.RESULT).unlink()
     for folder in run.checkpoints.glob("step-000004*"):
@@ -57,7 +58,7 @@ def test_keeping_them_changes_no_number(tmp_path: Path, warm_weights: Path, grou
     both = side_by_side(run.samples(), wrong.samples())
     assert [one.prompt for one in both[:2]] == [one.prompt for one in run.samples()[1]]
     assert all(one.left and one.right and one.left.text == one.right.text for one in both[:2])
-    assert all(one.right and one.right.logprob_error > 1 for one in both[:2])
+    assert all(one.right and (one.right.logprob_error or 0) > 1 for one in both[:2])
     shown = CliRunner().invoke(app, ["samples", str(run.path), "--against", str(wrong.path), "--step", "1"])
     assert shown.exit_code == 0 and "step 1: " in shown.output and "step 3" not in shown.output
     assert shown.output.count("log-prob error") == 4

@@ -4,7 +4,7 @@ A match of runs that learn nothing, repeat each other or stop early says nothing
 function answers with one clause of why, and what to do; None: nothing is amiss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -54,10 +54,7 @@ def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> str | N
     if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory need not move
         return f"it is {values[0]:.6g} at every step of every run of both arms"
     return (
-        _one_run_as_two_seeds(baselines)
-        or _one_run_as_two_seeds(treatments)
-        or cut_short(sides.runs)
-        or (None if may_repeat else _untouched(sides))
+        _one_run_as_two_seeds(sides) or cut_short(sides.runs) or (None if may_repeat else _untouched(sides))
     )
 
 
@@ -142,7 +139,7 @@ def cut_short(runs: Sequence[RecordedRun]) -> str | None:
 def _untouched(sides: Sides) -> str | None:
     """Arms that hold the same numbers in every pair: the treatment may not have been applied at all."""
     if not sides.paired:
-        return _one_run_as_two_seeds(sides.runs)
+        return None
     pairs = list(zip(sides.baselines, sides.treatments, strict=True))
     of_reference = any(run.thinned for run in sides.baselines)  # a later version may well repeat it
     if pairs and not of_reference and all(_same_numbers(*pair) for pair in pairs):
@@ -157,9 +154,16 @@ def _recorded(runs: Sequence[RecordedRun], metric: str) -> Array:
     return np.concatenate([run.series(metric).values for run in runs] or [NO_SERIES.values])
 
 
-def _one_run_as_two_seeds(runs: Sequence[RecordedRun]) -> str | None:
-    """Two seeds of an arm with the same numbers, but for what a machine adds, are not two observations."""
-    for one, other in combinations(runs, 2):
+def _of_two_seeds(sides: Sides) -> Iterator[tuple[RecordedRun, RecordedRun]]:
+    """Every two runs that are to be two observations: all but those of one pair, which may well agree."""
+    for one, other in combinations(sides.runs, 2):
+        if not sides.paired or one.name.seed != other.name.seed:
+            yield one, other
+
+
+def _one_run_as_two_seeds(sides: Sides) -> str | None:
+    """Two seeds with the same numbers, but for what a machine adds, are not two observations."""
+    for one, other in _of_two_seeds(sides):
         if _same_numbers(one, other):
             return f"{other} holds the numbers of {one} at every step: {_ONE_RUN}"
     return None
@@ -167,10 +171,9 @@ def _one_run_as_two_seeds(runs: Sequence[RecordedRun]) -> str | None:
 
 def one_curve(sides: Sides, metric: str) -> str | None:
     """Two seeds of which a claim reads one curve: of a run twice, whatever else was logged beside it."""
-    for runs in (sides.baselines, sides.treatments) if sides.paired else (sides.runs,):
-        for one, other in combinations(runs, 2):
-            if _same_curve(one.series(metric), other.series(metric)):
-                return f"{other} holds the {metric} of {one} at every step, but for rounding: {_ONE_RUN}"
+    for one, other in _of_two_seeds(sides):
+        if _same_curve(one.series(metric), other.series(metric)):
+            return f"{other} holds the {metric} of {one} at every step, but for rounding: {_ONE_RUN}"
     return None
 
 

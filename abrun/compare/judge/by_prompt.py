@@ -21,6 +21,7 @@ from abrun.series import Array
 from abrun.store.metrics import ValidationRow
 
 ACCURACY = "validation/accuracy"
+_NOT_THE_SAME = "the runs did not answer the same prompts at the same steps"
 REWARD = "reward of held-out examples"  # as where a loss is in its place
 Rows = Mapping[int, ValidationRow]  # of one run, by step
 
@@ -82,12 +83,15 @@ def by_prompt(arm: str, pairs: Sequence[Pair], claims: Sequence[PrimaryResult]) 
     steps = sorted(set.intersection(*(set(one) for arm_rows in of_arms for one in arm_rows)))
     every = [one[step] for arm_rows in of_arms for one in arm_rows for step in steps]
     if not steps or len({(row.prompts_sha256, len(row.rewards)) for row in every}) > 1:
-        return _nothing(arm, "the runs did not answer the same prompts at the same steps")
+        return _nothing(arm, _NOT_THE_SAME)
     left, right = (np.array([[one[step].rewards for step in steps] for one in rows]) for rows in of_arms)
     metric = ACCURACY if _is_accuracy([pair.baseline for pair, *_ in rows], steps, left) else REWARD
     claim = next((one for one in claims if one.metric == metric and one.steps), None)
     first, last = claim.steps if claim and claim.steps else (steps[-1], steps[-1])
     inside = np.array([first <= step <= last for step in steps])
+    answered = {step for arm_rows in of_arms for one in arm_rows for step in one if first <= step <= last}
+    if not answered <= {*steps}:
+        return _nothing(arm, _NOT_THE_SAME)
     if not inside.any() or not np.isfinite(left + right).all():
         return _nothing(arm, "no finite validation in the claim's window")
     tables = [one[:, inside].mean(axis=1) for one in (left, right)]  # [S, P]

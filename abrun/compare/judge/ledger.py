@@ -187,7 +187,7 @@ def ledger_sentence(reference: Reference) -> str:
         f"ledger of {over}: {number} change{'' if number == 1 else 's'}, drift spent {drift.bound:.3g} of "
         f"{ledger.budget:g} ({100 * (1 - ledger.alpha):g} % bound by {drift.by}; "
         f"chain [{drift.chain[0]:.3g}, {drift.chain[1]:.3g}]{direct}; jointly over "
-        f"changes judged: {ledger.num_tried}{f', {more} of them not accepted' if more else ''})"
+        f"{ledger.num_tried} judged changes{f', {more} of them not accepted' if more else ''})"
     )
     if drift.disagree:
         sentence += "; chain and direct comparison exclude each other: something moved that is in no entry"
