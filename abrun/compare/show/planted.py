@@ -116,9 +116,11 @@ def details(fault: Fault) -> Iterator[str]:
     if fault.size is not None:
         most = "" if fault.most is None else f"; at most {fault.most:g}"
         yield f"  size     {fault.size:g} {fault.unit} where none is given{most}"
-    yield "  needs    algorithm.type: grpo or ppo"
-    for how in what_it_takes(fault).values():
-        yield f"           {how.removeprefix('needs ')}"
+    needs = [how.removeprefix("needs ") for how in what_it_takes(fault).values()]
+    if not any(how.startswith("algorithm.type") for how in needs):
+        needs.insert(0, "algorithm.type: grpo or ppo")
+    yield f"  needs    {needs[0]}"
+    yield from (f"           {how}" for how in needs[1:])
     yield f"  shows    {fault.shows}"
     yield f"  after    {_link(fault)}"
     sized = f"{{name: {fault.name}, size: {fault.size:g}}}" if fault.size is not None else fault.name
