@@ -1,16 +1,20 @@
 """What the report says beside the verdict: levels, what to do next, when it was made, what the arms said."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from abrun.compare import compare
+from abrun.compare.judge.step_one import named_otherwise
 from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.compare.show.context import context
 from abrun.compare.show.levels import levels
+from abrun.compare.show.next_step import next_steps
+from abrun.compare.show.spent import spent_sentence
 from abrun.recipe import Primary
 from abrun.store import Sample
 from abrun.store.samples import row_of
@@ -84,6 +88,40 @@ def test_a_match_is_asked_what_it_would_have_caught_and_held_on_to(simulated, ju
     experiment_dir = simulated()
     found = commands(judged(experiment_dir), experiment_dir)
     assert found == ["abrun sensitivity RECIPE", "abrun freeze simulated --output simulated.json"]
+
+
+def test_a_next_command_has_what_was_typed_in_it(simulated, judged):
+    experiment_dir = simulated()
+    content = as_json(judged(experiment_dir).content)
+
+    def typed(line):
+        return [step.command for step in next_steps(load_experiment(experiment_dir), content, line)]
+
+    assert typed("abrun launch 'my recipes/a.yaml' --resume")[0] == "abrun sensitivity 'my recipes/a.yaml'"
+    foreign = replace(load_experiment(experiment_dir), launched_compare_sha256=None)
+    (again, *_) = next_steps(foreign, content | {"verdict": "INVALID"}, "abrun compare A B --alias x=y")
+    assert again.command == "abrun compare A B --alias x=y"
+    assert next_steps(foreign, content | {"verdict": "INVALID"})[0].command == "abrun compare RUNS"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        (["loss", "reward", "step_s"], "; map its name: --alias train/reward=reward"),
+        (["Actor/Loss"], "; map its name: --alias train/loss=Actor/Loss"),
+        (["a", "b"], "; map names with --alias (recorded: a, b)"),
+        ([], "; map names with --alias"),
+    ],
+)
+def test_a_metric_of_step_one_under_another_name_is_recognised(recorded, said):
+    assert named_otherwise(recorded) == said
+
+
+def test_what_is_open_has_saved_nothing():
+    spent = {"num_runs": 4, "num_planned_runs": 8, "num_pairs": 2, "num_planned_pairs": 4, "device": "GPU"}
+    spent |= {"device_hours": 1.0, "device_hours_saved": 1.0}
+    assert spent_sentence({**spent, "decided_at": 2}).endswith("saved: 4 runs, 1 GPU-hours")
+    assert "saved" not in spent_sentence({**spent, "decided_at": None})
 
 
 def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged):

@@ -10,7 +10,7 @@ def spent_sentence(spent: Mapping[str, Any]) -> str:
     runs, planned = spent["num_runs"], spent["num_planned_runs"]
     of_pairs = f"{spent['num_pairs']} of {spent['num_planned_pairs']} pairs begun"
     said = f"{decided}; {of_pairs}, {runs} of {planned} runs{_hours(spent, 'device_hours')}"
-    if runs == planned:
+    if runs == planned or not spent["decided_at"]:  # nothing is saved by what is still open, or invalid
         return said
     return f"{said}; saved: {planned - runs} runs{_hours(spent, 'device_hours_saved')}"
 
