@@ -7,7 +7,7 @@ of another sequence. With context parallelism each rank computes on some of the 
 model only: see abrun.backends.context.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from abrun import progress
-from abrun.backends import B
 from abrun.backends.context import ContextSplit, Span, Spans, context_split, spans_of
-from abrun.backends.ranks import Ranks
-from abrun.recipe import Policy
-from abrun.rl.batch import Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,33 +52,27 @@ class Packing:
         return rows.index_copy(0, self.index, stream[0]).view(*self.shape, *stream.shape[2:])
 
 
-def packing_for(batch: Sequences, policy: Policy, ranks: Ranks) -> Packing | None:
-    """The stream as which a microbatch goes through the model; None: as it is, in rows.
+def packing_of(
+    lengths: Sequence[int],  # of B sequences, each up to its last completion token
+    width: int,  # S
+    device: torch.device,
+    context: dist.ProcessGroup | None = None,
+) -> Packing:
+    """The stream of sequences of these lengths; what follows them in their rows is padding.
 
-    Ranks that share a context share a stream, whatever the recipe says of packing: only the padding differs.
+    `context`: the ranks that share the stream.
     """
-    if not policy.packing and ranks.context is None:
-        return None
-    return packing_of(batch.token_mask, ranks.context)
-
-
-def packing_of(token_mask: Tensor, context: dist.ProcessGroup | None = None) -> Packing:  # [B, S] bool
-    """The stream of sequences that each end with their last completion token (and have two tokens or more).
-
-    What follows that token is padding, which nothing is asked of. `context`: the ranks that share the stream.
-    """
-    lengths = sequence_lengths(token_mask)
-    positions = torch.arange(token_mask.shape[1], device=token_mask.device).expand(token_mask.shape)
-    index = (positions < lengths[:, None]).flatten().nonzero()[:, 0]
-    starts = (0, *accumulate(lengths.tolist()))
-    split = context and context_split(starts, context, token_mask.device)
+    starts = (0, *accumulate(lengths))
+    split = context and context_split(starts, context, device)
     whole = [Span(start, stop, start, stop) for start, stop in pairwise(starts)]
+    of_rows = [torch.arange(length) for length in lengths]
+    index = torch.cat([row * width + positions for row, positions in enumerate(of_rows)])
     return Packing(
-        shape=token_mask.shape,
-        index=index,
-        position_ids=positions.flatten()[index][None],
+        shape=torch.Size((len(lengths), width)),
+        index=index.to(device),
+        position_ids=torch.cat(of_rows)[None].to(device),
         starts=starts,
-        spans=spans_of(split.spans if split else whole, token_mask.device),
+        spans=spans_of(split.spans if split else whole, device),
         split=split,
     )
 
@@ -92,47 +81,3 @@ def sequence_lengths(token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B] int64
     """Tokens up to the last completion token; at least 2, so that there is a token to predict."""
     ends = torch.arange(1, token_mask.shape[1] + 1, device=token_mask.device)
     return (token_mask * ends).amax(dim=1).clamp(min=2)
-
-
-def microbatches(batch: B, policy: Policy, group: dist.ProcessGroup) -> Iterator[B]:
-    """The batch cut as the recipe says, into as many microbatches on every rank. Collective with a budget.
-
-    With `micro_batch_tokens`: consecutive samples as long as they fit; where another rank needs more
-    microbatches, the fullest are halved, because every forward pass is one of all ranks.
-    """
-    for microbatch in _cut(batch, policy, group):
-        progress.beat()
-        yield microbatch
-
-
-def _cut(batch: B, policy: Policy, group: dist.ProcessGroup) -> Iterator[B]:
-    if policy.micro_batch_tokens is None:
-        yield from batch.split(policy.micro_batch_size)
-        return
-    lengths = sequence_lengths(batch.token_mask).view(-1, batch.rows_together).sum(dim=1).tolist()
-    sizes = filled(lengths, policy.micro_batch_tokens)
-    count = torch.tensor(len(sizes), device=batch.token_ids.device)
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    yield from batch.split([size * batch.rows_together for size in at_least(int(count), sizes)])
-
-
-def filled(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    """How many consecutive samples each microbatch takes; one that is too long by itself stands alone."""
-    sizes, num_tokens = [0], 0
-    for length in lengths:
-        if sizes[-1] and num_tokens + length > max_tokens:
-            sizes.append(0)
-            num_tokens = 0
-        sizes[-1] += 1
-        num_tokens += length
-    return sizes
-
-
-def at_least(count: int, sizes: Sequence[int]) -> list[int]:
-    """The same samples in `count` microbatches or more: the fullest are halved."""
-    sizes = list(sizes)
-    while len(sizes) < count:
-        fullest = sizes.index(max(sizes))
-        half = sizes[fullest] // 2
-        sizes[fullest : fullest + 1] = [sizes[fullest] - half, half]
-    return sizes

@@ -59,10 +59,7 @@ def gradients(layers_are: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
         layer.forward = layers_are(layer.forward)
     states = []
     for lengths in LENGTHS:
-        mask = torch.zeros(len(lengths), max(lengths) + 1, dtype=torch.bool)
-        for row, length in enumerate(lengths):
-            mask[row, 1:length] = True
-        packing = packing_of(mask)
+        packing = packing_of(lengths, max(lengths), torch.device("cpu"))
         token_ids = torch.arange(packing.num_own)[None] % 20 + 3
         states.append(attention.hidden_states(network.model, token_ids, packing))
         states[-1].square().sum().backward()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,10 +14,12 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from transformers import MistralConfig, MistralForCausalLM
 
 from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.packing import at_least, filled, microbatches, packing_of
+from abrun.backends.microbatches import Microbatches, dealt
+from abrun.backends.packing import Packing, packing_of, sequence_lengths
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.recipe import Policy
+from abrun.rl.batch import Sequences
 from tests.backends.policies import (
     CPU,
     TINY,
@@ -36,9 +37,17 @@ from tests.spawn import run_ranks
 MICROBATCHES = [{}, {"micro_batch_size": 3}, {"micro_batch_tokens": 25}]
 
 
+def lengths(batch: Sequences) -> Tensor:
+    return sequence_lengths(batch.token_mask)
+
+
+def stream_of(mask: Tensor) -> Packing:
+    return packing_of(sequence_lengths(mask).tolist(), mask.shape[1], mask.device)
+
+
 def test_a_stream_by_hand() -> None:
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
-    packing = packing_of(mask)
+    packing = stream_of(mask)
     assert packing.starts == (0, 3, 7, 9) and packing.spans.longest_query == 4
     assert packing.spans.query_starts.tolist() == packing.spans.key_starts.tolist() == [0, 3, 7, 9]
     assert packing.spans.key_index is None
@@ -79,7 +88,7 @@ def test_padded_rows_would_be_told_from_packed_ones(group: None) -> None:
     """What the tests above could miss: without borders in the attention the log-probs are others."""
     batch = some_batch()
     backend = make_backend(packing=True)
-    packing = packing_of(batch.token_mask)
+    packing = stream_of(batch.token_mask)
     token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
     with torch.no_grad():
         right, _ = backend.module(token_ids, token_mask, packing=packing)
@@ -113,43 +122,58 @@ def test_a_sliding_window_is_refused(group: None) -> None:
     assert len(str(caught.value).splitlines()) == 1 and "packing: false" in str(caught.value)
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40), st.integers(1, 40))
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40), st.integers(1, 4))
 @settings(deadline=None)
-def test_microbatches_of_tokens(lengths: list[int], max_tokens: int, count: int) -> None:
-    sizes = filled(lengths, max_tokens)
-    assert sum(sizes) == len(lengths) and min(sizes) >= 1
-    start = 0
-    for size in sizes:
-        rows = lengths[start : start + size]
-        assert size == 1 or sum(rows) <= max_tokens
-        if start + size < len(lengths):
-            assert sum(rows) + lengths[start + size] > max_tokens, "the next one would have fitted"
-        start += size
-    count = min(count, len(lengths))
-    more = at_least(count, sizes)
-    assert len(more) == max(count, len(sizes)) and sum(more) == len(lengths) and min(more) >= 1
+def test_microbatches_of_tokens(lengths: list[int], max_tokens: int, num_ranks: int) -> None:
+    lengths = lengths * num_ranks
+    by_rank = dealt(lengths, max_tokens, num_ranks)
+    assert len(by_rank) == num_ranks and len({len(parts) for parts in by_rank}) == 1
+    parts = [part for parts in by_rank for part in parts]
+    assert sorted(sample for part in parts for sample in part) == list(range(len(lengths)))
+    assert all(part and (len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens) for part in parts)
+    # Dealt to the emptiest, parts are no further apart than one sample that the fullest of them has.
+    tokens = [sum(lengths[i] for i in part) for part in parts]
+    fullest = parts[tokens.index(max(tokens))]
+    assert max(tokens) - min(tokens) <= min(lengths[i] for i in fullest)
+
+
+def test_samples_of_two_ranks_by_hand() -> None:
+    """28 tokens in four parts of at most 10: 9, 8, 4 + 2 and 3 + 2, the fullest with the emptiest."""
+    assert dealt([9, 8, 2, 3, 4, 2], 10, 2) == [[[0], [2, 3]], [[1], [4, 5]]]
 
 
 def test_pairs_are_never_cut(group: None) -> None:
     policy = Policy(packing=True, micro_batch_tokens=15)
-    batch = some_batch()
-    pairs = replace(batch, rows_together=2)
-    backend = make_backend()
-    sizes = [len(part) for part in microbatches(pairs, policy, backend.ranks.data)]
-    assert sum(sizes) == 8 and len(sizes) > 1 and all(size % 2 == 0 for size in sizes)
+    pairs = replace(some_batch(), rows_together=2)
+    parts = [part for part, _ in Microbatches(pairs, policy, make_backend().ranks)]
+    assert sum(len(part) for part in parts) == 8 and len(parts) > 1
+    whole = [row[: int(length)].tolist() for row, length in zip(pairs.token_ids, lengths(pairs), strict=True)]
+    for part in parts:
+        rows = [
+            whole.index(row[: int(length)].tolist())
+            for row, length in zip(part.token_ids, lengths(part), strict=True)
+        ]
+        assert all(
+            row % 2 == 0 and after == row + 1 for row, after in zip(rows[::2], rows[1::2], strict=True)
+        )
 
 
-def test_two_ranks_that_need_different_numbers_of_microbatches(group: None) -> None:
+@pytest.mark.parametrize("together", [1, 2])
+def test_two_ranks_share_uneven_sequences(together: int, group: None) -> None:
+    """What two ranks compute is what one does, and both have as many microbatches, about as full."""
     batch = uneven_batch()
     backend = make_backend()
     backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     expected = gradients(backend)
-    ranks = run_ranks(on_two_ranks, 2)
-    assert ranks[0]["count"] == ranks[1]["count"] > ranks[1]["needed"]
+    ranks = run_ranks(on_two_ranks, 2, together)
+    longest = int(sequence_lengths(batch.token_mask).max())
+    assert abs(sum(ranks[0]["tokens"]) - sum(ranks[1]["tokens"])) <= longest * together
+    assert len(ranks[0]["tokens"]) == len(ranks[1]["tokens"]) > 1
     for rank, found in enumerate(ranks):
         assert_same(found["gradients"], expected, rtol=1e-4, atol=1e-6)
         logprobs: Tensor = backend.logprobs(batch)[rank * 4 : rank * 4 + 4]
         torch.testing.assert_close(found["logprobs"], logprobs, atol=2e-5, rtol=1e-5)
+        assert torch.equal(found["mask"], batch.token_mask[rank * 4 : rank * 4 + 4])
 
 
 def uneven_batch() -> Advised:
@@ -160,14 +184,13 @@ def uneven_batch() -> Advised:
     return batch
 
 
-def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+def on_two_ranks(rank: int, world_size: int, together: int) -> dict[str, Any]:
     whole = uneven_batch()
-    batch, policy = whole[rank * 4 : rank * 4 + 4], {"packing": True, "micro_batch_tokens": 16}
-    backend = make_backend(**policy)
-    parts = list(microbatches(batch, backend.settings, backend.ranks.data))
-    lengths = packing_of(batch.token_mask).starts
-    found: dict[str, Any] = {"count": len(parts)}
-    found["needed"] = len(filled([b - a for a, b in pairwise(lengths)], 16))
+    batch = replace(whole[rank * 4 : rank * 4 + 4], rows_together=together)
+    backend = make_backend(packing=True, micro_batch_tokens=12)
+    each = Microbatches(batch, backend.settings, backend.ranks)
+    found: dict[str, Any] = {"tokens": [packing.starts[-1] for _, packing in each if packing]}
+    found["mask"] = each.in_rows([part.token_mask for part, _ in each])
     found["logprobs"] = backend.logprobs(batch)
     backend.forward_backward(batch, WeightedLoss(float(whole.token_mask.sum())))
     found["gradients"] = gradients(backend)

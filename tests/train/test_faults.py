@@ -99,10 +99,10 @@ CASES = (
         "sequence_weight_sum",
         (NORM, LOSS),
         (REWARD, ERROR),
-        # In bfloat16 a pass token by token and one over whole sequences are not the same.
+        # In bfloat16 a pass token by token and one over whole sequences differ, by 1e-4 to 1e-3 a token.
         overrides=(
             "policy.dtype=bfloat16",
-            "algorithm.importance_correction={type: sequence_mask, low: 0.998, high: 1.002}",
+            "algorithm.importance_correction={type: sequence_mask, low: 0.9995, high: 1.0005}",
         ),
     ),
     Case("temperature_on_logprobs", (ERROR,), (REWARD, LOSS, NORM), overrides=("rollout.temperature=0.7",)),

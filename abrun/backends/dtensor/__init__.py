@@ -33,7 +33,8 @@ from abrun.backends.dtensor.routing import Routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import IGNORED, Head, check_available
-from abrun.backends.packing import Packing, microbatches, packing_for, sequence_lengths
+from abrun.backends.microbatches import Microbatches
+from abrun.backends.packing import Packing, sequence_lengths
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing, route_dtype
@@ -189,11 +190,10 @@ class DtensorBackend:
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         coefficient, parts, loads = self.settings.router_aux_loss_coefficient, [], []
         whole = self._whole_load(batch) if coefficient else None
-        each = microbatches(batch, self.settings, self.ranks.data)
-        if keeps_gathered(self.settings):
-            each = gathered_once(self.module, each)
-        for microbatch in each:
-            packing = packing_for(microbatch, self.settings, self.ranks)
+        each = Microbatches(batch, self.settings, self.ranks)
+        for microbatch, packing in (
+            gathered_once(self.module, each) if keeps_gathered(self.settings) else each
+        ):
             with self._routing.replayed(_of_tokens(microbatch.routes, packing)):
                 with self._routing.seen() as seen:
                     loss, logprobs, entropy = self._forward(microbatch, objective, packing)
@@ -295,33 +295,25 @@ class DtensorBackend:
 
     def _passed(self, batch: Sequences) -> tuple[Tensor, Tensor, list[Load]]:
         """Log-probs [B, S], routes [B, S, L * K] and loads of all microbatches, without gradient."""
-        shape, routing = batch.token_ids.shape, self._routing
-        out = torch.zeros(shape, device=self.ranks.device)
-        routes = torch.zeros(
-            *shape,
-            routing.num_layers * routing.top_k,
-            dtype=route_dtype(routing.num_experts),
-            device=self.ranks.device,
-        )
-        loads, start = [], 0
+        routing, each = self._routing, Microbatches(batch, self.settings, self.ranks)
+        found, routes, loads = [], [], []
         with torch.no_grad():
-            for microbatch in microbatches(batch, self.settings, self.ranks.data):
-                packing = packing_for(microbatch, self.settings, self.ranks)
-                rows = slice(start, start + len(microbatch))
+            for microbatch, packing in each:
                 with routing.seen() as seen, routing.replayed(_of_tokens(microbatch.routes, packing)):
                     logprobs, _ = self._judged(microbatch, packing)
-                out[rows, : logprobs.shape[1]] = logprobs
+                found.append(logprobs)
                 if seen:
-                    route = 1 + torch.cat([chosen for _, chosen in seen], dim=1)
-                    route = (
+                    route = (1 + torch.cat([chosen for _, chosen in seen], dim=1)).to(
+                        route_dtype(routing.num_experts)
+                    )
+                    routes.append(
                         packing.unpack(packing.whole(route[None]))
                         if packing
                         else route.view(*logprobs.shape, -1)
                     )
-                    routes[rows, : logprobs.shape[1]] = route.to(routes.dtype)
                     loads.append(Load.of(seen, _counted(microbatch, packing)))
-                start += len(microbatch)
-        return out, routes, loads
+        of_rows = each.in_rows(found)
+        return of_rows, each.in_rows(routes) if routes else of_rows.new_zeros(*of_rows.shape, 0), loads
 
     def _whole_load(self, batch: Sequences) -> Load:
         """Of the global batch, before its first gradient: a pass more, as no part of it knows the others."""

@@ -1,6 +1,6 @@
 """PPO's value model on the dtensor backend: a scalar head on a backbone, its own or the policy's."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from abrun.backends.dtensor.fsdp import (
 from abrun.backends.dtensor.layers import prepare_layers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.head import initial_value_weight
-from abrun.backends.packing import Packing, microbatches, packing_for
+from abrun.backends.microbatches import Microbatch, Microbatches
+from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.models import facts_of
@@ -87,22 +88,17 @@ class DtensorValueModel:
         self._parameters = ShardedParameters(trained, settings.value_optimizer)
 
     def values(self, batch: Sequences) -> Tensor:
-        out = torch.zeros(batch.token_ids.shape, device=self._ranks.device)
-        start = 0
+        each = Microbatches(batch, self._policy, self._ranks)
         with torch.no_grad():
-            for microbatch in self._microbatches(batch):
-                values = self._values(microbatch)
-                out[start : start + len(microbatch), : values.shape[1]] = values
-                start += len(microbatch)
-        return out
+            return each.in_rows([self._values(*microbatch) for microbatch in each])
 
     def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
         parts = []
-        each = self._microbatches(batch)
+        each: Iterable[Microbatch[B]] = Microbatches(batch, self._policy, self._ranks)
         if keeps_gathered(self._policy) and isinstance(self._hidden_states, nn.Module):
             each = gathered_once(self._hidden_states, each)
-        for microbatch in each:
-            values = self._values(microbatch)
+        for microbatch, packing in each:
+            values = self._values(microbatch, packing)
             objective.losses(microbatch, values).sum().backward()
             parts.append(objective.metrics(microbatch, values.detach()))
         return merge(parts)
@@ -125,12 +121,8 @@ class DtensorValueModel:
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._parameters.resident_tensors()
 
-    def _microbatches(self, batch: B) -> Iterator[B]:
-        return microbatches(batch, self._policy, self._ranks.data)
-
-    def _values(self, batch: Sequences) -> Tensor:
+    def _values(self, batch: Sequences, packing: Packing | None) -> Tensor:
         """Values [B, S] float32: rows in and out, shifted as rows, so that no sequence sees another's."""
-        packing = packing_for(batch, self._policy, self._ranks)
         token_ids = packing.pack(batch.token_ids) if packing else batch.token_ids
         values = self.head(self._backbone_states(token_ids, packing)).float()
         if packing:

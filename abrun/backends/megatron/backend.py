@@ -21,7 +21,8 @@ from abrun.backends.megatron.routing import Routed, Routing
 from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
 from abrun.backends.megatron.value_model import MegatronValueModel
-from abrun.backends.packing import Packing, microbatches, packing_for
+from abrun.backends.microbatches import Microbatch, Microbatches
+from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing
@@ -101,8 +102,8 @@ class MegatronBackend:
         return self._passed(batch)[0]
 
     def routed_logprobs(self, batch: Sequences) -> tuple[Tensor, Tensor]:
-        logprobs, routed = self._passed(batch)
-        return logprobs, self._routing.record(routed, batch.token_ids.shape)
+        logprobs, routed, each = self._passed(batch)
+        return logprobs, each.in_rows(self._routing.record(routed))
 
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         coefficient = self.settings.router_aux_loss_coefficient
@@ -110,8 +111,8 @@ class MegatronBackend:
         found: list[MetricParts] = []
         routed: list[Routed] = []
 
-        def forward(microbatch: B) -> Tensor:
-            packing = packing_for(microbatch, self.settings, self.ranks)
+        def forward(part: Microbatch[B]) -> Tensor:
+            microbatch, packing = part
             hidden = self._hidden_states(microbatch, packing, routed, balance)
             if not is_last_stage():
                 return hidden
@@ -119,8 +120,8 @@ class MegatronBackend:
             found.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
             return loss
 
-        parts = list(microbatches(batch, self.settings, self.ranks.data))
-        self._stages.run(self._sharded.module, parts, forward, backward=True)
+        each = Microbatches(batch, self.settings, self.ranks)
+        self._stages.run(self._sharded.module, each, forward, backward=True)
         metrics = self._stages.metrics_from_last(merge(found) if found else None)
         return together(metrics, self._routing.load(routed).metrics()) if routed else metrics
 
@@ -178,24 +179,26 @@ class MegatronBackend:
         """All parameters under the network's own names, whole, one after the other. Collective."""
         return self._stages.each_from_its_stage(self._names.whole(self._sharded.master))
 
-    def _passed(self, batch: Sequences) -> tuple[Tensor, list[Routed]]:
-        """Log-probs [B, S], and what routers made of all microbatches, without gradient."""
+    def _passed(self, batch: Sequences) -> tuple[Tensor, list[Routed], Microbatches[Sequences]]:
+        """Log-probs [B, S], and what routers made of all microbatches, which these are, without gradient."""
         found: list[Tensor] = []
         routed: list[Routed] = []
 
-        def forward(microbatch: Sequences) -> Tensor:
-            packing = packing_for(microbatch, self.settings, self.ranks)
+        def forward(part: Microbatch[Sequences]) -> Tensor:
+            microbatch, packing = part
             hidden = self._hidden_states(microbatch, packing, routed)
             if is_last_stage():
                 logprobs, _ = self._judged(microbatch, packing, hidden)
-                found.append(nn.functional.pad(logprobs, (0, batch.token_ids.shape[1] - logprobs.shape[1])))
+                found.append(logprobs)
             return hidden
 
-        parts = list(microbatches(batch, self.settings, self.ranks.data))
+        each = Microbatches(batch, self.settings, self.ranks)
         with torch.no_grad():
-            self._stages.run(self._sharded.module, parts, forward, backward=False)
-        out = torch.cat(found) if found else torch.zeros(batch.token_ids.shape, device=self.ranks.device)
-        return self._stages.tensor_from_last(out), routed
+            self._stages.run(self._sharded.module, each, forward, backward=False)
+        # Only the last stage has some, on all of its data-parallel ranks.
+        zeros = torch.zeros(batch.token_ids.shape, device=self.ranks.device)
+        logprobs = self._stages.tensor_from_last(each.in_rows(found) if found else zeros)
+        return logprobs, routed, each
 
     def _whole_load(self, batch: Sequences) -> Load:
         """Of the global batch, before its first gradient: a pass more, as no part of it knows the others."""

@@ -63,22 +63,19 @@ class Routing:
         """Of the global batch: all passes, layers and ranks. Collective over all ranks."""
         return functools.reduce(operator.add, map(self._own_load, routed)).over(self._ranks.everyone)
 
-    def record(self, routed: Sequence[Routed], shape: torch.Size) -> Tensor:  # [B, S, L * K]
-        """Where the tokens of all microbatches went, on every rank of a replica. Collective over it."""
+    def record(self, routed: Sequence[Routed]) -> list[Tensor]:  # [b, s, L * K] each
+        """Where the tokens of each microbatch went, on every rank of a replica. Collective over it."""
         dtype, device = route_dtype(self._num_experts), self._ranks.device
-        record = torch.zeros(*shape, self.num_layers, self._top_k, dtype=dtype, device=device)
-        start = 0
+        records = []
         for each in routed:
             chosen = torch.stack([1 + each.chosen[index] for index in range(self._num_own)], dim=1)
-            rows = record.new_zeros(each.shape.numel(), *chosen.shape[1:])
-            rows[each.places[each.counted]] = chosen[each.counted].to(dtype)
-            part = record[start : start + each.shape[0], : each.shape[1], self._own_layers]
-            part.copy_(rows.unflatten(0, each.shape))
-            start += each.shape[0]
-        for group in (self._ranks.context, self._ranks.tensor, self._ranks.pipeline):
-            if group is not None:  # each has other tokens or layers, and adding up bits keeps every one
-                dist.all_reduce(record.view(torch.uint8), group=group)
-        return record.flatten(2)
+            record = torch.zeros(each.shape.numel(), self.num_layers, self._top_k, dtype=dtype, device=device)
+            record[each.places[each.counted], self._own_layers] = chosen[each.counted].to(dtype)
+            for group in (self._ranks.context, self._ranks.tensor, self._ranks.pipeline):
+                if group is not None:  # each has other tokens or layers, and adding up bits keeps every one
+                    dist.all_reduce(record.view(torch.uint8), group=group)
+            records.append(record.flatten(1).unflatten(0, each.shape))
+        return records
 
     @property
     def _own_layers(self) -> slice:

@@ -4,8 +4,8 @@ Every rank of a replica has the same rows, so each stage reads its own; hidden s
 Letters: B sequences, S positions, H hidden size; T tokens of a packed stream.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,17 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from abrun import progress
+from abrun.backends import B
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.groups import tensor_group
 from abrun.backends.megatron.library import quiet
 from abrun.backends.megatron.network import Passing
 from abrun.backends.megatron.routing import Routed
+from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing, sequence_lengths
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Megatron
 from abrun.rl.metrics import MetricParts
-
-M = TypeVar("M")
 
 
 class Stages:
@@ -41,8 +40,8 @@ class Stages:
     def run(
         self,
         module: Any,
-        microbatches: Sequence[M],
-        forward: Callable[[M], Tensor],
+        microbatches: Microbatches[B],
+        forward: Callable[[Microbatch[B]], Tensor],
         *,
         backward: bool,
     ) -> None:
@@ -52,7 +51,6 @@ class Stages:
         """
 
         def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
-            progress.beat()
             return forward(next(remaining)), _as_it_is
 
         with standing_in(self._ranks.device), quiet():

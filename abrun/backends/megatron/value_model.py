@@ -16,7 +16,8 @@ from abrun.backends.megatron.groups import is_last_stage
 from abrun.backends.megatron.names import OF_HEAD, Names
 from abrun.backends.megatron.sharded import Sharded
 from abrun.backends.megatron.stages import Stages
-from abrun.backends.packing import Packing, microbatches, packing_for
+from abrun.backends.microbatches import Microbatch, Microbatches
+from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held, Piece
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Megatron, Policy, Ppo
@@ -84,26 +85,26 @@ class MegatronValueModel:
     def values(self, batch: Sequences) -> Tensor:
         found: list[Tensor] = []
 
-        def forward(microbatch: Sequences) -> Tensor:
-            packing = packing_for(microbatch, self._policy, self._ranks)
+        def forward(part: Microbatch[Sequences]) -> Tensor:
+            microbatch, packing = part
             hidden = self._stages.hidden_states(self._backbone, microbatch.token_ids, packing)
             if is_last_stage():
-                values = self._values(microbatch, packing, hidden)
-                found.append(nn.functional.pad(values, (0, batch.token_ids.shape[1] - values.shape[1])))
+                found.append(self._values(microbatch, packing, hidden))
             return hidden
 
+        each = Microbatches(batch, self._policy, self._ranks)
         with torch.no_grad():
-            self._stages.run(self._backbone, self._microbatches(batch), forward, backward=False)
-        out = torch.cat(found) if found else torch.zeros(batch.token_ids.shape, device=self._ranks.device)
-        return self._stages.tensor_from_last(out)
+            self._stages.run(self._backbone, each, forward, backward=False)
+        zeros = torch.zeros(batch.token_ids.shape, device=self._ranks.device)
+        return self._stages.tensor_from_last(each.in_rows(found) if found else zeros)
 
     def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
         found: list[MetricParts] = []
         # A pipeline's stages wait for each other's gradients, so there these are 0.
         alone = self._coefficient == 0 and self._ranks.pipeline is None
 
-        def forward(microbatch: B) -> Tensor:
-            packing = packing_for(microbatch, self._policy, self._ranks)
+        def forward(part: Microbatch[B]) -> Tensor:
+            microbatch, packing = part
             with torch.no_grad() if alone else nullcontext():
                 hidden = self._stages.hidden_states(self._backbone, microbatch.token_ids, packing)
             if not is_last_stage():
@@ -114,7 +115,8 @@ class MegatronValueModel:
             found.append(objective.metrics(microbatch, values.detach()))
             return objective.losses(microbatch, values).sum()
 
-        self._stages.run(self._backbone, self._microbatches(batch), forward, backward=True)
+        each = Microbatches(batch, self._policy, self._ranks)
+        self._stages.run(self._backbone, each, forward, backward=True)
         return self._stages.metrics_from_last(merge(found) if found else None)
 
     def optimizer_step(self, learning_rate: float) -> float:
@@ -140,9 +142,6 @@ class MegatronValueModel:
 
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._sharded.resident_tensors()
-
-    def _microbatches(self, batch: B) -> list[B]:
-        return list(microbatches(batch, self._policy, self._ranks.data))
 
     def _values(self, batch: Sequences, packing: Packing | None, hidden: Tensor) -> Tensor:
         """Values [B, S] float32 of the last stage's states: shifted as rows, so that none sees another's."""

@@ -18,12 +18,11 @@ def microbatch_mean(site: Site) -> None:
 
     def forward_backward(inner, batch: PolicyBatch, objective: PolicyObjective) -> MetricParts:
         parts = site.cut(batch)
-        sums = [float(part.loss_weights.sum()) for part in parts]
+        sums = [float(part.loss_weights.sum()) for part, _ in parts]
         mean = sum(sums) / len(sums)
         factors = [1 + site.size * (mean / one - 1) if one else 1.0 for one in sums]
-        of_rows = [factor for part, factor in zip(parts, factors, strict=True) for _ in range(len(part))]
-        weights = batch.loss_weights * batch.loss_weights.new_tensor(of_rows)[:, None]
-        return inner(replace(batch, loss_weights=weights), objective)
+        scaled = [part.loss_weights * factor for (part, _), factor in zip(parts, factors, strict=True)]
+        return inner(replace(batch, loss_weights=parts.in_rows(scaled)), objective)
 
     around(site.setup.policy, "forward_backward", forward_backward)
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from abrun.backends.packing import microbatches
+from abrun.backends.microbatches import Microbatches
 from abrun.rl.batch import PolicyBatch
 from abrun.train.policy_gradient import PolicyObjective
 from abrun.train.setup import Setup
@@ -37,9 +37,9 @@ class Site:
             ]
         )
 
-    def cut(self, batch: PolicyBatch) -> list[PolicyBatch]:
+    def cut(self, batch: PolicyBatch) -> Microbatches[PolicyBatch]:
         """The microbatches that a backend makes of a batch. Collective."""
-        return list(microbatches(batch, self.setup.config.policy, self.setup.ranks.data))
+        return Microbatches(batch, self.setup.config.policy, self.setup.ranks)
 
 
 def around(owner: Any, method: str, wrapper: Callable[..., Any]) -> None:

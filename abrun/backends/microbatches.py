@@ -1,0 +1,186 @@
+"""A batch as microbatches: which sequences each has, on which rank, and the way back.
+
+Letters: B sequences of this rank, S positions, b and s those of a microbatch, R ranks with other samples.
+Without a budget of tokens a microbatch is so many consecutive rows. With one, the samples of all ranks are
+dealt out by length, the longest first, each to the microbatch that has the fewest tokens (Graham 1969): all
+have about as many, and since every forward pass is one of all ranks, no rank waits long for another. Which
+sample goes where depends on lengths alone, so arms with the same completions train on the same microbatches.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from abrun import progress
+from abrun.backends import B
+from abrun.backends.packing import Packing, packing_of, sequence_lengths
+from abrun.backends.ranks import Ranks
+from abrun.recipe import Policy
+
+
+class Microbatch(NamedTuple, Generic[B]):
+    """What goes through the model at once."""
+
+    batch: B
+    packing: Packing | None  # None: as it is, in rows
+
+
+class Microbatches(Generic[B]):
+    """Those of this rank, as many as on every other. Made whole before the first of them runs: what has to
+    be known on the CPU is known then, and the GPU never waits for it. Collective."""
+
+    def __init__(self, batch: B, policy: Policy, ranks: Ranks) -> None:
+        self._shape = batch.token_ids.shape
+        lengths = sequence_lengths(batch.token_mask).tolist()
+        if policy.micro_batch_tokens is None:
+            self._route, parts = None, list(batch.split(policy.micro_batch_size))
+            of_parts, start = [], 0
+            for part in parts:
+                of_parts.append(lengths[start : start + len(part)])
+                start += len(part)
+        else:
+            self._route = _route(lengths, batch.rows_together, policy.micro_batch_tokens, ranks)
+            of_parts = self._route.lengths
+            parts = list(_dealt_out(batch, self._route))
+        # Ranks that share a context share a stream, whatever the recipe says of packing.
+        streams = policy.packing or ranks.context is not None
+        self._each = [
+            Microbatch(
+                part,
+                packing_of(of_part, part.token_ids.shape[1], ranks.device, ranks.context)
+                if streams
+                else None,
+            )
+            for part, of_part in zip(parts, of_parts, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    def __iter__(self) -> Iterator[Microbatch[B]]:
+        for microbatch in self._each:
+            progress.beat()
+            yield microbatch
+
+    def in_rows(self, found: Sequence[Tensor]) -> Tensor:  # [b, s, ...] each -> [B, S, ...]
+        """What the microbatches gave, as rows of the batch, 0 where a microbatch was narrower. Collective."""
+        width = self._shape[1] if self._route is None else self._route.width
+        rows = torch.cat([_as_wide(each, width) for each in found])
+        if self._route is None:
+            return rows
+        return _as_wide(self._route.back(rows), self._shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Route:
+    """Which rows of which rank make this rank's microbatches."""
+
+    group: dist.ProcessGroup
+    sent: Tensor  # int64: own rows, in the order in which the ranks get them
+    sent_counts: list[int]  # for each rank
+    kept_counts: list[int]  # from each rank
+    order: Tensor  # int64: of what came, in the order of the microbatches
+    lengths: list[list[int]]  # of the rows of each microbatch
+    width: int  # of the longest row of all ranks
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Own rows [B, ...] -> the microbatches' rows, one after the other. Collective."""
+        return self._moved(rows[self.sent], self.kept_counts, self.sent_counts)[self.order]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """And the other way round. Collective."""
+        came = torch.empty_like(rows).index_copy_(0, self.order, rows)
+        returned = self._moved(came, self.sent_counts, self.kept_counts)
+        return torch.empty_like(returned).index_copy_(0, self.sent, returned)
+
+    def _moved(self, rows: Tensor, come: list[int], go: list[int]) -> Tensor:
+        if self.group.size() == 1:
+            return rows
+        found = rows.new_empty(sum(come), *rows.shape[1:])
+        as_bytes = [each.view(torch.uint8) if each.dtype == torch.bool else each for each in (found, rows)]
+        dist.all_to_all_single(as_bytes[0], as_bytes[1].contiguous(), come, go, group=self.group)
+        return found
+
+
+def _route(lengths: list[int], rows_together: int, max_tokens: int, ranks: Ranks) -> _Route:
+    """Collective, as every rank deals out the samples of all."""
+    size, rank, device = ranks.data.size(), ranks.data.rank(), ranks.device
+    of_all = ranks.gather(lengths) if size > 1 else lengths
+    samples = [sum(of_all[i : i + rows_together]) for i in range(0, len(of_all), rows_together)]
+    by_rank = dealt(samples, max_tokens, size)
+    own_rows = len(lengths)
+
+    def rows_of(samples: Sequence[int]) -> list[int]:
+        return [sample * rows_together + each for sample in samples for each in range(rows_together)]
+
+    def from_rank(microbatches: list[list[int]]) -> list[tuple[int, int]]:
+        """(the rank that has it, its row there), of all rows of microbatches in their order."""
+        return [divmod(row, own_rows) for part in microbatches for row in rows_of(part)]
+
+    sent = [[row for owner, row in from_rank(parts) if owner == rank] for parts in by_rank]
+    wanted = [owner for owner, _ in from_rank(by_rank[rank])]
+    # What comes is sorted by the rank it comes from, and in the order of the microbatches beyond that.
+    order = torch.tensor(sorted(range(len(wanted)), key=wanted.__getitem__)).argsort()
+    return _Route(
+        group=ranks.data,
+        sent=torch.tensor([row for rows in sent for row in rows], dtype=torch.int64, device=device),
+        sent_counts=[len(rows) for rows in sent],
+        kept_counts=[wanted.count(owner) for owner in range(size)],
+        order=order.to(device),
+        lengths=[[of_all[row] for row in rows_of(part)] for part in by_rank[rank]],
+        width=max(of_all),
+    )
+
+
+def dealt(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:
+    """Samples of these lengths as microbatches: by rank, those of each rank, each by its samples' numbers.
+
+    Every rank has as many microbatches, the fewest with which each is within `max_tokens` or one sample.
+    """
+    assert lengths and len(lengths) % num_ranks == 0
+    least = math.ceil(sum(lengths) / max_tokens / num_ranks) * num_ranks
+    parts: list[list[int]] = []
+    for count in range(min(least, len(lengths)), len(lengths) + 1, num_ranks):
+        parts = _spread(lengths, count)
+        if all(len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens for part in parts):
+            break
+    parts.sort(key=lambda part: (-sum(lengths[i] for i in part), part))
+    turns = [parts[start : start + num_ranks] for start in range(0, len(parts), num_ranks)]
+    # To and fro, so that the first rank does not get the fullest of every turn.
+    turns = [turn[::-1] if odd % 2 else turn for odd, turn in enumerate(turns)]
+    return [[turn[rank] for turn in turns] for rank in range(num_ranks)]
+
+
+def _spread(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """The samples over `count` parts: the longest first, each to the part with the fewest tokens."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    fewest = [(0, part) for part in range(count)]
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        num_tokens, part = fewest[0]
+        parts[part].append(sample)
+        heapq.heapreplace(fewest, (num_tokens + lengths[sample], part))
+    return [sorted(part) for part in parts]
+
+
+def _dealt_out(batch: B, route: _Route) -> Iterator[B]:
+    """The microbatches' rows, from the ranks that have them. Collective."""
+    rows = batch.mapped(lambda tensor: route.there(_as_wide(tensor, route.width)))
+    start = 0
+    for lengths in route.lengths:
+        part, longest = rows[start : start + len(lengths)], max(lengths)
+        yield part.mapped(lambda tensor, longest=longest: _as_wide(tensor, longest))
+        start += len(lengths)
+
+
+def _as_wide(rows: Tensor, width: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is
+    """Cut to so many positions, or with zeros behind."""
+    if rows.ndim == 1 or rows.shape[1] == width:
+        return rows
+    return pad(rows, (0, 0) * (rows.ndim - 2) + (0, width - rows.shape[1]))
