@@ -1,15 +1,20 @@
 """What a decoder's layers do besides what transformers gives them: compiled, and computed again backwards."""
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama import modeling_llama as llama
 
 from abrun.recipe import Policy
+
+STOCK_ROTATION = llama.apply_rotary_pos_emb
 
 
 def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
@@ -19,6 +24,8 @@ def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
     dynamic, and the layers share their code: one compilation serves all of them and any microbatch.
     """
     for layer in layers:
+        if policy.compile:
+            _rotate_position_by_position(sys.modules[type(layer).__module__])
         forward: Callable[..., Any] = layer.forward
         if policy.compile:
             forward = torch.compile(forward, dynamic=True)
@@ -43,3 +50,40 @@ def _graphs_again(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any
     """
     with functorch_config.patch(activation_memory_budget=0.0):  # read when a part is compiled
         return forward(*inputs, **more)
+
+
+def _rotate_position_by_position(family: Any) -> None:
+    """Let a family's layers rotate queries and keys as they lie in memory, to the same bits.
+
+    transformers rotates [B, heads, S, D], views of [B, S, heads, D]. Of those a compiler makes kernels that
+    divide by a length known only when they run, and a copy for the attention that follows. Families with a
+    rotation of their own keep it.
+    """
+    stock = {"apply_rotary_pos_emb": STOCK_ROTATION, "rotate_half": llama.rotate_half}
+    if all(_does(getattr(family, name, None), function) for name, function in stock.items()):
+        family.apply_rotary_pos_emb = _rotated
+
+
+def _does(function: Any, stock: Callable[..., Any]) -> bool:
+    """Whether a function has another's code, whatever its docstring."""
+    codes = [getattr(inspect.unwrap(one), "__code__", None) for one in (function, stock) if one is not None]
+    contents = [(code.co_code, code.co_names, code.co_consts[1:]) for code in codes if code is not None]
+    return len(contents) == 2 and contents[0] == contents[1]
+
+
+def _rotated(
+    query: Tensor,  # [B, heads, S, D]
+    key: Tensor,  # [B, key heads, S, D]
+    cos: Tensor,  # [B, S, D]
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embeddings (arXiv:2104.09864, section 3.4.2), halves rotated with each other."""
+    if unsqueeze_dim != 1:  # of states [B, S, heads, D]
+        return STOCK_ROTATION(query, key, cos, sin, unsqueeze_dim)
+    half, cos, sin = query.shape[-1] // 2, cos[:, :, None], sin[:, :, None]
+    states = (each.transpose(1, 2) for each in (query, key))  # [B, S, heads, D]
+    query, key = (
+        each * cos + torch.cat((-each[..., half:], each[..., :half]), dim=-1) * sin for each in states
+    )
+    return query.transpose(1, 2), key.transpose(1, 2)
