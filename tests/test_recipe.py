@@ -137,6 +137,14 @@ def refused(path: Path, *overrides: str) -> str:
             ["policy.compile", "'megatron'", "compile: false", "type: dtensor"],
         ),
         (
+            "policy={compile: true, liger: true}",
+            ["policy.liger: got true with compile: true", "liger: false"],
+        ),
+        (
+            "policy={liger: true, backend: {type: megatron}}",
+            ["policy.liger: got true with backend 'megatron'", "liger: false"],
+        ),
+        (
             "policy={compile: true, backend: {context_parallel: 2}}",
             ["policy.compile", "'dtensor'", "a replica of many ranks", "compile: false"],
         ),

@@ -289,6 +289,14 @@ def _missing_verifier(verifier: str | None) -> Iterator[str]:
 
 def _missing_kernel(config: OwnRunConfig) -> Iterator[str]:
     """Why the Triton kernels cannot run here, said before a trainer asks the kernels themselves."""
+    if config.policy.liger:
+        if config.cluster.gpus_per_node == 0:
+            yield "policy.liger: got true with cluster.gpus_per_node: 0; its kernels run on GPUs: use false"
+        elif importlib.util.find_spec("liger_kernel") is None:
+            yield (
+                "policy.liger: got true without the package liger-kernel; pip install 'abrun[liger]', or use "
+                "liger: false"
+            )
     if config.policy.logprobs.impl == "triton":
         wrong = triton_refusal(on_gpu=config.cluster.gpus_per_node > 0)
         yield from [wrong] if wrong else []

@@ -204,6 +204,8 @@ class Policy(Section):
     # attention), all of it
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = False  # each layer by torch.compile; on dtensor, where a replica is one rank
+    # Norms, rotary embeddings and SwiGLU by Liger's kernels; on GPUs, with dtensor, where nothing is compiled
+    liger: bool = False
     # Of a mixture of experts: the weight of the loss that balances experts over the global batch of an update
     router_aux_loss_coefficient: NonNegative = 0.0
     replay_routing: bool = False  # updates send tokens to the experts that the old log-probs' pass chose
@@ -225,6 +227,16 @@ class Policy(Section):
                 f"policy.compile: got true with backend {self.backend.type!r}"
                 f"{' and a replica of many ranks' * (self.backend.type == 'dtensor')}; use compile: false, "
                 "or type: dtensor without tensor, context and expert parallelism"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ligers_kernels_stand_alone(self) -> Self:
+        if self.liger and (self.compile or self.backend.type != "dtensor"):
+            beside = "compile: true" if self.compile else f"backend {self.backend.type!r}"
+            raise ValueError(
+                f"policy.liger: got true with {beside}, which has kernels of its own; use liger: false, or "
+                "compile: false on dtensor"
             )
         return self
 

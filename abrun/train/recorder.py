@@ -24,6 +24,7 @@ from abrun.train.wandb_mirror import WandbMirror
 RECORDED_PACKAGES = (
     "abrun",
     "triton",
+    "liger-kernel",
     "transformers",
     "safetensors",
     "numpy",

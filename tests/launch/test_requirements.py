@@ -150,6 +150,17 @@ def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
     assert triton_refused() is None
 
 
+def test_liger_needs_gpus_and_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: name != "liger_kernel" or None)
+
+    def refused_with(*overrides: str) -> str:
+        plan = make_plan(load_recipe(SMALL, ["policy.liger=true", *overrides]))
+        return refused(plan, Machine(gpus=("0",), cores=1)) or ""
+
+    assert "policy.liger: got true with cluster.gpus_per_node: 0" in refused_with()
+    assert "pip install 'abrun[liger]'" in refused_with("cluster.gpus_per_node=1")
+
+
 def test_triton_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None)
     line = triton_refused("cluster.gpus_per_node=1")

@@ -28,7 +28,7 @@ from abrun.backends.dtensor.fsdp import (
     shard,
     shard_layers,
 )
-from abrun.backends.dtensor.layers import prepare_layers
+from abrun.backends.dtensor.layers import prepare_layers, take_liger_kernels
 from abrun.backends.dtensor.routing import Routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
@@ -143,6 +143,7 @@ class DtensorBackend:
         self._load = load
         network = load()
         enable_streams(network, policy)
+        take_liger_kernels(network, policy)
         facts = facts_of(network)
         head = Head(
             policy.logprobs,

@@ -12,6 +12,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama as llama
 
+from abrun.errors import RecipeError
 from abrun.recipe import Policy
 
 STOCK_ROTATION = llama.apply_rotary_pos_emb
@@ -34,6 +35,25 @@ def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
         elif policy.activation_checkpointing == "full":
             forward = functools.partial(_computed_again, forward)
         layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def take_liger_kernels(network: Any, policy: Policy) -> None:
+    """Let Liger compute a network's norms, rotary embeddings and SwiGLU, where the policy says so.
+
+    Raises RecipeError where it has no kernels for the family. The head stays abrun's.
+    """
+    if not policy.liger:
+        return
+    from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
+
+    family = network.config.model_type
+    take = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(family)
+    if take is None:
+        raise RecipeError(
+            f"policy.liger: got true with a model of type {family!r}, which Liger has no kernels for; "
+            "use false"
+        )
+    take(model=network, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def _computed_again(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:

@@ -19,7 +19,7 @@ from abrun.backends.dtensor.fsdp import (
     shard,
     shard_layers,
 )
-from abrun.backends.dtensor.layers import prepare_layers
+from abrun.backends.dtensor.layers import prepare_layers, take_liger_kernels
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.head import initial_value_weight
 from abrun.backends.microbatches import Microbatch, Microbatches
@@ -142,6 +142,7 @@ class DtensorValueModel:
 
     def _sharded(self, network: Any) -> Backbone:
         enable_streams(network, self._policy)
+        take_liger_kernels(network, self._policy)
         facts = facts_of(network)
         module = Backbone(facts.base)
         if not facts.head.weight.is_meta:
