@@ -2,6 +2,8 @@
 
     python tests/bench/bench_step.py                    # one GPU; needs vllm, trl and liger-kernel
     python tests/bench/bench_step.py --only abrun-vllm --set policy.compile=false
+    python tests/bench/bench_step.py --only abrun-vllm --algorithm ppo    # with a value model of its own
+    python tests/bench/bench_step.py --chart runs/step  # step.png and step.svg: where the steps go
     python tests/bench/bench_step.py --device cpu       # the script's own logic, on a tiny model
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) by GRPO in bfloat16 on the same prompts:
@@ -24,7 +26,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from charts import chart  # pyright: ignore[reportMissingImports]
+from random_model import make_model  # pyright: ignore[reportMissingImports]
+
 STEPS, WARM_UP = 5, 2
+TOTAL = "total_step_time"
+PHASES = (  # none is a part of another
+    "generation",
+    "engine_sleep",
+    "weight_sync",
+    "reward",
+    "logprobs",
+    "values",
+    "forward_backward",
+    "optimizer",
+    "value_forward_backward",
+    "value_optimizer",
+)
 CANDIDATES = ("abrun-torch", "abrun-vllm", "trl-vllm", "trl-transformers")
 
 
@@ -61,28 +79,6 @@ SHAPES = {
 }
 
 
-def make_model(shapes: Shapes, folder: Path) -> None:
-    """Random weights and a tokenizer with a token a word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from abrun.models import load_network
-    from abrun.recipe import Model
-
-    network: Any = load_network(Model.model_validate({"preset": shapes.preset}), weights=None, seed=0)
-    network.bfloat16().save_pretrained(folder)
-    words = ["<pad>", "<eos>", "<unk>", *(str(number) for number in range(shapes.vocab_size - 3))]
-    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-    ).save_pretrained(folder)
-
-
 def prompts(shapes: Shapes) -> list[str]:
     return [
         " ".join(str((17 * row + 5 * word) % 100) for word in range(shapes.prompt_words))
@@ -91,7 +87,7 @@ def prompts(shapes: Shapes) -> list[str]:
 
 
 def run_abrun(
-    engine: str, shapes: Shapes, device: str, work: Path, overrides: list[str]
+    engine: str, algorithm: str, shapes: Shapes, device: str, work: Path, overrides: list[str]
 ) -> list[dict[str, float]]:
     """Seconds of each step, whole and by phase."""
     from abrun import store
@@ -101,7 +97,7 @@ def run_abrun(
     data = work / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": one, "answer": "7"}) + "\n" for one in prompts(shapes)))
     tree: dict[str, Any] = {
-        "algorithm": {"type": "grpo", "prompts_per_step": shapes.prompts, "group_size": shapes.group},
+        "algorithm": {"type": algorithm, "prompts_per_step": shapes.prompts, "group_size": shapes.group},
         "model": {"path": str(work / "model")},
         "policy": {
             "dtype": "bfloat16" if device == "cuda" else "float32",
@@ -130,16 +126,7 @@ def run_abrun(
     )
     finish([sys.executable, "-m", "abrun.train", str(run.path)])
     metrics = run.metrics()
-    names = (
-        "total_step_time",
-        "generation",
-        "engine_sleep",
-        "weight_sync",
-        "reward",
-        "logprobs",
-        "policy_training",
-    )
-    found = {name: metrics.get(f"timing/train/{name}_s") for name in names}
+    found = {name: metrics.get(f"timing/train/{name}_s") for name in (TOTAL, *PHASES)}
     return [
         {name: float(one.values[step]) for name, one in found.items() if one is not None}
         for step in range(STEPS)
@@ -159,16 +146,29 @@ def train_trl(work: str, device: str, with_vllm: bool, shapes: Shapes) -> None:
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     on_gpu = device == "cuda"
-    times: list[float] = []
+    rows: list[dict[str, float]] = []
+
+    def now() -> float:
+        torch.cuda.synchronize() if on_gpu else None
+        return time.perf_counter()
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize() if on_gpu else None
-            times.append(time.perf_counter())
+            rows.append({TOTAL: -now()})
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize() if on_gpu else None
-            times[-1] = time.perf_counter() - times[-1]
+            rows[-1][TOTAL] += now()
+
+    def timed(owner: Any, method: str, phase: str) -> None:
+        inner = getattr(owner, method)
+
+        def run(*args: Any, **settings: Any) -> Any:
+            start = now()
+            found = inner(*args, **settings)
+            rows[-1][phase] = rows[-1].get(phase, 0.0) + now() - start
+            return found
+
+        setattr(owner, method, run)
 
     sequences = shapes.prompts * shapes.group
     settings: dict[str, Any] = {
@@ -198,14 +198,18 @@ def train_trl(work: str, device: str, with_vllm: bool, shapes: Shapes) -> None:
             "vllm_max_model_length": longest,
         }
         settings |= {"vllm_enable_sleep_mode": on_gpu}
-    GRPOTrainer(
+    trainer = GRPOTrainer(
         model=f"{work}/model",
         reward_funcs=lambda completions, **_: [float(len(text) % 2) for text in completions],
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(shapes)]),
         args=GRPOConfig(**settings),
         callbacks=[Clock()],
-    ).train()
-    print("ROWS " + json.dumps([{"total_step_time": seconds} for seconds in times]), flush=True)
+    )
+    if with_vllm:
+        timed(trainer.vllm_generation, "generate", "generation")
+        timed(trainer.vllm_generation, "sync_weights", "weight_sync")
+    trainer.train()
+    print("ROWS " + json.dumps(rows), flush=True)
     os._exit(0)  # vLLM's engine may hold on to the process
 
 
@@ -224,6 +228,8 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=list(SHAPES), default="cuda")
     parser.add_argument("--only", nargs="*", choices=CANDIDATES, default=CANDIDATES)
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="of abrun's candidates")
+    parser.add_argument("--chart", type=Path, help="without its ending")
     parser.add_argument("--set", action="append", default=[], help="key=value for abrun's candidates")
     parser.add_argument("--trl", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -231,10 +237,10 @@ def main() -> None:
         given = json.loads(asked.trl)
         train_trl(**given | {"shapes": Shapes(**given["shapes"])})
         return
-    shapes, medians = SHAPES[asked.device], {}
+    shapes, medians, parts = SHAPES[asked.device], {}, {}
     print(f"{shapes.prompts * shapes.group} x {shapes.completion_tokens} tokens, {shapes.preset}")
     with tempfile.TemporaryDirectory() as folder:
-        make_model(shapes, Path(folder) / "model")
+        make_model(shapes.preset, Path(folder) / "model", asked.device, vocab_size=shapes.vocab_size)
         for name in asked.only:
             trainer, engine = name.split("-")
             if trainer == "trl" and not importlib.util.find_spec("trl"):
@@ -242,17 +248,25 @@ def main() -> None:
                 continue
             try:
                 if trainer == "abrun":
-                    rows = run_abrun(engine, shapes, asked.device, Path(folder), asked.set)
+                    more = asked.device, Path(folder), asked.set
+                    rows = run_abrun(engine, asked.algorithm, shapes, *more)
                 else:
                     rows = run_trl(engine == "vllm", shapes, asked.device, Path(folder))
             except RuntimeError as error:
                 print(f"{name}: failed\n{error}", flush=True)
                 continue
-            found = {key: statistics.median(row[key] for row in rows[WARM_UP:]) for key in rows[0]}
-            medians[name] = found.pop("total_step_time")
-            phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in found.items())
-            print(f"{name:18s} {medians[name]:8.2f} s a step  {phases}", flush=True)
-    for name, seconds in medians.items():
+            found = {key: statistics.median(row.get(key, 0.0) for row in rows[WARM_UP:]) for key in rows[-1]}
+            medians[name] = found.pop(TOTAL)
+            parts[name] = found | {"all else": medians[name] - sum(found.values())}
+            phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in parts[name].items())
+            besides = medians[name] - found.get("generation", 0.0) - found.get("engine_sleep", 0.0)
+            print(
+                f"{name:18s} {medians[name]:8.2f} s a step, {besides:.2f} s without generation  {phases}",
+                flush=True,
+            )
+    if asked.chart:
+        chart(parts, asked.chart, "s a step")
+    for name, seconds in medians.items() if len(medians) > 1 else ():
         ratios = ", ".join(
             f"{other / seconds:.2f} x {theirs}" for theirs, other in medians.items() if theirs != name
         )

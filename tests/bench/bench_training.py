@@ -3,25 +3,35 @@
     python tests/bench/bench_training.py                        # one GPU, Qwen2.5-1.5B, bfloat16
     python tests/bench/bench_training.py --only padded levers   # some candidates; * at the end: all such
     python tests/bench/bench_training.py --profile              # how busy the GPU is, and with what
+    python tests/bench/bench_training.py --chart runs/training  # and training.png and .svg: where steps go
+    python tests/bench/bench_training.py --gpus 2 --lengths mixed --only "levers*"
+    python tests/bench/bench_training.py --preset qwen3-8b --gpus 2 --only "8B*"
     python tests/bench/bench_training.py --device cpu           # the script's own logic, on a tiny model
 
-All train random weights on the same sequences of one length: forward, backward, clipping and AdamW with
-float32 master weights. A candidate is a process of its own; figures are medians of the steps after the first
-two, which compile. Utilisation: 6 x parameters x tokens over the seconds and the card's dense bfloat16 rate
+All train one folder of random weights on the same sequences, of one length or of log-normal ones (`--lengths
+mixed`: a median of 400 tokens, at most 4,096): forward, backward, clipping and AdamW with float32 master
+weights. A candidate is a process of its own; figures are medians of the steps after the first two, which
+compile. Utilisation: 6 x parameters x tokens over the seconds and the card's dense bfloat16 rate
 (989 TFLOP/s, an H200's; NVIDIA's data sheet). TRL: `SFTTrainer`, with and without Liger's kernels.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from charts import chart  # pyright: ignore[reportMissingImports]
+from random_model import make_model  # pyright: ignore[reportMissingImports]
 
 PEAK_FLOPS = 989e12
 STEPS, WARM_UP = 7, 2
@@ -59,14 +69,42 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "packed, selective, compiled": {"activation_checkpointing": "selective", "compile": True},
     "packed": {},
     "packed, compiled": {"compile": True},
+    "packed, Liger": {"liger": True},
     "packed, gathered": KEPT,
     "levers: packed, gathered, compiled": {"compile": True, **KEPT},
     "levers: the same, selective": {"compile": True, "activation_checkpointing": "selective", **KEPT},
+    "8B: full": {"activation_checkpointing": "full", "compile": True},
+    "8B: selective": {"activation_checkpointing": "selective", "compile": True},
+    "8B: full, gathered": {"activation_checkpointing": "full", "compile": True, **KEPT},
 }
 TRL = {"trl, padded": False, "trl with Liger, padded": True}
 
 
-def train(name: str, device: str, preset: str | None, profiled: bool) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Of one candidate."""
+
+    name: str
+    device: str
+    work: str
+    lengths: str
+    profiled: bool
+    started: float  # time.time()
+
+
+def rows_of(shapes: Shapes, lengths: str, rank: int) -> list[list[int]]:
+    """Of token ids; each rank has others."""
+    import torch
+
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [shapes.length] * shapes.num_sequences
+    if lengths == "mixed":
+        draws = torch.empty(shapes.num_sequences).log_normal_(math.log(400), 0.8, generator=generator)
+        sizes = [min(max(int(draw * shapes.length / 524), 8), 8 * shapes.length - 96) for draw in draws]
+    return [torch.randint(3, 90, (size,), generator=generator).tolist() for size in sizes]
+
+
+def train(asked: Asked) -> None:
     """Prints seconds a step, peak bytes, parameters, and where a step's time goes if `profiled`."""
     import torch
     import torch.distributed as dist
@@ -74,20 +112,20 @@ def train(name: str, device: str, preset: str | None, profiled: bool) -> None:
 
     from abrun.backends.dtensor import DtensorBackend
     from abrun.backends.ranks import make_ranks
-    from abrun.models import load_network
+    from abrun.models import open_network
     from abrun.recipe import Model, Policy
     from abrun.rl.batch import collate
     from abrun.train.sft import SupervisedObjective
 
-    shapes = SHAPES[device]
-    started = time.perf_counter()
+    shapes, device = SHAPES[asked.device], asked.device
+    starts = {"imports": time.time() - asked.started}
     rank = int(os.environ.get("RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(rank)
     store = {} if "WORLD_SIZE" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **store)
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    settings = dict(CANDIDATES[name])
+    settings = dict(CANDIDATES[asked.name])
     if settings.pop("micro_batch_size", False):
         settings["micro_batch_size"] = shapes.micro_batch
     else:
@@ -101,13 +139,13 @@ def train(name: str, device: str, preset: str | None, profiled: bool) -> None:
     )
 
     def load() -> Any:
-        return load_network(Model.model_validate({"preset": preset or shapes.preset}), weights=None, seed=0)
+        return open_network(Model(path=f"{asked.work}/model"), weights=None, seed=0, decodes=False)
 
     backend = DtensorBackend(load, policy, make_ranks(on, {}))
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3, 90, (shapes.num_sequences, shapes.length), generator=generator).tolist()
+    starts["model"] = time.time() - asked.started
+    rows = rows_of(shapes, asked.lengths, rank)
     batch = collate([row[:4] for row in rows], [row[4:] for row in rows], pad_id=0).to(on)
-    num_tokens = float(batch.token_mask.sum()) * dist.get_world_size()
+    (num_tokens,) = backend.ranks.total(float(batch.token_mask.sum()))
 
     def step() -> float:
         start = time.perf_counter()
@@ -118,19 +156,58 @@ def train(name: str, device: str, preset: str | None, profiled: bool) -> None:
         return time.perf_counter() - start
 
     times = [step()]
-    first = time.perf_counter() - started
+    starts["first step"] = time.time() - asked.started
     times += [step() for _ in range(STEPS - 1)]
     row = {
         "seconds": statistics.median(times[WARM_UP:]),
-        "first": first,
+        "tokens": sum(backend.ranks.gather([len(row) for row in rows])) / dist.get_world_size(),
+        "starts": starts,
         "peak": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         "parameters": sum(parameter.numel() for parameter in backend.module.parameters()),
+        "parts": parts_of(step, backend, device),
     }
     if rank == 0:
         print("ROW " + json.dumps(row), flush=True)
-    if profiled:
+    if asked.profiled:
         profile(step, quiet=rank > 0)
     dist.destroy_process_group()
+
+
+def parts_of(step: Callable[[], float], backend: Any, device: str) -> dict[str, float]:
+    """Seconds of one more step by its parts, in which the device is waited for after each."""
+    import torch
+
+    seconds: dict[str, float] = {}
+    inside: list[float] = []  # of what is inside of what
+
+    def timed(owner: Any, method: str, part: str) -> Callable[[], None]:
+        inner = getattr(owner, method)
+
+        def run(*args: Any, **more: Any) -> Any:
+            torch.cuda.synchronize() if device == "cuda" else None
+            start = time.perf_counter()
+            inside.append(0.0)
+            found = inner(*args, **more)
+            torch.cuda.synchronize() if device == "cuda" else None
+            took = time.perf_counter() - start
+            seconds[part] = seconds.get(part, 0.0) + took - inside.pop()
+            if inside:
+                inside[-1] += took
+            return found
+
+        setattr(owner, method, run)
+        return lambda: setattr(owner, method, inner)
+
+    undo = [
+        timed(backend.module._head, "judge", "head forward"),
+        timed(backend, "_forward", "forward"),
+        timed(torch.Tensor, "backward", "backward"),
+        timed(backend, "optimizer_step", "optimizer"),
+    ]
+    whole = step()
+    for each in undo:
+        each()
+    return seconds | {"all else": whole - sum(seconds.values())}
 
 
 def profile(step: Any, quiet: bool) -> None:
@@ -153,16 +230,13 @@ def profile(step: Any, quiet: bool) -> None:
         print(f"PROFILE {seconds / busy:6.1%} {seconds:7.4f} s {name[:90]}")
 
 
-def train_trl(liger: bool, device: str, work: str) -> None:
+def train_trl(asked: Asked) -> None:
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from transformers import TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
-    from abrun.models import load_network
-    from abrun.recipe import Model
-
-    shapes, times = SHAPES[device], []
+    device, shapes, times = asked.device, SHAPES[asked.device], []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -173,11 +247,10 @@ def train_trl(liger: bool, device: str, work: str) -> None:
             torch.cuda.synchronize() if device == "cuda" else None
             times[-1] = time.perf_counter() - times[-1]
 
-    network: Any = load_network(Model.model_validate({"preset": shapes.preset}), weights=None, seed=0)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3, 90, (STEPS * shapes.num_sequences, shapes.length), generator=generator).tolist()
+    network: Any = AutoModelForCausalLM.from_pretrained(f"{asked.work}/model", dtype=torch.float32)
+    rows = rows_of(shapes, asked.lengths, 0) * STEPS
     settings: dict[str, Any] = {
-        "output_dir": f"{work}/trl",
+        "output_dir": f"{asked.work}/trl",
         "max_steps": STEPS,
         "learning_rate": 1e-6,
         "per_device_train_batch_size": shapes.micro_batch,
@@ -185,34 +258,24 @@ def train_trl(liger: bool, device: str, work: str) -> None:
         "gradient_checkpointing": True,
         "bf16": device == "cuda",
         "use_cpu": device != "cuda",
-        "use_liger_kernel": liger,
-        "max_length": shapes.length,
+        "use_liger_kernel": TRL[asked.name],
+        "max_length": max(map(len, rows)),
         "dataset_kwargs": {"skip_prepare_dataset": True},
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", "<unk>", *(str(number) for number in range(97))]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(
-            models.WordLevel({w: at for at, w in enumerate(words)}, unk_token="<unk>")
-        ),
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
     SFTTrainer(
         model=network,
         args=SFTConfig(**settings),
         train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(f"{asked.work}/model"),
         callbacks=[Clock()],
     ).train()
     row = {
         "seconds": statistics.median(times[WARM_UP:]),
-        "first": 0.0,
+        "tokens": sum(map(len, rows)) / STEPS,
+        "starts": {},
         "peak": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
     }
@@ -220,7 +283,7 @@ def train_trl(liger: bool, device: str, work: str) -> None:
     os._exit(0)
 
 
-def measured(asked: dict[str, Any], num_gpus: int) -> dict[str, float] | None:
+def measured(asked: dict[str, Any], num_gpus: int) -> dict[str, Any] | None:
     command = [sys.executable, __file__, "--one", json.dumps(asked)]
     if num_gpus > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"]
@@ -235,56 +298,61 @@ def measured(asked: dict[str, Any], num_gpus: int) -> dict[str, float] | None:
     return json.loads(rows[-1])
 
 
+def shown(name: str, row: dict[str, Any], shapes: Shapes) -> None:
+    rate = row["tokens"] / row["seconds"]
+    starts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in row["starts"].items())
+    print(
+        f"{name:36s} {row['seconds']:7.3f} s  {rate:9.0f} tokens/s a device  "
+        f"utilisation {6 * row['parameters'] * rate / shapes.rate:.2f}  peak {row['peak'] / 2**30:6.1f} GiB"
+        f"{f'  s from the start: {starts}' if starts else ''}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=list(SHAPES), default="cuda")
-    parser.add_argument("--only", nargs="*", help="candidates whose names begin so")
-    parser.add_argument("--preset", help="another architecture for abrun's candidates")
+    parser.add_argument("--only", nargs="*", help="candidates, by name; * at the end: all that begin so")
+    parser.add_argument("--preset", help="another architecture")
+    parser.add_argument("--lengths", choices=("one", "mixed"), default="one")
     parser.add_argument("--gpus", type=int, default=1, help="of one host; each has as many sequences")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--chart", type=Path, help="without its ending")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
-        given = json.loads(asked.one)
-        if given["name"] in TRL:
-            train_trl(TRL[given["name"]], given["device"], given["work"])
-        else:
-            train(given["name"], given["device"], given["preset"], given["profiled"])
+        one = Asked(**json.loads(asked.one))
+        train_trl(one) if one.name in TRL else train(one)
         return
     shapes, found = SHAPES[asked.device], {}
-    tokens = shapes.num_sequences * shapes.length
-    print(f"{shapes.num_sequences} sequences of {shapes.length} tokens, {asked.preset or shapes.preset}")
+    preset = asked.preset or shapes.preset
+    print(f"{shapes.num_sequences} sequences a device, {asked.lengths} length(s), {preset}", flush=True)
     names = [*CANDIDATES, *(TRL if importlib.util.find_spec("trl") else ())]
-    for name in names:
-        if asked.only and not any(
-            name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in asked.only
-        ):
-            continue
-        with tempfile.TemporaryDirectory() as work:
-            row = measured(
-                {
-                    "name": name,
-                    "device": asked.device,
-                    "work": work,
-                    "preset": asked.preset,
-                    "profiled": asked.profile,
-                },
-                asked.gpus,
+    wanted = asked.only or [name for name in names if not name.startswith("8B")]
+    with tempfile.TemporaryDirectory() as work:
+        make_model(preset, Path(work) / "model", asked.device)
+        for name in names:
+            if not any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in wanted):
+                continue
+            one = Asked(
+                name=name,
+                device=asked.device,
+                work=work,
+                lengths=asked.lengths,
+                profiled=asked.profile,
+                started=time.time(),
             )
-        if row is None:
-            continue
-        found[name] = row["seconds"]
-        used = 6 * row["parameters"] * tokens / row["seconds"] / shapes.rate
-        print(
-            f"{name:36s} {row['seconds']:7.3f} s  {tokens / row['seconds']:9.0f} tokens/s a device  "
-            f"utilisation {used:.2f}  peak {row['peak'] / 2**30:6.1f} GiB  first after {row['first']:5.1f} s",
-            flush=True,
-        )
-    slowest = max(found.values(), default=0.0)
-    for name, seconds in found.items():
-        print(f"{name:36s} {slowest / seconds:5.2f} x the slowest")
+            row = measured(asdict(one), asked.gpus)
+            if row is not None:
+                found[name] = row
+                shown(name, row, shapes)
+    fastest = max((row["tokens"] / row["seconds"] for row in found.values()), default=0.0)
+    for name, row in found.items():
+        print(f"{name:36s} {row['tokens'] / row['seconds'] / fastest:5.2f} of the fastest")
+    if asked.chart:
+        chart({name: row["parts"] for name, row in found.items() if "parts" in row}, asked.chart, "s a step")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+"""Stacked bars: where the time of each candidate goes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+COLOURS = [
+    *("#0072B2", "#56B4E9", "#E69F00", "#F0E442", "#009E73"),
+    *("#CC79A7", "#D55E00", "#882255", "#999999", "#444444"),
+]
+
+
+def chart(parts: Mapping[str, Mapping[str, float]], file: Path, unit: str) -> None:
+    """A bar a candidate of its parts, as `file`.png and `file`.svg."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(name for of_one in parts.values() for name in of_one))
+    figure, ax = pyplot.subplots(figsize=(9, 1.4 + 0.45 * len(parts)), layout="constrained")
+    left = dict.fromkeys(parts, 0.0)
+    for name, colour in zip(names, COLOURS * 2, strict=False):
+        widths = [of_one.get(name, 0.0) for of_one in parts.values()]
+        ax.barh(list(parts), widths, left=list(left.values()), color=colour, label=name)
+        left = {one: left[one] + width for one, width in zip(parts, widths, strict=True)}
+    ax.invert_yaxis()
+    ax.set_xlabel(unit)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for ending in (".png", ".svg"):
+        figure.savefig(file.with_suffix(ending), dpi=150)
+    pyplot.close(figure)
