@@ -25,6 +25,7 @@ class Model(Section):
             "qwen3-moe-tiny-128",
             "qwen2-wide-vocab",
             "qwen2.5-1.5b",
+            "qwen3-8b",
         ]
         | None
     ) = None
