@@ -88,18 +88,19 @@ class Asked:
     device: str
     work: str
     lengths: str
+    num_sequences: int
     profiled: bool
     started: float  # time.time()
 
 
-def rows_of(shapes: Shapes, lengths: str, rank: int) -> list[list[int]]:
+def rows_of(asked: Asked, rank: int) -> list[list[int]]:
     """Of token ids; each rank has others."""
     import torch
 
-    generator = torch.Generator().manual_seed(rank)
-    sizes = [shapes.length] * shapes.num_sequences
-    if lengths == "mixed":
-        draws = torch.empty(shapes.num_sequences).log_normal_(math.log(400), 0.8, generator=generator)
+    shapes, generator = SHAPES[asked.device], torch.Generator().manual_seed(rank)
+    sizes = [shapes.length] * asked.num_sequences
+    if asked.lengths == "mixed":
+        draws = torch.empty(asked.num_sequences).log_normal_(math.log(400), 0.8, generator=generator)
         sizes = [min(max(int(draw * shapes.length / 524), 8), 8 * shapes.length - 96) for draw in draws]
     return [torch.randint(3, 90, (size,), generator=generator).tolist() for size in sizes]
 
@@ -143,7 +144,7 @@ def train(asked: Asked) -> None:
 
     backend = DtensorBackend(load, policy, make_ranks(on, {}))
     starts["model"] = time.time() - asked.started
-    rows = rows_of(shapes, asked.lengths, rank)
+    rows = rows_of(asked, rank)
     batch = collate([row[:4] for row in rows], [row[4:] for row in rows], pad_id=0).to(on)
     (num_tokens,) = backend.ranks.total(float(batch.token_mask.sum()))
 
@@ -248,13 +249,13 @@ def train_trl(asked: Asked) -> None:
             times[-1] = time.perf_counter() - times[-1]
 
     network: Any = AutoModelForCausalLM.from_pretrained(f"{asked.work}/model", dtype=torch.float32)
-    rows = rows_of(shapes, asked.lengths, 0) * STEPS
+    rows = rows_of(asked, 0) * STEPS
     settings: dict[str, Any] = {
         "output_dir": f"{asked.work}/trl",
         "max_steps": STEPS,
         "learning_rate": 1e-6,
         "per_device_train_batch_size": shapes.micro_batch,
-        "gradient_accumulation_steps": shapes.num_sequences // shapes.micro_batch,
+        "gradient_accumulation_steps": asked.num_sequences // shapes.micro_batch,
         "gradient_checkpointing": True,
         "bf16": device == "cuda",
         "use_cpu": device != "cuda",
@@ -317,6 +318,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="candidates, by name; * at the end: all that begin so")
     parser.add_argument("--preset", help="another architecture")
     parser.add_argument("--lengths", choices=("one", "mixed"), default="one")
+    parser.add_argument("--sequences", type=int, help="other than so many a device")
     parser.add_argument("--gpus", type=int, default=1, help="of one host; each has as many sequences")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--chart", type=Path, help="without its ending")
@@ -328,7 +330,8 @@ def main() -> None:
         return
     shapes, found = SHAPES[asked.device], {}
     preset = asked.preset or shapes.preset
-    print(f"{shapes.num_sequences} sequences a device, {asked.lengths} length(s), {preset}", flush=True)
+    num_sequences = asked.sequences or shapes.num_sequences
+    print(f"{num_sequences} sequences a device, {asked.lengths} length(s), {preset}", flush=True)
     names = [*CANDIDATES, *(TRL if importlib.util.find_spec("trl") else ())]
     wanted = asked.only or [name for name in names if not name.startswith("8B")]
     with tempfile.TemporaryDirectory() as work:
@@ -341,6 +344,7 @@ def main() -> None:
                 device=asked.device,
                 work=work,
                 lengths=asked.lengths,
+                num_sequences=num_sequences,
                 profiled=asked.profile,
                 started=time.time(),
             )
