@@ -143,7 +143,8 @@ def train_trl(work: str, device: str, with_vllm: bool, shapes: Shapes) -> None:
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     on_gpu = device == "cuda"
     rows: list[dict[str, float]] = []

@@ -235,7 +235,8 @@ def train_trl(asked: Asked) -> None:
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+    from trl.trainer.sft_config import SFTConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.sft_trainer import SFTTrainer  # pyright: ignore[reportMissingImports]
 
     device, shapes, times = asked.device, SHAPES[asked.device], []
 
