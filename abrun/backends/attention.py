@@ -147,7 +147,8 @@ def _has_kernel(query: Tensor) -> bool:
 def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float | None
 ) -> Tensor:  # [T, heads, D]
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T or K, heads, D]
+    # Not `states[0]`, whose way back would be a selection from zeros.
+    q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [T or K, heads, D]
     if spans.key_index is not None:
         k, v = k[spans.key_index], v[spans.key_index]
     causal: Any = {"window_size": (-1, 0), "scale": scaling} | SHARED_HEADS

@@ -26,7 +26,7 @@ def chart(parts: Mapping[str, Mapping[str, float]], file: Path, unit: str) -> No
     ax.invert_yaxis()
     ax.set_xlabel(unit)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
+    figure.legend(frameon=False, ncols=5, loc="outside upper left")
     file.parent.mkdir(parents=True, exist_ok=True)
     for ending in (".png", ".svg"):
         figure.savefig(file.with_suffix(ending), dpi=150)

@@ -101,9 +101,17 @@ def _rotated(
     """Rotary position embeddings (arXiv:2104.09864, section 3.4.2), halves rotated with each other."""
     if unsqueeze_dim != 1:  # of states [B, S, heads, D]
         return STOCK_ROTATION(query, key, cos, sin, unsqueeze_dim)
-    half, cos, sin = query.shape[-1] // 2, cos[:, :, None], sin[:, :, None]
-    states = (each.transpose(1, 2) for each in (query, key))  # [B, S, heads, D]
-    query, key = (
-        each * cos + torch.cat((-each[..., half:], each[..., :half]), dim=-1) * sin for each in states
-    )
-    return query.transpose(1, 2), key.transpose(1, 2)
+    halves = [each[:, :, None].unflatten(-1, (2, -1)).unbind(-2) for each in (cos, sin)]
+    query, key = (_turned(each.transpose(1, 2), *halves).transpose(1, 2) for each in (query, key))
+    return query, key
+
+
+def _turned(
+    states: Tensor,  # [B, S, heads, D]
+    cos: tuple[Tensor, ...],  # of the first half and of the second [B, S, 1, D/2]
+    sin: tuple[Tensor, ...],
+) -> Tensor:
+    """Without a slice, whose way back would be a sum of padded halves."""
+    first, second = states.unflatten(-1, (2, -1)).unbind(-2)
+    turned = first * cos[0] - second * sin[0], second * cos[1] + first * sin[1]
+    return torch.stack(turned, dim=-2).flatten(-2)
