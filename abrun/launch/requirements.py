@@ -17,14 +17,14 @@ from abrun.launch.model_folder import config_of, folder_damage
 from abrun.plan import Plan, PlannedRun
 from abrun.recipe import (
     ARCHITECTURES,
-    Arithmetic,
+    GENERATED,
     CommandRunConfig,
     Dtensor,
     Megatron,
     Model,
     OwnRunConfig,
+    ReasoningGym,
     RunConfig,
-    WordProblems,
     dtensor_misfit,
     invocation,
     megatron_misfit,
@@ -191,7 +191,9 @@ def _missing_command(config: CommandRunConfig) -> Iterator[str]:
 def _missing_files(config: OwnRunConfig) -> Iterator[str]:
     """Files of the recipe that are not on this machine; a model without a leading / . or ~ is a hub's."""
     task, weights = config.task, config.model.path
-    if not isinstance(task, Arithmetic | WordProblems):
+    if isinstance(task, ReasoningGym) and importlib.util.find_spec("reasoning_gym") is None:
+        yield "task.type: got 'reasoning_gym' without the package; pip install 'abrun[reasoning]'"
+    if not isinstance(task, GENERATED):
         held_out = config.validation.path if config.validation else None
         for field, path in (("task.path", task.path), ("validation.path", held_out)):
             yield from _unreadable_problems(task, path, field) if path else ()

@@ -68,11 +68,13 @@ from abrun.recipe.run import (
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import Section
 from abrun.recipe.tasks import (
+    GENERATED,
     Arithmetic,
     Completions,
     Gsm8k,
     Jsonl,
     Preferences,
+    ReasoningGym,
     TaskConfig,
     Validation,
     WordProblems,
@@ -85,6 +87,7 @@ __all__ = [
     "CONTROLS",
     "DIMENSIONS",
     "FAULTS",
+    "GENERATED",
     "LIBRARY",
     "MEGATRON_FAMILIES",
     "MEGATRON_VERSIONS",
@@ -130,6 +133,7 @@ __all__ = [
     "Preferences",
     "Primary",
     "Ray",
+    "ReasoningGym",
     "Recipe",
     "Rollout",
     "RunConfig",

@@ -301,7 +301,7 @@ class OwnRunConfig(RunConfig):
         ):
             raise ValueError(
                 f"task.type: got {task!r} with algorithm.type {kind!r}, which needs a task that can judge a "
-                "completion; use arithmetic, word_problems, gsm8k or jsonl"
+                "completion; use arithmetic, word_problems, reasoning_gym, gsm8k or jsonl"
             )
         if isinstance(self.algorithm, Dpo):
             if not isinstance(self.task, Arithmetic | Preferences):

@@ -1,7 +1,7 @@
 """Where prompts come from, how completions are judged, and what is held out."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -26,6 +26,19 @@ class WordProblems(Section):
         default=["shopping", "ages", "travel", "sharing", "two_step"], min_length=1
     )
     max_number: Annotated[int, Field(ge=3, lt=10**6)] = 20
+
+
+class ReasoningGym(Section):
+    """Problems of a task of the package reasoning-gym, judged by its scorer (pip install 'abrun[reasoning]').
+
+    `parameters` are the task's own, such as `{max_terms: 3}` of chain_sum: its difficulty.
+    """
+
+    type: Literal["reasoning_gym"]
+    name: str
+    parameters: dict[str, Any] = Field(default={})
+    # What of a completion is scored: all of it, or its last number (see abrun.tasks.final_answers)
+    answer: Literal["text", "final_number"] = "text"
 
 
 def _module_and_function(value: str) -> str:
@@ -110,7 +123,8 @@ class Preferences(Section):
     rejected_field: str = "rejected"
 
 
-TaskConfig = Arithmetic | WordProblems | Gsm8k | Jsonl | Completions | Preferences
+GENERATED = Arithmetic | WordProblems | ReasoningGym  # without a file
+TaskConfig = GENERATED | Gsm8k | Jsonl | Completions | Preferences
 
 
 class Validation(Section):

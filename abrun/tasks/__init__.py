@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from abrun.recipe import Arithmetic, TaskConfig, Validation, WordProblems
+from abrun.recipe import GENERATED, Arithmetic, ReasoningGym, TaskConfig, Validation, WordProblems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,10 @@ def make_task(config: TaskConfig) -> Task:
         from abrun.tasks.word_problems import word_problems
 
         return word_problems(config)
+    if isinstance(config, ReasoningGym):
+        from abrun.tasks.reasoning import reasoning_gym
+
+        return reasoning_gym(config)
     from abrun.tasks.problems import problem_file
 
     return problem_file(config)
@@ -62,7 +66,7 @@ def hold_out(config: TaskConfig, validation: Validation) -> tuple[Task, list[Exa
     A prompt that training could also draw from elsewhere (a line that comes twice, say) is not trained on.
     """
     task = make_task(config)
-    if validation.path is None or isinstance(config, Arithmetic | WordProblems):
+    if validation.path is None or isinstance(config, GENERATED):
         examples = task.held_out(validation.num_prompts)
     else:
         from abrun.tasks.problems import read_problems

@@ -43,6 +43,9 @@ class Number:
     joined: str = ""  # "/" or "^": with the second number, and not computed
     second: Decimal | None = None
 
+    def __str__(self) -> str:
+        return f"{self.value:f}{self.joined}{'' if self.second is None else f'{self.second:f}'}"
+
 
 def last_number(text: str) -> Number | None:
     """The last number that is written in the text."""

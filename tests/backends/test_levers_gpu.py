@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-
 from transformers.models.llama import modeling_llama
 
 from abrun.backends import dtensor

@@ -1,0 +1,82 @@
+"""The tasks of the package reasoning-gym: problems drawn by its generators, judged by its scorers."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from abrun.errors import RecipeError
+from abrun.recipe import ReasoningGym
+from abrun.tasks import Example
+from abrun.tasks.final_answers import last_number
+from abrun.tasks.generated import Generated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning(Example):
+    """A problem with what its scorer needs."""
+
+    entry: dict[str, Any] = field(compare=False, repr=False)
+
+
+def reasoning_gym(config: ReasoningGym) -> Generated:
+    """Problems of one task; a completion's reward is the scorer's, from 0 to 1.
+
+    Raises RecipeError where the package has no such task or parameters, where a problem has no reference
+    answer, which supervised steps imitate, or is another when it is drawn from the same seed again.
+    """
+    try:
+        import reasoning_gym as package  # pyright: ignore[reportMissingImports]
+        from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise RecipeError(
+            "task.type: got 'reasoning_gym' without the package reasoning-gym; pip install 'abrun[reasoning]'"
+        ) from error
+    if config.name not in DATASETS:
+        raise RecipeError(
+            f"task.name: got {config.name!r}; reasoning-gym {package.__version__} has "
+            f"{', '.join(sorted(DATASETS))}"
+        )
+
+    def problems(seed: int) -> Any:
+        try:
+            return package.create_dataset(config.name, seed=seed, size=1, **config.parameters)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise RecipeError(
+                f"task.parameters: got {config.parameters} with task.name {config.name!r}, which refuses "
+                f"them: {' '.join(str(error).split()) or type(error).__name__}"
+            ) from error
+
+    def draw(generator: random.Random) -> Example:
+        entry = problems(generator.getrandbits(31))[0]
+        answer = str(entry["answer"])
+        return Reasoning(prompt=entry["question"], completion=answer, answer=answer, entry=entry)
+
+    scorer = problems(0)
+    _check(config.name, draw, scorer)
+
+    def judge(example: Example, completion: str) -> float:
+        assert isinstance(example, Reasoning)
+        number = None if config.answer == "text" else last_number(completion)
+        said = completion.strip() if config.answer == "text" else str(number or "")
+        try:
+            return float(scorer.score_answer(said, example.entry))
+        except Exception:  # some scorers parse a completion without asking whether it can be parsed
+            return 0.0
+
+    return Generated(name=f"reasoning_gym-{config.name}", draw=draw, judge=judge)
+
+
+def _check(name: str, draw: Callable[[random.Random], Example], scorer: Any) -> None:
+    for seed in range(2):
+        first, again = draw(random.Random(seed)), draw(random.Random(seed))
+        if first != again:
+            raise RecipeError(
+                f"task.name: got {name!r}, which draws another problem from the same seed; use another task"
+            )
+        assert isinstance(first, Reasoning)
+        if first.entry["answer"] is None or scorer.score_answer(first.answer, first.entry) < 1:
+            raise RecipeError(
+                f"task.name: got {name!r}, whose problems have no answer that its scorer takes; use "
+                "another task"
+            )
