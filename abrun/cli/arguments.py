@@ -49,11 +49,14 @@ Aliases = Annotated[
     list[str] | None,
     typer.Option(
         metavar="OURS=THEIRS",
-        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework: trl, "
-        "verl, nemo-rl, skyrl; repeatable.",
+        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework, such as "
+        "verl; repeatable. Without: recognised where it can be.",
     ),
 ]
 StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
+Seeds = Annotated[
+    str | None, typer.Option(help="Only the runs of these seeds, such as 0-3 or 1,5: what both arms have.")
+]
 Reference = Annotated[
     Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
 ]

@@ -13,7 +13,7 @@ from abrun.compare.judge.ledger import new_ledger, next_entry
 from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.judge.verdict_file import VerdictFile, as_json, verdict_file
-from abrun.compare.read.experiment import Experiment, Reference, refuse_unknown_metrics
+from abrun.compare.read.experiment import Experiment, Reference, claims_on_recorded
 from abrun.compare.read.reference import add_entry, against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources, stored_in
 from abrun.compare.read.stored import load_experiment
@@ -127,8 +127,8 @@ def compare(
         )
     declared = experiment.compare
     if primaries is not None:
-        refuse_unknown_metrics(experiment, primaries)
-        experiment = replace(experiment, compare=declared.model_copy(update={"primary": list(primaries)}))
+        primaries = claims_on_recorded(experiment, primaries)
+        experiment = replace(experiment, compare=declared.model_copy(update={"primary": primaries}))
     if not step_one:
         experiment = replace(experiment, compare=experiment.compare.model_copy(update={"step_one": False}))
     if unpaired:

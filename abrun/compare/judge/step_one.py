@@ -231,6 +231,14 @@ def _shifted(signed: Sequence[float], tolerance: float, alpha: float) -> bool:
     return tost.p_beyond < alpha
 
 
+def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> str:
+    """Why nothing is read of the first step of runs that abrun did not launch."""
+    first = max((first_step(pair.baseline) for pair in pairs), default=0)
+    if first > 1:
+        return f"the first recorded step is {first}, after updates were made"
+    return f"no reward, loss, gradient norm or entropy is recorded in both arms{named_otherwise(recorded)}"
+
+
 def named_otherwise(recorded: Sequence[str]) -> str:
     """How to say which of the recorded metrics is one of step one's."""
     for own, word in (("train/reward", "reward"), ("train/loss", "loss"), ("train/grad_norm", "grad_norm")):

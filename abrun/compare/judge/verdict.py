@@ -14,7 +14,7 @@ from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
 from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.step_one import StepOne, named_otherwise, shares_prompts, step_one
+from abrun.compare.judge.step_one import StepOne, named_otherwise, shares_prompts, step_one, unreadable
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.validity import (
     INITIAL_WEIGHTS,
@@ -39,6 +39,11 @@ _OPEN_GUARDS = {
 _ONE_EACH = (
     "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
 )
+_NOT_DECLARED = (
+    "no primary metric is declared: step one and the guards pass, which does not show that the arms "
+    "converge alike; declare compare.primary with a margin"
+)
+_NO_CLAIM = "nothing is claimed (--primary): a description and no verdict on whether the arms converge alike"
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
@@ -196,7 +201,10 @@ def judge_arm(
         recorded=experiment.metrics(),
     )
     described = descriptions(experiment, arm, primaries)
-    if described and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
+    if described and experiment.launched_compare_sha256 is None:
+        reasons = [_NO_CLAIM if reason == _NOT_DECLARED else reason for reason in reasons]
+    one_each = described and max(sides.finished.sizes) == 1
+    if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         verdict, reasons = "INCONCLUSIVE", [_ONE_EACH, *reasons]
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
@@ -233,6 +241,8 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
         return "switched off (compare.step_one: false)"
     if other_machine(experiment, arm):
         return "the reference was made with other package versions or devices"
+    if not first_steps and experiment.launched_compare_sha256 is None:
+        return unreadable(experiment.pairs(arm), experiment.metrics())
     differing = [one for one in first_steps if one.result == "fail"]
     if not differing or shares_prompts(experiment.pairs(arm)):
         return None
@@ -348,10 +358,7 @@ def decide(
         *(primary_sentence(one) for one in primaries if one.result not in ("equivalent", "holds")),
     ]
     if not primaries:
-        open_questions.append(
-            "no primary metric is declared: step one and the guards pass, which does not show that the arms "
-            "converge alike; declare compare.primary with a margin"
-        )
+        open_questions.append(_NOT_DECLARED)
     if open_questions:
         return "INCONCLUSIVE", open_questions
     return "MATCH", [primary_sentence(one) for one in primaries]

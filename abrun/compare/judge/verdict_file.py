@@ -69,7 +69,7 @@ class VerdictFile:
     num_pairs: int
     paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
     primaries: list[PrimaryResult]
-    descriptions: list[Description]  # of arms with one run each, which nothing is tested of
+    descriptions: list[Description]  # of arms with one run each, or where nothing is claimed
     guards: list[Guard]
     step_one: list[StepOne]
     divergence: list[Divergence]
@@ -79,6 +79,7 @@ class VerdictFile:
     arms: dict[str, ArmSection]
     spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[str]
+    guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
     notes: list[str]  # what reading the runs had to decide, and pairs that were placed differently
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
@@ -112,6 +113,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         },
         spent=spent(experiment, arms),
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
+        guessed=list(experiment.guessed),
         notes=[
             *ledger_notes(experiment.reference),
             *placement_notes(experiment),

@@ -32,6 +32,8 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
                 pairs = f"{section['num_pairs']} finished, of at most {section['num_planned_pairs']}"
             yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
             yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
+        if content["descriptions"] and section["coverage"]["all_metrics"]:
+            yield f"{mark}metrics", _metrics(content["descriptions"], arm, section["coverage"])
         yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])
         if not section["num_runs"]:
             yield (
@@ -58,9 +60,18 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
         yield "sensitivity", sentence(content["sensitivity"])
     if content["not_tested"]:
         yield "not tested", "; ".join(content["not_tested"])
+    for guess in content["guessed"]:
+        yield "guessed", guess
     if content["notes"]:
         more = f"; and {len(content['notes']) - 3} more" if len(content["notes"]) > 3 else ""
         yield "notes", "; ".join(content["notes"][:3]) + more
+
+
+def _metrics(described: Sequence[Content], arm: str, coverage: Mapping[str, int]) -> str:
+    shown = [one["metric"] for one in described if one["arm"] == arm]
+    more = coverage["shared_metrics"] - len(shown)
+    of = f"{coverage['shared_metrics']} of {coverage['all_metrics']} recorded in every run"
+    return f"{of}: {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
 
 
 def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:

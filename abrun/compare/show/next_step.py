@@ -105,13 +105,15 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
     if content["descriptions"]:
+        yield from _claim_to_make(content)
         if _launched(experiment):
             yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
         else:
             more = "Train two runs or more beside each, with the same seeds in both arms, then compare again"
             if not content["paired"]:
                 more = "Train two runs or more beside each, then compare again"
-            yield NextStep(text=more, command="abrun compare RUNS")
+            if max(content["descriptions"][0]["num_runs"]) == 1:
+                yield NextStep(text=more, command="abrun compare RUNS")
         return
     if not _launched(experiment):
         more = "More pairs narrow the interval: train more seeds, then compare again"
@@ -155,6 +157,18 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         fresh = _with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
     yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+
+
+def _claim_to_make(content: Content) -> Iterator[NextStep]:
+    """Of runs without a claim: one on what they learn, with a margin that owes nothing to the treatment."""
+    described = next((one for one in content["descriptions"] if one["margin"] is not None), None)
+    if content["primaries"] or described is None:
+        return
+    claim = shlex.quote(f"{described['metric']}:{described['window']}:{described['margin']:g}")
+    yield NextStep(
+        text=f"Claim that they are alike, within a margin that you can accept (here {described['margin_is']})",
+        command=f"abrun compare RUNS --primary {claim}",
+    )
 
 
 def _fewer_pairs(one: Content) -> bool:

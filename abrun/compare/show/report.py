@@ -34,7 +34,8 @@ COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALI
 OWN_FIGURES = ("claims", "overview")  # no metric's
 MOST_LINES = 25  # of the markdown, without images
 MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
-DESCRIBED = ["metric", "steps", "baseline", "treatment", "difference", "mean distance step by step"]
+DESCRIBED = ["metric", "steps", "baseline", "treatment", "difference"]
+OF_ONE_RUN, OF_SEVERAL = ["mean distance step by step"], ["certified now", "a sensible margin takes"]
 MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
 
@@ -246,7 +247,8 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         lines += ["", table_row(head), table_row(["---"] * len(head))]
         lines += [table_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
     if content["descriptions"]:
-        lines += ["", table_row(DESCRIBED), table_row(["---"] * len(DESCRIBED))]
+        head = _description_columns(content)
+        lines += ["", table_row(head), table_row(["---"] * len(head))]
         lines += [table_row(_described(one)) for one in content["descriptions"][:MOST_DESCRIBED]]
     facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in evidence(content)]
     made = f"report made by {code(beside.command)}"
@@ -263,16 +265,30 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _described(one: Content) -> list[str]:
-    levels = [f"{one[key]:.4g}" for key in ("baseline", "treatment")]
-    apart = f"{one['mean_distance']:.3g}, at most {one['largest_distance']:.3g} (step {one['largest_at']})"
+def _description_columns(content: Content) -> list[str]:
+    of_one = all(one["interval"] is None for one in content["descriptions"])
     return [
-        one["metric"],
-        f"{one['steps'][0]}-{one['steps'][1]}",
-        *levels,
-        f"{one['difference']:+.3g}",
-        apart,
+        *DESCRIBED[:-1],
+        *([DESCRIBED[-1], *OF_ONE_RUN] if of_one else ["difference [90 %]", *OF_SEVERAL]),
     ]
+
+
+def _described(one: Content) -> list[str]:
+    cells = [one["metric"], f"{one['steps'][0]}-{one['steps'][1]}"]
+    cells += [f"{one[key]:.4g}" for key in ("baseline", "treatment")]
+    if one["mean_distance"] is not None:
+        apart = (
+            f"{one['mean_distance']:.3g}, at most {one['largest_distance']:.3g} (step {one['largest_at']})"
+        )
+        return [*cells, f"{one['difference']:+.3g}", apart]
+    if one["interval"] is None:
+        return [*cells, f"{one['difference']:+.3g}", "-", "two runs of each arm"]
+    takes = "-"
+    if one["margin"] is not None:
+        count = one["runs_needed"] or "more than 1000"
+        takes = f"±{one['margin']:.3g}: {count} {'pairs' if one['paired'] else 'runs of each arm'}"
+    interval = f"[{one['interval'][0]:.3g}, {one['interval'][1]:.3g}]"
+    return [*cells, f"{one['difference']:+.3g} {interval}", f"±{one['certified_bound']:.3g}", takes]
 
 
 def _headline(content: Content) -> str:
@@ -344,7 +360,7 @@ def terminal_summary(
             table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + _primary_cells(one)))
         parts += [table, Text("")]
     if content["descriptions"]:
-        table = Table(*DESCRIBED, box=None, header_style="bold", pad_edge=False)
+        table = Table(*_description_columns(content), box=None, header_style="bold", pad_edge=False)
         for one in content["descriptions"][:MOST_DESCRIBED]:
             table.add_row(*(Text(shown(cell)) for cell in _described(one)))
         parts += [table, Text("")]
