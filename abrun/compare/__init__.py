@@ -75,7 +75,9 @@ def compare_sources(
     StoreError or ComparisonError for what cannot be read.
     """
     directory = stored_in(sources, reading.runs_dir)
-    experiment = open_sources(sources, replace(reading, alone=reference is not None))
+    experiment = open_sources(
+        sources, replace(reading, alone=reference is not None, may_unpair=primaries is None)
+    )
     folder = "report"
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference

@@ -2,8 +2,9 @@
 
 Only metrics of the same definition and unit are here: a probability difference is not
 `train/token_mult_prob_error`, and gigabytes are not bytes. Read from the sources of TRL f2cd577,
-verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457, OpenRLHF 3c3be62, slime 624b824, prime-rl 559b447, open-instruct e6c3044,
-PipelineRL 58d3934, Fast-LLM 7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all of 2026.
+verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457, OpenRLHF 3c3be62, slime 624b824, prime-rl 559b447,
+open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM 7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all
+of 2026.
 """
 
 import difflib

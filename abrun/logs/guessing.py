@@ -33,7 +33,7 @@ class Guess:
 
 
 def guess_runs(logs: Sequence[Log], arms: Sequence[str] | None = None) -> Guess | None:
-    """The run that each log is; None: nothing explains them all. `arms`: of each log, where they are known."""
+    """The run that each log is; None: nothing explains them all. `arms`: of each log, where known."""
     for how, seeds, found_arms in _assignments(logs):
         of_arm = list(arms or found_arms)
         names = [RunName(arm=arm, seed=seed) for arm, seed in zip(of_arm, seeds, strict=True)]

@@ -1,7 +1,7 @@
 """Runs as other trainers leave them on disk, written as `SOURCES` says they are: for tests and benchmarks.
 
-Two arms, `old` and `new`, over three seeds, alike at their first step. Keys, layouts and quirks were read from
-the trainers' sources at the commits named.
+Two arms, `old` and `new`, over three seeds, alike at their first step. Keys, layouts and quirks were read
+from the trainers' sources at the commits named.
 """
 
 import csv

@@ -1,7 +1,7 @@
-"""Arms described, where nothing is claimed or nothing can be: levels, differences, what a claim would take.
+"""Arms described, where nothing is claimed or can be: levels, differences, what a claim would take.
 
-Of one run an arm no test can tell what a treatment does from what a seed does. Of several, the interval of the
-difference says what could be claimed; the margin that is suggested follows from the baseline alone.
+Of one run an arm no test can tell what a treatment does from what a seed does. Of several, the interval of
+the difference says what could be claimed; the margin that is suggested follows from the baseline alone.
 """
 
 import math
@@ -66,6 +66,12 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
     wanted = windows | dict.fromkeys(others[:MOST_OTHERS], WINDOW)
     found = (_description(experiment, arm, sides, metric, window) for metric, window in wanted.items())
     return [one for one in found if one]
+
+
+def num_metrics(sides: Sides) -> tuple[int, int]:
+    """How many metrics every run recorded, and how many any did."""
+    recorded = [{*run.metrics} for run in sides.finished.runs]
+    return len(set.intersection(*recorded)), len(set.union(*recorded))
 
 
 def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:

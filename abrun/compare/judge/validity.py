@@ -124,19 +124,13 @@ def _machine(run: RecordedRun) -> dict[str, Any]:
 
 
 def coverage(sides: Sides) -> dict[str, int]:
-    """How many steps and metrics the finished pairs, or runs, share, of those that any of them has."""
+    """How many steps the finished pairs, or runs, share, of those that any of them has."""
     finished = sides.finished.runs
     everything = union(run.steps for run in finished)
     shared = everything
     for run in finished:
         shared = np.intersect1d(shared, run.steps, assume_unique=True)
-    metrics = [{*run.metrics} for run in finished]
-    return {
-        "shared_steps": len(shared),
-        "all_steps": len(everything),
-        "shared_metrics": len(set.intersection(*metrics)) if metrics else 0,
-        "all_metrics": len(set().union(*metrics)),
-    }
+    return {"shared_steps": len(shared), "all_steps": len(everything)}
 
 
 def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:

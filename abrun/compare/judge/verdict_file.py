@@ -44,6 +44,7 @@ class ArmSection:
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]
     coverage: dict[str, int]
+    num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
     looks: list[Look]
 
 

@@ -31,20 +31,24 @@ def load_foreign(
     step_column: str | None = None,
     seeds: Sequence[int] | None = None,
     alone: bool = False,
+    may_unpair: bool = True,
 ) -> Experiment:
     """The runs of some sources, paired by seed unless `compare` says otherwise.
 
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
     else the first source's. What follows from neither is guessed, and `guessed` says so. `seeds` leaves out
-    all others. `alone` lets one arm pass, and guesses no seeds: a reference is its counterpart. Raises
-    ComparisonError or StoreError, one line, where that cannot be told.
+    all others. `alone` lets one arm pass, and guesses no seeds: a reference is its counterpart. `may_unpair`:
+    runs that do not say their seeds, or share none, are independent. Raises ComparisonError or StoreError,
+    one line, where that cannot be told.
     """
     given = parse(aliases)
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
     found = _identified(named_sources, logs_of, pattern, paired=compare.paired, may_guess=not alone)
+    if compare.paired and not (found.paired or may_unpair):
+        found = _identified(named_sources, logs_of, pattern, paired=True, may_guess=False)
     logs = [log for logs in logs_of for log in logs]
     renamed = apply_to_all([log.metrics for log in logs], given)
     by_name = {
@@ -127,9 +131,8 @@ def _identified(
         return replace(found, paired=False, said=[said])
     if all(log.identity for log in logs) or pattern is not None or len(names) == len(seeds):
         return found
-    shown = listed(
-        [f"{log.name}: {run.arm}, seed {run.seed}" for log, run in zip(logs, names, strict=True)], 1
-    )
+    first, log = names[0], logs[0]
+    shown = f"'{printable(log.name)}': {printable(first.arm)}, seed {first.seed}"
     return replace(found, said=[f"arms and seeds from names such as {shown}"] if known else [])
 
 

@@ -24,6 +24,7 @@ class Reading:
     step_column: str | None = None
     seeds: tuple[int, ...] | None = None  # of these runs alone; None: all
     unpaired: bool = False  # runs are independent, whatever their seeds
+    may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
     alone: bool = False  # one arm is enough: its counterpart is a reference
 
     def refuse_for_stored(self, directory: Path) -> None:
@@ -75,6 +76,7 @@ def open_sources(
             step_column=reading.step_column,
             seeds=reading.seeds,
             alone=reading.alone,
+            may_unpair=reading.may_unpair,
         )
     if primaries is None:
         return experiment

@@ -32,8 +32,8 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
                 pairs = f"{section['num_pairs']} finished, of at most {section['num_planned_pairs']}"
             yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
             yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
-        if content["descriptions"] and section["coverage"]["all_metrics"]:
-            yield f"{mark}metrics", _metrics(content["descriptions"], arm, section["coverage"])
+        if section["num_metrics"] and content["post_hoc"]:
+            yield f"{mark}metrics", _metrics(content["descriptions"], arm, section["num_metrics"])
         yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])
         if not section["num_runs"]:
             yield (
@@ -67,11 +67,11 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
         yield "notes", "; ".join(content["notes"][:3]) + more
 
 
-def _metrics(described: Sequence[Content], arm: str, coverage: Mapping[str, int]) -> str:
+def _metrics(described: Sequence[Content], arm: str, counts: Sequence[int]) -> str:
     shown = [one["metric"] for one in described if one["arm"] == arm]
-    more = coverage["shared_metrics"] - len(shown)
-    of = f"{coverage['shared_metrics']} of {coverage['all_metrics']} recorded in every run"
-    return f"{of}: {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
+    more = counts[0] - len(shown)
+    named = f": {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
+    return f"{counts[0]} of {counts[1]} recorded in every run{named}"
 
 
 def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:

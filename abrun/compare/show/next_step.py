@@ -10,6 +10,7 @@ from abrun.compare.read.experiment import Experiment
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 
 MOST_STEPS = 2
+UNPAIRED = " --unpaired"
 Content = Mapping[str, Any]
 
 
@@ -36,6 +37,8 @@ def _filled(command: str, typed: str) -> str:
         command = command.replace("RECIPE", shlex.quote(recipe))
     if words[:2] == ["abrun", "compare"]:
         sources = [*takewhile(lambda word: not word.startswith("-"), words[2:])]
+        if UNPAIRED in f"{typed} ":
+            command = command.replace(UNPAIRED, "")
         command = command.replace("abrun compare RUNS", typed)
         command = command.replace("RUNS", shlex.join(sources) or "RUNS")
     return command
@@ -166,8 +169,8 @@ def _claim_to_make(content: Content) -> Iterator[NextStep]:
         return
     claim = shlex.quote(f"{described['metric']}:{described['window']}:{described['margin']:g}")
     yield NextStep(
-        text=f"Claim that they are alike, within a margin that you can accept (here {described['margin_is']})",
-        command=f"abrun compare RUNS --primary {claim}",
+        text=f"Claim that they are alike within a margin that you accept (here {described['margin_is']})",
+        command=f"abrun compare RUNS{'' if content['paired'] else UNPAIRED} --primary {claim}",
     )
 
 
