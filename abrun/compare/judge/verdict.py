@@ -17,7 +17,7 @@ from abrun.compare.judge.step_one import StepOne, named_otherwise, step_one
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.untested import counted, not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
-from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.experiment import Experiment, Sides
 from abrun.equivalence import ALPHA
 from abrun.looks import level_of_a_look
 from abrun.recipe import Primary
