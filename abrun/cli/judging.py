@@ -50,7 +50,7 @@ def compare(
     unpaired: Unpaired = False,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
-    formats: Formats = "terminal,html,markdown,json,png,svg",
+    formats: Formats = None,
     allow_inconclusive: AllowInconclusive = False,
     wandb: ToWandb = False,
     runs_dir: RunsDir = Path("runs"),
@@ -85,7 +85,7 @@ def compare(
         arm=arm,
         step_one=not no_step_one,
         output=output,
-        formats=[form for form in wanted if form != "terminal"],
+        formats=None if formats is None else [form for form in wanted if form != "terminal"],
         command=typed_command(),
     )
     if "terminal" in wanted:

@@ -18,8 +18,9 @@ from abrun.compare.read.reference import add_entry, against_reference, freeze, l
 from abrun.compare.read.sources import Reading, open_sources, stored_in
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import NextStep, next_steps
-from abrun.compare.show.report import FORMATS, slug, terminal_summary, write_report
+from abrun.compare.show.report import FIGURES, FORMATS, drawable, slug, terminal_summary, write_report
 from abrun.errors import ComparisonError
+from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
@@ -64,7 +65,7 @@ def compare_sources(
     arm: str | None = None,
     step_one: bool = True,
     output: Path | None = None,
-    formats: Collection[str] = FORMATS,
+    formats: Collection[str] | None = None,
     command: str | None = None,
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report.
@@ -105,7 +106,7 @@ def compare(
     primaries: Sequence[Primary] | None = None,
     step_one: bool = True,
     unpaired: bool = False,
-    formats: Collection[str] = FORMATS,
+    formats: Collection[str] | None = None,
     command: str | None = None,
 ) -> Comparison:
     """Judge every treatment against the baseline, and write the report.
@@ -114,9 +115,12 @@ def compare(
     as do leaving out step one and not pairing the runs. Raises ComparisonError for a claim that cannot be
     read on these runs.
     """
+    formats = drawable() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(f"--format: got {unknown[0]!r}; allowed: {', '.join(FORMATS)}")
+    if set(formats) & set(FIGURES) and (missing := lacking("figures")):
+        raise ComparisonError(f"--format: png and svg: {missing}; or --format terminal,html,markdown,json")
     if not experiment.treatments and experiment.planted:
         raise ComparisonError(
             f"{experiment.name}: got planted faults and no treatment: what was caught of them is in its "

@@ -138,7 +138,7 @@ def _record_type(path: Path) -> Any:
     try:
         from wandb.proto import wandb_internal_pb2
     except ImportError:
-        raise needs_package(path, "wandb", "wandb") from None
+        raise needs_package(path, "wandb", "'abrun[wandb]'") from None
     return wandb_internal_pb2.Record  # type: ignore[attr-defined]
 
 

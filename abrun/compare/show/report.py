@@ -18,6 +18,7 @@ from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
 from abrun.errors import ComparisonError, StoreError
+from abrun.extras import lacking
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
 
@@ -30,6 +31,7 @@ WORTH_A_PROCESS = 1_000_000  # points to draw
 PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 STAMP = ".report.json"  # what the page and the figures were drawn of
 FORMATS = ("json", "html", "markdown", "png", "svg")
+FIGURES = ("png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 OWN_FIGURES = ("claims", "overview")  # no metric's
 MOST_LINES = 25  # of the markdown, without images
@@ -38,6 +40,11 @@ DESCRIBED = ["metric", "steps", "baseline", "treatment", "difference"]
 OF_ONE_RUN, OF_SEVERAL = ["mean distance step by step"], ["certified now", "a sensible margin takes"]
 MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
+
+
+def drawable() -> tuple[str, ...]:
+    """The formats that this environment can write."""
+    return tuple(form for form in FORMATS if form not in FIGURES) if lacking("figures") else FORMATS
 
 
 def write_report(
@@ -55,7 +62,7 @@ def write_report(
     content = as_json(verdict)
     beside = context(experiment, content, command)
     files: list[Path] = []
-    images = [form for form in ("png", "svg") if form in formats]
+    images = [form for form in FIGURES if form in formats]
     drawn = {
         "formats": sorted({"html", *images} & set(formats)),
         "of": _fingerprint(experiment, content, beside),
@@ -370,6 +377,8 @@ def terminal_summary(
     for step in next_steps:
         facts.add_row(Text("next", style="bold"), Text(shown(f"{step.text}: {step.command}")))
     parts.append(facts)
+    if files and (missing := lacking("figures")):
+        facts.add_row(Text("figures", style="bold"), Text(f"PNG and SVG: {missing}"))
     if files:
         parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         parts.append(Text("        " + ", ".join(path.name for path in files)))
