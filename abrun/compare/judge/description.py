@@ -5,6 +5,7 @@ the difference says what could be claimed; the margin that is suggested follows 
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from abrun.series import Array, window_bounds
 
 WINDOW = "last 20%"  # of metrics without a claim
 MOST_OTHERS = 12  # of these, what learning moves first, then step one's
+COUNTERS = r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos)"
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # what a suggested margin is of the baseline
 
 
@@ -60,7 +62,7 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
     windows = {primary.metric: primary.window for primary in primaries}
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
     others = sorted(
-        (one for one in recorded if one not in windows and not is_clock(one)),
+        (one for one in recorded if not (one in windows or is_clock(one) or re.fullmatch(COUNTERS, one))),
         key=lambda one: _rank(sides, one),
     )
     wanted = windows | dict.fromkeys(others[:MOST_OTHERS], WINDOW)
