@@ -19,6 +19,7 @@ from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
 
@@ -183,7 +184,9 @@ def _figures_of(stamp: Path, drawn: Content) -> list[Path] | None:
 def _draw_claims(
     experiment: Experiment, content: Content, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    from abrun.compare.show import plots
+    if not content["primaries"]:
+        return
+    from abrun.compare.show import plots  # half a second
 
     with plots.style():
         yield from _save(plots.forest(experiment, content["primaries"]), output / "claims", images)
@@ -194,6 +197,9 @@ def _draw_claims(
 
 
 def _draw_overview(experiment: Experiment, output: Path, images: Sequence[str]) -> Iterator[Path]:
+    recorded = {metric for run in experiment.runs.values() for metric in run.metrics}
+    if TOKEN_MULT_PROB_ERROR not in recorded and not any(map(is_peak_memory, recorded)):
+        return
     from abrun.compare.show import plots
 
     limit = experiment.compare.guards.token_mult_prob_error_median
