@@ -56,7 +56,10 @@ def csv_lines(path: Path) -> tuple[list[Line], bool]:
     """The whole lines with the numbers they end at, and whether a torn one was left out behind them."""
     content = _content(path)
     csv.field_size_limit(LARGEST_CELL)
-    reader = csv.reader(io.StringIO(_text(path, content), newline=""), strict=True)
+    text = _text(path, content)
+    head = text.partition("\n")[0]
+    between = next((mark for mark in (",", ";", "\t") if mark in head), ",")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=between)
     lines: list[Line] = []
     ended = 0
     try:

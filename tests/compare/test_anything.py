@@ -133,3 +133,57 @@ def test_what_is_guessed_stands_in_every_report(tmp_path: Path) -> None:
     assert said in json.loads((tmp_path / "report/verdict.json").read_text())["guessed"]
     assert "baseline is 'old'" in (tmp_path / "report/report.md").read_text()
     assert found.content.guessed[0] == "a long table: its runs from the columns arm, seed"
+
+
+def test_of_several_arms_each_row_names_its_own(tmp_path: Path) -> None:
+    for arm, source in (("base", "old"), ("bf16", "new"), ("fused", "new")):
+        for seed in SEEDS:
+            write_csv(tmp_path / "runs" / f"{arm}_{seed}.csv", rows(source, seed))
+    found = compare_sources(
+        [str(tmp_path / "runs")], Reading(), output=tmp_path / "report", formats=("markdown",)
+    )
+    assert found.content.baseline == "base"
+    lines = (tmp_path / "report/report.md").read_text().splitlines()
+    assert any(line.startswith("| arm | metric | steps |") for line in lines)
+    assert (
+        sum(line.startswith(("| bf16 | train/reward |", "| fused | train/reward |")) for line in lines) == 2
+    )
+
+
+def test_runs_that_end_early_are_described_over_the_steps_they_share(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", rows("old", 1))
+    write_csv(tmp_path / "b.csv", rows("new", 1)[:40])
+    found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
+    assert found.verdict == "INVALID" and "holds 40 of 60 steps" in found.content.reasons[0]
+    assert found.content.descriptions[0].steps == (33, 40)
+
+
+def test_seeds_of_one_arm_lead_to_those_of_both(tmp_path: Path) -> None:
+    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
+    (tmp_path / "old" / "s3.csv").unlink()
+    found = described(sources, tmp_path / "report")
+    assert found.next_steps[0].command == "abrun compare A B --seeds 1,2"
+
+
+def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", rows("old", 1), reward="foo", loss="bar", grad_norm="baz")
+    write_csv(tmp_path / "b.csv", rows("new", 1), reward="qux", loss="quux", grad_norm="corge")
+    found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
+    assert found.verdict == "INCONCLUSIVE"
+    assert found.content.reasons[0].startswith(
+        "no metric is recorded in every run: the baseline has bar, baz, foo"
+    )
+    assert "--alias train/reward=NAME" in found.next_steps[0].command
+    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path / "runs")
+    with pytest.raises(
+        ComparisonError, match=r"alone, whose 3 runs name their seeds and no arms; name the other"
+    ):
+        described(sources[:1], tmp_path / "report")
+
+
+@pytest.mark.parametrize("between", [";", "\t"])
+def test_semicolons_and_tabs_are_read_too(tmp_path: Path, between: str) -> None:
+    sources = LAYOUTS["two CSV files"](tmp_path)
+    for source in sources:
+        Path(source).write_text(Path(source).read_text().replace(",", between))
+    assert described(sources, tmp_path / "report").content.descriptions[0].metric == "train/reward"

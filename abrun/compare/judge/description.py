@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from abrun.equivalence import mean_and_sd, paired_tost, pairs_needed, runs_neede
 from abrun.errors import ComparisonError
 from abrun.metric_names import REWARD, STEP_ONE, is_clock, with_role
 from abrun.recipe import Primary
-from abrun.series import Array, window_bounds
+from abrun.series import Array, Steps, window_bounds
 
 WINDOW = "last 20%"  # of metrics without a claim
 MOST_OTHERS = 12  # of these, what learning moves first, then step one's
@@ -60,13 +61,18 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
     if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (primaries or launched)):
         return []
     windows = {primary.metric: primary.window for primary in primaries}
+    grid = experiment.all_steps()
+    if not primaries and not launched:  # of runs that end at different steps, what they share
+        grid = reduce(np.intersect1d, (run.steps for run in sides.runs))
+    if not len(grid):
+        return []
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
     others = sorted(
         (one for one in recorded if not (one in windows or is_clock(one) or re.fullmatch(COUNTERS, one))),
         key=lambda one: _rank(sides, one),
     )
     wanted = windows | dict.fromkeys(others[:MOST_OTHERS], WINDOW)
-    found = (_description(experiment, arm, sides, metric, window) for metric, window in wanted.items())
+    found = (_description(arm, sides, metric, window, grid) for metric, window in wanted.items())
     return [one for one in found if one]
 
 
@@ -76,6 +82,19 @@ def num_metrics(sides: Sides) -> tuple[int, int]:
     return len(set.intersection(*recorded)), len(set.union(*recorded))
 
 
+def nothing_shared(sides: Sides) -> str:
+    """What to say of runs that no metric can be described of."""
+    recorded = [
+        sorted({name for run in runs for name in run.metrics})[:4]
+        for runs in (sides.baselines, sides.treatments)
+    ]
+    left, right = (", ".join(names) or "nothing" for names in recorded)
+    return (
+        f"no metric is recorded in every run: the baseline has {left}, the treatment {right}; say which are "
+        "the same, such as --alias train/reward=NAME"
+    )
+
+
 def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:
     way = direction_in(sides.baselines[0], metric)
     learned = 0 if metric == REWARD else 1 if way == 1 else 2 if way == -1 else 3
@@ -83,14 +102,12 @@ def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:
     return learned, at_step_one + 100 * (metric in with_role("given")), metric
 
 
-def _description(
-    experiment: Experiment, arm: str, sides: Sides, metric: str, window: str
-) -> Description | None:
+def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) -> Description | None:
     steps, values = stack(sides.runs, metric)
     known = np.isfinite(values).all(axis=0)
     steps, values = steps[known], values[:, known]
     try:
-        first, last = window_bounds(window, experiment.all_steps(), metric)
+        first, last = window_bounds(window, grid, metric)
     except ComparisonError:
         return None
     inside = (first <= steps) & (steps <= last)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from abrun.compare.judge.by_prompt import ByPrompt, by_prompt
 from abrun.compare.judge.claims import SHARED, PrimaryResult, judge_primary, sample_text, with_holm
-from abrun.compare.judge.description import Description, descriptions, num_metrics
+from abrun.compare.judge.description import Description, descriptions, nothing_shared, num_metrics
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
@@ -195,8 +195,8 @@ def judge_arm(
         recorded=experiment.metrics(),
     )
     described = descriptions(experiment, arm, primaries)
-    if described:
-        verdict, reasons = _as_described(experiment, sides, verdict, reasons)
+    if described or not (primaries or experiment.launched_compare_sha256):
+        verdict, reasons = _as_described(experiment, sides, described, verdict, reasons)
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -226,12 +226,17 @@ def judge_arm(
 
 
 def _as_described(
-    experiment: Experiment, sides: Sides, verdict: Verdict, reasons: Sequence[str]
+    experiment: Experiment,
+    sides: Sides,
+    described: Sequence[Description],
+    verdict: Verdict,
+    reasons: Sequence[str],
 ) -> tuple[Verdict, list[str]]:
     """What is said of arms that are described: without a claim, or with one run each, nothing is tested."""
     if experiment.launched_compare_sha256 is None:
-        reasons = [_NO_CLAIM if reason == _NOT_DECLARED else reason for reason in reasons]
-    one_each = max(sides.finished.sizes) == 1
+        instead = _NO_CLAIM if described else nothing_shared(sides)
+        reasons = [instead if reason == _NOT_DECLARED else reason for reason in reasons]
+    one_each = described and max(sides.finished.sizes) == 1
     if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         return "INCONCLUSIVE", [_ONE_EACH, *reasons]
     return verdict, list(reasons)

@@ -123,6 +123,8 @@ def _identified(
     except ComparisonError:
         guess = _guessed(sources, logs_of) if may_guess and pattern is None else None
         if guess is None:
+            if len(sources) == 1 and len(logs) > 1 and pattern is None:
+                _refuse_one_arm(sources[0][1], logs)
             raise
         return guess
     seeds = [{run.seed for run in names if run.arm == arm} for arm in dict.fromkeys(run.arm for run in names)]
@@ -134,6 +136,18 @@ def _identified(
     first, log = names[0], logs[0]
     shown = f"'{printable(log.name)}': {printable(first.arm)}, seed {first.seed}"
     return replace(found, said=[f"arms and seeds from names such as {shown}"] if known else [])
+
+
+def _refuse_one_arm(source: str, logs: Sequence[Log]) -> None:
+    """Raises ComparisonError where the runs of the only source say their seeds, and no arms."""
+    try:
+        name_seeds(logs, "one")
+    except ComparisonError:
+        return
+    raise ComparisonError(
+        f"arms: got {printable(source)} alone, whose {len(logs)} runs name their seeds and no arms; name the "
+        f"other arm's runs too: abrun compare {printable(source)} OTHER"
+    )
 
 
 def _guessed(sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]]) -> Guess | None:

@@ -107,24 +107,11 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     looks = [look for section in content["arms"].values() for look in section["looks"]]
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
-    if content["descriptions"]:
-        yield from _claim_to_make(content)
-        if _launched(experiment):
-            yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
-        else:
-            more = "Train two runs or more beside each, with the same seeds in both arms, then compare again"
-            if not content["paired"]:
-                more = "Train two runs or more beside each, then compare again"
-            if max(content["descriptions"][0]["num_runs"]) == 1:
-                yield NextStep(text=more, command="abrun compare RUNS")
-        return
     if not _launched(experiment):
-        more = "More pairs narrow the interval: train more seeds, then compare again"
-        if not content["paired"]:
-            more = (
-                "Runs of the same seeds in both arms narrow the interval most: train some, then compare again"
-            )
-        yield NextStep(text=more, command="abrun compare RUNS")
+        yield from _inconclusive_of_others(content)
+        return
+    if content["descriptions"]:
+        yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
         return
     if any(look["verdict"] is None for look in looks):
         yield NextStep(
@@ -162,6 +149,30 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
+def _inconclusive_of_others(content: Content) -> Iterator[NextStep]:
+    """Of runs that abrun did not launch."""
+    described = content["descriptions"]
+    if described:
+        yield from _claim_to_make(content)
+        if max(described[0]["num_runs"]) == 1:
+            shared = ", with the same seeds in both arms" if content["paired"] else ""
+            yield NextStep(
+                text=f"Train two runs or more beside each{shared}, then compare again",
+                command="abrun compare RUNS",
+            )
+    elif not content["primaries"]:
+        yield NextStep(
+            text="Say which metrics are the same", command="abrun compare RUNS --alias train/reward=NAME"
+        )
+    else:
+        more = "More pairs narrow the interval: train more seeds, then compare again"
+        if not content["paired"]:
+            more = (
+                "Runs of the same seeds in both arms narrow the interval most: train some, then compare again"
+            )
+        yield NextStep(text=more, command="abrun compare RUNS")
+
+
 def _claim_to_make(content: Content) -> Iterator[NextStep]:
     """Of runs without a claim: one on what they learn, with a margin that owes nothing to the treatment."""
     described = next((one for one in content["descriptions"] if one["margin"] is not None), None)
@@ -182,8 +193,14 @@ def _fewer_pairs(one: Content) -> bool:
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if not _launched(experiment):
+        shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
-        if apart:
+        if apart and shared:
+            seeds = ",".join(dict.fromkeys(shared))
+            yield NextStep(
+                text="Compare the seeds that both arms have", command=f"abrun compare RUNS --seeds {seeds}"
+            )
+        elif apart:
             yield NextStep(
                 text="Compare them as independent runs, of other seeds",
                 command="abrun compare RUNS --unpaired",

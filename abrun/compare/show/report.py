@@ -37,7 +37,7 @@ COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALI
 OWN_FIGURES = ("claims", "overview")  # no metric's
 MOST_LINES = 25  # of the markdown, without images
 MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
-DESCRIBED = ["metric", "steps", "baseline", "treatment", "difference"]
+DESCRIBED = ["metric", "steps", "baseline", "treatment"]
 OF_ONE_RUN, OF_SEVERAL = ["mean distance step by step"], ["certified now", "a sensible margin takes"]
 MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
@@ -262,7 +262,7 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
     if content["descriptions"]:
         head = _description_columns(content)
         lines += ["", table_row(head), table_row(["---"] * len(head))]
-        lines += [table_row(_described(one)) for one in content["descriptions"][:MOST_DESCRIBED]]
+        lines += [table_row(cells) for cells in _described_rows(content)]
     facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in evidence(content)]
     made = f"report made by {code(beside.command)}"
     known = [escaped(text) for text in (beside.ran, beside.environment) if text]
@@ -279,11 +279,18 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
 
 
 def _description_columns(content: Content) -> list[str]:
-    of_one = all(one["interval"] is None for one in content["descriptions"])
-    return [
-        *DESCRIBED[:-1],
-        *([DESCRIBED[-1], *OF_ONE_RUN] if of_one else ["difference [90 %]", *OF_SEVERAL]),
-    ]
+    arm = ["arm"] * (len(content["arms"]) > 1)
+    if all(one["interval"] is None for one in content["descriptions"]):
+        return [*arm, *DESCRIBED, "difference", *OF_ONE_RUN]
+    return [*arm, *DESCRIBED, "difference [90 %]", *OF_SEVERAL]
+
+
+def _described_rows(content: Content) -> list[list[str]]:
+    """The first few of every arm."""
+    several = len(content["arms"]) > 1
+    of_arms = [[one for one in content["descriptions"] if one["arm"] == arm] for arm in content["arms"]]
+    shown = [one for of in of_arms for one in of[: MOST_DESCRIBED // (1 + several)]]
+    return [[one["arm"]] * several + _described(one) for one in shown]
 
 
 def _described(one: Content) -> list[str]:
@@ -374,8 +381,8 @@ def terminal_summary(
         parts += [table, Text("")]
     if content["descriptions"]:
         table = Table(*_description_columns(content), box=None, header_style="bold", pad_edge=False)
-        for one in content["descriptions"][:MOST_DESCRIBED]:
-            table.add_row(*(Text(shown(cell)) for cell in _described(one)))
+        for cells in _described_rows(content):
+            table.add_row(*(Text(shown(cell)) for cell in cells))
         parts += [table, Text("")]
     facts = Table.grid(padding=(0, 2))
     for label, text in evidence(content):
