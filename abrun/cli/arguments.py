@@ -49,11 +49,14 @@ Aliases = Annotated[
     list[str] | None,
     typer.Option(
         metavar="OURS=THEIRS",
-        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework: trl, "
-        "verl, nemo-rl, skyrl; repeatable.",
+        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework, such as "
+        "verl; repeatable. Without: recognised where it can be.",
     ),
 ]
 StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
+Seeds = Annotated[
+    str | None, typer.Option(help="Only the runs of these seeds, such as 0-3 or 1,5: what both arms have.")
+]
 Reference = Annotated[
     Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
 ]
@@ -69,7 +72,8 @@ ReportFolder = Annotated[
     Path | None, typer.Option(help="Where the report goes; default: the experiment, or <name>-report.")
 ]
 Formats = Annotated[
-    str, typer.Option("--format", help="What to write: terminal, html, markdown, json, png, svg.")
+    str | None,
+    typer.Option("--format", help="What to write: terminal, html, markdown, json, png, svg; default: all."),
 ]
 AllowInconclusive = Annotated[
     bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
@@ -100,7 +104,8 @@ Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
-def parse_formats(text: str) -> list[str]:
+def parse_formats(text: str | None) -> list[str]:
+    text = "terminal,html,markdown,json,png,svg" if text is None else text
     wanted = [part.strip() for part in text.split(",") if part.strip()]
     allowed = ("terminal", "html", "markdown", "json", "png", "svg")
     for form in wanted:

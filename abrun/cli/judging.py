@@ -22,11 +22,13 @@ from abrun.cli.arguments import (
     Reference,
     ReportFolder,
     RunsDir,
+    Seeds,
     Sources,
     StepColumn,
     ToWandb,
     Unpaired,
     parse_formats,
+    parse_seeds,
     typed_command,
 )
 from abrun.errors import RecipeError
@@ -44,10 +46,11 @@ def compare(
     group: Group = None,
     alias: Aliases = None,
     step_column: StepColumn = None,
+    seeds: Seeds = None,
     unpaired: Unpaired = False,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
-    formats: Formats = "terminal,html,markdown,json,png,svg",
+    formats: Formats = None,
     allow_inconclusive: AllowInconclusive = False,
     wandb: ToWandb = False,
     runs_dir: RunsDir = Path("runs"),
@@ -74,6 +77,7 @@ def compare(
             group=group,
             aliases=tuple(alias or ()),
             step_column=step_column,
+            seeds=None if seeds is None else tuple(parse_seeds(seeds)),
             unpaired=unpaired,
         ),
         primaries=[parse_primary(text) for text in primary] if primary else None,
@@ -81,7 +85,7 @@ def compare(
         arm=arm,
         step_one=not no_step_one,
         output=output,
-        formats=[form for form in wanted if form != "terminal"],
+        formats=None if formats is None else [form for form in wanted if form != "terminal"],
         command=typed_command(),
     )
     if "terminal" in wanted:

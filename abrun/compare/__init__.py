@@ -13,13 +13,14 @@ from abrun.compare.judge.ledger import new_ledger, next_entry
 from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.judge.verdict_file import VerdictFile, as_json, verdict_file
-from abrun.compare.read.experiment import Experiment, Reference, refuse_unknown_metrics
+from abrun.compare.read.experiment import Experiment, Reference, claims_on_recorded
 from abrun.compare.read.reference import add_entry, against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources, stored_in
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import NextStep, next_steps
-from abrun.compare.show.report import FORMATS, slug, terminal_summary, write_report
+from abrun.compare.show.report import FIGURES, FORMATS, drawable, slug, terminal_summary, write_report
 from abrun.errors import ComparisonError
+from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
@@ -64,7 +65,7 @@ def compare_sources(
     arm: str | None = None,
     step_one: bool = True,
     output: Path | None = None,
-    formats: Collection[str] = FORMATS,
+    formats: Collection[str] | None = None,
     command: str | None = None,
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report.
@@ -75,7 +76,9 @@ def compare_sources(
     StoreError or ComparisonError for what cannot be read.
     """
     directory = stored_in(sources, reading.runs_dir)
-    experiment = open_sources(sources, replace(reading, alone=reference is not None))
+    experiment = open_sources(
+        sources, replace(reading, alone=reference is not None, may_unpair=primaries is None)
+    )
     folder = "report"
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
@@ -103,7 +106,7 @@ def compare(
     primaries: Sequence[Primary] | None = None,
     step_one: bool = True,
     unpaired: bool = False,
-    formats: Collection[str] = FORMATS,
+    formats: Collection[str] | None = None,
     command: str | None = None,
 ) -> Comparison:
     """Judge every treatment against the baseline, and write the report.
@@ -112,9 +115,12 @@ def compare(
     as do leaving out step one and not pairing the runs. Raises ComparisonError for a claim that cannot be
     read on these runs.
     """
+    formats = drawable() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(f"--format: got {unknown[0]!r}; allowed: {', '.join(FORMATS)}")
+    if set(formats) & set(FIGURES) and (missing := lacking("figures")):
+        raise ComparisonError(f"--format: png and svg: {missing}; or --format terminal,html,markdown,json")
     if not experiment.treatments and experiment.planted:
         raise ComparisonError(
             f"{experiment.name}: got planted faults and no treatment: what was caught of them is in its "
@@ -127,8 +133,8 @@ def compare(
         )
     declared = experiment.compare
     if primaries is not None:
-        refuse_unknown_metrics(experiment, primaries)
-        experiment = replace(experiment, compare=declared.model_copy(update={"primary": list(primaries)}))
+        primaries = claims_on_recorded(experiment, primaries)
+        experiment = replace(experiment, compare=declared.model_copy(update={"primary": primaries}))
     if not step_one:
         experiment = replace(experiment, compare=experiment.compare.model_copy(update={"step_one": False}))
     if unpaired:

@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from abrun.extras import EXTRAS
 from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
 from abrun.launch.ray.client import refusal as ray_refusal
 from abrun.launch.requirements import this_machine, triton_refusal
@@ -151,7 +152,8 @@ def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> str | Non
 def _imported(package: str) -> Any:
     """What a package's probe prints; where it fails, why, in a line."""
     if _version(package) is None:
-        return f"without the package {package}; pip install {package}"
+        extra = "train" if package in EXTRAS["train"] else package
+        return f"without the package {package}; pip install 'abrun[{extra}]'"
     try:
         ended = subprocess.run(
             [sys.executable, "-c", PROBES[package]], capture_output=True, text=True, timeout=SECONDS

@@ -13,6 +13,7 @@ from typing import Any
 
 from abrun import store
 from abrun.errors import LaunchError
+from abrun.extras import lacking
 from abrun.launch.command import environment, ranks
 from abrun.launch.requirements import this_machine
 from abrun.processes import end_all, end_group, processes_of, start
@@ -25,10 +26,12 @@ JOB, ROWS, LOG = "job.json", "rows.jsonl", "output.log"
 def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Run `python -m MODULE DIRECTORY` as the ranks that `config` asks for; returns its rows.
 
-    Raises LaunchError, one line, where this machine lacks the devices, or with what the module says on a line
-    that begins with `error: `, or else with where its output is.
+    Raises LaunchError, one line, where this machine lacks the trainer or the devices, or with what the module
+    says on a line that begins with `error: `, or else with where its output is.
     """
     machine, cluster = this_machine(), config.cluster
+    if missing := lacking("train"):
+        raise LaunchError(f"{module.rpartition('.')[0].removeprefix('abrun.')}: {missing}")
     if cluster.nodes > 1 or cluster.gpus_per_node > len(machine.gpus):
         raise LaunchError(
             f"cluster: got {cluster.nodes} node(s) x {cluster.gpus_per_node} GPU(s), and this machine has "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import LaunchError, RecipeError, StoreError
+from abrun.extras import lacking
 from abrun.launch.model_folder import config_of, folder_damage
 from abrun.plan import Plan, PlannedRun
 from abrun.recipe import (
@@ -145,6 +146,7 @@ def _missing(config: RunConfig) -> Iterator[str]:
     if isinstance(config, CommandRunConfig):
         yield from _missing_command(config)
     elif isinstance(config, OwnRunConfig):
+        yield from filter(None, [lacking("train"), lacking("wandb") if config.wandb else None])
         yield from _missing_files(config)
         yield from _missing_kernel(config)
         yield from _misfit(config)

@@ -10,12 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from abrun.errors import StoreError
+from abrun.logs.exports import joined, read_csv_runs
 from abrun.logs.log import Log, cleaned, listed, printable, readable
+from abrun.logs.rows import NoStep
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_csv, read_jsonl, read_parquet, read_trainer_state
 from abrun.logs.tensorboard import EVENTS, begun, event_files, read_event_files
 from abrun.logs.wandb_files import read_run_files
+from abrun.series import Series, by_step
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
@@ -28,6 +33,19 @@ TABLES = {
     ".parquet": ("parquet", read_parquet),
 }
 TRAINER_STATE = "trainer_state.json"
+# Of formats with as many runs each, the fullest first.
+FULLEST = ("abrun", "tensorboard", "wandb", "jsonl", "csv", "parquet", "trainer_state")
+CHECKPOINT = r"checkpoint-(\d+)"
+# Completions, prompts and evaluations that trainers keep beside their logs, by what they call them.
+DUMP = re.compile(
+    r"(completions|generated_predictions|predict|traces|eval_results|table)(_\d+)?|(train|val)_data_step\d+"
+)
+DUMP_FOLDERS = {"completions", "rollouts", "rollout_data", "streams", "generations"}
+# A folder that is named by its start alone: a restarted run has several, side by side.
+START = re.compile(
+    r"version_\d+|v\d+-\d{8}-\d{6}|exp_\d+|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
+)
+PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL's: three runs of wandb, which are one
 PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the folder that torch's add_hparams makes inside a run's: the time
 STARTED = re.compile(r"run-(\d{8}_\d{6})-")
@@ -59,9 +77,9 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
 
         logs = read_project(rest, group, step_column)
     else:
-        logs = _without_hparams_runs(
-            [(one, _read(one, step_column)) for one in _runs_in(path, format, source)]
-        )
+        found, left_out = _runs_in(path, format, source)
+        logs = _in_one_piece(_without_hparams_runs(_read_all(found, step_column)))
+        logs = [replace(log, guesses=(*log.guesses, *left_out)) for log in logs]
     if group is not None:
         logs = _of_group(logs, group, source)
     return sorted((cleaned(log) for log in logs), key=lambda log: _natural(log.name))
@@ -95,7 +113,8 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
 # --- which runs are there ---
 
 
-def _runs_in(path: Path, format: str | None, source: str) -> list[Found]:
+def _runs_in(path: Path, format: str | None, source: str) -> tuple[list[Found], list[str]]:
+    """The runs, and a sentence on what was left aside."""
     with readable(path):
         there = path.exists()
     if not there:
@@ -107,18 +126,16 @@ def _runs_in(path: Path, format: str | None, source: str) -> list[Found]:
     found = list(_walk(path, path)) if path.is_dir() else [_file(path, format)]
     if format is not None:
         found = [one for one in found if one.format == format]
-    elif any(one.format != "trainer_state" for one in found):
-        found = [one for one in found if one.format != "trainer_state"]  # the same metrics, logged again
-    formats = sorted({one.format for one in found})
     if not found:
         what = format or f"{', '.join(FORMATS)} or abrun's own"
         raise StoreError(f"{printable(source)}: no runs there; allowed: runs logged as {what}")
-    if len(formats) > 1:
-        raise StoreError(
-            f"{printable(source)}: got runs logged as {' and '.join(formats)}; allowed: one kind at a time; "
-            f"say which, such as {'tb' if 'tensorboard' in formats else formats[0]}:{printable(str(path))}"
-        )
-    return found
+    counts = {form: sum(one.format == form for one in found) for form in FULLEST}
+    if counts["trainer_state"] < len(found):
+        counts["trainer_state"] = 0  # the same metrics, logged again
+    chosen = max(counts, key=lambda form: counts[form])
+    aside = [form for form in FULLEST if counts[form] and form != chosen]
+    said = [f"of {printable(source)} the {chosen} logs; left aside: {', '.join(aside)}"] if aside else []
+    return [one for one in found if one.format == chosen], said
 
 
 def _file(path: Path, format: str | None) -> Found:
@@ -164,12 +181,22 @@ def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Fo
         return  # what is below are its own copies
     if any(kind == "tensorboard" for kind in kinds.values()):
         yield Found(format="tensorboard", name=name, path=folder, files=tuple(event_files(folder)))
+    state = _trainer_state(folder, folders)
+    if state is not None and (folder == top or not re.fullmatch(CHECKPOINT, folder.name)):
+        yield Found(format="trainer_state", name=name, path=state, files=(state,))
+    folders = [below for below in folders if below.name not in DUMP_FOLDERS]
     for file in files:
-        if (kind := kinds[file]) == "trainer_state" and not folder.name.startswith("checkpoint-"):
-            yield Found(format=kind, name=name, path=file, files=(file,))
-        elif kind in ("csv", "jsonl", "parquet"):
+        if (kind := kinds[file]) in ("csv", "jsonl", "parquet") and not DUMP.fullmatch(file.stem):
             yield Found(format=kind, name=file.relative_to(top).as_posix(), path=file, files=(file,))
     yield from _joined([one for below in folders for one in _walk(below, top, seen)])
+
+
+def _trainer_state(folder: Path, folders: Sequence[Path]) -> Path | None:
+    """The one in the folder, or in the last of its checkpoints, whose log_history goes furthest."""
+    numbered = [(re.fullmatch(CHECKPOINT, below.name), below) for below in folders]
+    checkpoints = sorted((int(found[1]), below) for found, below in numbered if found)
+    there = [folder, *(below for _, below in reversed(checkpoints))]
+    return next((state for one in there if (state := one / TRAINER_STATE).is_file()), None)
 
 
 def _joined(found: Sequence[Found]) -> list[Found]:
@@ -184,6 +211,70 @@ def _joined(found: Sequence[Found]) -> list[Found]:
 
 
 # --- reading them ---
+
+
+def _read_all(found: Sequence[Found], step_column: str | None) -> list[tuple[Found, Log]]:
+    """Every run; of several tables those are left out that number no rows."""
+    read: list[tuple[Found, Log]] = []
+    unnumbered: NoStep | None = None
+    for one in found:
+        try:
+            if one.format == "csv":
+                read += [(one, log) for log in read_csv_runs(one.path, one.name, step_column)]
+            else:
+                read.append((one, _read(one, step_column)))
+        except NoStep as error:
+            if step_column is not None:
+                raise
+            unnumbered = unnumbered or error
+    if unnumbered and not read:
+        raise unnumbered
+    return read
+
+
+def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
+    """Runs that were logged in several files, or by several processes, or restarted, each as one."""
+    named = {log.name: log.name.rpartition("/") for log in logs}
+    parts = {name for name, (exp, _, part) in named.items() if exp and part in PARTS}
+    whole = {named[name][0] for name in parts if name.endswith("/finetune")}
+    logs = joined(
+        [
+            replace(log, name=named[log.name][0], part=True, run_id=None)
+            if log.name in parts and named[log.name][0] in whole
+            else log
+            for log in logs
+        ]
+    )
+    starts: dict[str, list[Log]] = {}
+    for log in logs:
+        folder, _, last = log.name.rpartition("/")
+        key = folder if folder and log.run_id is None and START.fullmatch(last) else f"/{len(starts)}"
+        starts.setdefault(key, []).append(log)
+    return [log for folder, of in starts.items() for log in _restarts_joined(folder, of)]
+
+
+def _restarts_joined(folder: str, logs: Sequence[Log]) -> list[Log]:
+    """One run where each start goes on behind the beginning of the one before; as they are where not."""
+
+    def first(log: Log) -> int:
+        return min((int(one.steps[0]) for one in log.metrics.values() if len(one)), default=0)
+
+    ordered = sorted(logs, key=lambda log: (first(log), log.name))
+    firsts = [first(log) for log in ordered]
+    if len(logs) == 1 or len(set(firsts)) < len(firsts):
+        return list(logs)
+    points: dict[str, list[Series]] = {}
+    for log in ordered:
+        for metric, one in log.metrics.items():
+            points.setdefault(metric, []).append(one)
+    metrics = {
+        metric: by_step(
+            np.concatenate([one.steps for one in of]), np.concatenate([one.values for one in of])
+        )[0]
+        for metric, of in points.items()
+    }
+    said = f"{printable(folder)}: {len(logs)} starts of one run, whose steps go on"
+    return [replace(ordered[-1], name=folder, metrics=metrics, guesses=(*ordered[-1].guesses, said))]
 
 
 def _read(found: Found, step_column: str | None) -> Log:

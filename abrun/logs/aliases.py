@@ -1,11 +1,14 @@
 """The names that other trainers give to abrun's metrics.
 
 Only metrics of the same definition and unit are here: a probability difference is not
-`train/token_mult_prob_error`, and gigabytes are not bytes. Read from the sources of TRL f2cd577 (July 2026),
-verl b178a3c (January 2026), NeMo-RL 7ea279a and SkyRL a956457 (August 2026).
+`train/token_mult_prob_error`, and gigabytes are not bytes. Read from the sources of TRL f2cd577,
+verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457, OpenRLHF 3c3be62, slime 624b824, prime-rl 559b447,
+open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM 7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all
+of 2026.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,7 +90,121 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "timing/train/weight_sync_s": "timing/sync_weights",
         "timing/train/checkpointing_s": "timing/save_checkpoints",
     },
+    "openrlhf": {
+        "train/reward": "train/rollout/reward_mean",
+        "train/loss": "train/policy_loss",
+        "train/grad_norm": "train/actor_grad_norm",
+        "train/lr": "train/actor_lr",
+        "train/kl_penalty": "train/kl",
+        "train/clip_fraction": "train/ppo_clip_ratio",
+        "train/mean_gen_tokens_per_sample": "train/rollout/response_length_mean",
+        "train/truncation_rate": "train/rollout/truncated_rate",
+        "train/critic/loss": "train/critic_loss",
+    },
+    "slime": {
+        "train/reward": "rollout/raw_reward",
+        "train/lr": "train/lr-pg_0",
+        "train/kl_penalty": "train/kl_loss",
+        "train/clip_fraction": "train/pg_clipfrac",
+        "train/mean_gen_tokens_per_sample": "rollout/response_len/mean",
+        "train/truncation_rate": "rollout/truncated_ratio",
+        "train/critic/loss": "train/critic-value_loss",
+        "timing/train/total_step_time_s": "perf/step_time",
+    },
+    "prime-rl": {
+        "train/reward": "reward/all/mean",
+        "train/loss": "loss/mean",
+        "train/grad_norm": "optim/grad_norm",
+        "train/lr": "optim/lr",
+        "train/entropy": "entropy/all/mean",
+        "train/gen_kl_error": "mismatch_kl/all/mean",
+        "validation/loss": "val/loss",
+        "timing/train/total_step_time_s": "time/step",
+    },
+    "open-instruct": {
+        "train/reward": "scores",
+        "train/loss": "loss/mean",
+        "train/grad_norm": "optim/grad_norm",
+        "train/lr": "lr",
+        "train/entropy": "policy/entropy_avg",
+        "train/clip_fraction": "policy/clipfrac_avg",
+        "train/mean_gen_tokens_per_sample": "val/sequence_lengths",
+        "timing/train/total_step_time_s": "time/total",
+    },
+    "pipelinerl": {
+        "train/reward": "rl/reward",
+        "train/loss": "rl/loss",
+        "train/grad_norm": "stats/grad_norm",
+        "train/lr": "stats/lr",
+        "train/kl_penalty": "rl/kl",
+        "train/entropy": "rl/entropy",
+        "train/mean_gen_tokens_per_sample": "actor/output_tokens_mean",
+        "train/truncation_rate": "actor/overflow_mean",
+        "timing/train/total_step_time_s": "throughput/sec_per_step",
+    },
+    "fast-llm": {
+        "train/grad_norm": "training/grad_norm",
+        "train/lr": "training/learning_rate",
+    },
+    "torchtitan-rl": {
+        "train/reward": "rollout_reward/_mean",
+        "train/loss": "loss/mean",
+        "train/grad_norm": "trainer/grad_norm/mean",
+        "train/lr": "trainer/lr",
+        "train/entropy": "trainer/entropy/mean",
+        "train/clip_fraction": "loss/ratio_clipped_frac",
+        "train/mean_gen_tokens_per_sample": "rollout/response_length/mean",
+        "train/truncation_rate": "rollout/truncation_rate/mean",
+        "timing/train/total_step_time_s": "timing/step/total/mean",
+    },
+    "torchtitan": {
+        "train/loss": "loss_metrics/global_avg_loss",
+        "train/grad_norm": "grad_norm",
+        "validation/loss": "validation_metrics/loss",
+        "timing/train/total_step_time_s": "time_metrics/end_to_end(s)",
+    },
+    "megatron-lm": {
+        "train/loss": "lm loss",
+        "train/grad_norm": "grad-norm",
+        "train/lr": "learning-rate",
+        "validation/loss": "lm loss validation",
+    },
+    "transformers": {"train/lr": "train/learning_rate", "validation/loss": "eval/loss"},
 }
+# What only runs of that framework log, all of it; the first that fits. (TRL's are transformers' too.)
+TOLD_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("trl", ("train/completions/mean_length",)),
+    ("trl", ("train/rewards/margins",)),
+    ("verl", ("critic/score/mean",)),
+    ("verl", ("actor/pg_loss",)),
+    ("nemo-rl", ("train/token_mult_prob_error", "timing/train/total_step_time")),
+    ("skyrl", ("reward/avg_raw_reward",)),
+    ("openrlhf", ("train/rollout/reward_mean",)),
+    ("openrlhf", ("train/actor_grad_norm",)),
+    ("slime", ("rollout/raw_reward",)),
+    ("slime", ("train/pg_clipfrac",)),
+    ("pipelinerl", ("rl/ess",)),
+    ("open-instruct", ("loss/policy_avg",)),
+    ("prime-rl", ("mismatch_kl/all/mean",)),
+    ("prime-rl", ("optim/grad_norm",)),
+    ("fast-llm", ("training/step_time_ms",)),
+    ("torchtitan-rl", ("rollout_reward/_mean",)),
+    ("torchtitan", ("loss_metrics/global_avg_loss",)),
+    ("megatron-lm", ("lm loss",)),
+    ("transformers", ("train/learning_rate", "train/epoch")),
+)
+# What anybody calls them, in lower case with `_` for `-`, behind any folders but those of evaluations.
+_AVERAGED = r"([/_](mean|avg|average))?"
+_PLAIN_NAMES = {
+    "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw)_)*(rewards?|scores?){_AVERAGED}",
+    "train/loss": rf"((train|training|total|policy|actor|mean|avg)_)*loss{_AVERAGED}",
+    "train/grad_norm": rf"((global|total|policy|actor)_)*grad(ient)?_?norm{_AVERAGED}",
+    "train/entropy": rf"((policy|mean|avg)_)*entropy{_AVERAGED}",
+    "train/lr": r"((policy|actor)_)*(lr|learning_rate)",
+    "validation/accuracy": rf"(eval|evaluation|val|valid|validation|test)[/_](.*/)?(accuracy|acc){_AVERAGED}",
+    "validation/loss": rf"(eval|evaluation|val|valid|validation|test)[/_](.*/)?loss{_AVERAGED}",
+}
+_OF_EVALUATION = r"(.*/)?(eval|evaluation|val|valid|validation|test)(-[^/]*)?([/_].*|$)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +213,44 @@ class Aliases:
 
     explicit: Mapping[str, str]  # given by hand: some run has to have each
     presets: Mapping[str, str]
+
+
+def recognised(metrics: Iterable[str]) -> tuple[str | None, dict[str, str]]:
+    """The framework that logged a run, and which of its metrics are ours by another name, ours -> theirs.
+
+    By what only that framework logs; else, and for what its table lacks, by what anybody calls a reward, a
+    loss, a gradient norm, an entropy or a learning rate: of several such names the shortest. Nothing is
+    guessed for a name of ours that the run has.
+    """
+    there = dict.fromkeys(metrics)
+    framework = next((name for name, tells in TOLD_BY if all(tell in there for tell in tells)), None)
+    table = FRAMEWORKS[framework] if framework else {}
+    found = {ours: theirs for ours, theirs in table.items() if theirs in there and ours not in there}
+    free = [name for name in there if name not in found.values()]
+    for ours, plain in _PLAIN_NAMES.items():
+        if ours not in there and ours not in found:
+            fitting = sorted((name for name in free if _is_called(name, plain)), key=lambda name: len(name))
+            if fitting and [len(one) for one in fitting].count(len(fitting[0])) == 1:
+                found[ours] = fitting[0]
+    return framework, found
+
+
+def _is_called(name: str, plain: str) -> bool:
+    known = name.lower().replace("-", "_").replace(" ", "_")
+    folders = "" if plain.startswith("(eval") else "(.*/)?"
+    aside = not plain.startswith("(eval") and (
+        re.fullmatch(_OF_EVALUATION, known) or re.search("critic|value|aux|std|ref_", known)
+    )
+    return not aside and re.fullmatch(folders + plain, known) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    """Runs whose metrics have our names."""
+
+    metrics: list[dict[str, Series]]  # of every run
+    names: dict[str, str]  # theirs -> ours
+    guessed: list[str]  # a sentence on each framework that was recognised
 
 
 def parse(texts: Iterable[str]) -> Aliases:
@@ -128,11 +283,12 @@ def apply(metrics: Mapping[str, Series], aliases: Mapping[str, str]) -> dict[str
     return {**{name: one for name, one in metrics.items() if name not in renamed}, **named}
 
 
-def apply_to_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> list[dict[str, Series]]:
-    """The metrics of every run with theirs renamed to ours, alike in all runs.
+def apply_to_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> Renamed:
+    """The metrics of every run with theirs renamed to ours.
 
-    A preset does not replace a metric that some run recorded under our name. Raises ComparisonError for a
-    name given by hand that no run has.
+    What was given goes for all runs alike, and a preset does not replace a metric that some run recorded
+    under our name. Without any, each run's names are those that `recognised` knows. Raises ComparisonError
+    for a name given by hand that no run has.
     """
     known = {name for metrics in runs for name in metrics}
     for ours, theirs in aliases.explicit.items():
@@ -143,4 +299,19 @@ def apply_to_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> list
                 f"--alias: got {ours}={printable(theirs)}, a metric that no run recorded; {hint}"
             )
     presets = {ours: theirs for ours, theirs in aliases.presets.items() if ours not in known}
-    return [apply(metrics, {**presets, **aliases.explicit}) for metrics in runs]
+    renamed, names, said = [], {}, {}
+    for metrics in runs:
+        framework, found = (None, {}) if presets else recognised(metrics)
+        found = {ours: theirs for ours, theirs in found.items() if theirs not in aliases.explicit.values()}
+        chosen = {**found, **presets, **aliases.explicit}
+        renamed.append(apply(metrics, chosen))
+        names.update((theirs, ours) for ours, theirs in chosen.items() if theirs in metrics)
+        if found:
+            said[_sentence(framework, found)] = None
+    return Renamed(metrics=renamed, names=names, guessed=list(said))
+
+
+def _sentence(framework: str | None, found: Mapping[str, str]) -> str:
+    shown = ", ".join(f"{printable(theirs)} is {ours}" for ours, theirs in list(found.items())[:4])
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return f"names{f' of {framework}' if framework else ''}: {shown}{more}"

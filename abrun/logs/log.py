@@ -30,6 +30,8 @@ class Log:
     job_type: str | None = None  # wandb's
     run_id: str | None = None  # wandb's: a resumed run is several files of one id
     identity: RunName | None = None  # as its own files state it: a run directory of abrun
+    guesses: tuple[str, ...] = ()  # what its file was taken for, where it does not say
+    part: bool = False  # of a run that several files of a folder hold, by its name
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
 
 
@@ -45,6 +47,7 @@ def cleaned(log: Log) -> Log:
         metrics={shown(name): series for name, series in log.metrics.items()},
         job_type=printable(log.job_type) if log.job_type else None,
         group=printable(log.group) if log.group else None,
+        guesses=tuple(printable(guess) for guess in log.guesses),
         notes=tuple(printable(note) for note in log.notes),
     )
 

@@ -150,11 +150,8 @@ def _seed_of(log: Log) -> tuple[int, int] | None:
     """Seed and rerun: as its files state them, from its name, or from the one `seed` of its configuration."""
     if log.identity:
         return log.identity.seed, log.identity.rerun
-    for pattern in SEED_PATTERNS:
-        for start in ("", "*/", "*-", "*_", "*."):
-            found = _matcher(start + pattern, needs_arm=False, reruns=True)(log.name)
-            if found:
-                return found.seed, found.rerun
+    if found := _named_seed(log, SEED_PATTERNS[:-1]):
+        return found
     values = {
         key: value
         for key, value in (log.config or {}).items()
@@ -162,7 +159,18 @@ def _seed_of(log: Log) -> tuple[int, int] | None:
     }
     if "seed" in values:
         return values["seed"], 0
-    return (next(iter(values.values())), 0) if len(set(values.values())) == 1 else None
+    if len(set(values.values())) == 1:
+        return next(iter(values.values())), 0
+    return _named_seed(log, SEED_PATTERNS[-1:])  # a bare number may count starts
+
+
+def _named_seed(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
+    for pattern in patterns:
+        for start in ("", "*/", "*-", "*_", "*."):
+            found = _matcher(start + pattern, needs_arm=False, reruns=True)(log.name)
+            if found:
+                return found.seed, found.rerun
+    return None
 
 
 def _run_name(found: Match | None, arm: str | None = None) -> RunName | None:

@@ -8,21 +8,33 @@ from abrun.errors import StoreError
 from abrun.logs.log import left_out, listed, printable
 from abrun.series import Series, from_rows
 
-# In this order, the first that every row has. Trainers that log their own step come before wandb's `_step`,
-# which counts calls of wandb.log.
+# In this order, the first that every row has, in any case. Trainers that log their own step come before
+# wandb's `_step`, which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
 STEP_COLUMNS = (
     "step",
+    "training_step",
     "global_step",
     "train/global_step",
     "trainer/global_step",
+    "training/global_step",
+    "train/step",
+    "current_steps",
+    "global_step/max_steps",
     "_step",
     "iteration",
     "iter",
+    "steps",
+    "update",
 )
-NOT_METRICS = {"_step", "_runtime", "_timestamp"}  # wandb's own columns
+# wandb's own columns, TensorBoard's, and those that count as steps do
+NOT_METRICS = {"_step", "_runtime", "_timestamp", "Wall time", "percentage"}
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
 MOST_METRICS = 100_000
 LARGEST_STEP = 2**53  # whole numbers above it are not exact as floats
+
+
+class NoStep(StoreError):
+    """Rows that no column numbers: beside logs, they are something else."""
 
 
 def flat_numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -77,7 +89,7 @@ def series_of(
     lacking = sum(math.isnan(row.get(column or "", math.nan)) for row in filled)
     if column is None or column not in names or (filled and lacking == len(filled)):
         what = f"no step in column '{printable(column)}'" if column else "no column has the step"
-        raise StoreError(
+        raise NoStep(
             f"{place}: {what}; found are {listed(names, 12)}; name the column that has it with --step-column"
         )
     dropped = {column, *NOT_METRICS}
@@ -97,7 +109,10 @@ def series_of(
 
 
 def _step_column(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> str | None:
-    there = {name: sum(name in row for row in rows) for name in STEP_COLUMNS if name in names}
+    called = {name.lower(): name for name in reversed(names)}
+    called |= {name: name for name in names}  # as it is written before any other case
+    columns = [called[column] for column in STEP_COLUMNS if column in called]
+    there = {name: sum(name in row for row in rows) for name in columns}
     most = max(there.values(), default=0)
     return next((name for name, count in there.items() if count == most), None)
 

@@ -5,6 +5,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ LARGEST_CELL = 2**24  # characters
 MOST_VALUES = 2**24  # of a Parquet file
 
 Row = dict[str, float]
+Line = tuple[int, list[str]]  # the number that it ends at, and its cells
 
 
 # --- CSV ---
@@ -29,10 +31,15 @@ Row = dict[str, float]
 
 def read_csv(path: Path, step_column: str | None = None) -> Log:
     """A CSV file: a header, then a line a step. An empty cell is not recorded; `nan` and `inf` are."""
-    content = _content(path)
-    lines, torn = _cells(path, content)
+    lines, torn = csv_lines(path)
     if not lines:
         return _log(path, {}, [TORN if torn else EMPTY])
+    log = csv_log(path, lines, step_column)
+    return replace(log, notes=(*log.notes, TORN)) if torn else log
+
+
+def csv_log(path: Path, lines: list[Line], step_column: str | None = None) -> Log:
+    """The run of a CSV file's whole lines, the header first."""
     header = [name.strip() for name in lines[0][1]]
     _refuse_columns_twice(path, header)
     rows, num_texts = _numbers(path, header, lines[1:])
@@ -42,14 +49,18 @@ def read_csv(path: Path, step_column: str | None = None) -> Log:
         for name, count in num_texts.items()
         if name in metrics
     ]
-    return _log(path, metrics, notes + [TORN] * torn)
+    return _log(path, metrics, notes)
 
 
-def _cells(path: Path, content: bytes) -> tuple[list[tuple[int, list[str]]], bool]:
+def csv_lines(path: Path) -> tuple[list[Line], bool]:
     """The whole lines with the numbers they end at, and whether a torn one was left out behind them."""
+    content = _content(path)
     csv.field_size_limit(LARGEST_CELL)
-    reader = csv.reader(io.StringIO(_text(path, content), newline=""), strict=True)
-    lines: list[tuple[int, list[str]]] = []
+    text = _text(path, content)
+    head = text.partition("\n")[0]
+    between = next((mark for mark in (",", ";", "\t") if mark in head), ",")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=between)
+    lines: list[Line] = []
     ended = 0
     try:
         for cells in reader:
@@ -73,9 +84,7 @@ def _refuse_columns_twice(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _numbers(
-    path: Path, header: list[str], lines: list[tuple[int, list[str]]]
-) -> tuple[list[Row], dict[str, int]]:
+def _numbers(path: Path, header: list[str], lines: list[Line]) -> tuple[list[Row], dict[str, int]]:
     """Rows of numbers, and how many filled cells of each column are none."""
     rows: list[Row] = []
     num_texts: dict[str, int] = {}

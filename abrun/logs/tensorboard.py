@@ -1,8 +1,8 @@
 """Runs in TensorBoard's event files, read without TensorFlow and without leaving out a point.
 
 An event file is TFRecords: length (8 bytes), CRC of the length (4), an Event message, CRC of it (4). The
-package's own readers import TensorFlow wherever it is installed, or keep a sample of the points: only its
-messages are used here.
+package's own readers import TensorFlow wherever it is installed, or keep a sample of the points, and are not
+needed here.
 """
 
 import re
@@ -15,13 +15,28 @@ import numpy as np
 
 from abrun.errors import StoreError
 from abrun.logs.crc32c import masked_crc32c
-from abrun.logs.log import EMPTY, Log, left_out, needs_package, printable, readable
+from abrun.logs.log import EMPTY, Log, left_out, printable, readable
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.regular_files import read_regular
 from abrun.series import Series, by_step
 
 EVENTS = "events.out.tfevents"
 HEADER, FOOTER = 12, 4  # bytes
+# DataType of tensor.proto -> what a tensor's bytes are, and the field of numbers where it has none. (Of
+# bfloat16 and 8-bit floats nothing is read.)
+TENSORS = {
+    1: (np.dtype("<f4"), "float_val"),
+    2: (np.dtype("<f8"), "double_val"),
+    3: (np.dtype("<i4"), "int_val"),
+    4: (np.dtype("u1"), "int_val"),
+    5: (np.dtype("<i2"), "int_val"),
+    6: (np.dtype("i1"), "int_val"),
+    9: (np.dtype("<i8"), "int64_val"),
+    17: (np.dtype("<u2"), "int_val"),
+    19: (np.dtype("<f2"), "half_val"),
+    22: (np.dtype("<u4"), "uint32_val"),
+    23: (np.dtype("<u8"), "uint64_val"),
+}
 TIMESTAMP = re.compile(rf"{re.escape(EVENTS)}\.(\d+)")
 
 
@@ -68,12 +83,11 @@ def begun(path: Path) -> tuple[int, str]:
 
 
 def _events(path: Path, notes: list[str]) -> Iterator[Any]:
-    try:
-        from google.protobuf.message import DecodeError
-        from tensorboard.compat.proto import event_pb2
-    except ImportError:
-        raise needs_package(path, "tensorboard", "'abrun[tensorboard]'") from None
-    event: Any = event_pb2.Event  # type: ignore[attr-defined]
+    from google.protobuf.message import DecodeError
+
+    from abrun.logs.messages import message
+
+    event = message("Event")
     with readable(path):
         content = read_regular(path)
     records, end = _records(content)
@@ -98,32 +112,34 @@ def _scalar(value: Any) -> float | None:
         return value.simple_value
     if not value.HasField("tensor") or any(dim.size != 1 for dim in value.tensor.tensor_shape.dim):
         return None
-    from tensorboard.util import tensor_util
-
-    try:
-        array = tensor_util.make_ndarray(value.tensor)
-    except Exception:  # of a type or a shape that its content does not have
+    content, values = TENSORS.get(value.tensor.dtype, (None, ""))
+    if content is None:
         return None
-    return float(array.reshape(())) if array.dtype.kind in "fiu" and array.size == 1 else None
+    if value.tensor.tensor_content:
+        numbers = value.tensor.tensor_content
+        return float(np.frombuffer(numbers, content)[0]) if len(numbers) == content.itemsize else None
+    written = getattr(value.tensor, values)
+    if len(written) != 1:
+        return None
+    if values == "half_val":  # its bits
+        return float(np.array(written, np.uint16).view(np.float16)[0])
+    return float(written[0])
 
 
 def _hparams(value: Any) -> dict[str, Any]:
     if value.metadata.plugin_data.plugin_name != "hparams":
         return {}
     from google.protobuf.message import DecodeError
-    from tensorboard.plugins.hparams import plugin_data_pb2
 
-    message: Any = plugin_data_pb2.HParamsPluginData  # type: ignore[attr-defined]
+    from abrun.logs.messages import message
+
     try:
-        data = message.FromString(value.metadata.plugin_data.content)
+        data = message("HParams").FromString(value.metadata.plugin_data.content)
     except DecodeError:
         return {}
-    hparams = data.session_start_info.hparams
     return {
-        printable(name).replace("/", "."): getattr(
-            hparams[name], hparams[name].WhichOneof("kind") or "", None
-        )
-        for name in hparams
+        printable(one.key).replace("/", "."): getattr(one.value, one.value.WhichOneof("kind") or "", None)
+        for one in data.session_start_info.hparams
     }
 
 

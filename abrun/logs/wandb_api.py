@@ -87,7 +87,7 @@ def _api(path: str) -> Any:
     try:
         import wandb
     except ImportError:
-        raise needs_package(f"wandb:{path}", "wandb", "wandb") from None
+        raise needs_package(f"wandb:{path}", "wandb", "'abrun[wandb]'") from None
     base_url = wandb.setup().settings.base_url
     if not _has_key(base_url):  # wandb.Api would ask for one, and wait
         raise StoreError(f"wandb:{printable(path)}: got no API key; set WANDB_API_KEY, or run: wandb login")

@@ -1,8 +1,7 @@
 """Runs in wandb's own files: `offline-run-*/run-*.wandb`, or `run-*` of a run that was online too.
 
 A .wandb file is a log in LevelDB's format: a header of 7 bytes, then blocks of 32 KiB of chunks: CRC (4
-bytes), length (2), type (1), and a part of a protobuf Record. The client has the messages, but since 0.28 no
-reader in Python.
+bytes), length (2), type (1), and a part of a protobuf Record. The client is not needed.
 """
 
 import json
@@ -11,16 +10,18 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from abrun.errors import StoreError
-from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
-from abrun.logs.rows import as_number, flat_numbers, series_of
+from abrun.logs.log import EMPTY, Log, printable, readable
+from abrun.logs.rows import NoStep, as_number, flat_numbers, series_of
 from abrun.recipe import dotted
 from abrun.regular_files import read_regular
+from abrun.series import Series
 
 MAGIC = b":W&B\xe1\xbe"
 FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
@@ -64,6 +65,7 @@ class Contents:
     environment: dict[str, Any] = field(default_factory=dict)
     run: Any = None  # the last RunRecord
     exit_code: int | None = None
+    steps: dict[str, str] = field(default_factory=dict)  # a metric, or a pattern -> what counts its steps
     notes: list[str] = field(default_factory=list)
 
 
@@ -77,7 +79,7 @@ def read_run_files(files: Sequence[Path], name: str, step_column: str | None = N
         contents.exit_code = None
         _add(contents, path)
     place = printable(str(files[-1]))
-    metrics, notes = series_of(contents.rows, place, step_column)
+    metrics, notes = _series(contents, place, step_column)
     run, code = contents.run, contents.exit_code
     if run is None:
         status, more = "unknown", [EMPTY]
@@ -99,10 +101,44 @@ def read_run_files(files: Sequence[Path], name: str, step_column: str | None = N
     )
 
 
+def _series(contents: Contents, place: str, step_column: str | None) -> tuple[dict[str, Series], list[str]]:
+    """Every metric over its own step, where `define_metric` named one; else over the column that has it."""
+    metrics: dict[str, Series] = {}
+    notes: list[str] = []
+    left = contents.rows
+    logged = {name for row in contents.rows for name in row}
+    for step in dict.fromkeys(contents.steps.values()) if step_column is None else ():
+        names = {name for name in logged if name != step and _step_of(name, contents.steps) == step}
+        if step not in logged or not names:
+            continue
+        rows, latest = [], None
+        for row in contents.rows:
+            latest = row.get(step, latest)  # as wandb draws a row without it
+            if latest is not None and not names.isdisjoint(row):
+                rows.append({step: latest} | {name: row[name] for name in row if name in names})
+        found, more = series_of(rows, place, step)
+        metrics, notes = metrics | found, notes + more
+        left = [{name: row[name] for name in row if name not in {*names, step}} for row in left]
+    if not metrics:
+        return series_of(contents.rows, place, step_column)
+    try:
+        rest, more = series_of(left, place, None)
+    except NoStep:
+        rest, more = {}, []
+    return rest | metrics, notes + more
+
+
+def _step_of(name: str, steps: Mapping[str, str]) -> str | None:
+    patterns = (step for pattern, step in steps.items() if fnmatchcase(name, pattern))
+    return steps.get(name) or next(patterns, None)
+
+
 def _add(contents: Contents, path: Path) -> None:
     from google.protobuf.message import DecodeError
 
-    record_type = _record_type(path)
+    from abrun.logs.messages import message
+
+    record_type = message("Record")
     with readable(path):
         content = read_regular(path)
     if content and content[: len(MAGIC)] != MAGIC[: len(content)]:
@@ -124,6 +160,9 @@ def _add(contents: Contents, path: Path) -> None:
                 _update(contents.config, record.config)
             case "environment":
                 _add_environment(contents.environment, record.environment)
+            case "metric" if record.metric.step_metric:
+                name = record.metric.name or record.metric.glob_name
+                contents.steps[name] = record.metric.step_metric
             case "exit":
                 contents.exit_code = record.exit.exit_code
     if end < len(content):
@@ -132,14 +171,6 @@ def _add(contents: Contents, path: Path) -> None:
         )
     files = path.parent / "files"
     contents.environment.update(environment_of(_metadata(files), _requirements(files)))
-
-
-def _record_type(path: Path) -> Any:
-    try:
-        from wandb.proto import wandb_internal_pb2
-    except ImportError:
-        raise needs_package(path, "wandb", "wandb") from None
-    return wandb_internal_pb2.Record  # type: ignore[attr-defined]
 
 
 def _records(content: bytes) -> Iterator[tuple[bytes, int]]:
@@ -186,8 +217,8 @@ def _row(history: Any) -> dict[str, float]:
 
 def _value_json(item: Any) -> str:
     """The value of an item, which clients from 0.31 on may write as a number instead of JSON."""
-    kind = item.WhichOneof("value") if "value" in item.DESCRIPTOR.oneofs_by_name else None
-    return str(getattr(item, kind)) if kind in ("integer", "number") else item.value_json
+    kind = item.WhichOneof("value")
+    return str(getattr(item, kind)) if kind else item.value_json
 
 
 def _update(config: dict[str, Any], change: Any) -> None:

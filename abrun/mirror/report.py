@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from abrun.extras import lacking
 from abrun.mirror import bounded
 from abrun.mirror.wandb_run import INIT_S, line_of
 from abrun.store import open_experiment
@@ -21,6 +22,8 @@ JOB_TYPE = "compare"
 
 def upload(content: Mapping[str, Any], files: Sequence[Path], experiment_dir: Path | None) -> str:
     """What to say of it: where the report is, or why it is not there. `content`: verdict.json's."""
+    if missing := lacking("wandb"):
+        return f"--wandb: the report was not uploaded: {missing}"
     folder = str(files[0].parent.resolve()) if files else os.getcwd()
     name = content["experiment"]
     asked = {

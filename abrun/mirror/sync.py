@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from abrun.errors import StoreError
+from abrun.extras import lacking
 from abrun.mirror import bounded
 from abrun.recipe import OwnRunConfig, stored_run
 from abrun.store import RunDir, planned_runs, readable, run_dir
@@ -17,6 +18,8 @@ def sync(experiment_dir: Path, say: Callable[[str], object]) -> None:
     mirrored = {name: run for name, run in runs.items() if run.exists and _is_mirrored(run)}
     if not mirrored:
         raise StoreError(f"{experiment_dir}: no run of it has a section wandb; set wandb in the recipe")
+    if missing := lacking("wandb"):
+        raise StoreError(f"{experiment_dir}: sync {missing}")
     failed = []
     for name, run in mirrored.items():
         code, lines = bounded.run(["abrun.mirror", str(run.path), "--all"], SYNC_S)

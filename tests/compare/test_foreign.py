@@ -93,7 +93,9 @@ def test_aliases_and_step_columns(tmp_path: Path) -> None:
         write(tmp_path, f"{arm}-s0.csv", metric="critic/score/mean")
     assert load(tmp_path, aliases=["verl"]).metrics() == ["train/reward"]
     assert load(tmp_path, aliases=["x=critic/score/mean"]).metrics() == ["x"]
-    assert load(tmp_path, step_column="step").metrics() == ["critic/score/mean"]
+    recognised = load(tmp_path, step_column="step")
+    assert recognised.metrics() == ["train/reward"]
+    assert recognised.guessed[-1] == "names of verl: critic/score/mean is train/reward"
     with pytest.raises(ComparisonError, match="no run recorded; did you mean 'critic/score/mean'"):
         load(tmp_path, aliases=["x=critic/score"])
 
@@ -109,14 +111,9 @@ def test_runs_that_recorded_nothing_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        (
-            ["a-s0", "b-s0"],
-            {},
-            "--baseline: not given, and no arm is named 'baseline'; allowed: 'a', 'b'; say which",
-        ),
         (["a-s0", "b-s0"], {"baseline": "c"}, "--baseline: got 'c'; allowed: 'a', 'b'"),
         (["a-s0", "a-s1"], {}, "arms: got only 'a', of 2 runs; a comparison needs two"),
-        (["a", "b"], {}, "arms and seeds: got runs named 'a.csv', 'b.csv'"),
+        (["a", "b"], {"alone": True}, "arms and seeds: got runs named 'a.csv', 'b.csv'"),
         (["baseline-s0", "b-s0", "b-s0-aa1"], {}, "b/seed-0-aa1: a same-seed rerun"),
         (["baseline-s0", "b-s0"], {"group": "g"}, "--group: got 'g'; its runs have none"),
         ([], {}, "no runs there"),
@@ -136,10 +133,13 @@ def test_two_sources_of_one_name(tmp_path: Path) -> None:
     for folder in ("x/logs", "y/logs"):
         write(tmp_path, f"{folder}/s0.csv")
         write(tmp_path, f"{folder}/s1.csv")
+    assert load(tmp_path / "x/logs", tmp_path / "y/logs").arms == ("x", "y")
+    for folder in ("z/a/logs", "z/b/logs"):
+        write(tmp_path, f"{folder}/s0.csv")
     with pytest.raises(
         ComparisonError, match="which would all be the arm 'logs'; name them, such as baseline="
     ):
-        load(tmp_path / "x/logs", tmp_path / "y/logs")
+        load(tmp_path / "x/logs", f"logs={tmp_path / 'y/logs'}")
     with pytest.raises(StoreError, match="no such file"):
         load("baseline=nowhere", tmp_path)
 

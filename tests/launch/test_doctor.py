@@ -138,4 +138,4 @@ def test_a_broken_package_is_one_line(
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda _: None)
-    assert doctor._imported("torch") == "without the package torch; pip install torch"
+    assert doctor._imported("torch") == "without the package torch; pip install 'abrun[train]'"

@@ -317,11 +317,13 @@ def test_folders_of_many_runs_in_natural_order(tmp_path: Path) -> None:
     assert [log.metrics["loss"].at(1) for log in logs] == [0, 2, 10]
 
 
-def test_mixed_folders_ask_which_kind(tmp_path: Path) -> None:
+def test_of_mixed_folders_the_kind_with_most_runs_is_read_and_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
     (tmp_path / "b.jsonl").write_text('{"step": 1, "loss": 3}\n')
-    with pytest.raises(StoreError, match="got runs logged as csv and jsonl; allowed: one kind at a time"):
-        read_logs(str(tmp_path))
+    (log,) = read_logs(str(tmp_path))
+    assert log.name == "b.jsonl" and log.guesses == (f"of {tmp_path} the jsonl logs; left aside: csv",)
+    (tmp_path / "c.csv").write_text("step,loss\n1,2\n")
+    assert [log.name for log in read_logs(str(tmp_path))] == ["a.csv", "c.csv"]
     assert [log.name for log in read_logs(f"jsonl:{tmp_path}")] == ["b.jsonl"]
     (tmp_path / "odd.log").write_text("step,loss\n1,2\n")
     assert [log.name for log in read_logs(f"csv:{tmp_path / 'odd.log'}")] == ["odd.log"]
@@ -360,17 +362,12 @@ def test_names_from_files_cannot_move_the_cursor(tmp_path: Path) -> None:
     assert log.place.isprintable()
 
 
-@pytest.mark.parametrize(
-    ("name", "package"), [("a.parquet", "pyarrow"), ("events.out.tfevents.1.a", "tensorboard")]
-)
-def test_a_missing_package_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    (tmp_path / name).write_bytes(b"PAR1" * 5)
-    for module in [module for module in sys.modules if module.split(".")[0] == package]:
+def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" * 5)
+    for module in [module for module in sys.modules if module.split(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        StoreError, match=rf"needs the package {package}, .*; run: pip install 'abrun\[\w+\]'$"
+        StoreError, match=r"needs the package pyarrow, .*; run: pip install 'abrun\[parquet\]'$"
     ):
-        one(tmp_path / name)
+        one(tmp_path / "a.parquet")

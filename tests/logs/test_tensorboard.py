@@ -167,7 +167,7 @@ def test_reading_imports_neither_tensorflow_nor_torch(tmp_path: Path) -> None:
         "import sys; from abrun.logs import read_logs\n"
         "assert not {'wandb', 'pandas', 'pyarrow', 'tensorboard'} & set(sys.modules)\n"
         f"assert read_logs({str(tmp_path)!r})[0].metrics['train/reward'].at(0) == 1\n"
-        "assert not {'torch', 'wandb'} & set(sys.modules)"
+        "assert not {'torch', 'wandb', 'tensorboard'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

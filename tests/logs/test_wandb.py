@@ -276,3 +276,60 @@ def test_a_server_that_cannot_be_reached_is_one_line(online: None, monkeypatch: 
         StoreError, match=r"server http://127.0.0.1:9 cannot be reached: .*refused; check the"
     ):
         read_logs("wandb:team/proj")
+
+
+def _stored_run(path: Path, name: str, rows: list[dict[str, float]], steps: dict[str, str]) -> None:
+    """An offline run of the client's messages; `steps`: what define_metric said."""
+    records = [messages.Record(run={"run_id": path.name, "display_name": name, "run_group": "exp"})]
+    records += [
+        messages.Record(metric={"glob_name": key, "step_metric": step}) for key, step in steps.items()
+    ]
+    for number, row in enumerate(rows):
+        items = [{"nested_key": [key], "value_json": str(value)} for key, value in row.items()]
+        records.append(messages.Record(history={"item": items, "step": {"num": number}}))
+    records.append(messages.Record(exit={"exit_code": 0}))
+    path.mkdir(parents=True)
+    (path / f"run-{path.name}.wandb").write_bytes(wandb_file([one.SerializeToString() for one in records]))
+
+
+def test_every_metric_over_the_step_that_was_defined_for_it(tmp_path: Path) -> None:
+    """As slime logs: rollouts and updates count apart, an evaluation has a step of its own."""
+    rows = [
+        {"rollout/step": 0, "rollout/raw_reward": 0.1},
+        {"train/step": 0, "train/loss": 1.0},
+        {"train/step": 1, "train/loss": 0.9},
+        {"rollout/step": 1, "rollout/raw_reward": 0.2},
+        {"eval/step": 1, "eval/gsm8k": 0.5},
+        {"train/step": 2, "train/loss": 0.8},
+        {"odd": 7.0},
+    ]
+    _stored_run(
+        tmp_path / "a", "a", rows, {f"{one}/*": f"{one}/step" for one in ("rollout", "train", "eval")}
+    )
+    (log,) = read_logs(f"wandb:{tmp_path}")
+    found = {name: (one.steps.tolist(), one.values.tolist()) for name, one in log.metrics.items()}
+    assert found == {
+        "rollout/raw_reward": ([0, 1], [0.1, 0.2]),
+        "train/loss": ([0, 1, 2], [1.0, 0.9, 0.8]),
+        "eval/gsm8k": ([1], [0.5]),
+        "odd": ([6], [7.0]),
+    }
+
+
+def test_the_three_runs_of_pipelinerl_are_one(tmp_path: Path) -> None:
+    parts = {
+        "actor": [{"actor/reward_mean": 0.4}],
+        "preprocessor": [{"preprocessor/published_samples": 8}],
+        "finetune": [{"rl/reward": 0.5, "rl/ess": 0.9}],
+    }
+    for exp in ("old-s1", "new-s1"):
+        for part, rows in parts.items():
+            _stored_run(tmp_path / f"{exp}-{part}", f"{exp}/{part}", rows, {})
+    logs = read_logs(f"wandb:{tmp_path}")
+    assert [log.name for log in logs] == ["new-s1", "old-s1"]
+    assert {*logs[0].metrics} == {
+        "actor/reward_mean",
+        "preprocessor/published_samples",
+        "rl/reward",
+        "rl/ess",
+    }

@@ -1,71 +1,165 @@
-"""Two runs, one of each arm, described: no test can tell what a treatment does from what a seed does."""
+"""Arms described, where nothing is claimed or can be: levels, differences, what a claim would take.
 
+Of one run an arm no test can tell what a treatment does from what a seed does. Of several, the interval of
+the difference says what could be claimed; the margin that is suggested follows from the baseline alone.
+"""
+
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
-from abrun.compare.judge.summaries import reduced
-from abrun.compare.read.experiment import Experiment, stack
+from abrun.compare.judge.summaries import climbs, direction_in, reduced
+from abrun.compare.read.experiment import Experiment, Sides, stack
+from abrun.equivalence import mean_and_sd, paired_tost, pairs_needed, runs_needed, welch_tost
 from abrun.errors import ComparisonError
-from abrun.metric_names import STEP_ONE, is_clock
+from abrun.metric_names import REWARD, STEP_ONE, is_clock, with_role
 from abrun.recipe import Primary
-from abrun.series import window_bounds
+from abrun.series import Array, Steps, window_bounds
 
 WINDOW = "last 20%"  # of metrics without a claim
-MOST_OTHERS = 12  # of these, step one's first
+MOST_OTHERS = 12  # of these, what learning moves first, then step one's
+COUNTERS = r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos)"
+SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # what a suggested margin is of the baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """One metric of two runs: levels over a window, and the distance of the curves over all shared steps."""
+    """One metric of the runs: levels over a window, and how far apart the arms are."""
 
     arm: str
     metric: str
+    window: str
     steps: tuple[int, int]  # of the window
-    baseline: float  # mean over the window, or median of a spiky metric
+    num_runs: tuple[int, int]  # of both arms
+    paired: bool  # by seed
+    baseline: float  # mean over the runs, of the window's mean, or median of a spiky metric
     treatment: float
     difference: float
-    mean_distance: float  # of |treatment - baseline|, over every shared step
-    largest_distance: float
-    largest_at: int  # step
+    # Of two runs, one of each arm: the distance of the curves, over every shared step; None: of several.
+    mean_distance: float | None  # of |treatment - baseline|
+    largest_distance: float | None
+    largest_at: int | None  # step
+    # Of several runs of each arm; None: of one.
+    interval: tuple[float, float] | None  # 90 %, of the difference: paired, or Welch's
+    certified_bound: float | None  # the smallest margin that would be certified now
+    margin: float | None  # suggested: from the baseline alone; None: it is 0 there, and stays so
+    margin_is: str  # what it is of the baseline
+    runs_needed: int | None  # pairs, or runs of each arm, for 80 % power at that margin; None: more than 1000
 
 
 def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[Description]:
-    """Of the claimed metrics, then of others; none where an arm has several finished runs, or none."""
+    """Of one run an arm: the claimed metrics, then others. Of several: where nothing is claimed, all of them.
+
+    None where abrun launched the runs and there are several, or where an arm has none.
+    """
     sides = experiment.sides(arm).finished
-    if sides.sizes != (1, 1):
+    launched = experiment.launched_compare_sha256 is not None
+    if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (primaries or launched)):
         return []
     windows = {primary.metric: primary.window for primary in primaries}
-    left, right = sides.runs
-    recorded = [one for one in left.metrics if one in right.metrics and not is_clock(one)]
-    others = sorted((one for one in recorded if one not in windows), key=lambda one: one not in STEP_ONE)
+    grid = experiment.all_steps()
+    if not primaries and not launched:  # of runs that end at different steps, what they share
+        grid = reduce(np.intersect1d, (run.steps for run in sides.runs))
+    if not len(grid):
+        return []
+    recorded = set.intersection(*({*run.metrics} for run in sides.runs))
+    others = sorted(
+        (one for one in recorded if not (one in windows or is_clock(one) or re.fullmatch(COUNTERS, one))),
+        key=lambda one: _rank(sides, one),
+    )
     wanted = windows | dict.fromkeys(others[:MOST_OTHERS], WINDOW)
-    found = (_description(experiment, arm, metric, window) for metric, window in wanted.items())
+    found = (_description(arm, sides, metric, window, grid) for metric, window in wanted.items())
     return [one for one in found if one]
 
 
-def _description(experiment: Experiment, arm: str, metric: str, window: str) -> Description | None:
-    steps, values = stack(experiment.sides(arm).finished.runs, metric)
+def num_metrics(sides: Sides) -> tuple[int, int]:
+    """How many metrics every run recorded, and how many any did."""
+    recorded = [{*run.metrics} for run in sides.finished.runs]
+    return len(set.intersection(*recorded)), len(set.union(*recorded))
+
+
+def nothing_shared(sides: Sides) -> str:
+    """What to say of runs that no metric can be described of."""
+    recorded = [
+        sorted({name for run in runs for name in run.metrics})[:4]
+        for runs in (sides.baselines, sides.treatments)
+    ]
+    left, right = (", ".join(names) or "nothing" for names in recorded)
+    return (
+        f"no metric is recorded in every run: the baseline has {left}, the treatment {right}; say which are "
+        "the same, such as --alias train/reward=NAME"
+    )
+
+
+def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:
+    way = direction_in(sides.baselines[0], metric)
+    learned = 0 if metric == REWARD else 1 if way == 1 else 2 if way == -1 else 3
+    at_step_one = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
+    return learned, at_step_one + 100 * (metric in with_role("given")), metric
+
+
+def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) -> Description | None:
+    steps, values = stack(sides.runs, metric)
     known = np.isfinite(values).all(axis=0)
     steps, values = steps[known], values[:, known]
     try:
-        first, last = window_bounds(window, experiment.all_steps(), metric)
+        first, last = window_bounds(window, grid, metric)
     except ComparisonError:
         return None
     inside = (first <= steps) & (steps <= last)
     if not inside.any():
         return None
-    baseline, treatment = (float(one) for one in reduced(values[:, inside], metric))
-    distance = np.abs(values[1] - values[0])
+    runs = reduced(values[:, inside], metric)
+    left, right = runs[: sides.sizes[0]], runs[sides.sizes[0] :]
+    alone = sides.sizes == (1, 1)
+    distance = np.abs(values[-1] - values[0])
+    tost = None
+    if min(sides.sizes) > 1:
+        tost = paired_tost(left, right, 1.0) if sides.paired else welch_tost(left, right, 1.0)
+    margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)
     return Description(
         arm=arm,
         metric=metric,
+        window=window,
         steps=(first, last),
-        baseline=baseline,
-        treatment=treatment,
-        difference=treatment - baseline,
-        mean_distance=float(distance.mean()),
-        largest_distance=float(distance.max()),
-        largest_at=int(steps[distance.argmax()]),
+        num_runs=sides.sizes,
+        paired=sides.paired,
+        baseline=float(left.mean()),
+        treatment=float(right.mean()),
+        difference=float(right.mean() - left.mean()),
+        mean_distance=float(distance.mean()) if alone else None,
+        largest_distance=float(distance.max()) if alone else None,
+        largest_at=int(steps[distance.argmax()]) if alone else None,
+        interval=tost.interval if tost else None,
+        certified_bound=tost.certified_bound if tost else None,
+        margin=margin,
+        margin_is=margin_is,
+        runs_needed=_needed(sides, margin, left, right) if tost and margin else None,
     )
+
+
+def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, str]:
+    """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
+    climb = float(
+        np.mean(climbs(sides.baselines, Primary(metric=metric, margin=1.0, transform="identity"), last))
+    )
+    if math.isfinite(climb) and climb > 0:
+        return _one_digit(SHARE_OF_CLIMB * climb), f"a tenth of the {climb:.3g} that the baseline learned"
+    if math.isfinite(level) and level:
+        return _one_digit(SHARE_OF_LEVEL * abs(level)), "a twentieth of the baseline's level"
+    return None, "the baseline is 0"
+
+
+def _one_digit(value: float) -> float:
+    digit = 10.0 ** math.floor(math.log10(value))
+    return float(f"{math.ceil(round(value / digit, 6)) * digit:.1g}")
+
+
+def _needed(sides: Sides, margin: float, left: Array, right: Array) -> int | None:
+    if sides.paired:
+        return pairs_needed(margin, mean_and_sd(right - left)[1])
+    return runs_needed(margin, (mean_and_sd(left)[1], mean_and_sd(right)[1]))

@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -21,13 +22,14 @@ from abrun.metric_names import (
     STEP_ONE,
 )
 from abrun.recipe import Compare
+from abrun.series import Array
 from abrun.store import started_after
 
 # How far rounding alone may move a step-one metric, relative to its scale. float32 sums over a batch in
 # another order differ by 1e-6 to 1e-5; bfloat16 keeps 8 bits (2^-8 = 4e-3) and rounds at every layer.
 ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}
 GROSS = 0.5  # of its scale: no rounding, in any precision
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(2000)  # dense towards 0, where the ratio's tail comes from
+_NUM_NODES = 2000  # dense towards 0, where the ratio's tail comes from
 # Entropy of a peaked policy is near 0 while its rounding error is that of log-probs, of order 1.
 ENTROPY_SCALE = 0.1
 
@@ -199,12 +201,13 @@ def factor_of_maxima(num_pairs: int, num_reruns: int, alpha: float) -> float:
     P(ratio > c) is the integral of 1 - F(c y)^n over the law of the largest of m, F the half-normal, by
     quadrature and bisection: exact. With one rerun it is in the thousands, with three about twenty.
     """
-    share = (_NODES + 1) / 2
+    nodes, weights = _quadrature()
+    share = (nodes + 1) / 2
     largest = math.sqrt(2) * special.erfinv(share ** (1 / num_reruns))  # y at these quantiles of the largest
 
     def beyond(factor: float) -> float:
         inside = special.erf(factor * largest / math.sqrt(2)) ** num_pairs
-        return float(np.sum(_WEIGHTS * (1 - inside)) / 2)
+        return float(np.sum(weights * (1 - inside)) / 2)
 
     low, high = 0.0, 1.0
     while beyond(high) > alpha and high < 1e9:
@@ -213,6 +216,12 @@ def factor_of_maxima(num_pairs: int, num_reruns: int, alpha: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if beyond(middle) > alpha else (low, middle)
     return high
+
+
+@cache
+def _quadrature() -> tuple[Array, Array]:
+    """Gauss-Legendre's; a second's work, which only reruns ask for."""
+    return np.polynomial.legendre.leggauss(_NUM_NODES)
 
 
 def _signed_log_ratio(baseline: float, treatment: float) -> float:
@@ -229,6 +238,14 @@ def _shifted(signed: Sequence[float], tolerance: float, alpha: float) -> bool:
         return False
     tost = paired_tost(np.zeros(len(signed)), signed, tolerance)
     return tost.p_beyond < alpha
+
+
+def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> str:
+    """Why nothing is read of the first step of runs that abrun did not launch."""
+    first = max((first_step(pair.baseline) for pair in pairs), default=0)
+    if first > 1:
+        return f"the first recorded step is {first}, after updates were made"
+    return f"no reward, loss, gradient norm or entropy is recorded in both arms{named_otherwise(recorded)}"
 
 
 def named_otherwise(recorded: Sequence[str]) -> str:

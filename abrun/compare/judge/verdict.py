@@ -5,29 +5,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.by_prompt import ByPrompt, by_prompt
 from abrun.compare.judge.claims import SHARED, PrimaryResult, judge_primary, sample_text, with_holm
-from abrun.compare.judge.description import Description, descriptions
+from abrun.compare.judge.description import Description, descriptions, nothing_shared, num_metrics
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
 from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.step_one import StepOne, named_otherwise, shares_prompts, step_one
+from abrun.compare.judge.step_one import StepOne, named_otherwise, step_one
 from abrun.compare.judge.summaries import difference_unit
-from abrun.compare.judge.validity import (
-    INITIAL_WEIGHTS,
-    coverage,
-    differences,
-    invalid_reasons,
-    other_machine,
-)
-from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
+from abrun.compare.judge.untested import counted, not_tested, step_one_unread
+from abrun.compare.judge.validity import coverage, differences, invalid_reasons
+from abrun.compare.read.experiment import Experiment, Sides
 from abrun.equivalence import ALPHA
 from abrun.looks import level_of_a_look
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.recipe import ONE_ULP, Primary
+from abrun.recipe import Primary
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
@@ -39,6 +32,11 @@ _OPEN_GUARDS = {
 _ONE_EACH = (
     "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
 )
+_NOT_DECLARED = (
+    "no primary metric is declared: step one and the guards pass, which does not show that the arms "
+    "converge alike; declare compare.primary with a margin"
+)
+_NO_CLAIM = "nothing is claimed (--primary): a description and no verdict on whether the arms converge alike"
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
@@ -66,6 +64,7 @@ class ArmVerdict:
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
     coverage: dict[str, int]
+    num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
@@ -196,8 +195,8 @@ def judge_arm(
         recorded=experiment.metrics(),
     )
     described = descriptions(experiment, arm, primaries)
-    if described and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
-        verdict, reasons = "INCONCLUSIVE", [_ONE_EACH, *reasons]
+    if described or not (primaries or experiment.launched_compare_sha256):
+        verdict, reasons = _as_described(experiment, sides, described, verdict, reasons)
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -213,6 +212,7 @@ def judge_arm(
         num_runs=None if sides.paired else sides.finished.sizes,
         treatment_diff=differences(experiment, arm),
         coverage=coverage(sides),
+        num_metrics=None if primaries or not described else num_metrics(sides),
         step_one=first_steps,
         divergence=diverged,
         final_weights=[ended] if ended else [],
@@ -225,93 +225,21 @@ def judge_arm(
     )
 
 
-def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[StepOne]) -> str | None:
-    """Why step one says nothing about the treatment; None: it does."""
-    if not experiment.compare.paired:
-        return "runs that are not paired have no first step in common"
-    if not experiment.compare.step_one:
-        return "switched off (compare.step_one: false)"
-    if other_machine(experiment, arm):
-        return "the reference was made with other package versions or devices"
-    differing = [one for one in first_steps if one.result == "fail"]
-    if not differing or shares_prompts(experiment.pairs(arm)):
-        return None
-    worst_one = max(differing, key=lambda one: one.deviation)
-    return (
-        f"{worst_one.metric} is {worst_one.baseline:.6g} in {experiment.baseline} and "
-        f"{worst_one.treatment:.6g} in {arm} at step {worst_one.step} (seed {worst_one.seed}), and nothing "
-        "says that the arms saw the same prompts (environment.json: prompts_sha256), so that this tells "
-        "nothing of the treatment; --no-step-one leaves it out"
-    )
-
-
-def not_tested(
+def _as_described(
     experiment: Experiment,
     sides: Sides,
-    primaries: Sequence[Primary],
-    diverged: Sequence[Divergence],
-    step_one_unread: str | None,
-) -> list[str]:
-    """What a reader might believe was looked at, and was not: one sentence each."""
-    begun = [run for run in sides.runs if run.status != "pending"]
-    runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
-    steps = experiment.all_steps()
-    others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
-    sentences = _unsaid(runs, sides)
-    if step_one_unread:
-        sentences.append(f"step one: {step_one_unread}")
-    if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
-        sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
-    if not sides.paired:
-        both = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
-        said = both if experiment.seeds_known else ()
-        shared = f" ({_count(len(said), 'seed')} of both arms not paired, as asked)" if said else ""
-        sentences.append(
-            f"how the arms part step by step, and from their first one: they are unpaired{shared}"
-        )
-    if any(one.noise_floor == "unknown" for one in diverged):
-        sentences.append("divergence against the noise floor: no A/A reruns (controls.aa_reruns)")
-    if not learning_metrics([run for run in runs if run.name.arm == experiment.baseline]) and primaries:
-        sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
-    clean = len(sides.finished.treatments)
-    if clean:
-        most = 1 - ALPHA ** (1 / clean)
-        of = "seed" if sides.paired else "treated run"
-        sentences.append(
-            f"{of}s that fail more rarely: {_count(clean, f'clean {of}')} leave{'s' * (clean == 1)} a "
-            f"failure rate of up to {100 * most:.0f} % (95 % bound)"
-        )
-    if primaries and all(primary.margin is None for primary in primaries):
-        sentences.append("whether the arms converge alike: no claim has a margin")
-    unlearned = [primary.metric for primary in primaries if not primary.climbs]
-    if unlearned:
-        sentences.append(
-            f"whether the baseline learned anything: `climbs: false` is declared for {', '.join(unlearned)}"
-        )
-    launched = experiment.launched_compare_sha256 is not None and not experiment.regression
-    if primaries and launched and all(planted.name == ONE_ULP for planted in experiment.planted.values()):
-        sentences.append("what it would have caught: no fault was planted (abrun sensitivity)")
-    if primaries and others > 0:
-        sentences.append(f"{_count(others, 'other metric')}: recorded, without a claim")
-    if len(steps):
-        sentences.append(f"anything but this recipe, these seeds and steps {steps[0]}-{steps[-1]}")
-    return sentences
-
-
-def _unsaid(runs: Sequence[RecordedRun], sides: Sides) -> list[str]:
-    unknown = {
-        "whether the runs finished": any(run.status == "unknown" for run in runs),
-        "resolved configurations": any(run.config is None for run in runs),
-        "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
-    }
-    if sides.paired:
-        for what, key in (
-            ("saw the same prompts", "prompts_sha256"),
-            ("began with the same weights", INITIAL_WEIGHTS),
-        ):
-            unknown[f"whether both arms {what}"] = any(not (run.environment or {}).get(key) for run in runs)
-    silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
-    return [f"{', '.join(silent)}: the runs do not say"] if silent else []
+    described: Sequence[Description],
+    verdict: Verdict,
+    reasons: Sequence[str],
+) -> tuple[Verdict, list[str]]:
+    """What is said of arms that are described: without a claim, or with one run each, nothing is tested."""
+    if experiment.launched_compare_sha256 is None:
+        instead = _NO_CLAIM if described else nothing_shared(sides)
+        reasons = [instead if reason == _NOT_DECLARED else reason for reason in reasons]
+    one_each = described and max(sides.finished.sizes) == 1
+    if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
+        return "INCONCLUSIVE", [_ONE_EACH, *reasons]
+    return verdict, list(reasons)
 
 
 def decide(
@@ -348,10 +276,7 @@ def decide(
         *(primary_sentence(one) for one in primaries if one.result not in ("equivalent", "holds")),
     ]
     if not primaries:
-        open_questions.append(
-            "no primary metric is declared: step one and the guards pass, which does not show that the arms "
-            "converge alike; declare compare.primary with a margin"
-        )
+        open_questions.append(_NOT_DECLARED)
     if open_questions:
         return "INCONCLUSIVE", open_questions
     return "MATCH", [primary_sentence(one) for one in primaries]
@@ -373,7 +298,7 @@ def primary_sentence(result: PrimaryResult) -> str:
         if result.num_runs is not None:
             return f"{result.metric}: not tested: equivalence needs two runs of each arm, or more"
         return (
-            f"{result.metric}: {_count(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
+            f"{result.metric}: {counted(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
             "at least two: only step one, the guards and the divergence were looked at"
         )
     where = f"{sample_text(result)}, this recipe, steps {result.steps[0]}-{result.steps[1]}"
@@ -481,10 +406,6 @@ def _or_many(count: int | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.0f} %"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _shortened(sentences: Sequence[str]) -> list[str]:

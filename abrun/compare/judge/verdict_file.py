@@ -44,6 +44,7 @@ class ArmSection:
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]
     coverage: dict[str, int]
+    num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
     looks: list[Look]
 
 
@@ -69,7 +70,7 @@ class VerdictFile:
     num_pairs: int
     paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
     primaries: list[PrimaryResult]
-    descriptions: list[Description]  # of arms with one run each, which nothing is tested of
+    descriptions: list[Description]  # of arms with one run each, or where nothing is claimed
     guards: list[Guard]
     step_one: list[StepOne]
     divergence: list[Divergence]
@@ -79,6 +80,7 @@ class VerdictFile:
     arms: dict[str, ArmSection]
     spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[str]
+    guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
     notes: list[str]  # what reading the runs had to decide, and pairs that were placed differently
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
@@ -112,6 +114,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         },
         spent=spent(experiment, arms),
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
+        guessed=list(experiment.guessed),
         notes=[
             *ledger_notes(experiment.reference),
             *placement_notes(experiment),

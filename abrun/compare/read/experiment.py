@@ -149,6 +149,8 @@ class Experiment:
     planted: Mapping[str, PlantedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
     seeds_known: bool = True  # False: unpaired runs that were numbered
+    guessed: tuple[str, ...] = ()  # of runs that abrun did not launch: what names and columns were taken for
+    renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property
@@ -230,11 +232,21 @@ def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array
     return steps, values[: len(pairs)], values[len(pairs) :]
 
 
-def refuse_unknown_metrics(experiment: Experiment, primaries: Sequence[Primary]) -> None:
-    """Raises ComparisonError for a metric that no run recorded: given by hand, that is a typing error."""
+def claims_on_recorded(experiment: Experiment, primaries: Sequence[Primary]) -> list[Primary]:
+    """The claims, each on a metric that some run recorded: by its name, its trainer's name, or the end of it.
+
+    Raises ComparisonError for any other: given by hand, that is a typing error.
+    """
     known = experiment.metrics()
+    found = []
     for primary in primaries:
-        if known and primary.metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
+        metric = experiment.renamed.get(primary.metric, primary.metric)
+        ending = [name for name in known if f"/{name}".lower().endswith(f"/{metric}".lower())]
+        if metric not in known and len(ending) == 1:
+            metric = ending[0]
+        found.append(primary.model_copy(update={"metric": metric}) if metric in known else primary)
+        if known and metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
             close = difflib.get_close_matches(primary.metric, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"recorded are: {', '.join(known)}"
             raise ComparisonError(f"--primary: got metric {primary.metric!r}, which no run recorded; {hint}")
+    return found

@@ -11,6 +11,7 @@ from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log, read_logs
 from abrun.logs.aliases import apply_to_all, parse
+from abrun.logs.guessing import Guess, guess_baseline, guess_runs
 from abrun.logs.log import listed, printable
 from abrun.logs.naming import name_runs, name_seeds, names_both, stem
 from abrun.recipe import BASELINE, Compare
@@ -28,34 +29,56 @@ def load_foreign(
     baseline: str | None = None,
     aliases: Sequence[str] = (),
     step_column: str | None = None,
+    seeds: Sequence[int] | None = None,
     alone: bool = False,
+    may_unpair: bool = True,
 ) -> Experiment:
     """The runs of some sources, paired by seed unless `compare` says otherwise.
 
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
-    else the first source's. `alone` lets one arm pass: a reference is its counterpart. Raises
-    ComparisonError or StoreError, one line, where that cannot be told.
+    else the first source's. What follows from neither is guessed, and `guessed` says so. `seeds` leaves out
+    all others. `alone` lets one arm pass, and guesses no seeds: a reference is its counterpart. `may_unpair`:
+    runs that do not say their seeds, or share none, are independent. Raises ComparisonError or StoreError,
+    one line, where that cannot be told.
     """
-    renamed = parse(aliases)
+    given = parse(aliases)
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
-    names = _names(named_sources, logs_of, pattern, unpaired=not compare.paired)
-    seeds_known = compare.paired or names == _names_by_seed(named_sources, logs_of, pattern)
+    found = _identified(named_sources, logs_of, pattern, paired=compare.paired, may_guess=not alone)
+    if compare.paired and not (found.paired or may_unpair):
+        found = _identified(named_sources, logs_of, pattern, paired=True, may_guess=False)
     logs = [log for logs in logs_of for log in logs]
-    metrics = apply_to_all([log.metrics for log in logs], renamed)
-    by_name = {run: replace(log, metrics=one) for run, log, one in zip(names, logs, metrics, strict=True)}
-    arms = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
+    renamed = apply_to_all([log.metrics for log in logs], given)
+    by_name = {
+        run: replace(log, metrics=metrics)
+        for run, log, metrics in zip(found.names, logs, renamed.metrics, strict=True)
+    }
+    by_name = _of_seeds(by_name, seeds)
+    arms, of_baseline = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
     _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
+    said = [*(guess for log in logs for guess in log.guesses), *found.said, *of_baseline, *renamed.guessed]
     return Experiment(
         name=name or _experiment_name(named_sources, arms),
         arms=arms,
-        compare=compare,
-        runs={run: _run(run, by_name[run], numbered=not seeds_known) for run in ordered},
-        seeds_known=seeds_known,
+        compare=compare.model_copy(update={"paired": compare.paired and found.paired}),
+        runs={run: _run(run, by_name[run], numbered=not found.seeds_known) for run in ordered},
+        seeds_known=found.seeds_known,
+        guessed=tuple(dict.fromkeys(said)),
+        renamed=renamed.names,
     )
+
+
+def _of_seeds(runs: Mapping[RunName, Log], seeds: Sequence[int] | None) -> dict[RunName, Log]:
+    kept = {run: log for run, log in runs.items() if seeds is None or run.seed in seeds}
+    if not kept:
+        there = ", ".join(str(seed) for seed in sorted({run.seed for run in runs})[:20])
+        raise ComparisonError(
+            f"--seeds: got {', '.join(map(str, seeds or ()))}, of which there is no run; there are {there}"
+        )
+    return kept
 
 
 def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
@@ -83,6 +106,62 @@ def _named_source(source: str) -> tuple[str | None, str]:
     return None, source
 
 
+def _identified(
+    sources: Sequence[tuple[str | None, str]],
+    logs_of: Sequence[Sequence[Log]],
+    pattern: str | None,
+    *,
+    paired: bool,
+    may_guess: bool,
+) -> Guess:
+    """Which run each log is: as `_names` says, or else as guessed."""
+    logs = [log for logs in logs_of for log in logs]
+    try:
+        names = _names(sources, logs_of, pattern, unpaired=not paired, may_guess=may_guess)
+        known = paired or names == _names_by_seed(sources, logs_of, pattern)
+        found = Guess(names=names, paired=paired, seeds_known=known, said=[])
+    except ComparisonError:
+        guess = _guessed(sources, logs_of) if may_guess and pattern is None else None
+        if guess is None:
+            if len(sources) == 1 and len(logs) > 1 and pattern is None:
+                _refuse_one_arm(sources[0][1], logs)
+            raise
+        return guess
+    seeds = [{run.seed for run in names if run.arm == arm} for arm in dict.fromkeys(run.arm for run in names)]
+    if paired and may_guess and pattern is None and len(seeds) > 1 and not set.intersection(*seeds):
+        said = "runs are independent: the arms have no seed in common"
+        return replace(found, paired=False, said=[said])
+    if all(log.identity for log in logs) or pattern is not None or len(names) == len(seeds):
+        return found
+    first, log = names[0], logs[0]
+    shown = f"'{printable(log.name)}': {printable(first.arm)}, seed {first.seed}"
+    return replace(found, said=[f"arms and seeds from names such as {shown}"] if known else [])
+
+
+def _refuse_one_arm(source: str, logs: Sequence[Log]) -> None:
+    """Raises ComparisonError where the runs of the only source say their seeds, and no arms."""
+    try:
+        name_seeds(logs, "one")
+    except ComparisonError:
+        return
+    raise ComparisonError(
+        f"arms: got {printable(source)} alone, whose {len(logs)} runs name their seeds and no arms; name the "
+        f"other arm's runs too: abrun compare {printable(source)} OTHER"
+    )
+
+
+def _guessed(sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]]) -> Guess | None:
+    logs = [log for logs in logs_of for log in logs]
+    if len(sources) == 1:
+        return guess_runs(logs)
+    if len(logs) == len(sources) > 2 and not any(arm for arm, _ in sources):
+        guess = guess_runs(_named_from_common_folder(sources, logs))  # a run each, as `runs/*.csv` is
+        if guess is not None and guess.seeds_known:
+            return guess
+    arms = _arms_of(sources)
+    return guess_runs(logs, [arm for arm, of in zip(arms, logs_of, strict=True) for _ in of])
+
+
 def _names_by_seed(
     sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], pattern: str | None
 ) -> list[RunName] | None:
@@ -99,6 +178,7 @@ def _names(
     pattern: str | None,
     *,
     unpaired: bool,
+    may_guess: bool = False,
 ) -> list[RunName]:
     """The run that each log is, in the order of the sources and their logs."""
     logs = [log for logs in logs_of for log in logs]
@@ -119,17 +199,10 @@ def _names(
         try:
             return name_runs(_named_from_common_folder(sources, logs))
         except ComparisonError:
+            if may_guess and len(logs) > 2:
+                raise
             pass  # an arm each
-    arms = [arm or _arm_of(source) for arm, source in sources]
-    twice = next(
-        (arm for arm in arms if arms.count(arm) > 1 and arms.count(arm) != _given(sources, arm)), None
-    )
-    if twice is not None:
-        both = [source for arm, (_, source) in zip(arms, sources, strict=True) if arm == twice]
-        raise ComparisonError(
-            f"sources: got {listed(both)}, which would all be the arm {twice!r}; "
-            f"name them, such as baseline={printable(both[0])}"
-        )
+    arms = _arms_of(sources)
     together: dict[str, list[Log]] = {}
     for arm, of in zip(arms, logs_of, strict=True):
         together.setdefault(arm, []).extend(of)
@@ -152,6 +225,30 @@ def _named_from_common_folder(sources: Sequence[tuple[str | None, str]], logs: S
     ]
 
 
+def _arms_of(sources: Sequence[tuple[str | None, str]]) -> list[str]:
+    """An arm for each source; one without a name goes by its folder or file, or what sets the paths apart.
+
+    Raises ComparisonError where a name that was given is another source's too.
+    """
+    arms = [arm or _arm_of(source) for arm, source in sources]
+    counts = {arm: arms.count(arm) for arm in arms}
+    twice = next((arm for arm, count in counts.items() if count > 1 and count != _given(sources, arm)), None)
+    if twice is None:
+        return arms
+    parts = [list(Path(source).resolve().parts) for _, source in sources]
+    if not any(arm for arm, _ in sources) and all(Path(source).exists() for _, source in sources):
+        while len({of[-1] for of in parts}) == 1:
+            parts = [of[:-1] for of in parts]
+        apart = [printable(stem(of[-1])) for of in parts]
+        if len(set(apart)) == len(apart):
+            return apart
+    both = [source for arm, (_, source) in zip(arms, sources, strict=True) if arm == twice]
+    raise ComparisonError(
+        f"sources: got {listed(both)}, which would all be the arm {twice!r}; "
+        f"name them, such as baseline={printable(both[0])}"
+    )
+
+
 def _given(sources: Sequence[tuple[str | None, str]], arm: str) -> int:
     return sum(given == arm for given, _ in sources)
 
@@ -166,14 +263,17 @@ def _arm_of(source: str) -> str:
     )
 
 
-def _arms(runs: Mapping[RunName, Log], baseline: str | None, several: bool, fewest: int) -> tuple[str, ...]:
-    """The arms, the baseline first."""
+def _arms(
+    runs: Mapping[RunName, Log], baseline: str | None, several: bool, fewest: int
+) -> tuple[tuple[str, ...], list[str]]:
+    """The arms, the baseline first, and what of that is guessed."""
     arms = list(dict.fromkeys(run.arm for run in runs))
     if len(arms) < fewest:
         raise ComparisonError(
             f"arms: got only {listed(arms)}, of {len(runs)} runs; a comparison needs two: add a source, "
             "or say how arms are named, such as --pattern '{arm}-s{seed}'"
         )
+    guessed = []
     if baseline is not None:
         if baseline not in arms:
             raise ComparisonError(f"--baseline: got '{printable(baseline)}'; allowed: {listed(arms)}")
@@ -183,10 +283,10 @@ def _arms(runs: Mapping[RunName, Log], baseline: str | None, several: bool, fewe
     elif several or len(arms) == 1:
         first = arms[0]
     else:
-        raise ComparisonError(
-            f"--baseline: not given, and no arm is named 'baseline'; allowed: {listed(arms)}; say which"
-        )
-    return (first, *(arm for arm in arms if arm != first))
+        first = guess_baseline(arms)
+        others = listed([arm for arm in arms if arm != first])
+        guessed = [f"the baseline is {first!r} (--baseline says otherwise: {others})"]
+    return (first, *(arm for arm in arms if arm != first)), guessed
 
 
 def _refuse_twice(sources: Sequence[str], logs_of: Sequence[Sequence[Log]]) -> None:

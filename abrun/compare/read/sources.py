@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from abrun.compare.read.experiment import Experiment, refuse_unknown_metrics
+from abrun.compare.read.experiment import Experiment, claims_on_recorded
 from abrun.compare.read.foreign import load_foreign
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError
@@ -22,7 +22,9 @@ class Reading:
     group: str | None = None
     aliases: tuple[str, ...] = ()
     step_column: str | None = None
+    seeds: tuple[int, ...] | None = None  # of these runs alone; None: all
     unpaired: bool = False  # runs are independent, whatever their seeds
+    may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
     alone: bool = False  # one arm is enough: its counterpart is a reference
 
     def refuse_for_stored(self, directory: Path) -> None:
@@ -33,6 +35,7 @@ class Reading:
             "--group": self.group,
             "--alias": self.aliases[0] if self.aliases else None,
             "--step-column": self.step_column,
+            "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
         }
         for option, value in given.items():
             if value is not None:
@@ -71,10 +74,12 @@ def open_sources(
             baseline=reading.baseline,
             aliases=reading.aliases,
             step_column=reading.step_column,
+            seeds=reading.seeds,
             alone=reading.alone,
+            may_unpair=reading.may_unpair,
         )
     if primaries is None:
         return experiment
-    refuse_unknown_metrics(experiment, primaries)
-    compare = experiment.compare.model_copy(update={"primary": list(primaries)})
+    primaries = claims_on_recorded(experiment, primaries)
+    compare = experiment.compare.model_copy(update={"primary": primaries})
     return replace(experiment, compare=compare)

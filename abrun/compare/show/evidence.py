@@ -32,6 +32,8 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
                 pairs = f"{section['num_pairs']} finished, of at most {section['num_planned_pairs']}"
             yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
             yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
+        if section["num_metrics"] and content["post_hoc"]:
+            yield f"{mark}metrics", _metrics(content["descriptions"], arm, section["num_metrics"])
         yield f"{mark}guards", _guards([one for one in content["guards"] if one["arm"] == arm])
         if not section["num_runs"]:
             yield (
@@ -58,9 +60,18 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
         yield "sensitivity", sentence(content["sensitivity"])
     if content["not_tested"]:
         yield "not tested", "; ".join(content["not_tested"])
+    for guess in content["guessed"]:
+        yield "guessed", guess
     if content["notes"]:
         more = f"; and {len(content['notes']) - 3} more" if len(content["notes"]) > 3 else ""
         yield "notes", "; ".join(content["notes"][:3]) + more
+
+
+def _metrics(described: Sequence[Content], arm: str, counts: Sequence[int]) -> str:
+    shown = [one["metric"] for one in described if one["arm"] == arm]
+    more = counts[0] - len(shown)
+    named = f": {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
+    return f"{counts[0]} of {counts[1]} recorded in every run{named}"
 
 
 def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:

@@ -10,6 +10,7 @@ from abrun.compare.read.experiment import Experiment
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 
 MOST_STEPS = 2
+UNPAIRED = " --unpaired"
 Content = Mapping[str, Any]
 
 
@@ -36,6 +37,8 @@ def _filled(command: str, typed: str) -> str:
         command = command.replace("RECIPE", shlex.quote(recipe))
     if words[:2] == ["abrun", "compare"]:
         sources = [*takewhile(lambda word: not word.startswith("-"), words[2:])]
+        if UNPAIRED in f"{typed} ":
+            command = command.replace(UNPAIRED, "")
         command = command.replace("abrun compare RUNS", typed)
         command = command.replace("RUNS", shlex.join(sources) or "RUNS")
     return command
@@ -104,22 +107,11 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     looks = [look for section in content["arms"].values() for look in section["looks"]]
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
-    if content["descriptions"]:
-        if _launched(experiment):
-            yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
-        else:
-            more = "Train two runs or more beside each, with the same seeds in both arms, then compare again"
-            if not content["paired"]:
-                more = "Train two runs or more beside each, then compare again"
-            yield NextStep(text=more, command="abrun compare RUNS")
-        return
     if not _launched(experiment):
-        more = "More pairs narrow the interval: train more seeds, then compare again"
-        if not content["paired"]:
-            more = (
-                "Runs of the same seeds in both arms narrow the interval most: train some, then compare again"
-            )
-        yield NextStep(text=more, command="abrun compare RUNS")
+        yield from _inconclusive_of_others(content)
+        return
+    if content["descriptions"]:
+        yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
         return
     if any(look["verdict"] is None for look in looks):
         yield NextStep(
@@ -157,6 +149,42 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
+def _inconclusive_of_others(content: Content) -> Iterator[NextStep]:
+    """Of runs that abrun did not launch."""
+    described = content["descriptions"]
+    if described:
+        yield from _claim_to_make(content)
+        if max(described[0]["num_runs"]) == 1:
+            shared = ", with the same seeds in both arms" if content["paired"] else ""
+            yield NextStep(
+                text=f"Train two runs or more beside each{shared}, then compare again",
+                command="abrun compare RUNS",
+            )
+    elif not content["primaries"]:
+        yield NextStep(
+            text="Say which metrics are the same", command="abrun compare RUNS --alias train/reward=NAME"
+        )
+    else:
+        more = "More pairs narrow the interval: train more seeds, then compare again"
+        if not content["paired"]:
+            more = (
+                "Runs of the same seeds in both arms narrow the interval most: train some, then compare again"
+            )
+        yield NextStep(text=more, command="abrun compare RUNS")
+
+
+def _claim_to_make(content: Content) -> Iterator[NextStep]:
+    """Of runs without a claim: one on what they learn, with a margin that owes nothing to the treatment."""
+    described = next((one for one in content["descriptions"] if one["margin"] is not None), None)
+    if content["primaries"] or described is None:
+        return
+    claim = shlex.quote(f"{described['metric']}:{described['window']}:{described['margin']:g}")
+    yield NextStep(
+        text=f"Claim that they are alike within a margin that you accept (here {described['margin_is']})",
+        command=f"abrun compare RUNS{'' if content['paired'] else UNPAIRED} --primary {claim}",
+    )
+
+
 def _fewer_pairs(one: Content) -> bool:
     """Whether more prompts would spare pairs."""
     needed, with_twice = one["pairs_needed"], one["pairs_needed_with_twice"]
@@ -165,8 +193,14 @@ def _fewer_pairs(one: Content) -> bool:
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if not _launched(experiment):
+        shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
-        if apart:
+        if apart and shared:
+            seeds = ",".join(dict.fromkeys(shared))
+            yield NextStep(
+                text="Compare the seeds that both arms have", command=f"abrun compare RUNS --seeds {seeds}"
+            )
+        elif apart:
             yield NextStep(
                 text="Compare them as independent runs, of other seeds",
                 command="abrun compare RUNS --unpaired",

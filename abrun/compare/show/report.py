@@ -18,6 +18,8 @@ from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
 from abrun.errors import ComparisonError, StoreError
+from abrun.extras import lacking
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
 
@@ -30,13 +32,20 @@ WORTH_A_PROCESS = 1_000_000  # points to draw
 PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 STAMP = ".report.json"  # what the page and the figures were drawn of
 FORMATS = ("json", "html", "markdown", "png", "svg")
+FIGURES = ("png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 OWN_FIGURES = ("claims", "overview")  # no metric's
 MOST_LINES = 25  # of the markdown, without images
 MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
-DESCRIBED = ["metric", "steps", "baseline", "treatment", "difference", "mean distance step by step"]
+DESCRIBED = ["metric", "steps", "baseline", "treatment"]
+OF_ONE_RUN, OF_SEVERAL = ["mean distance step by step"], ["certified now", "a sensible margin takes"]
 MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
+
+
+def drawable() -> tuple[str, ...]:
+    """The formats that this environment can write."""
+    return tuple(form for form in FORMATS if form not in FIGURES) if lacking("figures") else FORMATS
 
 
 def write_report(
@@ -54,7 +63,7 @@ def write_report(
     content = as_json(verdict)
     beside = context(experiment, content, command)
     files: list[Path] = []
-    images = [form for form in ("png", "svg") if form in formats]
+    images = [form for form in FIGURES if form in formats]
     drawn = {
         "formats": sorted({"html", *images} & set(formats)),
         "of": _fingerprint(experiment, content, beside),
@@ -175,7 +184,9 @@ def _figures_of(stamp: Path, drawn: Content) -> list[Path] | None:
 def _draw_claims(
     experiment: Experiment, content: Content, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    from abrun.compare.show import plots
+    if not content["primaries"]:
+        return
+    from abrun.compare.show import plots  # half a second
 
     with plots.style():
         yield from _save(plots.forest(experiment, content["primaries"]), output / "claims", images)
@@ -186,6 +197,9 @@ def _draw_claims(
 
 
 def _draw_overview(experiment: Experiment, output: Path, images: Sequence[str]) -> Iterator[Path]:
+    recorded = {metric for run in experiment.runs.values() for metric in run.metrics}
+    if TOKEN_MULT_PROB_ERROR not in recorded and not any(map(is_peak_memory, recorded)):
+        return
     from abrun.compare.show import plots
 
     limit = experiment.compare.guards.token_mult_prob_error_median
@@ -246,8 +260,9 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         lines += ["", table_row(head), table_row(["---"] * len(head))]
         lines += [table_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
     if content["descriptions"]:
-        lines += ["", table_row(DESCRIBED), table_row(["---"] * len(DESCRIBED))]
-        lines += [table_row(_described(one)) for one in content["descriptions"][:MOST_DESCRIBED]]
+        head = _description_columns(content)
+        lines += ["", table_row(head), table_row(["---"] * len(head))]
+        lines += [table_row(cells) for cells in _described_rows(content)]
     facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in evidence(content)]
     made = f"report made by {code(beside.command)}"
     known = [escaped(text) for text in (beside.ran, beside.environment) if text]
@@ -263,16 +278,37 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _description_columns(content: Content) -> list[str]:
+    arm = ["arm"] * (len(content["arms"]) > 1)
+    if all(one["interval"] is None for one in content["descriptions"]):
+        return [*arm, *DESCRIBED, "difference", *OF_ONE_RUN]
+    return [*arm, *DESCRIBED, "difference [90 %]", *OF_SEVERAL]
+
+
+def _described_rows(content: Content) -> list[list[str]]:
+    """The first few of every arm."""
+    several = len(content["arms"]) > 1
+    of_arms = [[one for one in content["descriptions"] if one["arm"] == arm] for arm in content["arms"]]
+    shown = [one for of in of_arms for one in of[: MOST_DESCRIBED // (1 + several)]]
+    return [[one["arm"]] * several + _described(one) for one in shown]
+
+
 def _described(one: Content) -> list[str]:
-    levels = [f"{one[key]:.4g}" for key in ("baseline", "treatment")]
-    apart = f"{one['mean_distance']:.3g}, at most {one['largest_distance']:.3g} (step {one['largest_at']})"
-    return [
-        one["metric"],
-        f"{one['steps'][0]}-{one['steps'][1]}",
-        *levels,
-        f"{one['difference']:+.3g}",
-        apart,
-    ]
+    cells = [one["metric"], f"{one['steps'][0]}-{one['steps'][1]}"]
+    cells += [f"{one[key]:.4g}" for key in ("baseline", "treatment")]
+    if one["mean_distance"] is not None:
+        apart = (
+            f"{one['mean_distance']:.3g}, at most {one['largest_distance']:.3g} (step {one['largest_at']})"
+        )
+        return [*cells, f"{one['difference']:+.3g}", apart]
+    if one["interval"] is None:
+        return [*cells, f"{one['difference']:+.3g}", "-", "two runs of each arm"]
+    takes = "-"
+    if one["margin"] is not None:
+        count = one["runs_needed"] or "more than 1000"
+        takes = f"±{one['margin']:.3g}: {count} {'pairs' if one['paired'] else 'runs of each arm'}"
+    interval = f"[{one['interval'][0]:.3g}, {one['interval'][1]:.3g}]"
+    return [*cells, f"{one['difference']:+.3g} {interval}", f"±{one['certified_bound']:.3g}", takes]
 
 
 def _headline(content: Content) -> str:
@@ -344,9 +380,9 @@ def terminal_summary(
             table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + _primary_cells(one)))
         parts += [table, Text("")]
     if content["descriptions"]:
-        table = Table(*DESCRIBED, box=None, header_style="bold", pad_edge=False)
-        for one in content["descriptions"][:MOST_DESCRIBED]:
-            table.add_row(*(Text(shown(cell)) for cell in _described(one)))
+        table = Table(*_description_columns(content), box=None, header_style="bold", pad_edge=False)
+        for cells in _described_rows(content):
+            table.add_row(*(Text(shown(cell)) for cell in cells))
         parts += [table, Text("")]
     facts = Table.grid(padding=(0, 2))
     for label, text in evidence(content):
@@ -354,6 +390,8 @@ def terminal_summary(
     for step in next_steps:
         facts.add_row(Text("next", style="bold"), Text(shown(f"{step.text}: {step.command}")))
     parts.append(facts)
+    if files and (missing := lacking("figures")):
+        facts.add_row(Text("figures", style="bold"), Text(f"PNG and SVG: {missing}"))
     if files:
         parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         parts.append(Text("        " + ", ".join(path.name for path in files)))

@@ -45,7 +45,9 @@ function banner() {
   const unread = content.verdict === "MATCH" && !(content.step_one || []).length;
   const described = (content.descriptions || []).length > 0 && content.verdict === "INCONCLUSIVE";
   const meaning = described
-    ? "One run of each arm: a description, not a test."
+    ? content.descriptions.some((one) => one.interval)
+      ? "Nothing is claimed: a description, not a test."
+      : "One run of each arm: a description, not a test."
     : unread
       ? `${outcome} Step one was not looked at.`
       : outcome;
@@ -155,21 +157,25 @@ const beside = report.beside || {};
 const levels = beside.levels || [];
 const MOST_DETAILED = 3; // levels in the head
 
-// --- two runs, one of each arm ---
+// --- arms without a claim, or with one run each ---
 
 function description() {
   const list = content.descriptions || [];
   if (!list.length) return null;
+  const two = list.every((one) => one.interval === null);
+  const title = two ? "The two runs" : "The arms";
+  const intro = two
+    ? "Levels over the window, and how far apart the curves lie over all steps that both recorded. Two runs cannot tell what the treatment does from what a seed does."
+    : "Levels over the window, the difference with its 90 % interval, the smallest margin that these runs would certify, and what a margin that follows from the baseline alone would take, with 80 % power, were the arms equal.";
+  const heads = two
+    ? [["mean |difference| over steps", "right"], ["largest", "right"], ["at step", "right"]]
+    : [["90 % interval", "right"], ["certified now", "right"], ["a margin of", "right"], ["takes", "right"]];
   return section(
     "description",
-    "The two runs",
-    el(
-      "p",
-      { class: "intro" },
-      "Levels over the window, and how far apart the curves lie over all steps that both recorded. Two runs cannot tell what the treatment does from what a seed does.",
-    ),
+    title,
+    el("p", { class: "intro" }, intro),
     table(
-      "The two runs",
+      title,
       [
         ...(several ? [["arm"]] : []),
         ["metric"],
@@ -177,9 +183,7 @@ function description() {
         [baselineName(), "right"],
         ["treatment", "right"],
         ["difference", "right"],
-        ["mean |difference| over steps", "right"],
-        ["largest", "right"],
-        ["at step", "right"],
+        ...heads,
       ],
       list.map((one) => [
         ...(several ? [one.arm] : []),
@@ -188,12 +192,27 @@ function description() {
         number(one.baseline, 4),
         number(one.treatment, 4),
         signed(one.difference, 3),
-        number(one.mean_distance, 3),
-        number(one.largest_distance, 3),
-        String(one.largest_at),
+        ...(two ? distances(one) : prospects(one)),
       ]),
     ),
   );
+}
+
+const distances = (one) => [
+  number(one.mean_distance, 3),
+  number(one.largest_distance, 3),
+  String(one.largest_at),
+];
+
+function prospects(one) {
+  if (!one.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
+  const counted = one.paired ? "pairs" : "runs of each arm";
+  return [
+    `[${number(one.interval[0], 3)}, ${number(one.interval[1], 3)}]`,
+    `\u00b1${number(one.certified_bound, 3)}`,
+    one.margin === null ? "\u2013" : el("span", { title: one.margin_is }, `\u00b1${number(one.margin, 3)}`),
+    one.margin === null ? "\u2013" : `${one.runs_needed ?? "more than 1000"} ${counted}`,
+  ];
 }
 
 // --- primaries ---

@@ -1,0 +1,107 @@
+"""What of a comparison a reader might believe was looked at, and was not."""
+
+from collections.abc import Sequence
+
+from abrun.compare.judge.assay import learning_metrics
+from abrun.compare.judge.divergence import Divergence
+from abrun.compare.judge.step_one import StepOne, shares_prompts, unreadable
+from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
+from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
+from abrun.equivalence import ALPHA
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.recipe import ONE_ULP, Primary
+
+
+def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[StepOne]) -> str | None:
+    """Why step one says nothing about the treatment; None: it does."""
+    if not experiment.compare.paired:
+        return "runs that are not paired have no first step in common"
+    if not experiment.compare.step_one:
+        return "switched off (compare.step_one: false)"
+    if other_machine(experiment, arm):
+        return "the reference was made with other package versions or devices"
+    if not first_steps and experiment.launched_compare_sha256 is None:
+        return unreadable(experiment.pairs(arm), experiment.metrics())
+    differing = [one for one in first_steps if one.result == "fail"]
+    if not differing or shares_prompts(experiment.pairs(arm)):
+        return None
+    worst_one = max(differing, key=lambda one: one.deviation)
+    return (
+        f"{worst_one.metric} is {worst_one.baseline:.6g} in {experiment.baseline} and "
+        f"{worst_one.treatment:.6g} in {arm} at step {worst_one.step} (seed {worst_one.seed}), and nothing "
+        "says that the arms saw the same prompts (environment.json: prompts_sha256), so that this tells "
+        "nothing of the treatment; --no-step-one leaves it out"
+    )
+
+
+def not_tested(
+    experiment: Experiment,
+    sides: Sides,
+    primaries: Sequence[Primary],
+    diverged: Sequence[Divergence],
+    step_one_unread: str | None,
+) -> list[str]:
+    """What a reader might believe was looked at, and was not: one sentence each."""
+    begun = [run for run in sides.runs if run.status != "pending"]
+    runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
+    steps = experiment.all_steps()
+    others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
+    sentences = _unsaid(runs, sides)
+    if step_one_unread:
+        sentences.append(f"step one: {step_one_unread}")
+    if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
+        sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
+    if not sides.paired:
+        both = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
+        said = both if experiment.seeds_known else ()
+        shared = f" ({counted(len(said), 'seed')} of both arms not paired, as asked)" if said else ""
+        sentences.append(
+            f"how the arms part step by step, and from their first one: they are unpaired{shared}"
+        )
+    if any(one.noise_floor == "unknown" for one in diverged):
+        sentences.append("divergence against the noise floor: no A/A reruns (controls.aa_reruns)")
+    if not learning_metrics([run for run in runs if run.name.arm == experiment.baseline]) and primaries:
+        sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
+    clean = len(sides.finished.treatments)
+    if clean:
+        most = 1 - ALPHA ** (1 / clean)
+        of = "seed" if sides.paired else "treated run"
+        sentences.append(
+            f"{of}s that fail more rarely: {counted(clean, f'clean {of}')} leave{'s' * (clean == 1)} a "
+            f"failure rate of up to {100 * most:.0f} % (95 % bound)"
+        )
+    if primaries and all(primary.margin is None for primary in primaries):
+        sentences.append("whether the arms converge alike: no claim has a margin")
+    unlearned = [primary.metric for primary in primaries if not primary.climbs]
+    if unlearned:
+        sentences.append(
+            f"whether the baseline learned anything: `climbs: false` is declared for {', '.join(unlearned)}"
+        )
+    launched = experiment.launched_compare_sha256 is not None and not experiment.regression
+    if primaries and launched and all(planted.name == ONE_ULP for planted in experiment.planted.values()):
+        sentences.append("what it would have caught: no fault was planted (abrun sensitivity)")
+    if primaries and others > 0:
+        sentences.append(f"{counted(others, 'other metric')}: recorded, without a claim")
+    if len(steps):
+        sentences.append(f"anything but this recipe, these seeds and steps {steps[0]}-{steps[-1]}")
+    return sentences
+
+
+def _unsaid(runs: Sequence[RecordedRun], sides: Sides) -> list[str]:
+    unknown = {
+        "whether the runs finished": any(run.status == "unknown" for run in runs),
+        "resolved configurations": any(run.config is None for run in runs),
+        "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
+    }
+    if sides.paired:
+        for what, key in (
+            ("saw the same prompts", "prompts_sha256"),
+            ("began with the same weights", INITIAL_WEIGHTS),
+        ):
+            unknown[f"whether both arms {what}"] = any(not (run.environment or {}).get(key) for run in runs)
+    silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
+    return [f"{', '.join(silent)}: the runs do not say"] if silent else []
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

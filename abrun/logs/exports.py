@@ -1,0 +1,170 @@
+"""CSV files that hold several runs, or a part of one: long tables, and what wandb and TensorBoard export.
+
+A long table has a column that names the arm, the run or the seed, and perhaps one that names the metric of a
+`value`. wandb exports a chart: the x-axis, then `<run> - <metric>` for every run, with its smallest and
+largest value in each of the chart's buckets. TensorBoard exports one metric: `Wall time,Step,Value`, the run
+and the metric in the file's name. (Both read from what their pages download.)
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from abrun.layout import RunName
+from abrun.logs.log import EMPTY, Log, printable
+from abrun.logs.naming import LARGEST_SEED
+from abrun.logs.rows import STEP_COLUMNS
+from abrun.logs.tables import TORN, Line, csv_lines, csv_log
+
+ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
+RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
+SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
+METRIC_COLUMNS = ("metric", "variable", "tag", "key")
+VALUE_COLUMNS = ("value", "val")
+MOST_RUNS = 1000
+BOUNDS = ("__MIN", "__MAX")
+CHART = re.compile(r"(?P<run>.+?) - (?P<metric>[^ ].*)")
+TENSORBOARD = ("Wall time", "Step", "Value")
+DOWNLOAD = re.compile(r"(?:run-)?(?P<run>.+?)-tag-(?P<tag>.+)")
+
+
+def read_csv_runs(path: Path, name: str, step_column: str | None = None) -> list[Log]:
+    """The runs of a CSV file: of most files one, which is called `name`."""
+    lines, torn = csv_lines(path)
+    if not lines:
+        return [Log(name=name, place=printable(str(path)), metrics={}, notes=(TORN if torn else EMPTY,))]
+    header = [cell.strip() for cell in lines[0][1]]
+    if tuple(header) == TENSORBOARD:
+        logs = [_tensorboard_download(path, name, lines)]
+    elif (charted := _charted(header)) and step_column is None:
+        logs = _chart_runs(path, header, lines, charted)
+    elif (keys := _key_columns(header)) and len(lines) > 1:
+        logs = _long_runs(path, name, header, lines, keys, step_column)
+    else:
+        logs = [replace(csv_log(path, lines, step_column), name=name)]
+    return [replace(log, notes=(*log.notes, TORN)) if torn else log for log in logs]
+
+
+# --- exports ---
+
+
+def _charted(header: Sequence[str]) -> dict[int, tuple[str, str]]:
+    """Column -> run and metric, of a chart that wandb exported; empty: it is none."""
+    found = {index: CHART.fullmatch(name) for index, name in enumerate(header) if not name.endswith(BOUNDS)}
+    charted = {index: (one["run"], one["metric"]) for index, one in found.items() if one}
+    columns = {name for name in header if not name.endswith(BOUNDS)}
+    return charted if len(charted) == len(columns) - 1 > 0 else {}
+
+
+def _chart_runs(
+    path: Path, header: list[str], lines: list[Line], charted: Mapping[int, tuple[str, str]]
+) -> list[Log]:
+    axis = next(i for i, name in enumerate(header) if i not in charted and not name.endswith(BOUNDS))
+    said = "a chart that wandb exported: its buckets, not every step"
+    logs = []
+    for run in dict.fromkeys(run for run, _ in charted.values()):
+        columns = {index: metric for index, (of, metric) in charted.items() if of == run}
+        rows = [
+            (number, [cells[axis], *(cells[index] for index in columns)])
+            for number, cells in lines[1:]
+            if len(cells) == len(header) and any(cells[index] for index in columns)
+        ]
+        log = csv_log(path, [(1, ["step", *columns.values()]), *rows], "step")
+        logs.append(replace(log, name=run, part=True, guesses=(said,)))
+    return logs
+
+
+def _tensorboard_download(path: Path, name: str, lines: list[Line]) -> Log:
+    found = DOWNLOAD.fullmatch(path.stem)
+    run, tag = (found["run"], found["tag"]) if found else (path.parent.name, path.stem)
+    folder = name.rsplit("/", 1)[0] + "/" if "/" in name else ""
+    log = csv_log(path, [(1, ["Wall time", "Step", tag]), *lines[1:]], "Step")
+    return replace(log, name=folder + run, part=True, guesses=("metrics named after TensorBoard's files",))
+
+
+def joined(logs: Sequence[Log]) -> list[Log]:
+    """The runs whose metrics lie in several files, each as one."""
+    runs: dict[object, Log] = {}
+    for index, log in enumerate(logs):
+        key = log.name if log.part else index
+        if key in runs:
+            first = runs[key]
+            notes = dict.fromkeys((*first.notes, *log.notes))
+            log = replace(first, metrics={**first.metrics, **log.metrics}, notes=tuple(notes))
+        runs[key] = log
+    return list(runs.values())
+
+
+# --- long tables ---
+
+
+def _key_columns(header: Sequence[str]) -> dict[str, int]:
+    """The columns that say whose a row is: `arm`, `run`, `seed`, `metric` -> index; empty: none does."""
+    lower = [name.lower() for name in header]
+    kinds = {"arm": ARM_COLUMNS, "run": RUN_COLUMNS, "seed": SEED_COLUMNS}
+    found = {
+        kind: next(lower.index(name) for name in names if name in lower)
+        for kind, names in kinds.items()
+        if any(name in lower for name in names)
+    }
+    metric = next((lower.index(name) for name in METRIC_COLUMNS if name in lower), None)
+    if metric is not None and any(name in lower for name in VALUE_COLUMNS):
+        found["metric"] = metric
+    return found
+
+
+def _long_runs(
+    path: Path, name: str, header: list[str], lines: list[Line], keys: dict[str, int], step_column: str | None
+) -> list[Log]:
+    """A run for every distinct value of the columns `keys`; one alone where they do not vary."""
+    whose = {kind: index for kind, index in keys.items() if kind != "metric"}
+    rows: dict[tuple[str, ...], list[Line]] = {}
+    for line in lines[1:]:
+        if len(line[1]) != len(header):
+            return [replace(csv_log(path, lines, step_column), name=name)]  # which says so
+        rows.setdefault(tuple(line[1][index].strip() for index in whose.values()), []).append(line)
+    if len(rows) > min(MOST_RUNS, len(lines) // 2) or not all(all(key) for key in rows):
+        return [replace(csv_log(path, lines, step_column), name=name)]
+    dropped = {*whose.values()}
+    said = f"a long table: its runs from the columns {', '.join(header[index] for index in whose.values())}"
+    logs = []
+    for key, of in rows.items():
+        plain = (
+            _wide(header, of, keys["metric"], dropped) if "metric" in keys else _without(header, of, dropped)
+        )
+        log = csv_log(path, plain, step_column)
+        values = dict(zip(whose, key, strict=True))
+        logs.append(_named(log, name, values, said if len(rows) > 1 or "metric" in keys else ""))
+    return logs
+
+
+def _named(log: Log, name: str, values: Mapping[str, str], said: str) -> Log:
+    seed = values.get("seed", "")
+    number = int(seed) if re.fullmatch(r"\d{1,10}(\.0*)?", seed) and float(seed) < LARGEST_SEED else None
+    arm = values.get("arm")
+    whose = [text for kind, text in values.items() if kind != "seed"]
+    identity = RunName(arm=arm, seed=number) if arm and number is not None and "run" not in values else None
+    called = "/".join([*(whose or [name]), *([f"seed-{number}"] if number is not None else [])])
+    guesses = (said,) if said else ()
+    return replace(log, name=called, job_type=arm, identity=identity, guesses=guesses)
+
+
+def _without(header: list[str], lines: Sequence[Line], dropped: set[int]) -> list[Line]:
+    kept = [index for index in range(len(header)) if index not in dropped]
+    return [(1, [header[i] for i in kept]), *((number, [cells[i] for i in kept]) for number, cells in lines)]
+
+
+def _wide(header: list[str], lines: Sequence[Line], metric: int, dropped: set[int]) -> list[Line]:
+    """A row for each step, a column for each metric."""
+    lower = [name.lower() for name in header]
+    value = next(lower.index(name) for name in VALUE_COLUMNS if name in lower)
+    step = next((lower.index(name) for name in STEP_COLUMNS if name in lower), None)
+    if step is None:
+        return _without(header, lines, dropped)
+    metrics = list(dict.fromkeys(cells[metric].strip() for _, cells in lines))
+    rows: dict[str, list[str]] = {}
+    for _, cells in lines:
+        row = rows.setdefault(cells[step], [cells[step], *[""] * len(metrics)])
+        row[1 + metrics.index(cells[metric].strip())] = cells[value]
+    return [(1, ["step", *metrics]), *enumerate(rows.values(), 2)]

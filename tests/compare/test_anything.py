@@ -1,0 +1,189 @@
+"""Runs of other trainers as they lie on disk: one command, no flags, and what was guessed is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.compare import compare_sources
+from abrun.compare.read.sources import Reading
+from abrun.errors import ComparisonError
+from abrun.recipe import parse_primary
+from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
+
+EVERY_10TH = ("Trainer checkpoints", "LLaMA-Factory", "torchtitan")
+ONE_EACH = ("two CSV files", "LLaMA-Factory", "SkyRL")
+NO_REWARD = ("LLaMA-Factory", "torchtitan")
+
+
+def described(sources: list[str], output: Path, primary: str | None = None, **options: Any) -> Any:
+    return compare_sources(
+        sources,
+        Reading(**options),
+        primaries=[parse_primary(primary)] if primary else None,
+        output=output,
+        formats=("json",),
+        command="abrun compare A B",
+    )
+
+
+def mean_of_last_fifth(arm: str, key: str, seeds: tuple[int, ...], every: int) -> float:
+    """With plain loops: every seed's mean, then theirs."""
+    means = []
+    for seed in seeds:
+        found = [row for row in rows(arm, seed) if row["step"] == 1 or row["step"] % every == 0 or every == 1]
+        first = LAST - LAST // 5 + 1 if every == 1 else 50  # of 6 or 7 steps the last two
+        inside = [row[key] for row in found if row["step"] >= first]
+        means.append(sum(inside) / len(inside))
+    return sum(means) / len(means)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_described_by_one_command(tmp_path: Path, name: str) -> None:
+    found = described(LAYOUTS[name](tmp_path / "runs"), tmp_path / "report").content
+    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4), found.reasons
+    ours, key = ("train/loss", "loss") if name in NO_REWARD else ("train/reward", "reward")
+    one = found.descriptions[0]
+    every, seeds = (10 if name in EVERY_10TH else 1), (SEEDS[:1] if name in ONE_EACH else SEEDS)
+    assert one.metric == ours and one.num_runs == (len(seeds), len(seeds)) and found.paired
+    baseline = "new" if "new" in found.baseline else "old"
+    treatment = next(arm for arm in ARMS if arm != baseline)
+    assert one.baseline == pytest.approx(mean_of_last_fifth(baseline, key, seeds, every), rel=1e-6)
+    assert one.treatment == pytest.approx(mean_of_last_fifth(treatment, key, seeds, every), rel=1e-6)
+    assert (one.interval is None) == (name in ONE_EACH)
+    assert found.guessed
+
+
+def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
+    sources = LAYOUTS["CSV, Step and Reward/mean"](tmp_path / "runs")
+    found = described(sources, tmp_path / "report")
+    one = found.content.descriptions[0]
+    claim = f"{one.metric}:{one.window}:{one.margin:g}"
+    assert found.next_steps[0].command == f"abrun compare A B --primary '{claim}'"
+    decided = described(sources, tmp_path / "claimed", claim)
+    assert decided.verdict == "MATCH" and decided.content.descriptions == []
+    assert decided.content.primaries[0].certified_bound == pytest.approx(one.certified_bound)
+    # by its own name, or the end of ours, it is the same claim
+    for name in ("Reward/mean", "reward"):
+        again = described(sources, tmp_path / "again", claim.replace(one.metric, name))
+        assert again.content.primaries == decided.content.primaries
+
+
+def test_the_suggested_margin_owes_nothing_to_the_treatment(tmp_path: Path) -> None:
+    margins = set()
+    for shift in (0.0, 0.3):
+        for seed in SEEDS:
+            moved = [{**row, "reward": row["reward"] + shift} for row in rows("new", seed)]
+            write_csv(tmp_path / str(shift) / "old" / f"s{seed}.csv", rows("old", seed))
+            write_csv(tmp_path / str(shift) / "new" / f"s{seed}.csv", moved)
+        folders = [str(tmp_path / str(shift) / arm) for arm in ARMS]
+        one = described(folders, tmp_path / "report").content.descriptions[0]
+        margins.add((one.metric, one.margin, one.margin_is))
+    ((metric, margin, why),) = margins
+    first, last = ([row["reward"] for row in rows("old", 1)][part] for part in (slice(6), slice(-6, None)))
+    assert metric == "train/reward" and why.startswith("a tenth of the")
+    assert margin == pytest.approx(0.1 * (sum(last) - sum(first)) / 6, rel=0.25)
+
+
+def test_seeds_that_no_one_says_are_independent_runs_until_a_claim_is_made(tmp_path: Path) -> None:
+    for arm in ARMS:
+        for seed, name in zip(SEEDS, ("apple", "pear", "plum"), strict=True):
+            write_csv(tmp_path / arm / f"{name}.csv", rows(arm, seed))
+    sources = [str(tmp_path / arm) for arm in ARMS]
+    found = described(sources, tmp_path / "report")
+    assert not found.content.paired and found.content.descriptions[0].num_runs == (3, 3)
+    assert any("nothing says their seeds" in one for one in found.content.guessed)
+    command = found.next_steps[0].command
+    assert command.startswith("abrun compare A B --unpaired --primary 'train/reward:last 20%:")
+    with pytest.raises(ComparisonError, match="or that they have none: --unpaired"):
+        described(sources, tmp_path / "claimed", "train/reward:last 20%:0.1")
+
+
+def test_seeds_can_be_chosen(tmp_path: Path) -> None:
+    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
+    (tmp_path / "old" / "s3.csv").unlink()
+    assert described(sources, tmp_path / "report").verdict == "INVALID"
+    found = described(sources, tmp_path / "report", seeds=(1, 2))
+    assert found.content.descriptions[0].num_runs == (2, 2) and found.verdict == "INCONCLUSIVE"
+    with pytest.raises(ComparisonError, match=r"--seeds: got 9, of which there is no run; there are 1, 2, 3"):
+        described(sources, tmp_path / "report", seeds=(9,))
+
+
+def test_a_start_that_begins_again_is_another_run(tmp_path: Path) -> None:
+    """Only a later start that goes on is the same run."""
+    names = {"loss": "loss_metrics/global_avg_loss"}
+    from tests.logs.layouts import write_events
+
+    for arm in ARMS:
+        for start, seed in (("20261120-0900", 1), ("20261120-1130", 2)):
+            write_events(tmp_path / arm / "outputs" / "tb" / start, rows(arm, seed), names)
+    found = described([str(tmp_path / arm) for arm in ARMS], tmp_path / "report").content
+    assert found.descriptions[0].num_runs == (2, 2) and not any(
+        "starts of one run" in one for one in found.guessed
+    )
+
+
+def test_what_is_guessed_stands_in_every_report(tmp_path: Path) -> None:
+    sources = LAYOUTS["long CSV"](tmp_path / "runs")
+    found = compare_sources(
+        sources, Reading(), output=tmp_path / "report", formats=("json", "markdown", "html")
+    )
+    said = "the baseline is 'old' (--baseline says otherwise: 'new')"
+    assert said in json.loads((tmp_path / "report/verdict.json").read_text())["guessed"]
+    assert "baseline is 'old'" in (tmp_path / "report/report.md").read_text()
+    assert found.content.guessed[0] == "a long table: its runs from the columns arm, seed"
+
+
+def test_of_several_arms_each_row_names_its_own(tmp_path: Path) -> None:
+    for arm, source in (("base", "old"), ("bf16", "new"), ("fused", "new")):
+        for seed in SEEDS:
+            write_csv(tmp_path / "runs" / f"{arm}_{seed}.csv", rows(source, seed))
+    found = compare_sources(
+        [str(tmp_path / "runs")], Reading(), output=tmp_path / "report", formats=("markdown",)
+    )
+    assert found.content.baseline == "base"
+    lines = (tmp_path / "report/report.md").read_text().splitlines()
+    assert any(line.startswith("| arm | metric | steps |") for line in lines)
+    assert (
+        sum(line.startswith(("| bf16 | train/reward |", "| fused | train/reward |")) for line in lines) == 2
+    )
+
+
+def test_runs_that_end_early_are_described_over_the_steps_they_share(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", rows("old", 1))
+    write_csv(tmp_path / "b.csv", rows("new", 1)[:40])
+    found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
+    assert found.verdict == "INVALID" and "holds 40 of 60 steps" in found.content.reasons[0]
+    assert found.content.descriptions[0].steps == (33, 40)
+
+
+def test_seeds_of_one_arm_lead_to_those_of_both(tmp_path: Path) -> None:
+    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
+    (tmp_path / "old" / "s3.csv").unlink()
+    found = described(sources, tmp_path / "report")
+    assert found.next_steps[0].command == "abrun compare A B --seeds 1,2"
+
+
+def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", rows("old", 1), reward="foo", loss="bar", grad_norm="baz")
+    write_csv(tmp_path / "b.csv", rows("new", 1), reward="qux", loss="quux", grad_norm="corge")
+    found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
+    assert found.verdict == "INCONCLUSIVE"
+    assert found.content.reasons[0].startswith(
+        "no metric is recorded in every run: the baseline has bar, baz, foo"
+    )
+    assert "--alias train/reward=NAME" in found.next_steps[0].command
+    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path / "runs")
+    with pytest.raises(
+        ComparisonError, match=r"alone, whose 3 runs name their seeds and no arms; name the other"
+    ):
+        described(sources[:1], tmp_path / "report")
+
+
+@pytest.mark.parametrize("between", [";", "\t"])
+def test_semicolons_and_tabs_are_read_too(tmp_path: Path, between: str) -> None:
+    sources = LAYOUTS["two CSV files"](tmp_path)
+    for source in sources:
+        Path(source).write_text(Path(source).read_text().replace(",", between))
+    assert described(sources, tmp_path / "report").content.descriptions[0].metric == "train/reward"

@@ -1,0 +1,116 @@
+"""What is missing is said in one line with the extra that brings it, and the core does without."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from abrun import cli, extras
+from tests.launch.test_local import SMALL
+from tests.logs.layouts import LAYOUTS
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CORE_MIB = 300  # installed, without pip; most of it is scipy and numpy
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An environment without a package: nothing finds it."""
+    found = importlib.util.find_spec
+    monkeypatch.chdir(tmp_path)
+
+    def hide(package: str) -> None:
+        def find(name: str, *rest):
+            return None if name.split(".")[0] == package else found(name, *rest)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find)
+
+    return hide
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["abrun", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    return int(str(exited.value.code)), capsys.readouterr().err
+
+
+def test_every_extra_that_is_named_brings_what_is_looked_for() -> None:
+    for extra, packages in extras.EXTRAS.items():
+        wanted = " ".join(PROJECT["optional-dependencies"][extra]).replace("-", "_")
+        assert all(re.search(rf"\b{package}\b", wanted) for package in packages)
+        assert extras.lacking(extra) is None
+    core = " ".join(PROJECT["dependencies"])
+    assert not re.search(r"torch|transformers|matplotlib|wandb|pandas|tensorboard", core)
+
+
+@pytest.mark.parametrize("command", ["launch", "memory-profile", "sensitivity"])
+def test_training_without_torch_is_one_line(without, monkeypatch, capsys, command: str) -> None:
+    without("torch")
+    code, said = run(monkeypatch, capsys, command, str(SMALL))
+    assert code == 2 and len(said.strip().splitlines()) == 1
+    assert said.rstrip().endswith("needs torch: pip install 'abrun[train]'")
+
+
+def test_figures_are_left_out_or_refused(without, monkeypatch, capsys, tmp_path: Path) -> None:
+    sources = LAYOUTS["two CSV files"](tmp_path / "runs")
+    without("matplotlib")
+    report = ["--output", str(tmp_path / "report")]
+    monkeypatch.setattr(sys, "argv", ["abrun", "compare", *sources, *report])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "PNG and SVG: needs matplotlib: pip install 'abrun[figures]'" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert sorted(path.suffix for path in (tmp_path / "report").glob("[!.]*")) == [".html", ".json", ".md"]
+    code, said = run(monkeypatch, capsys, "compare", *sources, *report, "--format", "terminal,png")
+    assert code == 2 and "--format: png and svg: needs matplotlib: pip install 'abrun[figures]'" in said
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_compares_and_with_train_it_launches(tmp_path: Path) -> None:
+    """A new environment elsewhere than the checkout, of the wheel and what it asks for."""
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
+
+    def called(*command: str | Path, expected: int = 0) -> str:
+        done = subprocess.run(
+            [*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == expected, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    called(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("abrun-*.whl")
+    called(sys.executable, "-m", "venv", "light")
+    bin = tmp_path / "light/bin"
+    called(bin / "pip", "install", wheel)
+    packages = next((tmp_path / "light/lib").glob("python3.*/site-packages"))
+    assert not (packages / "torch").exists()
+    own = [
+        path for path in packages.rglob("*") if path.is_file() and path.parts[len(packages.parts)] != "pip"
+    ]
+    num_mib = sum(path.stat().st_size for path in own) / 2**20
+    for name in ("two CSV files", "SkyRL"):  # tables, and TensorBoard's files without TensorBoard
+        sources = LAYOUTS[name](tmp_path / name.replace(" ", "-"))
+        called(bin / "abrun", "compare", *sources, expected=4)
+        started = time.perf_counter()
+        text = called(bin / "abrun", "compare", *sources, expected=4)
+        print(f"{name}: {time.perf_counter() - started:.2f} s")
+        assert "train/reward" in text
+    print(f"{num_mib:.0f} MiB installed")
+    assert num_mib < CORE_MIB
+    called(bin / "abrun", "launch", ROOT / "recipes/quickstart.yaml", expected=2)
+    called(bin / "pip", "install", f"{wheel}[train]")
+    shown = called(bin / "abrun", "launch", ROOT / "recipes/quickstart.yaml")
+    assert "MATCH" in shown
