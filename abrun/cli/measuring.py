@@ -8,38 +8,113 @@ import typer
 from abrun.cli.app import app, console
 from abrun.cli.arguments import (
     Overrides,
-    RecipeFile,
     RunsDir,
     parse_lengths,
 )
+from abrun.errors import RecipeError
 
 
 @app.command("memory-profile")
 def memory_profile(
-    recipe: RecipeFile,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A recipe; without one --hidden and --vocab say which log-prob head is measured."
+        ),
+    ] = None,
     overrides: Overrides = None,
     lengths: Annotated[
-        str, typer.Option(help="Sequence lengths to measure, in tokens, prompt and completion together.")
-    ] = "128,256,512,1024",
+        str | None,
+        typer.Option(
+            "--lengths",
+            "--tokens",
+            help="Tokens of a sequence (of a head: of a batch); default: 128,256,512,1024.",
+        ),
+    ] = None,
     sequences: Annotated[
-        int | None,
-        typer.Option(min=1, help="A rank's microbatch of sequences; default: the recipe's, or 1 (dpo: 2)."),
+        str | None,
+        typer.Option(
+            help="Sequences of a rank's microbatch, such as 1,2,4; default: the recipe's, or 1 (dpo: 2)."
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V1,V2",
+            help="And each of these values of a dotted key, such as "
+            "model.shape.vocab_size=32768,151936; repeatable.",
+        ),
+    ] = None,
+    max_seq_len: Annotated[
+        bool,
+        typer.Option("--max-seq-len", help="Then search for the longest sequence that trains, arm by arm."),
+    ] = False,
+    max_sequences: Annotated[
+        bool, typer.Option("--max-sequences", help="Or for the largest microbatch.")
+    ] = False,
+    budget_gib: Annotated[
+        float | None, typer.Option(min=0.001, help="As if a device had no more memory than so many GiB.")
+    ] = None,
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts/--no-rollouts", help="Whether to sample once, as the recipe says.")
+    ] = True,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Without a recipe: the size of hidden states.")
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=2, help="Without a recipe: the size of the vocabulary.")
     ] = None,
     runs_dir: RunsDir = Path("runs"),
     output: Annotated[
-        Path | None, typer.Option(help="Where table and plot go; default: <runs-dir>/<recipe>-memory.")
+        Path | None, typer.Option(help="Where tables and pictures go; default: <runs-dir>/<recipe>-memory.")
     ] = None,
 ) -> None:
-    """Measure the peak memory of a training step by phase and arm, on this machine's device."""
-    from abrun.memory.profile import measure_recipe
-    from abrun.recipe import load_recipe
+    """Measure where the memory peak of a training step is, by phase and arm, on this machine's device."""
+    from abrun.memory.profile import measure_head, measure_recipe
+    from abrun.memory.show import tables
+    from abrun.memory.sweep import Plan, head_of, variants_of
 
-    loaded = load_recipe(recipe, overrides or [])
-    output = output or runs_dir / f"{loaded.name.removesuffix('-memory')}-memory"
-    profile = measure_recipe(loaded, output, lengths=parse_lengths(lengths), num_sequences=sequences)
     screen = console()
-    screen.print(profile.table())
-    screen.print(f"peaks.json, memory.png and memory.svg are in {output}", soft_wrap=True, markup=False)
+
+    def say(line: str) -> None:
+        screen.print(line, soft_wrap=True, markup=False)
+
+    budget = None if budget_gib is None else int(budget_gib * 2**30)
+    sizes = parse_lengths(lengths or "128,256,512,1024")
+    if recipe is None:
+        needed = {
+            "--set": overrides,
+            "--sequences": sequences,
+            "--sweep": sweep,
+            "--max-sequences": max_sequences,
+        }
+        head = head_of(hidden, vocab, [option for option, value in needed.items() if value])
+        folder = output or runs_dir / "head-memory"
+        longest = "length" if max_seq_len else None
+        plan = Plan(name=head.name, variants=(), lengths=sizes, budget_bytes=budget, longest=longest)
+        profile = measure_head(head, plan, folder, say)
+    else:
+        if hidden or vocab:
+            raise RecipeError(
+                f"--hidden, --vocab: got {hidden} and {vocab} with a recipe, whose model has its own; "
+                "drop them, or use --sweep model.shape.vocab_size=..."
+            )
+        variants = variants_of(recipe, overrides or [], sweep or [])
+        name = variants[0].recipe.name
+        folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
+        plan = Plan(
+            name=name,
+            variants=variants,
+            lengths=sizes,
+            sequences=parse_lengths(sequences, "--sequences", 1) if sequences else (),
+            rollouts=rollouts,
+            budget_bytes=budget,
+            longest="length" if max_seq_len else "num_sequences" if max_sequences else None,
+        )
+        profile = measure_recipe(plan, folder, say)
+    for table in tables(profile):
+        screen.print(table)
+    say(f"memory.html, peaks.json and the pictures are in {folder}")
 
 
 @app.command()

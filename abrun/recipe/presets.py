@@ -78,4 +78,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
         "tie_word_embeddings": True,
     },
+    # The shape of Qwen3-8B.
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+    },
 }

@@ -139,6 +139,7 @@ class DtensorBackend:
     ) -> None:
         check_available(policy.logprobs, ranks.device)
         self.settings, self.ranks = policy, ranks
+        self.around_forward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._load = load
         network = load()
         enable_streams(network, policy)
@@ -195,7 +196,7 @@ class DtensorBackend:
         for microbatch in each:
             packing = packing_for(microbatch, self.settings, self.ranks)
             with self._routing.replayed(_of_tokens(microbatch.routes, packing)):
-                with self._routing.seen() as seen:
+                with self._routing.seen() as seen, self.around_forward():
                     loss, logprobs, entropy = self._forward(microbatch, objective, packing)
                 if seen:
                     with torch.set_grad_enabled(whole is not None):
