@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 MOST_SITES = 12  # named at the peak
-MOST_LAYERS = 6  # of those, drawn apart
+MOST_LAYERS, LEAST_SHARE = 6, 0.01  # of those, drawn apart: with so much of the peak
 MOST_POINTS = 240  # of the curve
 BEFORE, REST = "there before the step", "everything else"
 LIBRARIES = re.compile(r"(^|/)torch/|(^|/)triton/|<|importlib|abrun/(memory|train/phases)\b")
@@ -104,7 +104,8 @@ def attribute(changes: Sequence[Change], base_bytes: int) -> Attribution:
         if totals[-1] > totals[peak_index]:
             peak_index = len(totals) - 1
     top = _held_at(changes, peak_index)
-    layers = list(dict.fromkeys(site.label for site, _, _ in top))[:MOST_LAYERS]
+    worth_it = [site.label for site, num_bytes, _ in top if num_bytes >= LEAST_SHARE * totals[peak_index]]
+    layers = list(dict.fromkeys(worth_it))[:MOST_LAYERS]
     points = _points(totals, peak_index)
     held = dict.fromkeys((BEFORE, *layers, REST), 0) | {BEFORE: base_bytes}
     curves: dict[str, list[int]] = {name: [] for name in held}

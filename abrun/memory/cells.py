@@ -137,6 +137,17 @@ class MemoryProfile:
         return sorted(dict.fromkeys(cell.arm for cell in self.cells), key=lambda arm: arm != BASELINE)
 
     @property
+    def by_size(self) -> list[Cell]:
+        """The cells as a table has them: by size, then by arm."""
+        swept, arms = list(dict.fromkeys(cell.point.swept for cell in self.cells)), self.arms
+
+        def place(cell: Cell) -> tuple[int, ...]:
+            point = cell.point
+            return swept.index(point.swept), point.num_sequences, point.length, arms.index(cell.arm)
+
+        return sorted(self.cells, key=place)
+
+    @property
     def unit(self) -> tuple[str, int]:
         """MiB, or GiB where the peaks are large, and its bytes."""
         largest = max((cell.reached[1] for cell in self.cells), default=0)

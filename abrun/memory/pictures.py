@@ -13,9 +13,22 @@ matplotlib.rcParams["svg.hashsalt"] = "abrun"
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.patches import Rectangle  # noqa: E402
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#332288", "#88CCEE", "#AA4499")
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#E69F00",
+    "#332288",
+    "#88CCEE",
+    "#AA4499",
+    "#117733",
+    "#999933",
+    "#661100",
+)
 GREYS = {BEFORE: "#8c8c8c", REST: "#dcdcdc"}
-MOST_NAMED = 46  # characters of a site in the legend
+MOST_NAMED = 64  # characters of a site in the legend
 
 
 def peaks(profile: MemoryProfile) -> Any:
@@ -77,7 +90,7 @@ def attribution(cells: Sequence[Cell]) -> Any | None:
         found = cell.attribution or {}
         layers = {name: [value / num_bytes for value in curve] for name, curve in found["layers"].items()}
         places = range(len(layers[REST]))
-        ax.stackplot(places, *layers.values(), colors=[colours[name] for name in layers], linewidth=0)
+        ax.stackplot(places, *layers.values(), colors=[colours[name] for name in layers], step="mid")
         _phases(ax, found["phases"], len(places), top / num_bytes)
         ax.plot(found["peak_at"], found["peak_bytes"] / num_bytes, "v", color="black", markersize=6)
         said = f"{cell.arm}: {found['peak_bytes'] / num_bytes:,.1f} {unit}"

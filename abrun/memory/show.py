@@ -32,9 +32,11 @@ def tables(profile: MemoryProfile) -> list[Table]:
     for title, (headings, rows) in _all_tables(profile):
         table = Table(title=title, title_justify="left")
         for heading in headings:
-            table.add_column(heading, justify="left" if heading in _TEXT else "right")
+            is_text = heading in _TEXT
+            table.add_column(heading, justify="left" if is_text else "right", no_wrap=is_text)
+        by_size = headings[0] == "tokens"
         for before, row in zip([None, *rows], rows, strict=False):
-            if before and before[0] != row[0]:
+            if by_size and before and before[0] != row[0]:
                 table.add_section()
             table.add_row(*row)
         made.append(table)
@@ -62,7 +64,7 @@ def _peaks(profile: MemoryProfile) -> Rows:
     headings = [*places, "arm", *(name.replace("_", " ") for name in held)]
     headings += [*(_named(phase) for phase in phases), "highest in", "ratio", *(["floor"] if floor else [])]
     rows = []
-    for cell in profile.cells:
+    for cell in profile.by_size:
         ratio = profile.ratio(cell)
         rows.append(
             [
@@ -93,7 +95,7 @@ def _allocator(profile: MemoryProfile) -> Rows:
             "-" if cell.allocator_retries is None else str(cell.allocator_retries),
             *(_amount(cell.device_used.get(doing), unit) for doing in used),
         ]
-        for cell in profile.cells
+        for cell in profile.by_size
     ]
     return headings, rows
 
@@ -145,7 +147,7 @@ def _short(key: str) -> str:
 
 
 def _named(phase: str) -> str:
-    return "rollout engine" if phase == "generation" else phase.replace("_", " ")
+    return "rollout" if phase == "generation" else phase.replace("_", " ")
 
 
 def _amount(num_bytes: int | None, unit: tuple[str, int]) -> str:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from abrun import store
 from abrun.errors import LaunchError
 from abrun.mismatch.command import measure_run
 from abrun.mismatch.findings import Budget
