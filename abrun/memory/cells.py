@@ -126,8 +126,7 @@ class MemoryProfile:
 
     def ratio(self, cell: Cell) -> float | None:
         """The cell's highest peak over that of the baseline (or of the first arm) at the same point."""
-        first = self.arms[0]
-        bases = (one.highest for one in self.cells if one.arm == first and one.point == cell.point)
+        bases = (one.highest for one in self.cells if one.arm == self.arms[0] and one.point == cell.point)
         base = next(bases, None)
         return cell.highest[1] / base[1] if base and cell.highest else None
 

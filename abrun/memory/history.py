@@ -27,6 +27,7 @@ from abrun.train.phases import Phases
 
 MOST_EVENTS = 500_000  # of the allocator's history
 DEPTH = 60  # frames looked at
+SEEN = "abrun.memory"  # in a node's metadata: its gradient tells a module
 
 
 class History:
@@ -123,7 +124,9 @@ def _following_modules(enter: Callable[[str], None]) -> Iterator[None]:
             running.pop()
         enter(path_of(running[-1]) if running else "")
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            # The innermost module is the first to see its output
+            if isinstance(leaf, Tensor) and leaf.grad_fn and SEEN not in leaf.grad_fn.metadata:
+                leaf.grad_fn.metadata[SEEN] = True
                 leaf.register_hook(lambda gradient: enter(path_of(module)))
 
     hooks = [

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from abrun.memory.cells import Cell, Longest
 
 RESOLUTION = 32  # the answer is known to one part in so many
-LEAST = 16  # where as few do not fit, nothing does
-SPARE = 0.97  # of the memory: what a straight line through the peaks may fill
+LEAST = 16  # tokens: where as few do not fit, nothing does
+SPARE = 0.97  # of the memory: what a straight line through the peaks may fill, at first
 
 
 def search(
@@ -35,6 +35,7 @@ def search(
             high,
             capacity=cells[max(cells)].total_bytes,
             unit=unit,
+            least=LEAST if what == "length" else unit,
             step=2**misses,
             most=most,
         )
@@ -60,19 +61,21 @@ def next_size(
     *,
     capacity: int | None,
     unit: int,
+    least: int,
     step: int,
     most: int | None,
 ) -> int | None:
     """What to try next; None where the answer is known well enough."""
     apart = max(unit, low // RESOLUTION)
-    known = high is not None and (high - low <= apart or high <= LEAST * unit)
+    known = high is not None and (high - low <= apart or (not low and high <= least))
     if known or (most is not None and low >= most):
         return None
     guess = 2 * low if high is None else (low + high) // 2
     if capacity and len(fitting) == 2 and fitting[1][1] > fitting[0][1]:
         (first, less), (second, more) = fitting
-        by_line = second + int((SPARE * capacity - more) * (second - first) / (more - less))
-        guess = by_line if high is None or by_line < high else high - apart * step
+        room = (SPARE if step == 1 else 1.0) * capacity - more
+        by_line = second + int(room * (second - first) / (more - less))
+        guess = by_line if high is None or by_line < high else high - max(apart, high // RESOLUTION) * step
     if high is None:
         guess = max(guess, low + apart * step)
         guess = min(guess, most) if most else guess

@@ -38,8 +38,9 @@ class Variant:
                 )
             for line in not_built(config):
                 raise LaunchError(f"{self.recipe.name}: arms.{arm}: {line}")
-            refuse_other_machines(config)
             configs[arm] = config
+        for config in configs.values():
+            refuse_other_machines(config)
         return configs
 
 
