@@ -125,8 +125,9 @@ def _following_modules(enter: Callable[[str], None]) -> Iterator[None]:
         enter(path_of(running[-1]) if running else "")
         for leaf in tree_leaves(output):
             # The innermost module is the first to see its output
-            if isinstance(leaf, Tensor) and leaf.grad_fn and SEEN not in leaf.grad_fn.metadata:
-                leaf.grad_fn.metadata[SEEN] = True
+            node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
+            if node is not None and SEEN not in node.metadata:
+                node.metadata[SEEN] = True
                 leaf.register_hook(lambda gradient: enter(path_of(module)))
 
     hooks = [
