@@ -53,7 +53,7 @@ def _all_tables(profile: MemoryProfile) -> list[tuple[str, Rows]]:
     return found
 
 
-_TEXT = ("arm", "highest in", "ends in")
+_TEXT = ("arm", "highest in", "ends in", "taken in", "module", "line")
 
 
 def _peaks(profile: MemoryProfile) -> Rows:
@@ -231,7 +231,11 @@ def top(cell: Cell, profile: MemoryProfile) -> Rows:
 
 def _html(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(values: Sequence[Any], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values) + "</tr>"
+        cells = (
+            f"<{tag}{' class=text' * (heading in _TEXT)}>{html.escape(str(value))}</{tag}>"
+            for heading, value in zip(headings, values, strict=True)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
 
     body = "".join(line(row, "td") for row in rows)
     return f"<div class=wide><table><thead>{line(headings, 'th')}</thead><tbody>{body}</tbody></table></div>"
@@ -241,5 +245,6 @@ STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
     "h2{font-size:1.05em;margin-top:2em}table{border-collapse:collapse}.wide{overflow-x:auto}"
     "td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap;"
-    "font-variant-numeric:tabular-nums}figure{margin:2em 0}figure svg{max-width:100%;height:auto}"
+    "font-variant-numeric:tabular-nums}.text{text-align:left!important}"
+    "figure{margin:2em 0}figure svg{max-width:100%;height:auto}"
 )
