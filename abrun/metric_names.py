@@ -61,6 +61,7 @@ SIGNAL_SHARE = "train/signal_share"  # of groups, those whose rewards differ
 STEP_TIME = "timing/train/total_step_time_s"
 MEMORY = "memory/"
 MEMORY_PEAK = "memory"  # in a claim: the largest peak of any phase
+RETRIES, INACTIVE = "memory/allocator_retries", "memory/inactive_bytes"
 FINAL_WEIGHTS = "final_weights"  # in a claim: the hash of all weights that a run ended with
 # On CUDA the allocator's peak; on CPU, which has no such counter, the peak of live tensors. Never mixed.
 PEAK_MEMORY = ("peak_allocated_bytes", "peak_live_tensor_bytes")
@@ -200,8 +201,8 @@ METRICS = (
     _metric(
         f"{MEMORY}<phase>/peak_reserved_bytes", "largest rank", unit="bytes", algorithms=EVERY, needs="GPUs"
     ),
-    _metric(f"{MEMORY}allocator_retries", "largest rank", algorithms=EVERY, needs="GPUs"),
-    _metric(f"{MEMORY}inactive_bytes", "largest rank", unit="bytes", algorithms=EVERY, needs="GPUs"),
+    _metric(RETRIES, "largest rank", algorithms=EVERY, needs="GPUs"),
+    _metric(INACTIVE, "largest rank", unit="bytes", algorithms=EVERY, needs="GPUs"),
 )
 
 

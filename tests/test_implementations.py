@@ -94,6 +94,7 @@ class PlainBackend:
 
     def __init__(self, load: Any, config: OwnRunConfig, ranks: Ranks) -> None:
         self.ranks, self._network = ranks, load()
+        self.around_forward = contextlib.nullcontext
         settings = config.policy.optimizer
         self._max_grad_norm, self._temperature = settings.max_grad_norm, config.trained_distribution[0]
         self._optimizer = torch.optim.AdamW(

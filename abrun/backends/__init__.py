@@ -113,6 +113,9 @@ class Backend(Trained, Protocol):
     """A policy. Rows come in and go out whole, whatever the backend cuts in between."""
 
     ranks: Ranks
+    # Entered around each forward pass of `forward_backward`: the rest of it is the backward passes. For a
+    # measurement to put its own here; see abrun.train.phases
+    around_forward: Callable[[], AbstractContextManager[None]]
 
     def logprobs(self, batch: Sequences) -> Tensor:
         """Log-probs [B, S] of every token, without gradient."""

@@ -116,10 +116,12 @@ def parse_formats(text: str | None) -> list[str]:
     return wanted
 
 
-def parse_lengths(text: str) -> list[int]:
+def parse_lengths(text: str, option: str = "--lengths", least: int = 2) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= 2 for part in parts):
-        raise RecipeError(f"--lengths: got {text!r}; allowed: numbers of at least 2, such as 512,1024,2048")
+    if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= least for part in parts):
+        raise RecipeError(
+            f"{option}: got {text!r}; allowed: numbers of at least {least}, such as 512,1024,2048"
+        )
     return sorted({int(part) for part in parts})
 
 

@@ -1,7 +1,7 @@
 """Measurements beside a launch: a module as the ranks of a run on this machine, and the rows it writes.
 
 <directory>/job.json     what to measure: the resolved configuration, and what the measurement adds to it
-<directory>/rows.jsonl   what was measured, appended by rank 0
+<directory>/rows.jsonl   what was measured, appended by rank 0 (by rank N: rows-N.jsonl)
 <directory>/output.log   what the ranks printed
 """
 
@@ -15,12 +15,12 @@ from abrun import store
 from abrun.errors import LaunchError
 from abrun.extras import lacking
 from abrun.launch.command import environment, ranks
-from abrun.launch.requirements import this_machine
+from abrun.launch.requirements import Machine, this_machine
 from abrun.processes import end_all, end_group, processes_of, start
 from abrun.recipe import OwnRunConfig
 
 GRACE_S = 5.0
-JOB, ROWS, LOG = "job.json", "rows.jsonl", "output.log"
+JOB, ROWS, LOG = "job.json", "rows", "output.log"
 
 
 def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -29,25 +29,43 @@ def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, 
     Raises LaunchError, one line, where this machine lacks the trainer or the devices, or with what the module
     says on a line that begins with `error: `, or else with where its output is.
     """
-    machine, cluster = this_machine(), config.cluster
     if missing := lacking("train"):
         raise LaunchError(f"{module.rpartition('.')[0].removeprefix('abrun.')}: {missing}")
-    if cluster.nodes > 1 or cluster.gpus_per_node > len(machine.gpus):
-        raise LaunchError(
-            f"cluster: got {cluster.nodes} node(s) x {cluster.gpus_per_node} GPU(s), and this machine has "
-            f"{machine}; it is measured here: use --set cluster.gpus_per_node=..."
-        )
-    rows, log = directory / ROWS, directory / LOG
+    machine, cluster = refuse_other_machines(config), config.cluster
+    log = directory / LOG
     with store.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        rows.unlink(missing_ok=True)
+        for rows in _row_files(directory):
+            rows.unlink()
     store.write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
     command = ranks(directory, config, cluster.ranks, module)
-    if _run(command, directory, environment(directory, machine.gpus[: cluster.gpus_per_node], config)):
+    num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
+    if _run(command, directory, environment(directory, machine.gpus[:num_gpus], config)):
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
         first = next(said, f"{directory.name}: could not be measured; see {log}")
         raise LaunchError(first.removeprefix("error: "))
-    return store.read_lines(rows)
+    return rows_of(directory)
+
+
+def refuse_other_machines(config: OwnRunConfig) -> Machine:
+    """This machine. Raises LaunchError where it lacks the devices of a run."""
+    machine, cluster = this_machine(), config.cluster
+    if cluster.nodes > 1 or (cluster.gpus_per_node and config.devices_per_node > len(machine.gpus)):
+        raise LaunchError(
+            f"cluster: got {cluster.nodes} node(s) x {cluster.gpus_per_node} GPU(s)"
+            f"{f' and rollout.devices {config.engine_devices}' if config.engine_devices else ''}, and this "
+            f"machine has {machine}; it is measured here: use --set cluster.gpus_per_node=..."
+        )
+    return machine
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    """What ranks have written, also where they could not go on."""
+    return [row for rows in _row_files(directory) for row in store.read_lines(rows)]
+
+
+def _row_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob(f"{ROWS}*.jsonl"))
 
 
 def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
@@ -78,6 +96,6 @@ def read_job(directory: Path) -> dict[str, Any]:
     return store.read_json(directory / JOB)
 
 
-def row_writer(directory: Path) -> store.LineWriter:
-    """Where rank 0 appends what it has measured."""
-    return store.LineWriter(directory / ROWS)
+def row_writer(directory: Path, rank: str = "0") -> store.LineWriter:
+    """Where a rank appends what it has measured."""
+    return store.LineWriter(directory / (f"{ROWS}.jsonl" if rank == "0" else f"{ROWS}-{rank}.jsonl"))

@@ -17,7 +17,6 @@ from abrun.extras import lacking
 from abrun.launch.model_folder import config_of, folder_damage
 from abrun.plan import Plan, PlannedRun
 from abrun.recipe import (
-    ARCHITECTURES,
     GENERATED,
     CommandRunConfig,
     Dtensor,
@@ -152,7 +151,7 @@ def _missing(config: RunConfig) -> Iterator[str]:
         yield from _misfit(config)
         if config.samples and config.rollout.engine == "vllm":
             wrong = vllm_refusal(on_gpu=config.cluster.gpus_per_node > 0)
-            wrong = wrong or vllm_misfit(_shape(config.model), config.rollout.tensor_parallel)
+            wrong = wrong or vllm_misfit(shape_of(config.model), config.rollout.tensor_parallel)
             if wrong:
                 yield wrong
 
@@ -251,7 +250,7 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _misfit(config: OwnRunConfig) -> Iterator[str]:
     """Why a backend cannot run here, or cannot train the model, as far as is known without loading it."""
-    backend, shape = config.policy.backend, _shape(config.model)
+    backend, shape = config.policy.backend, shape_of(config.model)
     wrong = None
     if isinstance(backend, Megatron):
         wrong = megatron_refusal() or megatron_misfit(shape, backend)
@@ -260,10 +259,10 @@ def _misfit(config: OwnRunConfig) -> Iterator[str]:
     yield from [wrong] if wrong else []
 
 
-def _shape(model: Model) -> Mapping[str, Any]:
+def shape_of(model: Model) -> Mapping[str, Any]:
     """What is known of a model: the fields of a preset's or a folder's configuration; of the hub's, none."""
     if model.preset:
-        return ARCHITECTURES[model.preset]
+        return model.architecture
     try:
         return config_of(Path(model.path or "").expanduser())
     except (OSError, ValueError):  # which is said with what else is wrong with the folder, or by the trainer

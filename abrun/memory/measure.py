@@ -1,71 +1,189 @@
-"""`python -m abrun.memory.measure JOB_DIR`: one rank that measures the peaks of one arm, at several lengths.
+"""`python -m abrun.memory.measure JOB_DIR`: one rank that measures one cell, an arm at one size.
 
-A microbatch of random tokens takes the place of the rollouts; everything after them is the trainer's own
-code. The first step makes the optimizer's state and is not reported.
+Microbatches of random tokens take the place of the rollouts; everything after them is the trainer's own code.
+The first step makes the optimizer's state and is not reported. What samples completions does so once, as the
+recipe says, between the two. Each rank writes a row, also one that runs out of memory.
 """
 
+import contextlib
+import os
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from abrun import progress
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
 from abrun.launch.probe import read_job, row_writer
+from abrun.memory.budget import Budget
+from abrun.memory.history import History
 from abrun.recipe import Dpo, Grpo, OwnRunConfig
+from abrun.recipe.algorithms import PolicyGradientSettings
+from abrun.train.__main__ import ran_out
 from abrun.train.batches import RandomBatches
 from abrun.train.data import check_length
-from abrun.train.loop import make_algorithm
+from abrun.train.loop import Algorithm, make_algorithm
+from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup
+
+OUT_OF_MEMORY = 4  # exit code
+PEERS_S = 3.0  # that ranks have to run out of memory likewise, before the first one ends them
+WHOLE = "forward_backward"  # the trainer's phase, told apart here
 
 
 def main() -> int:
     progress.join()
     directory = Path(sys.argv[1])
     job = read_job(directory)
-    config = _without_groups(OwnRunConfig.model_validate(job["config"]))
+    config = OwnRunConfig.model_validate(job.pop("config"))
     try:
-        setup = make_setup(config, 0, None, join_ranks(job["config"]["cluster"]))
-        measure(setup, directory, job["lengths"], job["num_sequences"])
+        row = Cell(config, join_ranks(config.cluster.model_dump()), **job).measured()
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    row_writer(directory, os.environ.get("RANK", "0")).write(row)
+    if row["out_of_memory"]:
+        if config.cluster.ranks > 1:
+            time.sleep(PEERS_S)
+        os._exit(OUT_OF_MEMORY)  # the other ranks may wait for this one for ever
     dist.destroy_process_group()
     return 0
 
 
-def measure(setup: Setup, directory: Path, lengths: list[int], num_sequences: int) -> None:
-    """Append a row a length: the largest peak of any rank, by phase, in bytes.
+class Cell:
+    """One arm at one size, on one rank."""
 
-    A length that does not fit the device's memory is the last one.
-    """
-    ranks, together = setup.ranks, 2 if isinstance(setup.config.algorithm, Dpo) else 1
-    check_length(setup.data.text, max(lengths), f"--lengths: got {max(lengths)}")
-    vocab_size = len(setup.data.text.tokenizer)
-    algorithm = make_algorithm(setup)
-    writer = row_writer(directory) if ranks.is_first else None
-    for index, length in enumerate([lengths[0], *lengths]):
-        setup.phases.collect()
-        source = RandomBatches(num_sequences, length, vocab_size, ranks.device, rows_together=together)
+    def __init__(
+        self,
+        config: OwnRunConfig,
+        device: torch.device,
+        *,
+        length: int,
+        num_sequences: int,
+        rollouts: bool = True,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self._length, self._num_sequences = length, num_sequences
+        self._config, self._own_algorithm = _of_size(config, num_sequences), config.algorithm
+        self._rollouts = rollouts and isinstance(config.algorithm, PolicyGradientSettings)
+        self._device, self._budget = device, Budget(device, budget_bytes)
+        self._setup: Setup | None = None
+        self._held: dict[str, int] = {}
+        self._device_used: dict[str, int] = {}
+        self._history: History | None = None
+
+    def measured(self) -> dict[str, Any]:
+        """What rank by rank a cell's row holds; `out_of_memory` is the phase that memory ended, or None."""
+        ran_out_in = said = None
         try:
-            algorithm.update(source.collect(1)[0], step=1)
-        except torch.OutOfMemoryError:
-            _, peaks = setup.phases.collect()
-            if writer:
-                writer.write({"length": length, "out_of_memory": setup.phases.interrupted, **peaks})
-            return
-        _, peaks = setup.phases.collect()
-        largest = dict(zip(peaks, ranks.largest(list(peaks.values())), strict=True))
-        if writer and index:
-            writer.write({"length": length, **largest})
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+            self._run()
+        except (RuntimeError, MemoryError) as error:
+            said = ran_out(error)
+            if said is None:
+                raise
+            ran_out_in = (self._setup.phases.interrupted if self._setup else None) or "weights"
+        return {
+            "out_of_memory": ran_out_in,
+            "said": said,
+            "total_bytes": self._budget.total_bytes,
+            "held": self._held,
+            "device_used": self._device_used,
+            "metrics": self._peaks(),
+            "attribution": self._history.attribution() if self._history else None,
+        }
+
+    def _run(self) -> None:
+        setup = self._setup = make_setup(self._config, 0, None, self._device)
+        phases = setup.phases
+        self._hold("weights")
+        self._budget.hold(phases.tracker)
+        algorithm = make_algorithm(setup)
+        self._hold("reference_weights")
+        setup.policy.around_forward = self._around_forward
+        check_length(setup.data.text, self._length, f"--lengths: got {self._length}")
+        self._update(algorithm)
+        self._hold("optimizer_state")
+        try:
+            phases.collect()
+            if self._rollouts:
+                self._sample(setup)
+            self._history = History(setup.phases, by_module=not self._config.policy.compile)
+            with self._history:
+                self._update(algorithm)
+        finally:
+            self._note_use("training")
+            setup.sampler.close()
+
+    def _update(self, algorithm: Algorithm) -> None:
+        """A step's update on random tokens: as many microbatches as it takes to have one after another."""
+        setup, algorithm_settings = self._setup, self._config.algorithm
+        assert setup is not None
+        source = RandomBatches(
+            self._num_sequences
+            * _num_microbatches(self._config)
+            * getattr(algorithm_settings, "minibatches_per_step", 1),
+            self._length,
+            len(setup.data.text.tokenizer),
+            self._device,
+            rows_together=2 if isinstance(algorithm_settings, Dpo) else 1,
+        )
+        algorithm.update(source.collect(1)[0], step=1)
+
+    def _sample(self, setup: Setup) -> None:
+        """The rollouts of a step, as the recipe says; the engine sleeps afterwards."""
+        settings: Any = self._own_algorithm  # with its groups
+        with setup.sampler.awake() as engine:
+            Rollouts(setup, settings).fetch(engine, 1, 0)
+            self._note_use("sampling")
+
+    @contextlib.contextmanager
+    def _around_forward(self) -> Iterator[None]:
+        assert self._setup is not None
+        self._setup.phases.part("forward")
+        yield
+        self._setup.phases.part("backward")
+
+    def _hold(self, name: str) -> None:
+        """Note by how much more has come to live between steps."""
+        assert self._setup is not None
+        held = _num_bytes(self._setup.phases.resident_tensors()) - sum(self._held.values())
+        if held:
+            self._held[name] = held
+
+    def _note_use(self, doing: str) -> None:
+        """What all of the device's users have of it, engines and libraries with other allocators too."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._device_used[doing] = total - free
+
+    def _peaks(self) -> dict[str, float]:
+        """Metrics as runs record them, with the forward passes apart from the backward passes."""
+        if self._setup is None:
+            if self._device.type != "cuda":
+                return {}
+            return {
+                "memory/weights/peak_allocated_bytes": float(torch.cuda.max_memory_allocated(self._device)),
+                "memory/weights/peak_reserved_bytes": float(torch.cuda.max_memory_reserved(self._device)),
+            }
+        peaks = self._setup.phases.collect()[1]
+        for key in [key for key in peaks if f"/{WHOLE}/" in key]:
+            forward = key.replace(f"/{WHOLE}/", "/forward/")
+            if forward in peaks:  # what precedes the first forward pass is its own
+                peaks[forward] = max(peaks[forward], peaks.pop(key))
+        return peaks
 
 
-def _without_groups(config: OwnRunConfig) -> OwnRunConfig:
-    """A random batch has no groups of completions: rewards are then advantages."""
+def _of_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:
+    """With microbatches of so many sequences; a random batch has no groups: rewards are then advantages."""
+    sizes = {"micro_batch_size": num_sequences, "micro_batch_tokens": None}
+    policy = config.policy.model_copy(update=sizes if _is_cut(config) else {})
+    config = config.model_copy(update={"policy": policy})
     if not isinstance(config.algorithm, Grpo):
         return config
     alone = {
@@ -75,6 +193,20 @@ def _without_groups(config: OwnRunConfig) -> OwnRunConfig:
         "normalize_over": "group",
     }
     return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=alone)})
+
+
+def _is_cut(config: OwnRunConfig) -> bool:
+    return bool(config.policy.micro_batch_size or config.policy.micro_batch_tokens)
+
+
+def _num_microbatches(config: OwnRunConfig) -> int:
+    """Two where a step has several: the second one's activations meet the first one's gradients."""
+    return 2 if _is_cut(config) else 1
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 if __name__ == "__main__":

@@ -1,188 +1,189 @@
-"""memory-profile: peak memory by phase and arm over a sweep of lengths, on this machine's device.
+"""memory-profile: peak memory by phase and arm over a sweep of sizes, on this machine's device.
 
-Each arm is measured by its own torchrun process group, one after the other, so that each has the device to
-itself.
+Each cell of the sweep, an arm at one size, is measured by processes of its own, one cell after the other, so
+that each has the device to itself and nothing of another is left. What is measured is written at once.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from abrun import store
 from abrun.errors import LaunchError
-from abrun.launch.probe import probe
-from abrun.metric_names import is_peak_memory
-from abrun.recipe import BASELINE, Declared, Dpo, OwnRunConfig, not_built
+from abrun.launch.probe import probe, rows_of
+from abrun.launch.requirements import shape_of
+from abrun.memory.cells import Cell, Longest, MemoryProfile, Point, cell_of
+from abrun.memory.search import search
+from abrun.memory.show import show, told
+from abrun.memory.sweep import Head, Plan, Variant
+from abrun.recipe import BASELINE, Dpo, OwnRunConfig
+
+MODULE, HEADS = "abrun.memory.measure", "abrun.memory.heads"
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
-    """One arm at one length: peak bytes by phase, the largest of any rank.
+class Bench:
+    """Where cells are measured: keeps them, says each as it is done, and writes peaks.json every time."""
 
-    Where memory ran out, `out_of_memory` is the phase in which it did, and the peaks are how far it came.
-    """
+    def __init__(self, name: str, output: Path, say: Say) -> None:
+        self._name, self._output, self._say = name, output, say
+        self._counter, self._cells, self._longest = "", list[Cell](), list[Longest]()
 
-    arm: str
-    length: int
-    by_phase: dict[str, int]
-    out_of_memory: str | None = None
+    def measure(
+        self,
+        module: str,
+        arm: str,
+        point: Point,
+        config: OwnRunConfig,
+        job: Mapping[str, Any],
+        left: str = "",
+    ) -> Cell:
+        """One cell, in processes of its own. Raises LaunchError, one line, where it cannot be measured."""
+        directory = self._output / "cells" / f"{len(self._cells):03d}-{arm}"
+        try:
+            rows = probe(module, directory, config, job)
+        except LaunchError:
+            rows = rows_of(directory)
+            if not any(row["out_of_memory"] for row in rows):
+                raise
+        cell, counter = cell_of(arm, point, rows)
+        self._counter = counter or self._counter
+        self._cells.append(cell)
+        self.write()
+        self._say(left + told(cell, self.profile.unit))
+        return cell
+
+    def found(self, longest: Longest) -> None:
+        self._longest.append(longest)
+        self.write()
 
     @property
-    def highest(self) -> tuple[str, int] | None:
-        """The phase with the highest peak, and the peak, of a step that fits."""
-        fits = self.out_of_memory is None and self.by_phase
-        return max(self.by_phase.items(), key=lambda item: item[1]) if fits else None
+    def profile(self) -> MemoryProfile:
+        return MemoryProfile(
+            name=self._name, counter=self._counter, cells=list(self._cells), longest=list(self._longest)
+        )
+
+    def write(self) -> None:
+        store.write_json(
+            self._output / "peaks.json",
+            {
+                "schema_version": store.SCHEMA_VERSION,
+                "name": self._name,
+                "counter": self._counter,
+                "cells": [cell.as_json() for cell in self._cells],
+                "longest": [
+                    {
+                        "arm": one.arm,
+                        "swept": dict(one.swept),
+                        "what": one.what,
+                        "fits": one.fits,
+                        "fails": one.fails,
+                        "failed_in": one.failed_in,
+                    }
+                    for one in self._longest
+                ],
+            },
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryProfile:
-    """The measured sweep."""
+def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:
+    """Measure the cells of `plan`, and write peaks.json, pictures and memory.html into `output`.
 
-    name: str
-    num_sequences: int
-    kind: str  # peak_allocated_bytes (CUDA) or peak_live_tensor_bytes (CPU)
-    peaks: list[Peaks]  # by length, then by arm, the baseline first
-
-    def ratio(self, peaks: Peaks) -> float | None:
-        """The arm's highest peak over the baseline's at the same length."""
-        bases = (p.highest for p in self.peaks if p.arm == BASELINE and p.length == peaks.length)
-        base = next(bases, None)  # the baseline's sweep may have ended at a shorter length, out of memory
-        return peaks.highest[1] / base[1] if base and peaks.highest else None
-
-    @property
-    def unit(self) -> tuple[str, int]:
-        """MiB, or GiB where the peaks are large, and its bytes."""
-        largest = max((value for peaks in self.peaks for value in peaks.by_phase.values()), default=0)
-        return ("GiB", 2**30) if largest >= 4 * 2**30 else ("MiB", 2**20)
-
-    def table(self) -> Table:
-        """Peaks by phase, where the highest is, and its ratio to the baseline's."""
-        phases = list(dict.fromkeys(phase for peaks in self.peaks for phase in peaks.by_phase))
-        unit, num_bytes = self.unit
-        title = f"{self.name}: {self.kind} in {unit}, {self.num_sequences} sequence(s) a rank and microbatch"
-        table = Table(title=title, title_justify="left")
-        for heading in ("length", "arm", *phases, "highest in", "ratio"):
-            table.add_column(heading, justify="left" if heading in ("arm", "highest in") else "right")
-        for before, peaks in zip([None, *self.peaks], self.peaks, strict=False):
-            if before and before.length != peaks.length:
-                table.add_section()
-            highest, ratio = peaks.highest, self.ratio(peaks)
-            values = [peaks.by_phase.get(phase) for phase in phases]
-            table.add_row(
-                f"{peaks.length:,}",
-                peaks.arm,
-                *("-" if value is None else f"{value / num_bytes:,.1f}" for value in values),
-                highest[0] if highest else f"out of memory in {peaks.out_of_memory}",
-                f"{ratio:.3f}" if ratio else "-",
-            )
-        return table
-
-
-def measure_recipe(
-    recipe: Declared, output: Path, *, lengths: Sequence[int], num_sequences: int | None = None
-) -> MemoryProfile:
-    """Measure every arm of `recipe` and write peaks.json, memory.png and memory.svg into `output`.
-
-    `lengths`, ascending, are tokens of a sequence (prompt and completion); `num_sequences` a rank's
-    microbatch, by default the baseline's `policy.micro_batch_size`, or 1 (2 where an arm has pairs). Raises
-    LaunchError where an arm cannot be measured here.
+    Raises LaunchError where an arm cannot be measured here; what was measured before that is kept.
     """
-    measured: dict[str, list[Peaks]] = {}
-    kind = ""
-    configs = _own_configs(recipe)
-    num_sequences = _num_sequences(configs, num_sequences)
-    for arm, config in configs.items():
-        job = {"lengths": list(lengths), "num_sequences": num_sequences}
-        rows = probe("abrun.memory.measure", output / "arms" / arm, config, job)
-        kind = next((key.rsplit("/", 1)[1] for row in rows for key in row if is_peak_memory(key)), kind)
-        measured[arm] = [_peaks(arm, row) for row in rows]
-    profile = MemoryProfile(
-        name=recipe.name,
-        num_sequences=num_sequences,
-        kind=kind,
-        peaks=[p for length in lengths for arm in measured for p in measured[arm] if p.length == length],
+    of_variants = [(variant, variant.configs()) for variant in plan.variants]
+    for _, configs in of_variants:
+        plan.refuse_endless_search(configs[BASELINE])
+    sizes = [plan.num_sequences(configs) for _, configs in of_variants]  # refused before anything is measured
+    bench = Bench(plan.name, output, say)
+    total = sum(
+        len(configs) * len(sequences) * len(plan.lengths)
+        for (_, configs), sequences in zip(of_variants, sizes, strict=True)
     )
-    store.write_json(
-        output / "peaks.json",
-        {
-            "schema_version": store.SCHEMA_VERSION,
-            "recipe": recipe.name,
-            "kind": kind,
-            "num_sequences": num_sequences,
-            "peaks": [asdict(peaks) for peaks in profile.peaks],
-        },
-    )
-    plot(profile, output)
+    done = 0
+    for (variant, configs), sequences in zip(of_variants, sizes, strict=True):
+        for num_sequences in sequences:
+            ended: set[str] = set()
+            for length in plan.lengths:
+                for arm, config in configs.items():
+                    done += 1
+                    if arm in ended:
+                        say(f"[{done}/{total}] {arm}: left out, a shorter one ran out of memory")
+                        continue
+                    point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
+                    left = f"[{done}/{total}] "
+                    cell = bench.measure(MODULE, arm, point, config, _job(plan, point), left)
+                    if cell.out_of_memory:
+                        ended.add(arm)
+        if plan.longest:
+            _search(plan, variant, configs, bench)
+    profile = bench.profile
+    show(profile, output)
     return profile
 
 
-def plot(profile: MemoryProfile, output: Path) -> None:
-    """Highest peak against length, a line an arm, as memory.png and memory.svg."""
-    import matplotlib
+def measure_head(head: Head, plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:
+    """The same of a log-prob head alone, its kernels in the place of arms."""
+    config, bench = head.config, Bench(plan.name, output, say)
+    plan.refuse_endless_search(config)
+    kernels = head.kernels(on_gpu=config.cluster.gpus_per_node > 0)
+    total, ended = len(kernels) * len(plan.lengths), set[str]()
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "abrun"
-    from matplotlib import pyplot
+    def measured(kernel: str, length: int, left: str) -> Cell:
+        sizes = {"hidden_size": head.hidden_size, "vocab_size": head.vocab_size, "length": length}
+        job = {**kernels[kernel], **sizes, "budget_bytes": plan.budget_bytes}
+        return bench.measure(HEADS, kernel, Point(length=length), config, job, left)
 
-    unit, num_bytes = profile.unit
-    figure, ax = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    arms = list(dict.fromkeys(p.arm for p in profile.peaks))
-    for arm, colour in zip(
-        arms, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00") * 9, strict=False
-    ):
-        points = [(p.length, p.highest[1] / num_bytes) for p in profile.peaks if p.arm == arm and p.highest]
-        if points:
-            ax.plot(*zip(*points, strict=True), marker="o", color=colour, label=arm)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks([p.length for p in profile.peaks], [f"{p.length:,}" for p in profile.peaks])
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel(f"sequence length, tokens ({profile.num_sequences} sequence(s) a rank and microbatch)")
-    ax.set_ylabel(f"highest {profile.kind.removesuffix('_bytes').replace('_', ' ')}, {unit}")
-    ax.set_title(f"{profile.name}: peak memory of a training step", loc="left")
-    ax.grid(alpha=0.3)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False)
-    with store.explained(output):
-        figure.savefig(output / "memory.png", dpi=150)
-        figure.savefig(output / "memory.svg", metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def _own_configs(recipe: Declared) -> dict[str, OwnRunConfig]:
-    """The arms' configurations, the baseline's first."""
-    configs: dict[str, OwnRunConfig] = {}
-    for arm in sorted(recipe.arms, key=lambda arm: arm != BASELINE):
-        config = recipe.run_config(arm)
-        if not isinstance(config, OwnRunConfig):
-            raise LaunchError(
-                f"{recipe.name}: arms.{arm}: trainer.type: got 'command'; memory-profile runs single steps "
-                "of abrun's own trainer alone: measure a foreign one with its own tools"
+    for number, (length, kernel) in enumerate(itertools.product(plan.lengths, kernels), 1):
+        if kernel in ended:
+            say(f"[{number}/{total}] {kernel}: left out, fewer tokens ran out of memory")
+        elif measured(kernel, length, f"[{number}/{total}] ").out_of_memory:
+            ended.add(kernel)
+    if plan.longest:
+        for kernel in kernels:
+            mine = [cell for cell in bench.profile.cells if cell.arm == kernel]
+            bench.found(
+                search(mine, "length", lambda size, kernel=kernel: measured(kernel, size, "search: "))
             )
-        for line in not_built(config):
-            raise LaunchError(f"{recipe.name}: arms.{arm}: {line}")
-        configs[arm] = config
-    return configs
+    show(bench.profile, output)
+    return bench.profile
 
 
-def _num_sequences(configs: dict[str, OwnRunConfig], asked: int | None) -> int:
-    together = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
-    num_sequences = asked or configs[BASELINE].policy.micro_batch_size or together
-    if num_sequences % together:
-        raise LaunchError(
-            f"--sequences: got {num_sequences} with algorithm.type 'dpo', whose pairs stay together; use an "
-            "even number"
-        )
-    return num_sequences
-
-
-def _peaks(arm: str, row: dict[str, Any]) -> Peaks:
-    allocated = {
-        key: value for key, value in row.items() if key.endswith(("allocated_bytes", "tensor_bytes"))
+def _job(plan: Plan, point: Point) -> dict[str, Any]:
+    return {
+        "length": point.length,
+        "num_sequences": point.num_sequences,
+        "rollouts": plan.rollouts,
+        "budget_bytes": plan.budget_bytes,
     }
-    by_phase = {key.split("/")[1]: int(value) for key, value in allocated.items()}
-    return Peaks(
-        arm=arm, length=int(row["length"]), by_phase=by_phase, out_of_memory=row.get("out_of_memory")
-    )
+
+
+def _search(plan: Plan, variant: Variant, configs: Mapping[str, OwnRunConfig], bench: Bench) -> None:
+    """For each arm the largest size that trains; from what was measured already."""
+    assert plan.longest
+    for arm, config in configs.items():
+        mine = [cell for cell in bench.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
+        mine = _on_one_line(mine, plan.longest)
+
+        def tried(
+            size: int, arm: str = arm, config: OwnRunConfig = config, like: Point = mine[0].point
+        ) -> Cell:
+            assert plan.longest
+            sizes = {"length": like.length, "num_sequences": like.num_sequences, plan.longest: size}
+            point = Point(**sizes, swept=variant.swept)
+            return bench.measure(MODULE, arm, point, config, _job(plan, point), "search: ")
+
+        pairs = plan.longest == "num_sequences" and isinstance(config.algorithm, Dpo)
+        positions = (
+            shape_of(config.model).get("max_position_embeddings") if plan.longest == "length" else None
+        )
+        bench.found(search(mine, plan.longest, tried, unit=2 if pairs else 1, most=positions))
+
+
+def _on_one_line(cells: Iterable[Cell], what: str) -> list[Cell]:
+    """Those that differ in `what` alone: at the smallest of the other size."""
+    other = "num_sequences" if what == "length" else "length"
+    cells = list(cells)
+    least = min(getattr(cell.point, other) for cell in cells)
+    return [cell for cell in cells if getattr(cell.point, other) == least]

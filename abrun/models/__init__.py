@@ -14,7 +14,6 @@ from abrun.models.families import (
 from abrun.models.in_place import Places, attention_in_place, has_all_tokens
 from abrun.models.parts import part_of
 from abrun.models.presets import (
-    ARCHITECTURES,
     EOS,
     PAD,
     UNKNOWN,
@@ -23,6 +22,7 @@ from abrun.models.presets import (
 )
 from abrun.models.text import Text, load_text
 from abrun.models.weights import load_network, open_network, published, save_config, save_network
+from abrun.recipe import ARCHITECTURES
 
 __all__ = [
     "ARCHITECTURES",

@@ -19,7 +19,9 @@ from transformers.utils.hub import cached_file
 
 from abrun.models.checks import check_decoding, check_network, silence
 from abrun.models.families import PLAIN_DECODERS, facts_of
+from abrun.seeds import derive
 
+LARGE = 10**8  # parameters of an embedding: a preset of that size is never made whole on a CPU
 # Of one layer's experts: the parameters that hold all of them, and what checkpoints have of each expert.
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -68,6 +70,32 @@ class Checkpoint:
         return self._files[name].get_slice(name)
 
 
+class RandomWeights:
+    """Random values instead of a checkpoint's, made as they are read: alike for every layout."""
+
+    def __init__(self, network: Any, seed: int) -> None:
+        self._shapes = {name: weight.shape for name, weight in network.named_parameters()}
+        self._seed, self._spread = seed, network.config.initializer_range
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A part of a parameter: matrices are uniform, of the usual standard deviation; norms are 1."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)[part]
+        generator = torch.Generator().manual_seed(derive(self._seed, name))
+        reach = self._spread * 3**0.5  # uniform numbers take a fifth of the time of normal ones
+        return torch.empty(shape).uniform_(-reach, reach, generator=generator)[part]
+
+
+def random_parts(config: Any, seed: int) -> Any | None:
+    """A large network with random weights, on the meta device with a `checkpoint`; None where it is small."""
+    if config.vocab_size * config.hidden_size < LARGE or config.model_type not in PLAIN_DECODERS:
+        return None
+    network = _on_meta(config)
+    network.checkpoint = RandomWeights(network, seed)
+    return network
+
+
 def open_parts(source: str) -> Any | None:
     """The network of a checkpoint, on the meta device; None where it has to be loaded whole.
 
@@ -78,19 +106,25 @@ def open_parts(source: str) -> Any | None:
     checkpoint = _checkpoint(source) if plain else None
     if checkpoint is None:
         return None
-    with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    network = _on_meta(config)
     parameters = dict(network.named_parameters())
     untied = any(name in checkpoint for name in network.state_dict().keys() - parameters.keys())
     if untied or not all(checkpoint.has(name, weight.shape) for name, weight in parameters.items()):
         return None
+    if (generation := _generation(source)) is not None:
+        network.generation_config = generation
+    network.checkpoint = checkpoint
+    return network
+
+
+def _on_meta(config: Any) -> Any:
+    """A network without weights; buffers are there, dropout is off."""
+    with torch.device("meta"):
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     base = network.base_model
     base.rotary_emb = type(base.rotary_emb)(config=network.config)
     assert not any(buffer.is_meta for buffer in network.buffers()), "buffers are computed, not read"
-    if (generation := _generation(source)) is not None:
-        network.generation_config = generation
     silence(network)
-    network.checkpoint = checkpoint
     return network
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from abrun.recipe import ARCHITECTURES
+from abrun.recipe import Model
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -30,9 +30,10 @@ def character_tokenizer() -> CharacterTokenizer:
     )
 
 
-def preset_config(name: str) -> PreTrainedConfig:
+def preset_config(model: Model) -> PreTrainedConfig:
     """The configuration of a preset's network."""
+    assert model.preset is not None
     tokenizer = character_tokenizer()
     ids: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    settings: dict[str, Any] = {"vocab_size": len(tokenizer)} | ARCHITECTURES[name] | ids
+    settings: dict[str, Any] = {"vocab_size": len(tokenizer)} | model.architecture | ids
     return AutoConfig.for_model(**settings, bos_token_id=None)

@@ -68,8 +68,7 @@ def load_text(model: Model, *, weights: Path | None) -> Text:
     """
     source = source_of(model, weights)
     if source is None:
-        assert model.preset is not None
-        config = preset_config(model.preset)
+        config = preset_config(model)
         tokenizer, generation = character_tokenizer(), GenerationConfig.from_model_config(config)
     else:
         with loading(source):

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.families import facts_of, persistent_buffers
-from abrun.models.parts import check_twin, open_parts
+from abrun.models.parts import check_twin, open_parts, random_parts
 from abrun.models.presets import preset_config
 from abrun.models.sources import loading, source_of
 from abrun.recipe import Model
@@ -26,7 +26,9 @@ def open_network(model: Model, *, weights: Path | None, seed: int, decodes: bool
     """
     network: Any = None
     source = source_of(model, weights)
-    if source is not None:
+    if source is None:
+        network = random_parts(preset_config(model), seed)
+    else:
         with loading(source):
             network = open_parts(source)
     if network is not None:
@@ -48,10 +50,9 @@ def load_network(model: Model, *, weights: Path | None, seed: int) -> nn.Module:
     transformers_logging.disable_progress_bar()  # stdout.log is read by people
     source = source_of(model, weights)
     if source is None:
-        assert model.preset is not None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            network: nn.Module = AutoModelForCausalLM.from_config(preset_config(model.preset))
+            network: nn.Module = AutoModelForCausalLM.from_config(preset_config(model))
     else:
         network = _from_checkpoint(source)
     check_network(network, facts_of(network))
@@ -71,8 +72,7 @@ def save_config(model: Model, directory: Path) -> None:
     """Write the configuration of a recipe's model as a Hugging Face checkpoint has it, without weights."""
     source = source_of(model, None)
     if source is None:
-        assert model.preset is not None
-        config = preset_config(model.preset)
+        config = preset_config(model)
     else:
         with loading(source):
             config = AutoConfig.from_pretrained(source)

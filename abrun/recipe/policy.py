@@ -14,6 +14,16 @@ PRESET_EXPERTS = {
 }
 
 
+class Shape(Section):
+    """What of a preset's architecture is another size; null: the preset's own."""
+
+    # Beyond the tokenizer's some hundred, of tokens that no text contains
+    vocab_size: Annotated[int, Field(ge=128)] | None = None
+    num_hidden_layers: Count | None = None
+    intermediate_size: Count | None = None
+    max_position_embeddings: Count | None = None
+
+
 class Model(Section):
     """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
@@ -29,6 +39,7 @@ class Model(Section):
         ]
         | None
     ) = None
+    shape: Shape = Shape()  # with a preset
     path: str | None = None
     system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template
 
@@ -37,7 +48,20 @@ class Model(Section):
         if (self.preset is None) == (self.path is None):
             got = "neither" if self.preset is None else "both"
             raise ValueError(f"model: got {got} of preset and path; give exactly one (the other null)")
+        changed = self.shape.model_dump(exclude_none=True)
+        if changed and self.preset is None:
+            name, size = next(iter(changed.items()))
+            raise ValueError(
+                f"model.shape.{name}: got {size} with model.path, a checkpoint whose shape is fixed; use "
+                f"{name}: null, or a preset"
+            )
         return self
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The fields of a preset's configuration, with what `shape` changes of them; of a checkpoint none."""
+        own = ARCHITECTURES[self.preset] if self.preset else {}
+        return own | self.shape.model_dump(exclude_none=True)
 
 
 # From the slowest to the fastest: neighbours share layers, where they talk most. Megatron's order, too.

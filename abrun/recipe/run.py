@@ -332,7 +332,7 @@ class OwnRunConfig(RunConfig):
                     f"policy.{name}: got {json.dumps(got)} with model.preset {preset!r}, which has no "
                     f"experts; use {name.split('.')[-1]}: {json.dumps(off)}"
                 )
-        number, size = PRESET_EXPERTS.get(preset or "", 0), policy.backend.expert_parallel
+        number, size = self.model.architecture.get("num_experts", 0), policy.backend.expert_parallel
         if number % size:
             raise ValueError(
                 f"policy.backend.expert_parallel: got {size} with model.preset {preset!r}, whose layers have "

@@ -28,10 +28,12 @@ class LiveTensors(TorchDispatchMode):
     """While entered, follows every storage that an operator returns until it is freed.
 
     `follow` adds tensors made outside (parameters, optimizer state), counted for as long as they live.
+    `on_change` is called with a storage and by how many bytes it has grown, or shrunk.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.on_change: Callable[[int, int], None] = lambda storage, num_bytes: None
         self.live_bytes = 0
         self.peak_bytes = 0
         self._counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # storage -> bytes
@@ -63,9 +65,13 @@ class LiveTensors(TorchDispatchMode):
         self._counted[key] = reference, num_bytes
         self.live_bytes += num_bytes - counted
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if num_bytes != counted:
+            self.on_change(key, num_bytes - counted)
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._counted.pop(key)[1]
+        num_bytes = self._counted.pop(key)[1]
+        self.live_bytes -= num_bytes
+        self.on_change(key, -num_bytes)
 
 
 class Phases:
@@ -84,13 +90,15 @@ class Phases:
         compiles: bool = False,
     ) -> None:
         self._device = device
-        self._tracker = None if device.type == "cuda" else LiveTensors()
-        self._resident = resident
+        self.tracker = None if device.type == "cuda" else LiveTensors()
+        self._residents = [resident]
         self._usual = {COMPILING: 0.0} if compiles else {}  # what every step reports
         self._seconds: dict[str, float] = dict(self._usual)
         self._peaks: dict[str, int] = {}
         self._num_retries = 0
         self._started = time.perf_counter()
+        self._part = ""  # what the memory of the phase under way counts as
+        self.on_part: Callable[[str], None] = lambda part: None  # told what it counts as from now on
         self.interrupted: str | None = None  # the phase that an error has ended
         if compiles:
             self._follow_compilers()
@@ -104,7 +112,8 @@ class Phases:
             with self._measured(phase) if memory else contextlib.nullcontext():
                 yield
         except BaseException:
-            self.interrupted = self.interrupted or phase  # the innermost is the first to know
+            # The innermost is the first to know
+            self.interrupted = self.interrupted or (self._part if memory and self._part else phase)
             raise
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -112,23 +121,49 @@ class Phases:
     @contextlib.contextmanager
     def _measured(self, phase: str) -> Iterator[None]:
         """Record the peak of what runs inside, also of what ends in an error, such as for want of memory."""
-        if self._tracker is None:
+        self._part = phase
+        if self.tracker is None:
             torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            try:
-                yield
-                torch.cuda.synchronize(self._device)
-            finally:
-                self._raise(phase, "peak_allocated_bytes", torch.cuda.max_memory_allocated(self._device))
-                self._raise(phase, "peak_reserved_bytes", torch.cuda.max_memory_reserved(self._device))
-            return
-        self._tracker.follow(self._resident())
-        self._tracker.reset_peak()
+        else:
+            self.tracker.follow(self.resident_tensors())
+        self._begin(phase)
         try:
-            with self._tracker:
+            with self.tracker or contextlib.nullcontext():
                 yield
+            if self.tracker is None:
+                torch.cuda.synchronize(self._device)
         finally:
-            self._raise(phase, "peak_live_tensor_bytes", self._tracker.peak_bytes)
+            self._end()
+
+    def part(self, name: str) -> None:
+        """From here on the memory of the phase under way counts as `name`, until it ends."""
+        if self.tracker is None:
+            torch.cuda.synchronize(self._device)
+        self._end()
+        self._begin(name)
+
+    def _begin(self, part: str) -> None:
+        if self.tracker is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self.tracker.reset_peak()
+        self._part = part
+        self.on_part(part)
+
+    def _end(self) -> None:
+        if self.tracker is None:
+            self._raise(self._part, "peak_allocated_bytes", torch.cuda.max_memory_allocated(self._device))
+            self._raise(self._part, "peak_reserved_bytes", torch.cuda.max_memory_reserved(self._device))
+        else:
+            self._raise(self._part, "peak_live_tensor_bytes", self.tracker.peak_bytes)
+
+    def reside(self, resident: Callable[[], Iterable[Tensor]]) -> None:
+        """Count what else lives between steps, such as a reference's weights."""
+        self._residents.append(resident)
+
+    def resident_tensors(self) -> list[Tensor]:
+        """What lives on the device between steps."""
+        return [tensor for resident in self._residents for tensor in resident()]
 
     def collect(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds (`timing/train/...`) and counters of memory (`memory/...`) since the last call."""
@@ -156,7 +191,7 @@ class Phases:
 
     def _fragmentation(self) -> dict[str, int]:
         """How often the allocator had to give its cache back, and what of split blocks lies idle now."""
-        if self._tracker is not None:
+        if self.tracker is not None:
             return {}
         counters = torch.cuda.memory_stats(self._device)
         before, self._num_retries = self._num_retries, counters["num_alloc_retries"]

@@ -52,7 +52,7 @@ class Rollouts:
             if isinstance(self._settings, Grpo) and self._settings.dynamic_sampling:
                 return self._collect_with_signal(engine, step, self._settings.dynamic_sampling.max_tries)
             fetches = range(self._num_fetches)
-            groups = [group for fetch in fetches for group in self._fetch(engine, step, fetch)]
+            groups = [group for fetch in fetches for group in self.fetch(engine, step, fetch)]
             return self._batch(groups), self._metrics(groups)
 
     def _collect_with_signal(
@@ -64,7 +64,7 @@ class Rollouts:
         left_out: list[Group] = []
         num_fetches = 0
         while len(kept) < self._target and num_fetches < self._num_fetches * max_tries:
-            fetched = self._fetch(engine, step, num_fetches)
+            fetched = self.fetch(engine, step, num_fetches)
             mine += fetched
             for group in ranks.gather(fetched):
                 (kept if group.has_signal else left_out).append(group)
@@ -75,7 +75,7 @@ class Rollouts:
             "train/dynamic_sampling_tries": num_fetches / self._num_fetches,
         }
 
-    def _fetch(self, engine: RolloutEngine, step: int, fetch: int) -> list[Group]:
+    def fetch(self, engine: RolloutEngine, step: int, fetch: int) -> list[Group]:
         """This rank's share of one draw of prompts_per_step prompts."""
         setup, size, rollout = self._setup, self._settings.group_size, self._setup.config.rollout
         examples = setup.data.examples(step, fetch)

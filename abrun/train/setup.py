@@ -74,10 +74,12 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
 
 def make_reference(setup: Setup) -> Backend:
     """A frozen policy with the run's initial weights."""
-    return make_backend(
+    reference = make_backend(
         setup.config,
         setup.ranks,
         weights=setup.initial_weights,
         seed=derive(setup.seed, "init"),
         trainable=False,
     )
+    setup.phases.reside(reference.resident_tensors)
+    return reference

@@ -60,10 +60,12 @@ def make_network(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> An
     from transformers import AutoModelForCausalLM
 
     from abrun.models.presets import preset_config
+    from abrun.recipe import Model
 
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(preset_config(shapes.preset), dtype=dtype).eval()
+        config = preset_config(Model.model_validate({"preset": shapes.preset}))
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def ours(shapes: Shapes, device: torch.device, *, in_place: bool) -> Callable[[int], int]:

@@ -311,7 +311,30 @@ def test_memory_is_the_mean_over_seeds_by_phase():
     memory = memory_peaks(experiment(values))
     assert memory and memory.unit == "GiB" and memory.phases == ["overall", "logprobs", "loss"]
     assert memory.means == [[3, 3, 1], [3, 3, 1]]
+    assert memory.held_by == ["logprobs", "logprobs"] and memory.allocator == {}
     assert memory_peaks(experiment(learning())) is None
+
+
+def test_the_memory_section_says_which_phase_holds_each_arm_s_peak_and_what_the_allocator_did():
+    def run(first, second, reserved, retries):
+        return {
+            "memory/forward_backward/peak_allocated_bytes": [first * 2**30, 2**30],
+            "memory/optimizer/peak_allocated_bytes": [second * 2**30, 2**30],
+            "memory/forward_backward/peak_reserved_bytes": [reserved * 2**30, 2**30],
+            "memory/optimizer/peak_reserved_bytes": [2**30, 2**30],
+            "memory/inactive_bytes": [2**29, 2**28],
+            "memory/allocator_retries": [retries, 1],
+        }
+
+    values = {("baseline", seed): run(9, 5, 12, 2 * seed) for seed in (0, 1)}
+    values |= {("treatment", seed): run(4, 5, 7 + seed, 0) for seed in (0, 1)}
+    memory = memory_peaks(experiment(values))
+    assert memory and memory.held_by == ["forward backward", "optimizer"]
+    assert memory.allocator == {
+        "reserved, at most": [12, 7.5],
+        "idle in split blocks, at most": [0.5, 0.5],
+        "allocator retries": [2, 1],  # of a run's steps, mean over seeds
+    }
 
 
 def test_claims_come_first_and_every_metric_has_its_chart():

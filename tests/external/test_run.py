@@ -22,7 +22,7 @@ from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome, supervisor
 from abrun.launch.command import external
 from abrun.launch.experiment import write_run
-from abrun.memory.profile import measure_recipe
+from abrun.memory.sweep import Variant
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Awake, below, processes_of
 from abrun.recipe import BASELINE, MetricsLog, load_recipe
@@ -155,9 +155,9 @@ def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
     assert last["event"] == "finished" and last["message"] == "no metric 'entropie', which aliases name"
 
 
-def test_memory_profile_refuses_a_command(tmp_path: Path) -> None:
+def test_memory_profile_refuses_a_command() -> None:
     with pytest.raises(LaunchError, match=r"arms.baseline: trainer.type: got 'command'.*own tools"):
-        measure_recipe(load_recipe(FOREIGN, [SCRIPT]), tmp_path, lengths=[8])
+        Variant(recipe=load_recipe(FOREIGN, [SCRIPT])).configs()
 
 
 def test_nan_is_kept_and_a_torn_last_line_is_not(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""memory-profile on a CPU: what the fused path saves, where the peak is, and the refusals."""
+"""memory-profile on a CPU: what the fused path saves, where the peak is, how far arms go, refusals."""
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -9,100 +10,295 @@ from typing import Any
 import pytest
 import torch
 
-from abrun import store
-from abrun.errors import LaunchError
+from abrun.errors import LaunchError, RecipeError
 from abrun.launch.command import environment
 from abrun.launch.probe import _run as run_probe
-from abrun.memory.profile import MemoryProfile, Peaks, measure_recipe
+from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
+from abrun.memory.profile import measure_head, measure_recipe
+from abrun.memory.show import page, tables, told
+from abrun.memory.sweep import Head, Plan, Variant, head_of, variants_of
 from abrun.processes import Popen, processes_of
-from abrun.recipe import OwnRunConfig, load_recipe
+from abrun.recipe import Declared, OwnRunConfig, load_recipe
 from tests.train.runs import single_rank
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-RECIPE = load_recipe(RECIPES / "fused-logprobs-memory.yaml")
-WITH_OLD_PASS = load_recipe(RECIPES / "fused-logprobs-memory.yaml", ["algorithm.ratio=old"])
-VOCABULARY = 32_768
+SMALL = RECIPES / "fused-logprobs-memory.yaml"
+VOCABULARY, WIDE = 8192, 32_768  # the second the recipe's own
+QUICK = (
+    f"model.shape.vocab_size={VOCABULARY}",
+    "arms.treatment={policy.logprobs.impl: chunked, policy.logprobs.chunk_size: 1024}",
+)
+RECIPE = load_recipe(SMALL, QUICK)
 
 
 def measured_here(
     module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
-    from abrun.launch.probe import ROWS
-    from abrun.memory.measure import _without_groups, measure
-    from abrun.train.setup import make_setup
+    from abrun.memory import heads
+    from abrun.memory import measure as measure_module
 
-    assert module == "abrun.memory.measure"
-    directory.mkdir(parents=True)
+    assert config.cluster.ranks == 1
+    cpu = torch.device("cpu")
     with single_rank():
-        setup = make_setup(_without_groups(config), 0, None, torch.device("cpu"))
-        measure(setup, directory, **job)
-    return store.read_lines(directory / ROWS)
+        if module == "abrun.memory.heads":
+            row = heads.measured(cpu, **job)
+        else:
+            row = measure_module.Cell(config, cpu, **job).measured()
+    return [json.loads(json.dumps(row))]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("abrun.memory.profile.probe", measured_here)
+    monkeypatch.setattr("abrun.memory.profile.show", lambda profile, output: None)
+
+
+def plan(recipe: Declared = RECIPE, **options: Any) -> Plan:
+    return Plan(name=recipe.name, variants=[Variant(recipe=recipe)], rollouts=False, **options)
 
 
 def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("abrun.memory.profile.probe", measured_here)
-    profile = measure_recipe(WITH_OLD_PASS, tmp_path, lengths=[32, 256])
-    peaks = {(p.arm, p.length): p for p in profile.peaks}
-    assert list(peaks) == [("baseline", 32), ("treatment", 32), ("baseline", 256), ("treatment", 256)]
+    said: list[str] = []
+    with_old_pass = load_recipe(SMALL, ["algorithm.ratio=old"])  # a pass for the log-probs of old
+    profile = measure_recipe(plan(with_old_pass, lengths=[32, 256]), tmp_path, said.append)
+    cells = {(cell.arm, cell.point.length): cell for cell in profile.cells}
+    assert list(cells) == [("baseline", 32), ("treatment", 32), ("baseline", 256), ("treatment", 256)]
     grown = {
-        (arm, phase): peaks[arm, 256].by_phase[phase] - peaks[arm, 32].by_phase[phase]
+        (arm, phase): cells[arm, 256].by_phase[phase] - cells[arm, 32].by_phase[phase]
         for arm in RECIPE.arms
-        for phase in ("logprobs", "forward_backward")
+        for phase in ("logprobs", "forward", "backward")
     }
-    logits = (256 - 32) * VOCABULARY * 4
-    assert grown["baseline", "logprobs"] >= logits and grown["baseline", "forward_backward"] >= 2 * logits
-    assert grown["treatment", "logprobs"] < logits / 2 > grown["treatment", "forward_backward"]
-    assert peaks["baseline", 256].highest == (
-        "forward_backward",
-        peaks["baseline", 256].by_phase["forward_backward"],
-    )
-    ratio = profile.ratio(peaks["treatment", 256])
+    logits = (256 - 32) * WIDE * 4
+    assert grown["baseline", "logprobs"] >= logits and grown["baseline", "forward"] >= logits
+    assert grown["baseline", "backward"] >= 3 * logits  # the logits, their softmax, and its gradient
+    assert max(grown["treatment", phase] for phase in ("logprobs", "forward", "backward")) < logits / 2
+    dense, fused = cells["baseline", 256], cells["treatment", 256]
+    assert dense.highest == ("backward", dense.by_phase["backward"])
+    ratio = profile.ratio(fused)
     assert ratio is not None and ratio < 0.6
-    assert profile.kind == "peak_live_tensor_bytes"
-    written = json.loads((tmp_path / "peaks.json").read_text())
-    assert [(p["arm"], p["length"]) for p in written["peaks"]] == list(peaks)
-    assert written["peaks"][0]["by_phase"] == peaks["baseline", 32].by_phase
-    assert (tmp_path / "memory.png").stat().st_size > 10_000
-    assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
+    weights = 4 * sum(parameter.numel() for parameter in some_network(with_old_pass).parameters())
+    assert dense.held["weights"] == weights
+    assert 2 * weights <= dense.held["optimizer_state"] <= 2 * weights + 4 * 1000  # two moments, and counters
+    assert profile.counter == "peak_live_tensor_bytes" and "live tensors" in profile.what
+    assert [line.split(":")[0] for line in said] == [
+        f"[{n}/4] {arm}, {length} tokens" for n, (arm, length) in enumerate(cells, 1)
+    ]
+    check_attribution(dense, "abrun/kernels/logits.py", at_least=2 * 255 * WIDE * 4)
+    check_files(tmp_path, profile)
+
+
+def some_network(recipe: Declared) -> Any:
+    from abrun.models import load_network
+
+    return load_network(recipe.run_config("baseline").model, weights=None, seed=0)  # pyright: ignore
+
+
+def check_attribution(cell: Cell, line: str, at_least: int) -> None:
+    """The peak is the tracker's own, the curve's layers add up to it, and the logits are named."""
+    found = cell.attribution
+    assert found and found["peak_bytes"] == cell.by_phase["backward"]
+    at_peak = sum(curve[found["peak_at"]] for curve in found["layers"].values())
+    assert at_peak == found["peak_bytes"] == max(map(sum, zip(*found["layers"].values(), strict=True)))
+    assert sum(one["bytes"] for one in found["top"] if line in one["line"]) >= at_least
+    assert {one["phase"] for one in found["top"]} == {"logprobs", "forward", "backward"}
+    modules = {one["module"] for one in found["top"]}
+    assert "network.model.layers.*.mlp.gate_proj" in modules, modules
+
+
+def check_files(output: Path, profile: MemoryProfile) -> None:
+    written = json.loads((output / "peaks.json").read_text())
+    assert [cell["by_phase"] for cell in written["cells"]] == [cell.by_phase for cell in profile.cells]
+    assert written["cells"][0]["floor"] is None and written["cells"][0]["top"]
+    for name in ("memory", "attribution"):
+        assert (output / f"{name}.png").stat().st_size > 10_000
+        assert (output / f"{name}.svg").read_text().startswith("<?xml")
+    shown = (output / "memory.html").read_text()
+    assert "live tensors" in shown and "GPU" not in shown
+    assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)""", shown)  # it loads nothing
+    assert f"{profile.cells[0].reached[1] / 2**20:,.1f}" in shown
+
+
+@pytest.mark.usefixtures("here")
+def test_a_budget_ends_a_step_with_its_phase_and_how_far_it_came(tmp_path: Path) -> None:
+    """And the search finds the longest sequence: one step longer runs out."""
+    budget = 60 * 2**20
+    said: list[str] = []
+    options: dict[str, Any] = {"lengths": [32, 512], "budget_bytes": budget, "longest": "length"}
+    only = RECIPE.model_copy(update={"arms": {"baseline": {}}})
+    profile = measure_recipe(plan(only, **options), tmp_path, said.append)
+    ended = profile.cells[1]
+    assert (ended.out_of_memory, ended.highest) == ("forward", None)
+    assert budget < ended.reached[1] < 2 * budget  # with what was one too many
+    assert "512 tokens: out of memory in forward; highest before that" in said[1]
+    (longest,) = profile.longest
+    tried = {cell.point.length: cell for cell in profile.cells}
+    assert longest.fits and longest.fails and longest.fails - longest.fits <= max(1, longest.fits // 32)
+    assert (
+        tried[longest.fits].reached[1] <= budget and tried[longest.fails].out_of_memory == longest.failed_in
+    )
+    assert json.loads((tmp_path / "peaks.json").read_text())["longest"][0]["fits"] == longest.fits
+    with pytest.raises(LaunchError, match=r"^--budget-gib: got none with a search on CPU cores"):
+        measure_recipe(plan(lengths=[32], longest="length"), tmp_path)
+
+
+@pytest.mark.usefixtures("here")
+def test_several_microbatches_meet_the_gradients_of_the_first(tmp_path: Path) -> None:
+    """The second one's forward pass has all gradients beside its activations."""
+    only = {"arms": {"baseline": {}}}
+    one = measure_recipe(plan(RECIPE.model_copy(update=only), lengths=[64]), tmp_path).cells[0]
+    several = load_recipe(SMALL, [*QUICK, "policy.micro_batch_size=1"]).model_copy(update=only)
+    two = measure_recipe(plan(several, lengths=[64]), tmp_path).cells[0]
+    assert two.by_phase["forward"] - one.by_phase["forward"] == pytest.approx(one.held["weights"], rel=0.02)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_sweep_measures_the_arms_at_every_combination(tmp_path: Path) -> None:
+    quick = ("model.preset=qwen2-tiny", "arms.treatment={policy.logprobs.impl: chunked}")
+    variants = variants_of(SMALL, quick, ["model.shape.vocab_size=1024,8192"])
+    asked = Plan(name="x", variants=variants, lengths=[64], sequences=[1, 2], rollouts=False)
+    profile = measure_recipe(asked, tmp_path)
+    points = [(cell.arm, cell.point.num_sequences, dict(cell.point.swept)) for cell in profile.cells]
+    assert points == [
+        (arm, number, {"model.shape.vocab_size": size})
+        for size in (1024, 8192)
+        for number in (1, 2)
+        for arm in ("baseline", "treatment")
+    ]
+    of = {
+        (arm, number, *swept.values()): cell
+        for (arm, number, swept), cell in zip(points, profile.cells, strict=True)
+    }
+    for size in (1024, 8192):
+        more = of["baseline", 2, size].by_phase["forward"] - of["baseline", 1, size].by_phase["forward"]
+        assert more >= 64 * size * 4
+    assert of["baseline", 1, 8192].held["weights"] - of["baseline", 1, 1024].held["weights"] == 4 * 96 * 7168
+    headings = [column.header for column in tables(profile)[0].columns]
+    assert headings[:4] == ["tokens", "sequences", "vocab size", "arm"]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_rollout_is_measured_as_the_recipe_says_it(tmp_path: Path) -> None:
+    asked = Plan(name="x", variants=[Variant(recipe=RECIPE)], lengths=[32])
+    (cell, _) = measure_recipe(asked, tmp_path).cells
+    assert cell.by_phase["generation"] > 256 * VOCABULARY * 4  # a token of 256 completions, in float32
+    assert cell.by_phase.keys() == {"generation", "forward", "backward", "optimizer"}
+
+
+@pytest.mark.usefixtures("here")
+def test_a_head_alone_has_its_kernels_in_the_place_of_arms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    head = Head(hidden_size=32, vocab_size=4096)
+    profile = measure_head(head, Plan(name=head.name, variants=(), lengths=[64, 256]), tmp_path)
+    cells = {(cell.arm, cell.point.length): cell for cell in profile.cells}
+    assert profile.arms == ["logits", "chunked", "chunked-one-pass"]
+    inputs = 4 * (256 * 32 + 4096 * 32) + 8 * 256
+    assert cells["logits", 256].held == {"inputs": inputs}
+    logits = 4 * 256 * 4096
+    assert cells["logits", 256].by_phase["backward"] >= inputs + 2 * logits
+    assert cells["chunked-one-pass", 256].reached[0] == "forward"  # which has the gradients already
+
+
+def test_what_a_command_line_can_get_wrong_is_one_line() -> None:
+    for sweep, wrong in (
+        ("vocab", r"^--sweep: got 'vocab'; allowed: KEY=VALUE,VALUE"),
+        ("policy.dtype=", r"^--sweep: got 'policy.dtype='"),
+        (
+            "policy.logprobs.chunk_size=1,2",
+            r"^--sweep: got policy.logprobs.chunk_size, and arms.treatment has",
+        ),
+        (
+            "policy.backend.tensor_parallel=1,4",
+            r"policy.backend: got tensor_parallel 4 x context_parallel 1 = 4 ranks a replica",
+        ),
+        ("model.shape.vocab_size=7", r"vocab_size"),
+    ):
+        with pytest.raises(RecipeError, match=wrong) as raised:
+            variants_of(SMALL, (), [sweep])
+        assert "\n" not in str(raised.value)
+    with pytest.raises(
+        RecipeError, match=r"^memory-profile: got no recipe; give one, or --hidden and --vocab"
+    ):
+        head_of(4096, None, [])
+    with pytest.raises(RecipeError, match=r"^--sweep: got no recipe"):
+        head_of(4096, 1000, ["--sweep"])
 
 
 @pytest.mark.slow
 def test_dpo_is_measured_in_pairs(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / "dpo-fused-logprobs.yaml")
-    profile = measure_recipe(recipe, tmp_path, lengths=[16])
-    assert profile.num_sequences == 2
-    assert profile.peaks[0].by_phase.keys() == {"reference_logprobs", "forward_backward", "optimizer"}
+    cell = measure_recipe(plan(recipe, lengths=[16]), tmp_path).cells[0]
+    assert cell.point.num_sequences == 2
+    assert cell.by_phase.keys() == {"reference_logprobs", "forward", "backward", "optimizer"}
+    assert cell.held["reference_weights"] == cell.held["weights"]
     with pytest.raises(LaunchError, match=r"^--sequences: got 3 with .*'dpo', .* an even number"):
-        measure_recipe(recipe, tmp_path, lengths=[16], num_sequences=3)
+        measure_recipe(plan(recipe, lengths=[16], sequences=[3]), tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_that_run_out_of_memory_are_a_result_and_leave_no_process(tmp_path: Path) -> None:
+    recipe = load_recipe(SMALL, ["cluster.cpu_ranks=2"])
+    started = time.monotonic()
+    profile = measure_recipe(plan(recipe, lengths=[512], budget_bytes=200 * 2**20), tmp_path)
+    assert (tmp_path / "memory.html").exists()
+    dense, fused = profile.cells
+    assert dense.out_of_memory == "forward" and fused.out_of_memory is None
+    assert time.monotonic() - started < 200
+    assert not processes_of(tmp_path)
+
+
+def cell_of_bytes(arm: str, length: int, by_phase: dict[str, int], **more: Any) -> Cell:
+    return Cell(arm=arm, point=Point(length=length), by_phase=by_phase, **more)
 
 
 def test_a_length_that_ran_out_of_memory_has_no_ratio() -> None:
-    fits = Peaks(arm="treatment", length=64, by_phase={"logprobs": 5, "optimizer": 7})
-    out_of_memory = Peaks(
-        arm="baseline", length=64, by_phase={"logprobs": 7}, out_of_memory="forward_backward"
-    )
-    longer = Peaks(arm="treatment", length=128, by_phase={"optimizer": 9})  # the baseline did not get there
-    profile = MemoryProfile(name="x", num_sequences=1, kind="", peaks=[out_of_memory, fits, longer])
-    assert out_of_memory.highest is None and profile.ratio(fits) is None and profile.ratio(longer) is None
+    fits = cell_of_bytes("treatment", 64, {"logprobs": 5, "optimizer": 7})
+    ended = cell_of_bytes("baseline", 64, {"logprobs": 7}, out_of_memory="forward")
+    longer = cell_of_bytes("treatment", 128, {"optimizer": 9})  # the baseline did not get there
+    profile = MemoryProfile(name="x", counter="", cells=[ended, fits, longer])
+    assert ended.highest is None and profile.ratio(fits) is None and profile.ratio(longer) is None
+    assert ended.reached == ("logprobs", 7)
     assert fits.highest == ("optimizer", 7)
-    assert profile.table().row_count == 3
+    assert tables(profile)[0].row_count == 3
+    assert "out of memory in forward" in page(profile, [])
+    assert told(ended, ("MiB", 1)) == (
+        "baseline, 64 tokens: out of memory in forward; highest before that: 7.0 MiB in logprobs"
+    )
+
+
+def test_what_a_gpu_s_allocator_says_and_how_far_arms_go_have_tables_of_their_own() -> None:
+    of_gpu = {"reserved_bytes": 6 * 2**30, "inactive_bytes": 2**29, "allocator_retries": 3}
+    cells = [
+        cell_of_bytes("baseline", 64, {"backward": 5 * 2**30}, device_used={"training": 2**33}, **of_gpu),
+        cell_of_bytes("treatment", 64, {"backward": 2**30}, floor={"weights": 2**29, "logits": 2**28}),
+    ]
+    longest = [
+        Longest(arm="baseline", swept=(), what="length", fits=1000, fails=1024, failed_in="backward"),
+        Longest(arm="treatment", swept=(), what="length", fits=4096, fails=None, failed_in=None),
+    ]
+    profile = MemoryProfile(name="x", counter="peak_allocated_bytes", cells=cells, longest=longest)
+    peaks, allocator, most = ([list(column.cells) for column in table.columns] for table in tables(profile))
+    assert peaks[-1] == ["-", "0.8"] and peaks[-2] == ["1.000", "0.200"]  # GiB of the floor, ratio
+    assert [column[0] for column in allocator[2:]] == ["5.0", "6.0", "0.5", "3", "8.0"]
+    assert [column[1] for column in most] == ["treatment", "4,096", "the model takes no more", "-", "4.10"]
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_the_model_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="sequences of 5000 tokens; this model takes 4096") as raised:
-        measure_recipe(RECIPE, tmp_path, lengths=[5000])
+        measure_recipe(plan(lengths=[5000]), tmp_path)
     assert "\n" not in str(raised.value)
 
 
 def test_what_is_not_built_is_refused_before_any_arm_is_measured(tmp_path: Path) -> None:
-    path = Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml"
-    recipe = load_recipe(path, ["arms.treatment.rollout={engine: vllm, devices: 1}", "cluster.nodes=2"])
+    recipe = load_recipe(SMALL, ["arms.treatment.rollout={engine: vllm, devices: 1}", "cluster.nodes=2"])
     with pytest.raises(
         LaunchError, match=r"arms\.treatment: rollout\.devices: got 1 with cluster\.nodes 2, not built"
     ):
-        measure_recipe(recipe, tmp_path, lengths=[32])
+        measure_recipe(plan(recipe, lengths=[32]), tmp_path)
     assert not any(tmp_path.iterdir())
 
 
@@ -110,7 +306,7 @@ def test_gpus_that_are_not_here_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(LaunchError, match=r"cluster: got 1 node\(s\) x 8 GPU\(s\)"):
         recipe = RECIPE.model_copy(update={"cluster": RECIPE.cluster.model_copy(update={"gpus_per_node": 8})})
-        measure_recipe(recipe, tmp_path, lengths=[32])
+        measure_recipe(plan(recipe, lengths=[32]), tmp_path)
     assert not any(tmp_path.iterdir())
 
 

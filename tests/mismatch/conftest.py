@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from abrun import store
 from abrun.errors import LaunchError
 from abrun.mismatch.command import measure_run
 from abrun.mismatch.findings import Budget
@@ -26,7 +25,7 @@ def scored_here(
     module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
-    from abrun.launch.probe import ROWS
+    from abrun.launch.probe import rows_of
     from abrun.mismatch.measure import run_job
 
     assert module == "abrun.mismatch.measure"
@@ -43,7 +42,7 @@ def scored_here(
     with single_rank():
         run_job(directory, job, torch.device("cpu"))
     left_out = [{"scoring": name, "reason": "slow here"} for name in whole.keys() - asked.keys()]
-    return [*store.read_lines(directory / ROWS), *left_out]
+    return [*rows_of(directory), *left_out]
 
 
 @pytest.fixture

@@ -96,3 +96,27 @@ def test_a_large_models_checks_are_of_a_small_one(checkpoint: Path, monkeypatch:
     opened(checkpoint)
     opened(checkpoint, decodes=False)
     assert len(seen) == 3 and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_large_preset_is_never_made_whole() -> None:
+    """The shape of Qwen3-8B, 8.19 billion parameters; its weights are made as they are read."""
+    network: Any = open_network(Model(preset="qwen3-8b"), weights=None, seed=3, decodes=False)
+    assert all(parameter.is_meta for parameter in network.parameters())
+    assert sum(parameter.numel() for parameter in network.parameters()) == 8_190_735_360
+    weights, name = network.checkpoint, "model.layers.7.self_attn.k_proj.weight"
+    whole = weights.read(name, (slice(0, 1024), slice(0, 4096)))
+    part = weights.read(name, (slice(100, 200), slice(8, 4096)))
+    assert torch.equal(part, whole[100:200, 8:4096])
+    assert float(whole.std()) == pytest.approx(0.02, rel=0.01) and abs(float(whole.mean())) < 1e-4
+    assert not torch.equal(whole, weights.read(name.replace(".7.", ".8."), (slice(0, 1024), slice(0, 4096))))
+    assert weights.read("model.norm.weight", (slice(0, 9),)).tolist() == [1.0] * 9
+
+
+def test_a_preset_s_shape_is_what_the_recipe_says() -> None:
+    shape = {"vocab_size": 500, "num_hidden_layers": 2, "intermediate_size": 64}
+    model = Model.model_validate({"preset": "qwen2-tiny", "shape": shape})
+    network: Any = open_network(model, weights=None, seed=0, decodes=False)
+    assert network.get_input_embeddings().weight.shape == (500, 96)
+    assert len(network.model.layers) == 2 and network.model.layers[0].mlp.up_proj.weight.shape == (64, 96)
+    with pytest.raises(ValueError, match=r"model.shape.vocab_size: got 500 with model.path"):
+        Model.model_validate({"path": "x", "shape": {"vocab_size": 500}})

@@ -140,6 +140,7 @@ class DtensorBackend:
     ) -> None:
         check_available(policy.logprobs, ranks.device)
         self.settings, self.ranks = policy, ranks
+        self.around_forward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._load = load
         network = load()
         enable_streams(network, policy)
@@ -196,7 +197,7 @@ class DtensorBackend:
             gathered_once(self.module, each) if keeps_gathered(self.settings) else each
         ):
             with self._routing.replayed(_of_tokens(microbatch.routes, packing)):
-                with self._routing.seen() as seen:
+                with self._routing.seen() as seen, self.around_forward():
                     loss, logprobs, entropy = self._forward(microbatch, objective, packing)
                 if seen:
                     with torch.set_grad_enabled(whole is not None):

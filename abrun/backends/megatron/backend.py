@@ -70,6 +70,7 @@ class MegatronBackend:
         assert isinstance(policy.backend, Megatron)
         check_available(policy.logprobs, ranks.device)
         self.settings, self.ranks = policy, ranks
+        self.around_forward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         with standing_in(ranks.device), quiet():
             join(ranks, policy.backend)
         network = load()
@@ -113,10 +114,11 @@ class MegatronBackend:
 
         def forward(part: Microbatch[B]) -> Tensor:
             microbatch, packing = part
-            hidden = self._hidden_states(microbatch, packing, routed, balance)
-            if not is_last_stage():
-                return hidden
-            loss, logprobs, entropy = self._loss(microbatch, packing, hidden, objective)
+            with self.around_forward():
+                hidden = self._hidden_states(microbatch, packing, routed, balance)
+                if not is_last_stage():
+                    return hidden
+                loss, logprobs, entropy = self._loss(microbatch, packing, hidden, objective)
             found.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
             return loss
 

@@ -5,7 +5,7 @@ A band is a picture, not a test: it is labelled as exactly what it is (±1 sd ov
 difference with its intervals stands below it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from abrun.compare.judge.guards import largest, peak_memory, shared_memory_metri
 from abrun.compare.judge.summaries import comparable, difference_unit, reduced
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
 from abrun.equivalence import paired, welch
-from abrun.metric_names import Transform, phase_of, unit_of
+from abrun.metric_names import INACTIVE, MEMORY, RETRIES, Transform, phase_of, unit_of
 from abrun.series import Array, Steps
 
 NUM_WINDOWS = 8  # of the Bonferroni-t bars
@@ -252,6 +252,8 @@ class Peaks:
     unit: str
     phases: list[str]  # "overall" first
     means: list[list[float] | None]  # by arm; None: no run of it finished
+    held_by: list[str | None]  # by arm, the phase with the highest peak
+    allocator: dict[str, list[float | None]]  # what CUDA's says besides, by arm: bytes in `unit`, and counts
 
 
 def memory_peaks(experiment: Experiment) -> Peaks | None:
@@ -264,15 +266,38 @@ def memory_peaks(experiment: Experiment) -> Peaks | None:
     rows = [[peak_memory(run, counter), *(largest(run, metric) for metric in metrics)] for run in runs]
     peaks, arms = np.array(rows), np.array([run.name.arm for run in runs])
     unit, divisor = display_unit(counter, _largest_finite(peaks))
+    phases = [(phase_of(metric, counter) or "").replace("_", " ") for metric in metrics]
+    means = [peaks[arms == arm].mean(axis=0) if (arms == arm).any() else None for arm in experiment.arms]
     return Peaks(
         counter=counter.removesuffix("_bytes").replace("_", " "),
         unit=unit,
-        phases=["overall", *((phase_of(metric, counter) or "").replace("_", " ") for metric in metrics)],
-        means=[
-            (peaks[arms == arm].mean(axis=0) / divisor).tolist() if (arms == arm).any() else None
-            for arm in experiment.arms
-        ],
+        phases=["overall", *phases],
+        means=[None if mean is None else (mean / divisor).tolist() for mean in means],
+        held_by=[None if mean is None else phases[int(np.argmax(mean[1:]))] for mean in means],
+        allocator={
+            label: [
+                float(np.mean(values))
+                if (values := [of_run(run) for run in runs if run.name.arm == arm])
+                else None
+                for arm in experiment.arms
+            ]
+            for label, of_run in _allocator(runs, divisor)
+        },
     )
+
+
+def _allocator(
+    runs: Sequence[RecordedRun], divisor: float
+) -> Iterator[tuple[str, Callable[[RecordedRun], float]]]:
+    """What every run recorded of the allocator: the largest reserved and idle bytes, and all retries."""
+    names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
+    reserved = [name for name in names if name.startswith(MEMORY) and name.endswith("/peak_reserved_bytes")]
+    if reserved:
+        yield "reserved, at most", lambda run: max(largest(run, name) for name in reserved) / divisor
+    if INACTIVE in names:
+        yield "idle in split blocks, at most", lambda run: largest(run, INACTIVE) / divisor
+    if RETRIES in names:
+        yield "allocator retries", lambda run: float(run.series(RETRIES).values.sum())
 
 
 # --- units for people ---

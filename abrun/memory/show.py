@@ -1,0 +1,250 @@
+"""A memory profile for people: tables, pictures as PNG and SVG, and a page of HTML that loads nothing."""
+
+import html
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from abrun import store
+from abrun.memory.attribution import BEFORE
+from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
+
+PUBLIC = 0o666  # as the user's umask says
+Rows = tuple[list[str], list[list[str]]]  # headings, cells
+
+
+def told(cell: Cell, unit: tuple[str, int]) -> str:
+    """A line on one cell, as it is done."""
+    phase, num_bytes = cell.reached
+    reached = f"{_amount(num_bytes, unit)} {unit[0]} in {phase}"
+    where = f"{cell.arm}, {', '.join(_point(cell.point))}"
+    if cell.out_of_memory:
+        return f"{where}: out of memory in {cell.out_of_memory}; highest before that: {reached}"
+    return f"{where}: {reached}"
+
+
+def tables(profile: MemoryProfile) -> list[Table]:
+    """For the terminal: peaks by phase; what the allocator had of the device; how far each arm goes."""
+    made = []
+    for title, (headings, rows) in _all_tables(profile):
+        table = Table(title=title, title_justify="left")
+        for heading in headings:
+            is_text = heading in _TEXT
+            table.add_column(heading, justify="left" if is_text else "right", no_wrap=is_text)
+        by_size = headings[0] == "tokens"
+        for before, row in zip([None, *rows], rows, strict=False):
+            if by_size and before and before[0] != row[0]:
+                table.add_section()
+            table.add_row(*row)
+        made.append(table)
+    return made
+
+
+def _all_tables(profile: MemoryProfile) -> list[tuple[str, Rows]]:
+    unit = profile.unit[0]
+    found = [(f"{profile.name}: {profile.what}, {unit}, largest of any rank", _peaks(profile))]
+    if any(cell.reserved_bytes is not None for cell in profile.cells):
+        found.append((f"the allocator, {unit}", _allocator(profile)))
+    if profile.longest:
+        found.append((f"the most that trains: {_quantity(profile.longest)}", _longest(profile)))
+    return found
+
+
+_TEXT = ("arm", "highest in", "ends in", "taken in", "module", "line")
+
+
+def _peaks(profile: MemoryProfile) -> Rows:
+    phases = list(dict.fromkeys(phase for cell in profile.cells for phase in cell.by_phase))
+    held = list(dict.fromkeys(name for cell in profile.cells for name in cell.held))
+    floor = any(cell.floor for cell in profile.cells)
+    places, unit = _places(profile), profile.unit
+    headings = [*places, "arm", *(name.replace("_", " ") for name in held)]
+    headings += [*(_named(phase) for phase in phases), "highest in", "ratio", *(["floor"] if floor else [])]
+    rows = []
+    for cell in profile.by_size:
+        ratio = profile.ratio(cell)
+        rows.append(
+            [
+                *(_place(cell.point, place) for place in places),
+                cell.arm,
+                *(_amount(cell.held.get(name), unit) for name in held),
+                *(_amount(cell.by_phase.get(phase), unit) for phase in phases),
+                f"out of memory in {cell.out_of_memory}" if cell.out_of_memory else _named(cell.reached[0]),
+                f"{ratio:.3f}" if ratio else "-",
+                *([_amount(sum(cell.floor.values()) if cell.floor else None, unit)] if floor else []),
+            ]
+        )
+    return headings, rows
+
+
+def _allocator(profile: MemoryProfile) -> Rows:
+    places, unit = _places(profile), profile.unit
+    used = list(dict.fromkeys(doing for cell in profile.cells for doing in cell.device_used))
+    headings = [*places, "arm", "allocated", "reserved", "idle in split blocks", "retries"]
+    headings += [f"device in use, {doing}" for doing in used]
+    rows = [
+        [
+            *(_place(cell.point, place) for place in places),
+            cell.arm,
+            _amount(cell.reached[1], unit),
+            _amount(cell.reserved_bytes, unit),
+            _amount(cell.inactive_bytes, unit),
+            "-" if cell.allocator_retries is None else str(cell.allocator_retries),
+            *(_amount(cell.device_used.get(doing), unit) for doing in used),
+        ]
+        for cell in profile.by_size
+    ]
+    return headings, rows
+
+
+def _longest(profile: MemoryProfile) -> Rows:
+    keys = list(dict.fromkeys(key for one in profile.longest for key, _ in one.swept))
+    first = {one.swept: one.fits for one in reversed(profile.longest) if one.arm == profile.arms[0]}
+    rows = []
+    for one in profile.longest:
+        base, swept = first.get(one.swept), dict(one.swept)
+        rows.append(
+            [
+                *(str(swept.get(key, "-")) for key in keys),
+                one.arm,
+                f"{one.fits:,}" if one.fits else "none",
+                f"{one.fails:,}" if one.fails else "the model takes no more",
+                one.failed_in or "-",
+                f"{one.fits / base:.2f}" if one.fits and base else "-",
+            ]
+        )
+    return [*map(_short, keys), "arm", "trains", "does not", "ends in", "ratio"], rows
+
+
+def _quantity(longest: Sequence[Longest]) -> str:
+    return "tokens of a sequence" if longest[0].what == "length" else "sequences of a microbatch"
+
+
+def _places(profile: MemoryProfile) -> list[str]:
+    """What cells differ in besides their arms."""
+    keys = list(dict.fromkeys(key for cell in profile.cells for key, _ in cell.point.swept))
+    sequences = {cell.point.num_sequences for cell in profile.cells}
+    return ["tokens", *(["sequences"] if sequences != {1} else []), *map(_short, keys)]
+
+
+def _place(point: Point, place: str) -> str:
+    own = {"tokens": point.length, "sequences": point.num_sequences}
+    value = (own | {_short(key): value for key, value in point.swept}).get(place)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _point(point: Point) -> list[str]:
+    said = [f"{point.length:,} tokens"]
+    said += [f"{point.num_sequences} sequences"] if point.num_sequences > 1 else []
+    return said + [f"{_short(key)} {value}" for key, value in point.swept]
+
+
+def _short(key: str) -> str:
+    return key.rsplit(".", 1)[-1].replace("_", " ")
+
+
+def _named(phase: str) -> str:
+    return "rollout" if phase == "generation" else phase.replace("_", " ")
+
+
+def _amount(num_bytes: int | None, unit: tuple[str, int]) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / unit[1]:,.1f}"
+
+
+# --- pictures and the page ---
+
+
+def show(profile: MemoryProfile, output: Path) -> None:
+    """Write memory.png and .svg, attribution.png and .svg, and memory.html."""
+    from matplotlib import pyplot
+
+    from abrun.memory import pictures
+
+    drawn = {"memory": pictures.peaks(profile), "attribution": pictures.attribution(drawn_cells(profile))}
+    svgs = []
+    with store.explained(output):
+        for name, figure in drawn.items():
+            if figure is None:
+                continue
+            figure.savefig(output / f"{name}.png", dpi=150)
+            svg = io.BytesIO()
+            figure.savefig(svg, format="svg", metadata={"Date": None})
+            store.write_file(output / f"{name}.svg", svg.getvalue(), mode=PUBLIC)
+            svgs.append(svg.getvalue().decode())
+            pyplot.close(figure)
+        store.write_file(output / "memory.html", page(profile, svgs).encode(), mode=PUBLIC)
+
+
+def drawn_cells(profile: MemoryProfile) -> list[Cell]:
+    """Of each arm one cell with an attribution, all at one point: the largest that most arms have."""
+    by_point: dict[Point, list[Cell]] = {}
+    for cell in profile.cells:
+        if cell.attribution:
+            by_point.setdefault(cell.point, []).append(cell)
+    if not by_point:
+        return []
+    size = max(len(cells) for cells in by_point.values())
+    return max(
+        (cells for cells in by_point.values() if len(cells) == size),
+        key=lambda cells: (cells[0].point.length, cells[0].point.num_sequences),
+    )
+
+
+def page(profile: MemoryProfile, svgs: Sequence[str]) -> str:
+    """The profile as one HTML file."""
+    parts = [f"<h1>{html.escape(profile.name)}: memory</h1>"]
+    for title, (headings, rows) in _all_tables(profile):
+        parts.append(f"<h2>{html.escape(title)}</h2>{_html(headings, rows)}")
+    parts += [f"<figure>{svg[svg.index('<svg') :]}</figure>" for svg in svgs]
+    for cell in drawn_cells(profile):
+        parts.append(
+            f"<h2>{html.escape(f'{cell.arm}: what is held at the peak')}</h2>{_html(*top(cell, profile))}"
+        )
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{html.escape(profile.name)}: memory</title><style>{STYLE}</style><body>{''.join(parts)}"
+    )
+
+
+def top(cell: Cell, profile: MemoryProfile) -> Rows:
+    """The largest allocations at a cell's peak."""
+    assert cell.attribution
+    unit, attribution = profile.unit, cell.attribution
+    before = attribution["layers"][BEFORE][attribution["peak_at"]]
+    rows = [[_amount(before, unit), "-", "-", BEFORE, "-"]]
+    rows += [
+        [
+            _amount(one["bytes"], unit),
+            str(one["count"]),
+            _named(one["phase"]),
+            one["module"] or "-",
+            one["line"] or "-",
+        ]
+        for one in attribution["top"]
+    ]
+    return [unit[0], "blocks", "taken in", "module", "line"], rows
+
+
+def _html(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(values: Sequence[Any], tag: str) -> str:
+        cells = (
+            f"<{tag}{' class=text' * (heading in _TEXT)}>{html.escape(str(value))}</{tag}>"
+            for heading, value in zip(headings, values, strict=True)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f"<div class=wide><table><thead>{line(headings, 'th')}</thead><tbody>{body}</tbody></table></div>"
+
+
+STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
+    "h2{font-size:1.05em;margin-top:2em}table{border-collapse:collapse}.wide{overflow-x:auto}"
+    "td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap;"
+    "font-variant-numeric:tabular-nums}.text{text-align:left!important}"
+    "figure{margin:2em 0}figure svg{max-width:100%;height:auto}"
+)

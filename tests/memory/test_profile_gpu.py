@@ -1,0 +1,70 @@
+"""memory-profile on a GPU: what only its allocator knows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.memory.attribution import BEFORE
+from abrun.memory.cells import Cell
+from abrun.memory.profile import measure_head, measure_recipe
+from abrun.memory.sweep import Head, Plan, Variant
+from abrun.recipe import load_recipe
+
+pytestmark = pytest.mark.gpu
+RECIPE = Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml"
+ON_GPU = (
+    "cluster.gpus_per_node=1",
+    "policy.dtype=bfloat16",
+    "policy.micro_batch_size=1",
+    "arms={baseline: {policy.logprobs.impl: logits}, treatment: {policy.logprobs.impl: triton}}",
+)
+LENGTH, VOCABULARY = 4096, 32_768
+
+
+def profiled(tmp_path: Path, *overrides: str, **options: Any) -> dict[str, Cell]:
+    variant = Variant(recipe=load_recipe(RECIPE, [*ON_GPU, *overrides]))
+    plan = Plan(name="x", variants=[variant], **{"lengths": [LENGTH], "rollouts": False, **options})
+    return {cell.arm: cell for cell in measure_recipe(plan, tmp_path).cells}
+
+
+def test_the_allocator_s_counters_and_history_are_told(tmp_path: Path) -> None:
+    cells = profiled(tmp_path, rollouts=True)
+    dense, fused = cells["baseline"], cells["treatment"]
+    assert dense.by_phase.keys() == {"generation", "forward", "backward", "optimizer"}
+    logits = LENGTH * VOCABULARY * 2
+    assert dense.by_phase["backward"] - fused.by_phase["backward"] > 3 * logits
+    for cell in (dense, fused):
+        peak, found = cell.reached[1], cell.attribution
+        assert cell.reserved_bytes and cell.reserved_bytes >= peak
+        assert cell.inactive_bytes is not None and cell.allocator_retries == 0
+        assert cell.device_used["training"] >= cell.reserved_bytes and cell.device_used["sampling"] > 0
+        assert found
+        step = max(num_bytes for phase, num_bytes in cell.by_phase.items() if phase != "generation")
+        assert found["peak_bytes"] == pytest.approx(step, rel=0.02)  # sizes as asked for, not as rounded up
+        held = cell.held["weights"] + cell.held["optimizer_state"]
+        assert found["layers"][BEFORE][0] == pytest.approx(held, rel=0.05)
+    top = (dense.attribution or {})["top"]
+    assert any("abrun/kernels/logits.py" in one["line"] and one["bytes"] >= logits // 2 for one in top)
+    assert any(one["module"] for one in top), "the allocator's metadata names modules"
+    assert (tmp_path / "attribution.png").stat().st_size > 10_000
+
+
+def test_out_of_memory_has_its_phase_and_how_far_it_came(tmp_path: Path) -> None:
+    budget = 3 << 29
+    cells = profiled(tmp_path, budget_bytes=budget)
+    dense, fused = cells["baseline"], cells["treatment"]
+    assert dense.out_of_memory in ("forward", "backward") and fused.out_of_memory is None
+    assert 0.3 * budget < dense.reached[1] <= budget
+    assert dense.attribution or dense.held.get("optimizer_state") is None  # in the step that is measured
+
+
+def test_the_kernels_of_a_head(tmp_path: Path) -> None:
+    head = Head(hidden_size=1024, vocab_size=VOCABULARY)
+    profile = measure_head(head, Plan(name="x", variants=(), lengths=[LENGTH]), tmp_path)
+    cells = {cell.arm: cell for cell in profile.cells}
+    assert list(cells) == ["logits", "chunked", "chunked-one-pass", "triton", "triton-one-pass"]
+    logits = LENGTH * VOCABULARY * 2
+    for name, cell in cells.items():
+        over = cell.reached[1] - cell.held["inputs"]
+        assert over > 2 * logits if name == "logits" else over < 1.2 * 2**30  # a budget of 512 MiB, gradients
