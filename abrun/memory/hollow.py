@@ -63,6 +63,8 @@ class HollowTensors(TorchDispatchMode):
         if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
             return NotImplemented  # they come back with the plain tensors inside
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # somebody asks for shapes alone, as DTensor does
         with self._of_backward():
             result = self._run(func, args, kwargs, inputs)
             outputs = (result,) if isinstance(result, Tensor) else tree_leaves((result, kwargs.get("out")))

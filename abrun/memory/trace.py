@@ -1,7 +1,7 @@
 """`python -m abrun.memory.trace JOB_DIR`: the peaks of one arm's step, on a GPU that is not there.
 
 A microbatch of random tokens takes the place of the rollouts, as in abrun.memory.measure, and everything after
-them is the trainer's own code. The first step makes the optimizer's state and is not reported.
+them is the trainer's own code.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from abrun.backends.ranks import make_ranks
 from abrun.errors import AbrunError
 from abrun.launch.probe import read_job, row_writer
 from abrun.memory.account import Account
-from abrun.memory.hollow import OPTIMIZER, REFERENCE, WEIGHTS, hollow_gpu, resident
+from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.measure import _without_groups
 from abrun.recipe import Dpo, OwnRunConfig, Ppo
 from abrun.train.batches import RandomBatches
@@ -58,19 +58,17 @@ def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Itera
         setup = _setup(config, account)
         algorithm: Any = make_algorithm(setup)
         phases: Any = setup.phases
-        for index, length in enumerate([lengths[0], *lengths]):
-            source = RandomBatches(
-                num_sequences, length, 100, setup.ranks.device, rows_together=together
-            )
+        # As a resumed run has it: the optimizer's state is there before the first step.
+        setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
+        for kind, tensors in resident(setup.learner.local_state()).items():
+            account.file(tensors, kind)
+        reference = getattr(algorithm, "_reference", None)
+        if reference is not None:
+            account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
+        for length in lengths:
+            source = RandomBatches(num_sequences, length, 100, setup.ranks.device, rows_together=together)
             algorithm.update(source.collect(1)[0], step=1)
-            for kind, tensors in resident(setup.learner.local_state()).items():
-                account.file(tensors, kind)
-            reference = getattr(algorithm, "_reference", None)
-            if reference is not None:
-                account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
-            by_phase = phases.collect()
-            if index:
-                yield {"length": length, "by_phase": by_phase}
+            yield {"length": length, "by_phase": phases.collect()}
 
 
 def _setup(config: OwnRunConfig, account: Account) -> Setup:
