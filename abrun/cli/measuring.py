@@ -1,7 +1,7 @@
 """Commands that measure a machine, a step or a run. Everything slow to import waits inside its command."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from abrun.cli.arguments import (
     RunsDir,
     parse_lengths,
 )
+
+if TYPE_CHECKING:
+    from abrun.recipe import Declared
 
 
 @app.command("memory-profile")
@@ -29,17 +32,43 @@ def memory_profile(
     output: Annotated[
         Path | None, typer.Option(help="Where table and plot go; default: <runs-dir>/<recipe>-memory.")
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Predict the peaks on any machine, instead of measuring them.")
+    ] = False,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="With --predict: a device's memory, 80GiB or h200; default: this machine's GPUs'."),
+    ] = None,
 ) -> None:
-    """Measure the peak memory of a training step by phase and arm, on this machine's device."""
+    """Measure the peak memory of a training step by phase and arm, on this machine's device, or predict it."""
     from abrun.memory.profile import measure_recipe
     from abrun.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
     output = output or runs_dir / f"{loaded.name.removesuffix('-memory')}-memory"
+    if predict:
+        _predict(loaded, output, parse_lengths(lengths), sequences, device_memory)
+        return
     profile = measure_recipe(loaded, output, lengths=parse_lengths(lengths), num_sequences=sequences)
     screen = console()
     screen.print(profile.table())
     screen.print(f"peaks.json, memory.png and memory.svg are in {output}", soft_wrap=True, markup=False)
+
+
+def _predict(
+    recipe: "Declared", output: Path, lengths: list[int], sequences: int | None, device: str | None
+) -> None:
+    from abrun.memory.predict import device_memory, predict_recipe
+
+    device_bytes = device_memory(device)
+    prediction = predict_recipe(
+        recipe, output, lengths=lengths, num_sequences=sequences, device_bytes=device_bytes
+    )
+    screen = console()
+    screen.print(prediction.table())
+    for line in prediction.notes():
+        screen.print(line, markup=False)
+    screen.print(f"prediction.json is in {output}", soft_wrap=True, markup=False)
 
 
 @app.command()

@@ -7,7 +7,8 @@
 
 import signal
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,26 @@ def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, 
             f"cluster: got {cluster.nodes} node(s) x {cluster.gpus_per_node} GPU(s), and this machine has "
             f"{machine}; it is measured here: use --set cluster.gpus_per_node=..."
         )
+    command = ranks(directory, config, cluster.ranks, module)
+    return _rows(command, directory, machine.gpus[: cluster.gpus_per_node], config, job)
+
+
+def probe_alone(
+    module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The same by one process on a CPU, whatever `config` asks for: for what computes nothing of a run."""
+    return _rows([sys.executable, "-m", module, str(directory)], directory, (), config, job)
+
+
+def _rows(
+    command: list[str], directory: Path, gpus: Sequence[str], config: OwnRunConfig, job: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     rows, log = directory / ROWS, directory / LOG
     with store.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
         rows.unlink(missing_ok=True)
     store.write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
-    command = ranks(directory, config, cluster.ranks, module)
-    if _run(command, directory, environment(directory, machine.gpus[: cluster.gpus_per_node], config)):
+    if _run(command, directory, environment(directory, gpus, config)):
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
         first = next(said, f"{directory.name}: could not be measured; see {log}")
         raise LaunchError(first.removeprefix("error: "))

@@ -1,0 +1,209 @@
+"""memory-profile --predict: peaks of a step by phase and kind, from a recipe and a model's shapes, no GPU needed.
+
+Each arm is traced by a process of its own (abrun.memory.trace), as the first rank of as many as it asks for.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from abrun import store
+from abrun.errors import LaunchError, RecipeError
+from abrun.launch.probe import probe_alone
+from abrun.memory.floor import floor_of
+from abrun.memory.profile import _num_sequences, _own_configs
+from abrun.recipe import Declared, OwnRunConfig
+
+GIB = 2**30
+# Memory of cards in MiB, as nvidia-smi gives it.
+CARDS = {
+    "a100-40": 40_960,
+    "a100-80": 81_920,
+    "h100": 81_559,
+    "h200": 143_771,
+    "b200": 183_359,
+    "l4": 23_034,
+    "l40s": 46_068,
+    "rtx4090": 24_564,
+}
+ERROR = 0.1  # of the predicted peak: what calibration allows (docs/memory-prediction.md)
+NOT_IN_IT = (
+    "the CUDA context and NCCL's buffers (about 1 GiB, outside of torch's allocator), fragmentation, rollouts, "
+    "loading, other ranks than the first"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """One arm at one length: bytes at each phase's peak, by kind."""
+
+    arm: str
+    length: int
+    by_phase: dict[str, dict[str, int]]
+    floor: dict[str, int] | None  # see abrun.memory.floor; None: the model's shapes are not known here
+    engine_bytes: int | None  # what a rollout engine on the same device takes while it samples
+
+    @property
+    def highest(self) -> tuple[str, int]:
+        """The phase with the highest peak, and the peak."""
+        return max(((phase, sum(kinds.values())) for phase, kinds in self.by_phase.items()), key=lambda p: p[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The predicted sweep."""
+
+    name: str
+    num_sequences: int
+    peaks: list[Predicted]  # by length, then by arm, the baseline first
+    device_bytes: int | None  # of one device; None: not known
+
+    def fits(self, peaks: Predicted) -> str:
+        """Whether a device has room for it, given the error of a prediction."""
+        if self.device_bytes is None:
+            return ""
+        share = peaks.highest[1] / self.device_bytes
+        return "no" if share > 1 else "barely" if share > 1 - ERROR else "yes"
+
+    def table(self) -> Table:
+        """A row for each phase: its peak, and which part of it each kind is."""
+        kinds = list(dict.fromkeys(k for p in self.peaks for of in p.by_phase.values() for k in of))
+        kinds = [kind for kind in kinds if self._largest(kind) >= GIB / 20 or self._largest(kind) * 50 > self._most]
+        unit, num_bytes = ("GiB", GIB) if self._most >= 4 * GIB else ("MiB", 2**20)
+        room = "" if self.device_bytes is None else f", of {self.device_bytes / GIB:.1f} GiB a device"
+        title = (
+            f"{self.name}: predicted peak_allocated_bytes in {unit}{room}, "
+            f"{self.num_sequences} sequence(s) a rank and update"
+        )
+        table = Table(title=title, title_justify="left")
+        for heading in ("length", "arm", "phase", "peak", *kinds, "floor", "fits"):
+            table.add_column(heading, justify="left" if heading in ("arm", "phase") else "right")
+
+        def shown(value: int | None) -> str:
+            return "-" if value is None else f"{value / num_bytes:,.1f}"
+
+        for peaks in self.peaks:
+            table.add_section()
+            for phase, of_kind in peaks.by_phase.items():
+                is_highest = phase == peaks.highest[0]
+                floor = sum(peaks.floor.values()) if peaks.floor else None
+                table.add_row(
+                    f"{peaks.length:,}",
+                    peaks.arm,
+                    phase,
+                    shown(sum(of_kind.values())),
+                    *(shown(of_kind.get(kind)) for kind in kinds),
+                    shown(floor) if is_highest else "",
+                    self.fits(peaks) if is_highest else "",
+                )
+            if peaks.engine_bytes is not None:
+                table.add_row(f"{peaks.length:,}", peaks.arm, "vllm, while it samples", shown(peaks.engine_bytes))
+        return table
+
+    def notes(self) -> list[str]:
+        """What the figures are, and what they are not."""
+        return [f"Calibrated to {ERROR:.0%} against measured peaks. Not in it: {NOT_IN_IT}."]
+
+    @property
+    def _most(self) -> int:
+        return max(peaks.highest[1] for peaks in self.peaks)
+
+    def _largest(self, kind: str) -> int:
+        return max(of.get(kind, 0) for peaks in self.peaks for of in peaks.by_phase.values())
+
+
+def predict_recipe(
+    recipe: Declared,
+    output: Path,
+    *,
+    lengths: Sequence[int],
+    num_sequences: int | None = None,
+    device_bytes: int | None = None,
+) -> Prediction:
+    """Predict every arm of `recipe` and write prediction.json into `output`.
+
+    `lengths`, ascending, are tokens of a sequence; `num_sequences` a rank's update, cut into microbatches as
+    the recipe says, by default one microbatch. Raises LaunchError where an arm cannot be predicted.
+    """
+    configs = _own_configs(recipe)
+    num_sequences = _num_sequences(configs, num_sequences)
+    for arm, config in configs.items():
+        if config.policy.backend.type != "dtensor":
+            raise LaunchError(
+                f"arms.{arm}: policy.backend.type: got {config.policy.backend.type!r}, whose step cannot be "
+                "predicted; use type: dtensor, or measure it on GPUs, without --predict"
+            )
+
+    def of_arm(arm: str) -> list[Predicted]:
+        job = {"lengths": list(lengths), "num_sequences": num_sequences}
+        rows = probe_alone("abrun.memory.trace", output / "arms" / arm, configs[arm], job)
+        return [_predicted(arm, configs[arm], row, num_sequences, device_bytes) for row in rows]
+
+    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 2, 1) + 1) as several:
+        found = [peaks for of in several.map(of_arm, configs) for peaks in of]
+    prediction = Prediction(
+        name=recipe.name,
+        num_sequences=num_sequences,
+        peaks=sorted(found, key=lambda peaks: peaks.length),
+        device_bytes=device_bytes,
+    )
+    store.write_json(
+        output / "prediction.json",
+        {
+            "schema_version": store.SCHEMA_VERSION,
+            "recipe": recipe.name,
+            "kind": "predicted peak_allocated_bytes",
+            "num_sequences": num_sequences,
+            "device_bytes": device_bytes,
+            "not_in_it": NOT_IN_IT,
+            "peaks": [asdict(peaks) | {"fits": prediction.fits(peaks)} for peaks in prediction.peaks],
+        },
+    )
+    return prediction
+
+
+def device_memory(asked: str | None) -> int | None:
+    """Bytes of a device: as asked (`141GiB`, or a card's name), or this machine's smallest; None: not known."""
+    if asked is None:
+        return _smallest_here()
+    card = CARDS.get(asked.lower())
+    if card is not None:
+        return card * 2**20
+    size = re.fullmatch(r"([0-9]{1,5}(\.[0-9]{1,3})?)\s*(GiB|GB)?", asked)
+    if size is None or not float(size[1]):
+        raise RecipeError(
+            f"--device-memory: got {asked!r}; allowed: a size such as 80GiB, or one of {', '.join(CARDS)}"
+        )
+    return int(float(size[1]) * (10**9 if size[3] == "GB" else GIB))
+
+
+def _smallest_here() -> int | None:
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in listed.splitlines() if line.strip().isdigit()]
+    return min(sizes) * 2**20 if sizes else None
+
+
+def _predicted(
+    arm: str, config: OwnRunConfig, row: dict[str, Any], num_sequences: int, device_bytes: int | None
+) -> Predicted:
+    rollout, engine_bytes = config.rollout, None
+    if config.samples and rollout.engine == "vllm" and not rollout.devices and device_bytes:
+        engine_bytes = int((rollout.gpu_memory_utilization or 0.6) * device_bytes)
+    return Predicted(
+        arm=arm,
+        length=row["length"],
+        by_phase=row["by_phase"],
+        floor=floor_of(config, length=row["length"], num_sequences=num_sequences),
+        engine_bytes=engine_bytes,
+    )
