@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from abrun.backends.head import Head
 from abrun.memory.account import Account, local
+from abrun.memory.compiled import partitioned
 from abrun.models.checks import silence
 from abrun.models.presets import preset_config
 from abrun.models.sources import loading
@@ -176,6 +177,7 @@ def _stand_ins(account: Account) -> Iterator[Any]:
     yield patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
     yield patch("abrun.backends.dtensor.open_network", hollow_network)
+    yield patch("torch.compile", partitioned)
     yield patch.object(torch.UntypedStorage, "resize_", _seen(account, torch.UntypedStorage.resize_))
     yield patch.object(Head, "judge", _judging(account, Head.judge))
     for method in ("unshard", "wait_for_unshard"):
