@@ -14,7 +14,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
@@ -72,13 +72,23 @@ def _as_it_is(graph: fx.GraphModule, _: Any) -> Any:
 def _around_attention(joint: fx.GraphModule, *args: Any, **more: Any) -> Any:
     """With `selective`, attention stands between two graphs, which keep their inputs alone; see
     abrun.backends.dtensor.layers."""
+    backward: set[fx.Node] = set()
     kept: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        if node.op == "call_function" and str(getattr(node.target, "_schema", "")).startswith(ATTENTION):
-            kept |= {node, *node.users, *node.all_input_nodes}
+        if node.op == "placeholder" and "tangents" in node.name or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+        elif getattr(getattr(node.target, "_schema", None), "name", "") in ATTENTION:
+            kept |= {node, *node.users, *map(_made_by, node.all_input_nodes)}
     for node in joint.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and node not in backward:
             policy = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
             node.meta["recompute"] = policy
     with functorch_config.patch(activation_memory_budget=1.0):
         return min_cut_rematerialization_partition(joint, *args, **more)
+
+
+def _made_by(node: fx.Node) -> fx.Node:
+    """What a view is one of."""
+    while node.op == "call_function" and get_default_op_list().is_view(node):
+        node = node.all_input_nodes[0]
+    return node

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork  # pyright: ignore[reportMissingImports]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -174,7 +175,8 @@ def hollow_gpu(num_ranks: int) -> Iterator[Account]:
 
 def _stand_ins(account: Account) -> Iterator[Any]:
     """What a step does otherwise on such a machine."""
-    yield patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True)
+    for kind in (FakeTensor, FunctionalTensor):
+        yield patch.object(kind, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
     yield patch("abrun.backends.dtensor.open_network", hollow_network)
     yield patch("torch.compile", partitioned)
