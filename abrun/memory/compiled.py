@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -36,7 +36,9 @@ def partitioned(forward: Callable[..., Any], **_: Any) -> Callable[..., Any]:
         leaves, spec = tree_flatten((inputs, more))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         keeps_little = functorch_config.activation_memory_budget == 0.0
-        shapes = (tuple((each.shape, each.dtype) for each in each_of) for each_of in (parameters.values(), tensors))
+        shapes = (
+            tuple((each.shape, each.dtype) for each in each_of) for each_of in (parameters.values(), tensors)
+        )
         key = (type(module), keeps_little, *shapes)
         if key not in _parts:
             others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -65,8 +67,8 @@ def _parts_of(
     )
 
 
-def _as_it_is(graph: fx.GraphModule, _: Any) -> Any:
-    return make_boxed_func(graph.forward)
+def _as_it_is(gm: fx.GraphModule, example_inputs: Any) -> Any:
+    return make_boxed_func(gm.forward)
 
 
 def _around_attention(joint: fx.GraphModule, *args: Any, **more: Any) -> Any:
@@ -75,7 +77,9 @@ def _around_attention(joint: fx.GraphModule, *args: Any, **more: Any) -> Any:
     backward: set[fx.Node] = set()
     kept: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        if node.op == "placeholder" and "tangents" in node.name or not backward.isdisjoint(node.all_input_nodes):
+        if (node.op == "placeholder" and "tangents" in node.name) or not backward.isdisjoint(
+            node.all_input_nodes
+        ):
             backward.add(node)
         elif getattr(getattr(node.target, "_schema", None), "name", "") in ATTENTION:
             kept |= {node, *node.users, *map(_made_by, node.all_input_nodes)}

@@ -111,4 +111,3 @@ def _has_reference(config: OwnRunConfig) -> bool:
     return isinstance(algorithm, Dpo) or (
         isinstance(algorithm, PolicyGradientSettings) and algorithm.kl_coefficient > 0
     )
-

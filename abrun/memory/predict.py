@@ -6,6 +6,7 @@ Each arm is traced by a process of its own (abrun.memory.trace), as the first ra
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -53,7 +54,9 @@ class Predicted:
     @property
     def highest(self) -> tuple[str, int]:
         """The phase with the highest peak, and the peak."""
-        return max(((phase, sum(kinds.values())) for phase, kinds in self.by_phase.items()), key=lambda p: p[1])
+        return max(
+            ((phase, sum(kinds.values())) for phase, kinds in self.by_phase.items()), key=lambda p: p[1]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,38 +76,30 @@ class Prediction:
         return "no" if share > 1 else "barely" if share > 1 - ERROR else "yes"
 
     def table(self) -> Table:
-        """A row for each phase: its peak, and which part of it each kind is."""
+        """For each length and arm its peak and floor, and for each phase its peak by kind."""
         kinds = list(dict.fromkeys(k for p in self.peaks for of in p.by_phase.values() for k in of))
-        kinds = [kind for kind in kinds if self._largest(kind) >= GIB / 20 or self._largest(kind) * 50 > self._most]
+        kinds = [kind for kind in kinds if self._largest(kind) > self._most / 100]
         unit, num_bytes = ("GiB", GIB) if self._most >= 4 * GIB else ("MiB", 2**20)
-        room = "" if self.device_bytes is None else f", of {self.device_bytes / GIB:.1f} GiB a device"
-        title = (
-            f"{self.name}: predicted peak_allocated_bytes in {unit}{room}, "
-            f"{self.num_sequences} sequence(s) a rank and update"
-        )
+        room = "" if self.device_bytes is None else f" of {self.device_bytes / GIB:.1f} GiB a device"
+        title = f"{self.name}: predicted peak_allocated_bytes in {unit}{room}, {self.num_sequences} sequence(s) a rank"
         table = Table(title=title, title_justify="left")
-        for heading in ("length", "arm", "phase", "peak", *kinds, "floor", "fits"):
-            table.add_column(heading, justify="left" if heading in ("arm", "phase") else "right")
+        for heading in ("", "peak", *(kind.replace(" ", "\n") for kind in kinds), "floor", "fits"):
+            table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
 
         def shown(value: int | None) -> str:
             return "-" if value is None else f"{value / num_bytes:,.1f}"
 
         for peaks in self.peaks:
+            floor = sum(peaks.floor.values()) if peaks.floor else None
+            heads = [f"{peaks.length:,} tokens, {peaks.arm}", shown(peaks.highest[1])]
             table.add_section()
+            table.add_row(*heads, *("" for _ in kinds), shown(floor), self.fits(peaks), style="bold")
             for phase, of_kind in peaks.by_phase.items():
-                is_highest = phase == peaks.highest[0]
-                floor = sum(peaks.floor.values()) if peaks.floor else None
                 table.add_row(
-                    f"{peaks.length:,}",
-                    peaks.arm,
-                    phase,
-                    shown(sum(of_kind.values())),
-                    *(shown(of_kind.get(kind)) for kind in kinds),
-                    shown(floor) if is_highest else "",
-                    self.fits(peaks) if is_highest else "",
+                    f"  {phase}", shown(sum(of_kind.values())), *(shown(of_kind.get(k)) for k in kinds)
                 )
             if peaks.engine_bytes is not None:
-                table.add_row(f"{peaks.length:,}", peaks.arm, "vllm, while it samples", shown(peaks.engine_bytes))
+                table.add_row("  vllm, while it samples", shown(peaks.engine_bytes))
         return table
 
     def notes(self) -> list[str]:
@@ -167,6 +162,49 @@ def predict_recipe(
         },
     )
     return prediction
+
+
+def too_large(recipe: Declared, device_bytes: int, *, traced: bool) -> list[str]:
+    """A line for each arm whose step does not fit a device: its floor, which takes no time, or, `traced`, its
+    predicted peak, in up to a minute an arm. Nothing of arms that neither can tell about."""
+    lines = []
+    for arm in recipe.arms:
+        config = recipe.run_config(arm)
+        if not isinstance(config, OwnRunConfig) or config.policy.backend.type != "dtensor":
+            continue
+        step = _step_of(config) if config.cluster.gpus_per_node else None
+        if step is None:
+            continue
+        length, num_sequences = step
+        if traced:
+            with tempfile.TemporaryDirectory() as directory:
+                job = {"lengths": [length], "num_sequences": num_sequences}
+                (row,) = probe_alone("abrun.memory.trace", Path(directory), config, job)
+            phase, peak = _predicted(arm, config, row, num_sequences, device_bytes).highest
+            what = f"predicted to peak at {peak / GIB:.1f} GiB in {phase}"
+        else:
+            peak = sum((floor_of(config, length=length, num_sequences=num_sequences) or {}).values())
+            what = f"needs {peak / GIB:.1f} GiB at the least"
+        if peak > device_bytes:
+            lines.append(
+                f"arms.{arm}: a step of {num_sequences} sequences of {length:,} tokens (without prompts where "
+                f"completions are sampled) is {what}; a device has {device_bytes / GIB:.1f} GiB"
+            )
+    return lines
+
+
+def _step_of(config: OwnRunConfig) -> tuple[int, int] | None:
+    """Tokens of a sequence and sequences of a rank that stand for a step's two largest microbatches.
+
+    Prompts, and completions from files, are as long as the task has them, which is not known here.
+    """
+    policy, algorithm = config.policy, config.algorithm
+    if policy.micro_batch_tokens:
+        return (policy.micro_batch_tokens // 2, 4) if algorithm.type == "dpo" else (policy.micro_batch_tokens, 2)
+    if algorithm.type in ("sft", "dpo"):
+        return None
+    share = max(algorithm.batch_size * getattr(algorithm, "group_size", 1) // config.data_parallel, 1)
+    return config.rollout.max_new_tokens, min(2 * (policy.micro_batch_size or share), share)
 
 
 def device_memory(asked: str | None) -> int | None:
