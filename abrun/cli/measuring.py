@@ -40,7 +40,7 @@ def memory_profile(
         typer.Option(help="With --predict: a device's memory, 80GiB or h200; default: this machine's GPUs'."),
     ] = None,
 ) -> None:
-    """Measure the peak memory of a training step by phase and arm, on this machine's device, or predict it."""
+    """Measure, or predict, the peak memory of a training step by phase and arm, on this machine's device."""
     from abrun.memory.profile import measure_recipe
     from abrun.recipe import load_recipe
 

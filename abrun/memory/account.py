@@ -1,4 +1,4 @@
-"""Which bytes are alive on a device, of what kind, and how many at the most: what an allocator would count."""
+"""Which bytes are alive on a device, of what kind, and how many at most: what an allocator would count."""
 
 import contextlib
 import weakref

@@ -1,9 +1,9 @@
 """What a layer keeps when torch.compile has compiled it, without compiling it.
 
-A compiler cuts the graph of a layer's forward and backward pass where the fewest bytes cross, and the backward
-pass computes the rest again (the min-cut partition of torch._functorch.partitioners, which is Inductor's, too).
-The same is done here, with Inductor's decompositions. The two parts then run operator by operator, so that
-inside of one layer they hold a bit more than fused kernels do.
+A compiler cuts the graph of a layer's forward and backward pass where the fewest bytes cross, and the
+backward pass computes the rest again (the min-cut partition of torch._functorch.partitioners, which is
+Inductor's, too). The same is done here, with Inductor's decompositions. The two parts then run operator by
+operator, so that inside of one layer they hold a bit more than fused kernels do.
 """
 
 from collections.abc import Callable

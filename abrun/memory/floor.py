@@ -19,11 +19,11 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 def floor_of(config: OwnRunConfig, *, length: int, num_sequences: int) -> dict[str, int] | None:
     """Bytes by kind; their sum is the floor. None where the model's shapes are not known here.
 
-    Weights, gradients and AdamW's moments are float32, cut over ranks. Of activations it has what the backward
-    pass cannot do without: with `full` a layer's input, else what its products, its activation and attention
-    take in. The log-probs need the dense logits and their gradient, in the products' dtype, or the kernel's
-    budget. In a step of one microbatch gradients and activations need not be there at once: the larger
-    counts.
+    Weights, gradients and AdamW's moments are float32, cut over ranks. Of activations it has what the
+    backward pass cannot do without: with `full` a layer's input, else what its products, its activation and
+    attention take in. The log-probs need the dense logits and their gradient, in the products' dtype, or the
+    kernel's budget. In a step of one microbatch gradients and activations need not be there at once: the
+    larger counts.
     """
     shape = shape_of(config.model)
     if shape is None or config.policy.backend.type != "dtensor":

@@ -1,4 +1,4 @@
-"""memory-profile --predict: peaks of a step by phase and kind, from a recipe and a model's shapes, no GPU needed.
+"""memory-profile --predict: a step's peaks by phase and kind, from a recipe and a model's shapes alone.
 
 Each arm is traced by a process of its own (abrun.memory.trace), as the first rank of as many as it asks for.
 """
@@ -36,8 +36,8 @@ CARDS = {
 }
 ERROR = 0.1  # of the predicted peak: what calibration allows (docs/memory-prediction.md)
 NOT_IN_IT = (
-    "the CUDA context and NCCL's buffers (about 1 GiB, outside of torch's allocator), fragmentation, rollouts, "
-    "loading, other ranks than the first"
+    "the CUDA context and NCCL's buffers (outside of torch's allocator), fragmentation, rollouts, loading, "
+    "ranks that have more to do than the first, and experts that are chosen more often than others"
 )
 
 
@@ -81,7 +81,8 @@ class Prediction:
         kinds = [kind for kind in kinds if self._largest(kind) > self._most / 100]
         unit, num_bytes = ("GiB", GIB) if self._most >= 4 * GIB else ("MiB", 2**20)
         room = "" if self.device_bytes is None else f" of {self.device_bytes / GIB:.1f} GiB a device"
-        title = f"{self.name}: predicted peak_allocated_bytes in {unit}{room}, {self.num_sequences} sequence(s) a rank"
+        title = f"{self.name}: predicted peak_allocated_bytes, {unit}{room}, "
+        title += f"{self.num_sequences} sequence(s) a rank"
         table = Table(title=title, title_justify="left")
         for heading in ("", "peak", *(kind.replace(" ", "\n") for kind in kinds), "floor", "fits"):
             table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
@@ -181,14 +182,14 @@ def too_large(recipe: Declared, device_bytes: int, *, traced: bool) -> list[str]
                 job = {"lengths": [length], "num_sequences": num_sequences}
                 (row,) = probe_alone("abrun.memory.trace", Path(directory), config, job)
             phase, peak = _predicted(arm, config, row, num_sequences, device_bytes).highest
-            what = f"predicted to peak at {peak / GIB:.1f} GiB in {phase}"
+            what = f"is predicted to peak at {peak / GIB:.1f} GiB in {phase}"
         else:
             peak = sum((floor_of(config, length=length, num_sequences=num_sequences) or {}).values())
             what = f"needs {peak / GIB:.1f} GiB at the least"
         if peak > device_bytes:
             lines.append(
-                f"arms.{arm}: a step of {num_sequences} sequences of {length:,} tokens (without prompts where "
-                f"completions are sampled) is {what}; a device has {device_bytes / GIB:.1f} GiB"
+                f"arms.{arm}: a step of {num_sequences} sequences of {length:,} tokens a rank {what}, and a "
+                f"device has {device_bytes / GIB:.1f} GiB"
             )
     return lines
 
@@ -200,7 +201,8 @@ def _step_of(config: OwnRunConfig) -> tuple[int, int] | None:
     """
     policy, algorithm = config.policy, config.algorithm
     if policy.micro_batch_tokens:
-        return (policy.micro_batch_tokens // 2, 4) if algorithm.type == "dpo" else (policy.micro_batch_tokens, 2)
+        tokens, pairs = policy.micro_batch_tokens, algorithm.type == "dpo"
+        return (tokens // 2, 4) if pairs else (tokens, 2)
     if algorithm.type in ("sft", "dpo"):
         return None
     share = max(algorithm.batch_size * getattr(algorithm, "group_size", 1) // config.data_parallel, 1)
@@ -208,7 +210,7 @@ def _step_of(config: OwnRunConfig) -> tuple[int, int] | None:
 
 
 def device_memory(asked: str | None) -> int | None:
-    """Bytes of a device: as asked (`141GiB`, or a card's name), or this machine's smallest; None: not known."""
+    """Bytes of a device: as asked (`141GiB`, or a card's name), or this machine's smallest; None: unknown."""
     if asked is None:
         return _smallest_here()
     card = CARDS.get(asked.lower())

@@ -1,7 +1,7 @@
 """`python -m abrun.memory.trace JOB_DIR`: the peaks of one arm's step, on a GPU that is not there.
 
-A microbatch of random tokens takes the place of the rollouts, as in abrun.memory.measure, and everything after
-them is the trainer's own code.
+Random tokens take the place of the rollouts, as in abrun.memory.measure, and everything after them is the
+trainer's own code.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Itera
 
 
 def _setup(config: OwnRunConfig, account: Account) -> Setup:
-    """As abrun.train.setup.make_setup, without a task and a tokenizer, which a step's memory does not need."""
+    """As abrun.train.setup.make_setup, without task and tokenizer, which a step's memory does not need."""
     backend = config.policy.backend
     ranks = make_ranks(torch.device("cpu"), backend.shape, expert_parallel=backend.expert_groups)
     policy = make_backend(config, ranks, weights=None, seed=0)
