@@ -1,19 +1,21 @@
 """Predicted peaks of a training step beside measured ones, cell by cell, each in processes of its own.
 
-    python tests/bench/bench_predict.py                    # one GPU: 1.5B and 8B shapes, four paths, recomputation
+    python tests/bench/bench_predict.py                    # one GPU: two shapes, four paths, three recomputations
     python tests/bench/bench_predict.py --only 1.5b none   # the cells whose names have all of these
     python tests/bench/bench_predict.py --predict-only     # on any machine
 
 A cell is a step of two microbatches of one packed sequence each, after one that made the optimizer's state,
-with random weights; its peak is the allocator's over the second step. The 8B shape is Qwen3-8B's with 8 of its
-36 layers, whose optimizer state one GPU holds.
+with random weights; its peak is the allocator's over the second step. The 8B shape is Qwen3-8B's with 8 of
+its 36 layers, whose optimizer state one GPU holds. Predictions run on the CPU beside the measurements.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +145,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(QWEN3_8B))
         print(f"2 microbatches of {TOKENS} tokens      predicted  measured  ratio")
-        for name, config in cells(folder).items():
-            if not all(part in name for part in asked.only):
-                continue
-            expected = in_process("predicted", config)
+        chosen = {
+            name: cell for name, cell in cells(folder).items() if all(part in name for part in asked.only)
+        }
+        beside = ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 2, 1))
+        predictions = {name: beside.submit(in_process, "predicted", cell) for name, cell in chosen.items()}
+        for name, config in chosen.items():
             found = None if asked.predict_only else in_process("measured", config)
+            expected = predictions[name].result()
             columns = ["     -" if value is None else f"{value / GIB:6.2f}" for value in (expected, found)]
             ratio = f"{expected / found:.3f}" if expected and found else "-"
             print(f"{name:32s} {columns[0]:>10s} {columns[1]:>9s}  {ratio}", flush=True)
