@@ -1,6 +1,6 @@
 """Predicted peaks of a training step beside measured ones, cell by cell, each in processes of its own.
 
-    python tests/bench/bench_predict.py                    # one GPU: two shapes, four paths, three recomputations
+    python tests/bench/bench_predict.py                    # one GPU: shapes, log-prob paths, recomputation
     python tests/bench/bench_predict.py --only 1.5b none   # the cells whose names have all of these
     python tests/bench/bench_predict.py --predict-only     # on any machine
 
