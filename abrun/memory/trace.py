@@ -19,7 +19,8 @@ from abrun.launch.probe import read_job, row_writer
 from abrun.memory.account import Account
 from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.measure import _without_groups
-from abrun.recipe import Dpo, OwnRunConfig, Ppo
+from abrun.recipe import Dpo, OwnRunConfig, Ppo, Sft
+from abrun.rl.batch import Sequences
 from abrun.train.batches import RandomBatches
 from abrun.train.learner import Learner
 from abrun.train.loop import make_algorithm
@@ -67,7 +68,10 @@ def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Itera
             account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
         for length in lengths:
             source = RandomBatches(num_sequences, length, 100, setup.ranks.device, rows_together=together)
-            algorithm.update(source.collect(1)[0], step=1)
+            batch = source.collect(1)[0]
+            if isinstance(config.algorithm, Sft | Dpo):
+                batch = batch.at(Sequences)
+            algorithm.update(batch, step=1)
             yield {"length": length, "by_phase": phases.collect()}
 
 
