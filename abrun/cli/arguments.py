@@ -87,6 +87,10 @@ Launcher = Annotated[
 ]
 Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(help="With --dry-run: predict each arm's peak, and say which exceed 80GiB, or an h200's."),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
 UntilDecided = Annotated[
     bool,

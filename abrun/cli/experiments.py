@@ -10,6 +10,7 @@ import typer
 from abrun.cli.app import app, complain, console
 from abrun.cli.arguments import (
     Detach,
+    DeviceMemory,
     DryRun,
     Experiment,
     Launcher,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from abrun.launch.engine import Scheduler
     from abrun.launch.supervisor import Outcome
     from abrun.plan import Plan
-    from abrun.recipe import CommandRecipe, Recipe
+    from abrun.recipe import CommandRecipe, Declared, Recipe
     from abrun.terminal import Terminal
 
 
@@ -54,6 +55,7 @@ def launch(
     no_compare: NoCompare = False,
     until_decided: UntilDecided = False,
     max_seeds: MaxSeeds = None,
+    device_memory: DeviceMemory = None,
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
@@ -75,7 +77,9 @@ def launch(
     if scheduler is None:
         make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
     if dry_run:
-        raise typer.Exit(_dry_run(screen, plan, experiment_dir, scheduler, jobs))
+        code = _dry_run(screen, plan, experiment_dir, scheduler, jobs)
+        _warn_of_memory(screen, plan.recipe, device_memory, here=scheduler is None)
+        raise typer.Exit(code)
     from abrun.launch import queued_jobs
 
     options = {
@@ -183,6 +187,18 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     from abrun.store import find_experiment
 
     send(find_experiment(experiment, runs_dir), print)
+
+
+def _warn_of_memory(screen: "Terminal", recipe: "Declared", asked: str | None, *, here: bool) -> None:
+    """Say which arms cannot fit a device: of `asked`, predicted; of this machine's, by their floor alone."""
+    from abrun.memory.predict import device_memory, too_large
+
+    if asked is None and not here:
+        return
+    device_bytes = device_memory(asked)
+    if device_bytes is not None:
+        for line in too_large(recipe, device_bytes, traced=asked is not None):
+            screen.print(f"[bold]Memory:[/] {shown(line)}", soft_wrap=True)
 
 
 def _dry_run(

@@ -1,7 +1,7 @@
 """Commands that measure a machine, a step or a run. Everything slow to import waits inside its command."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from abrun.cli.arguments import (
     parse_lengths,
 )
 from abrun.errors import RecipeError
+
+if TYPE_CHECKING:
+    from abrun.memory.sweep import Plan
 
 Measured = Annotated[
     Path | None,
@@ -54,6 +57,14 @@ Folder = Annotated[
     Path | None, typer.Option(help="Where tables and pictures go; default: <runs-dir>/<recipe>-memory.")
 ]
 
+Predict = Annotated[
+    bool, typer.Option("--predict", help="Predict the peaks on any machine, instead of measuring them.")
+]
+OfDevice = Annotated[
+    str | None,
+    typer.Option(help="With --predict: a device's memory, 80GiB or h200; default: this machine's GPUs'."),
+]
+
 
 @app.command("memory-profile")
 def memory_profile(
@@ -70,8 +81,10 @@ def memory_profile(
     vocab: Vocab = None,
     runs_dir: RunsDir = Path("runs"),
     output: Folder = None,
+    predict: Predict = False,
+    device_memory: OfDevice = None,
 ) -> None:
-    """Measure where the memory peak of a training step is, by phase and arm, on this machine's device."""
+    """Measure, or predict, where the memory peak of a training step is, by phase and arm."""
     from abrun.memory.profile import measure_head, measure_recipe
     from abrun.memory.show import tables
     from abrun.memory.sweep import Plan, head_of, variants_of
@@ -96,6 +109,7 @@ def memory_profile(
             "--sequences": sequences,
             "--sweep": sweep,
             "--max-sequences": max_sequences,
+            "--predict": predict,
         }
         head = head_of(hidden, vocab, [option for option, value in needed.items() if value])
         folder = output or runs_dir / "head-memory"
@@ -111,10 +125,23 @@ def memory_profile(
         folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
         numbers = parse_lengths(sequences, "--sequences", 1) if sequences else ()
         plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
+        if predict:
+            _predict(plan, folder, device_memory)
+            return
         profile = measure_recipe(plan, folder, say)
     for table in tables(profile):
         screen.print(table)
     say(f"memory.html, peaks.json and the pictures are in {folder}")
+
+
+def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
+    from abrun.memory.predict import device_memory, predict_recipe
+
+    prediction = predict_recipe(plan, folder, device_bytes=device_memory(device))
+    screen = console()
+    screen.print(prediction.table())
+    for line in (*prediction.notes(), f"prediction.json is in {folder}"):
+        screen.print(line, soft_wrap=True, markup=False)
 
 
 @app.command()

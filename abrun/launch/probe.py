@@ -7,7 +7,8 @@
 
 import signal
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,36 @@ def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, 
     Raises LaunchError, one line, where this machine lacks the trainer or the devices, or with what the module
     says on a line that begins with `error: `, or else with where its output is.
     """
+    machine, cluster = refuse_other_machines(config), config.cluster
+    num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
+    command = ranks(directory, config, cluster.ranks, module)
+    return _rows(module, command, directory, machine.gpus[:num_gpus], config, job)
+
+
+def probe_alone(
+    module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The same by one process on a CPU, whatever `config` asks for: for what computes nothing of a run."""
+    return _rows(module, [sys.executable, "-m", module, str(directory)], directory, (), config, job)
+
+
+def _rows(
+    module: str,
+    command: list[str],
+    directory: Path,
+    gpus: Sequence[str],
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+) -> list[dict[str, Any]]:
     if missing := lacking("train"):
         raise LaunchError(f"{module.rpartition('.')[0].removeprefix('abrun.')}: {missing}")
-    machine, cluster = refuse_other_machines(config), config.cluster
     log = directory / LOG
     with store.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for rows in _row_files(directory):
             rows.unlink()
     store.write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
-    command = ranks(directory, config, cluster.ranks, module)
-    num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
-    if _run(command, directory, environment(directory, machine.gpus[:num_gpus], config)):
+    if _run(command, directory, environment(directory, gpus, config)):
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
         first = next(said, f"{directory.name}: could not be measured; see {log}")
         raise LaunchError(first.removeprefix("error: "))

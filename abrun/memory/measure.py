@@ -23,8 +23,10 @@ from abrun.errors import AbrunError
 from abrun.launch.probe import read_job, row_writer
 from abrun.memory.budget import Budget
 from abrun.memory.history import History
-from abrun.recipe import Dpo, Grpo, OwnRunConfig
+from abrun.memory.step import num_rows, of_size
+from abrun.recipe import Dpo, OwnRunConfig, Sft
 from abrun.recipe.algorithms import PolicyGradientSettings
+from abrun.rl.batch import Sequences
 from abrun.train.__main__ import ran_out
 from abrun.train.batches import RandomBatches
 from abrun.train.data import check_length
@@ -70,7 +72,7 @@ class Cell:
         budget_bytes: int | None = None,
     ) -> None:
         self._length, self._num_sequences = length, num_sequences
-        self._config, self._own_algorithm = _of_size(config, num_sequences), config.algorithm
+        self._config, self._own_algorithm = of_size(config, num_sequences), config.algorithm
         self._rollouts = rollouts and isinstance(config.algorithm, PolicyGradientSettings)
         self._device, self._budget = device, Budget(device, budget_bytes)
         self._setup: Setup | None = None
@@ -125,15 +127,16 @@ class Cell:
         setup, algorithm_settings = self._setup, self._config.algorithm
         assert setup is not None
         source = RandomBatches(
-            self._num_sequences
-            * _num_microbatches(self._config)
-            * getattr(algorithm_settings, "minibatches_per_step", 1),
+            num_rows(self._config, self._num_sequences),
             self._length,
             len(setup.data.text.tokenizer),
             self._device,
             rows_together=2 if isinstance(algorithm_settings, Dpo) else 1,
         )
-        algorithm.update(source.collect(1)[0], step=1)
+        batch: Any = source.collect(1)[0]
+        if isinstance(algorithm_settings, Sft | Dpo):
+            batch = batch.at(Sequences)
+        algorithm.update(batch, step=1)
 
     def _sample(self, setup: Setup) -> None:
         """The rollouts of a step, as the recipe says; the engine sleeps afterwards."""
@@ -177,31 +180,6 @@ class Cell:
             if forward in peaks:  # what precedes the first forward pass is its own
                 peaks[forward] = max(peaks[forward], peaks.pop(key))
         return peaks
-
-
-def _of_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:
-    """With microbatches of so many sequences; a random batch has no groups: rewards are then advantages."""
-    sizes = {"micro_batch_size": num_sequences, "micro_batch_tokens": None}
-    policy = config.policy.model_copy(update=sizes if _is_cut(config) else {})
-    config = config.model_copy(update={"policy": policy})
-    if not isinstance(config.algorithm, Grpo):
-        return config
-    alone = {
-        "group_size": 1,
-        "advantage_baseline": "none",
-        "normalize_advantages": False,
-        "normalize_over": "group",
-    }
-    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=alone)})
-
-
-def _is_cut(config: OwnRunConfig) -> bool:
-    return bool(config.policy.micro_batch_size or config.policy.micro_batch_tokens)
-
-
-def _num_microbatches(config: OwnRunConfig) -> int:
-    """Two where a step has several: the second one's activations meet the first one's gradients."""
-    return 2 if _is_cut(config) else 1
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

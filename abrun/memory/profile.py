@@ -6,6 +6,7 @@ that each has the device to itself and nothing of another is left. What is measu
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from abrun.errors import LaunchError
 from abrun.launch.probe import probe, rows_of
 from abrun.launch.requirements import shape_of
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point, cell_of
+from abrun.memory.floor import floor_of
 from abrun.memory.search import search
 from abrun.memory.show import show, told
 from abrun.memory.sweep import Head, Plan, Variant
@@ -48,6 +50,9 @@ class Bench:
             if not any(row["out_of_memory"] for row in rows):
                 raise
         cell, counter = cell_of(arm, point, rows)
+        if module == MODULE:
+            floor = floor_of(config, length=point.length, num_sequences=point.num_sequences)
+            cell = replace(cell, floor=floor)
         self._counter = counter or self._counter
         self._cells.append(cell)
         self.write()

@@ -23,10 +23,10 @@ class Variant:
     recipe: Declared
     swept: tuple[tuple[str, Any], ...] = ()
 
-    def configs(self) -> dict[str, OwnRunConfig]:
+    def configs(self, *, here: bool = True) -> dict[str, OwnRunConfig]:
         """The arms' configurations, the baseline's first.
 
-        Raises LaunchError, one line, for what cannot be measured, or not on this machine.
+        Raises LaunchError, one line, for what cannot be measured, or (`here`) not on this machine.
         """
         configs: dict[str, OwnRunConfig] = {}
         for arm in sorted(self.recipe.arms, key=lambda arm: arm != BASELINE):
@@ -39,7 +39,7 @@ class Variant:
             for line in not_built(config):
                 raise LaunchError(f"{self.recipe.name}: arms.{arm}: {line}")
             configs[arm] = config
-        for config in configs.values():
+        for config in configs.values() if here else ():
             refuse_other_machines(config)
         return configs
 

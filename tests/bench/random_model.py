@@ -10,10 +10,12 @@ def make_model(preset: str, folder: Path, device: str, *, vocab_size: int = 100)
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from abrun.models.presets import preset_config
+    from abrun.recipe import Model
 
     torch.manual_seed(0)
+    shape = preset_config(Model.model_validate({"preset": preset}))
     with torch.device(device):
-        network: Any = AutoModelForCausalLM.from_config(preset_config(preset), dtype=torch.bfloat16)
+        network: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     network.save_pretrained(folder)
     words = ["<pad>", "<eos>", "<unk>", *(str(number) for number in range(vocab_size - 3))]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))

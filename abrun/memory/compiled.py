@@ -1,0 +1,98 @@
+"""What a layer keeps when torch.compile has compiled it, without compiling it.
+
+A compiler cuts the graph of a layer's forward and backward pass where the fewest bytes cross, and the
+backward pass computes the rest again (the min-cut partition of torch._functorch.partitioners, which is
+Inductor's, too). The same is done here, with Inductor's decompositions. The two parts then run operator by
+operator, so that inside of one layer they hold a bit more than fused kernels do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+
+ATTENTION = ("torch_attn::_varlen_attn", "aten::_scaled_dot_product_flash_attention_for_cpu")
+
+_TENSOR = object()  # the place of one
+_parts: dict[Any, Callable[..., Any]] = {}  # layers of one shape share theirs
+
+
+def partitioned(forward: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """In the place of torch.compile, for the bound `forward` of a layer."""
+    module: nn.Module = forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def run(*inputs: Any, **more: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **more)
+        parameters = dict(module.named_parameters())
+        leaves, spec = tree_flatten((inputs, more))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        keeps_little = functorch_config.activation_memory_budget == 0.0
+        shapes = (
+            tuple((each.shape, each.dtype) for each in each_of) for each_of in (parameters.values(), tensors)
+        )
+        key = (type(module), keeps_little, *shapes)
+        if key not in _parts:
+            others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            _parts[key] = _parts_of(module, forward, list(parameters), others, spec, keeps_little)
+        return _parts[key](list(parameters.values()), tensors)
+
+    return run
+
+
+def _parts_of(
+    module: nn.Module, forward: Any, names: list[str], leaves: list[Any], spec: Any, keeps_little: bool
+) -> Callable[..., Any]:
+    def of_tensors(weights: list[Tensor], tensors: list[Tensor]) -> Any:
+        following = iter(tensors)
+        filled = [next(following) if leaf is _TENSOR else leaf for leaf in leaves]
+        inputs, more = tree_unflatten(filled, spec)
+        with torch.nn.utils.stateless._reparametrize_module(module, dict(zip(names, weights, strict=True))):
+            return forward(*inputs, **more)
+
+    return aot_function(
+        of_tensors,
+        fw_compiler=_as_it_is,
+        bw_compiler=_as_it_is,
+        partition_fn=_around_attention if keeps_little else min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+
+
+def _as_it_is(gm: fx.GraphModule, example_inputs: Any) -> Any:
+    return make_boxed_func(gm.forward)
+
+
+def _around_attention(joint: fx.GraphModule, *args: Any, **more: Any) -> Any:
+    """With `selective`, attention stands between two graphs, which keep their inputs alone; see
+    abrun.backends.dtensor.layers."""
+    backward: set[fx.Node] = set()
+    kept: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if (node.op == "placeholder" and "tangents" in node.name) or not backward.isdisjoint(
+            node.all_input_nodes
+        ):
+            backward.add(node)
+        elif getattr(getattr(node.target, "_schema", None), "name", "") in ATTENTION:
+            kept |= {node, *node.users, *map(_made_by, node.all_input_nodes)}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node not in backward:
+            policy = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["recompute"] = policy
+    with functorch_config.patch(activation_memory_budget=1.0):
+        return min_cut_rematerialization_partition(joint, *args, **more)
+
+
+def _made_by(node: fx.Node) -> fx.Node:
+    """What a view is one of."""
+    while node.op == "call_function" and get_default_op_list().is_view(node):
+        node = node.all_input_nodes[0]
+    return node

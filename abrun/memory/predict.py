@@ -1,0 +1,262 @@
+"""memory-profile --predict: a step's peaks by phase and kind, from a recipe and a model's shapes alone.
+
+Each arm is traced by a process of its own (abrun.memory.trace), as the first rank of as many as it asks for.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from abrun import store
+from abrun.errors import LaunchError, RecipeError
+from abrun.launch.probe import probe_alone
+from abrun.memory.cells import Point
+from abrun.memory.floor import floor_of
+from abrun.memory.sweep import Plan, Variant
+from abrun.recipe import Declared, OwnRunConfig
+
+GIB = 2**30
+# Memory of cards in MiB, as nvidia-smi gives it.
+CARDS = {
+    "a100-40": 40_960,
+    "a100-80": 81_920,
+    "h100": 81_559,
+    "h200": 143_771,
+    "b200": 183_359,
+    "l4": 23_034,
+    "l40s": 46_068,
+    "rtx4090": 24_564,
+}
+ERROR = 0.1  # of the predicted peak: what calibration allows (docs/memory-prediction.md)
+NOT_IN_IT = (
+    "the CUDA context and NCCL's buffers (outside of torch's allocator), fragmentation, rollouts, loading, "
+    "ranks that have more to do than the first, and experts that are chosen more often than others"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """One arm at one point: bytes at each phase's peak, by kind."""
+
+    arm: str
+    point: Point
+    by_phase: dict[str, dict[str, int]]
+    floor: dict[str, int] | None  # see abrun.memory.floor; None: the model's shapes are not known here
+    engine_bytes: int | None  # what a rollout engine on the same device takes while it samples
+
+    @property
+    def highest(self) -> tuple[str, int]:
+        """The phase with the highest peak, and the peak."""
+        return max(
+            ((phase, sum(kinds.values())) for phase, kinds in self.by_phase.items()), key=lambda p: p[1]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The predicted sweep."""
+
+    name: str
+    peaks: list[Predicted]  # point by point, the baseline's first
+    device_bytes: int | None  # of one device; None: not known
+
+    def fits(self, peaks: Predicted) -> str:
+        """Whether a device has room for it, given the error of a prediction."""
+        if self.device_bytes is None:
+            return ""
+        share = peaks.highest[1] / self.device_bytes
+        return "no" if share > 1 else "barely" if share > 1 - ERROR else "yes"
+
+    def table(self) -> Table:
+        """For each length and arm its peak and floor, and for each phase its peak by kind."""
+        kinds = list(dict.fromkeys(k for p in self.peaks for of in p.by_phase.values() for k in of))
+        kinds = [kind for kind in kinds if self._largest(kind) > self._most / 100]
+        unit, num_bytes = ("GiB", GIB) if self._most >= 4 * GIB else ("MiB", 2**20)
+        room = "" if self.device_bytes is None else f" of {self.device_bytes / GIB:.1f} GiB a device"
+        title = f"{self.name}: predicted peak_allocated_bytes, {unit}{room}"
+        table = Table(title=title, title_justify="left")
+        for heading in ("", "peak", *(kind.replace(" ", "\n") for kind in kinds), "floor", "fits"):
+            table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
+
+        def shown(value: int | None) -> str:
+            return "-" if value is None else f"{value / num_bytes:,.1f}"
+
+        for peaks in self.peaks:
+            floor = sum(peaks.floor.values()) if peaks.floor else None
+            point = peaks.point
+            swept = "".join(f", {key.rpartition('.')[2]} {value}" for key, value in point.swept)
+            size = f"{point.num_sequences} x {point.length:,} tokens{swept}"
+            heads = [f"{size}, {peaks.arm}", shown(peaks.highest[1])]
+            table.add_section()
+            table.add_row(*heads, *("" for _ in kinds), shown(floor), self.fits(peaks), style="bold")
+            for phase, of_kind in peaks.by_phase.items():
+                table.add_row(
+                    f"  {phase}", shown(sum(of_kind.values())), *(shown(of_kind.get(k)) for k in kinds)
+                )
+            if peaks.engine_bytes is not None:
+                table.add_row("  vllm, while it samples", shown(peaks.engine_bytes))
+        return table
+
+    def notes(self) -> list[str]:
+        """What the figures are, and what they are not."""
+        return [f"Calibrated to {ERROR:.0%} against measured peaks. Not in it: {NOT_IN_IT}."]
+
+    @property
+    def _most(self) -> int:
+        return max(peaks.highest[1] for peaks in self.peaks)
+
+    def _largest(self, kind: str) -> int:
+        return max(of.get(kind, 0) for peaks in self.peaks for of in peaks.by_phase.values())
+
+
+def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None) -> Prediction:
+    """Predict the cells of `plan`, and write prediction.json into `output`.
+
+    Raises LaunchError where an arm cannot be predicted.
+    """
+    jobs: list[tuple[Variant, int, str, OwnRunConfig]] = []
+    for variant in plan.variants:
+        configs = variant.configs(here=False)
+        for arm, config in configs.items():
+            if config.policy.backend.type != "dtensor":
+                raise LaunchError(
+                    f"arms.{arm}: policy.backend.type: got {config.policy.backend.type!r}, whose step cannot "
+                    "be predicted; use type: dtensor, or measure it on GPUs, without --predict"
+                )
+        for num_sequences in plan.num_sequences(configs):
+            jobs += [(variant, num_sequences, arm, config) for arm, config in configs.items()]
+
+    def of_arm(number: int) -> list[Predicted]:
+        variant, num_sequences, arm, config = jobs[number]
+        job = {"lengths": list(plan.lengths), "num_sequences": num_sequences}
+        rows = probe_alone("abrun.memory.trace", output / "cells" / f"{number:03d}-{arm}", config, job)
+        points = [
+            Point(length=row["length"], num_sequences=num_sequences, swept=variant.swept) for row in rows
+        ]
+        return [
+            _predicted(arm, config, point, row, device_bytes) for point, row in zip(points, rows, strict=True)
+        ]
+
+    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 2, 1) + 1) as several:
+        found = [peaks for of in several.map(of_arm, range(len(jobs))) for peaks in of]
+    places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
+    found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
+    prediction = Prediction(name=plan.name, peaks=found, device_bytes=device_bytes)
+    store.write_json(
+        output / "prediction.json",
+        {
+            "schema_version": store.SCHEMA_VERSION,
+            "name": plan.name,
+            "counter": "predicted peak_allocated_bytes",
+            "device_bytes": device_bytes,
+            "not_in_it": NOT_IN_IT,
+            "cells": [
+                {
+                    "arm": peaks.arm,
+                    "length": peaks.point.length,
+                    "num_sequences": peaks.point.num_sequences,
+                    "swept": dict(peaks.point.swept),
+                    "highest_phase": peaks.highest[0],
+                    "highest_bytes": peaks.highest[1],
+                    "by_phase": peaks.by_phase,
+                    "floor": peaks.floor,
+                    "engine_bytes": peaks.engine_bytes,
+                    "fits": prediction.fits(peaks),
+                }
+                for peaks in prediction.peaks
+            ],
+        },
+    )
+    return prediction
+
+
+def too_large(recipe: Declared, device_bytes: int, *, traced: bool) -> list[str]:
+    """A line for each arm whose step does not fit a device: its floor, which takes no time, or, `traced`, its
+    predicted peak, in up to a minute an arm. Nothing of arms that neither can tell about."""
+    lines = []
+    for arm in recipe.arms:
+        config = recipe.run_config(arm)
+        if not isinstance(config, OwnRunConfig) or config.policy.backend.type != "dtensor":
+            continue
+        step = _step_of(config) if config.cluster.gpus_per_node else None
+        if step is None:
+            continue
+        length, num_sequences = step
+        if traced:
+            with tempfile.TemporaryDirectory() as directory:
+                job = {"lengths": [length], "num_sequences": num_sequences}
+                (row,) = probe_alone("abrun.memory.trace", Path(directory), config, job)
+            point = Point(length=length, num_sequences=num_sequences)
+            phase, peak = _predicted(arm, config, point, row, device_bytes).highest
+            what = f"is predicted to peak at {peak / GIB:.1f} GiB in {phase}"
+        else:
+            peak = sum((floor_of(config, length=length, num_sequences=num_sequences) or {}).values())
+            what = f"needs {peak / GIB:.1f} GiB at the least"
+        if peak > device_bytes:
+            lines.append(
+                f"arms.{arm}: a step with microbatches of {num_sequences} x {length:,} tokens {what}, and a "
+                f"device has {device_bytes / GIB:.1f} GiB"
+            )
+    return lines
+
+
+def _step_of(config: OwnRunConfig) -> tuple[int, int] | None:
+    """Tokens of a sequence, and sequences of a rank's microbatch.
+
+    Prompts, and completions from files, are as long as the task has them, which is not known here.
+    """
+    policy, algorithm = config.policy, config.algorithm
+    if policy.micro_batch_tokens:
+        pairs = algorithm.type == "dpo"
+        return (policy.micro_batch_tokens // 2, 2) if pairs else (policy.micro_batch_tokens, 1)
+    if algorithm.type in ("sft", "dpo"):
+        return None
+    share = max(algorithm.batch_size * getattr(algorithm, "group_size", 1) // config.data_parallel, 1)
+    return config.rollout.max_new_tokens, policy.micro_batch_size or share
+
+
+def device_memory(asked: str | None) -> int | None:
+    """Bytes of a device: as asked (`141GiB`, or a card's name), or this machine's smallest; None: unknown."""
+    if asked is None:
+        return _smallest_here()
+    card = CARDS.get(asked.lower())
+    if card is not None:
+        return card * 2**20
+    size = re.fullmatch(r"([0-9]{1,5}(\.[0-9]{1,3})?)\s*(GiB|GB)?", asked)
+    if size is None or not float(size[1]):
+        raise RecipeError(
+            f"--device-memory: got {asked!r}; allowed: a size such as 80GiB, or one of {', '.join(CARDS)}"
+        )
+    return int(float(size[1]) * (10**9 if size[3] == "GB" else GIB))
+
+
+def _smallest_here() -> int | None:
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in listed.splitlines() if line.strip().isdigit()]
+    return min(sizes) * 2**20 if sizes else None
+
+
+def _predicted(
+    arm: str, config: OwnRunConfig, point: Point, row: dict[str, Any], device_bytes: int | None
+) -> Predicted:
+    rollout, engine_bytes = config.rollout, None
+    if config.samples and rollout.engine == "vllm" and not rollout.devices and device_bytes:
+        engine_bytes = int((rollout.gpu_memory_utilization or 0.6) * device_bytes)
+    return Predicted(
+        arm=arm,
+        point=point,
+        by_phase=row["by_phase"],
+        floor=floor_of(config, length=point.length, num_sequences=point.num_sequences),
+        engine_bytes=engine_bytes,
+    )

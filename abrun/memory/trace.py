@@ -1,0 +1,124 @@
+"""`python -m abrun.memory.trace JOB_DIR`: the peaks of one arm's step, on a GPU that is not there.
+
+Random tokens take the place of the rollouts, as in abrun.memory.measure, and everything after them is the
+trainer's own code.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from abrun.backends import make_backend
+from abrun.backends.ranks import make_ranks
+from abrun.errors import AbrunError
+from abrun.launch.probe import read_job, row_writer
+from abrun.memory.account import Account
+from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
+from abrun.memory.step import num_rows, of_size
+from abrun.recipe import Dpo, OwnRunConfig, Ppo, Sft
+from abrun.rl.batch import Sequences
+from abrun.train.batches import RandomBatches
+from abrun.train.learner import Learner
+from abrun.train.loop import make_algorithm
+from abrun.train.setup import Setup
+
+
+class HollowPhases:
+    """What `abrun.train.phases.Phases` is to a real step: the peak of each phase, by kind."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self.interrupted: str | None = None
+        self.peaks: dict[str, dict[str, int]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str, *, memory: bool = True, usual: bool = True) -> Iterator[None]:
+        if not memory:
+            yield
+            return
+        self._account.start()
+        yield
+        if self._account.peak_bytes > sum(self.peaks.get(phase, {}).values()):
+            self.peaks[phase] = dict(self._account.peak)
+
+    def reside(self, resident: Any) -> None:
+        """What lives between steps is filed by its kind elsewhere."""
+
+    def collect(self) -> dict[str, dict[str, int]]:
+        """Bytes at the peak by phase and kind, since the last call."""
+        found, self.peaks = self.peaks, {}
+        return found
+
+
+def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Iterator[dict[str, Any]]:
+    """A row a length: `by_phase`, the bytes at each phase's peak by kind, of the first rank.
+
+    `num_sequences`: of a rank's microbatch.
+    """
+    config = of_size(config, num_sequences)
+    together = 2 if isinstance(config.algorithm, Dpo) else 1
+    with hollow_gpu(config.cluster.ranks) as account:
+        setup = _setup(config, account)
+        algorithm: Any = make_algorithm(setup)
+        phases: Any = setup.phases
+        # As a resumed run has it: the optimizer's state is there before the first step.
+        setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
+        for kind, tensors in resident(setup.learner.local_state()).items():
+            account.file(tensors, kind)
+        reference = getattr(algorithm, "_reference", None)
+        if reference is not None:
+            account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
+        rows, device = num_rows(config, num_sequences), setup.ranks.device
+        for length in lengths:
+            source = RandomBatches(rows, length, 100, device, rows_together=together)
+            batch = source.collect(1)[0]
+            if isinstance(config.algorithm, Sft | Dpo):
+                batch = batch.at(Sequences)
+            algorithm.update(batch, step=1)
+            yield {"length": length, "by_phase": phases.collect()}
+
+
+def _setup(config: OwnRunConfig, account: Account) -> Setup:
+    """As abrun.train.setup.make_setup, without task and tokenizer, which a step's memory does not need."""
+    backend = config.policy.backend
+    ranks = make_ranks(torch.device("cpu"), backend.shape, expert_parallel=backend.expert_groups)
+    policy = make_backend(config, ranks, weights=None, seed=0)
+    algorithm, value_model = config.algorithm, None
+    if isinstance(algorithm, Ppo):
+        value_model = policy.make_value_model(algorithm, 0)
+    phases: Any = HollowPhases(account)
+    absent: Any = None
+    return Setup(
+        config=config,
+        seed=0,
+        initial_weights=None,
+        ranks=ranks,
+        data=absent,
+        policy=policy,
+        value_model=value_model,
+        learner=Learner(policy, value_model, config.policy.optimizer, phases, config.steps),
+        sampler=absent,
+        phases=phases,
+    )
+
+
+def main() -> int:
+    directory = Path(sys.argv[1])
+    job = read_job(directory)
+    writer = row_writer(directory)
+    try:
+        config = OwnRunConfig.model_validate(job["config"])
+        for row in trace(config, job["lengths"], job["num_sequences"]):
+            writer.write(row)
+    except AbrunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

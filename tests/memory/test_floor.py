@@ -1,0 +1,52 @@
+"""The floor: parameters counted from shapes, and its terms."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from abrun.memory.floor import floor_of, num_parameters, shape_of
+from abrun.models.presets import preset_config
+from abrun.recipe import ARCHITECTURES, Model, OwnRunConfig
+
+PRESETS = sorted(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_are_those_of_the_network(preset: str) -> None:
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(preset_config(Model.model_validate({"preset": preset})))
+    counted = {True: 0, False: 0}
+    for name, parameter in network.named_parameters():
+        counted["experts" in name] += parameter.numel()
+    shape = shape_of(Model.model_validate({"preset": preset}))
+    assert shape is not None and num_parameters(shape) == (counted[False], counted[True])
+
+
+def test_terms_of_a_floor() -> None:
+    """qwen2.5-1.5b on two ranks, bfloat16, microbatches of 1,000 tokens: by hand."""
+    raw = {
+        "algorithm": {"type": "sft", "batch_size": 8},
+        "model": {"preset": "qwen2.5-1.5b"},
+        "task": {"type": "arithmetic"},
+        "steps": 1,
+        "cluster": {"gpus_per_node": 2},
+        "policy": {"dtype": "bfloat16", "micro_batch_size": 1, "activation_checkpointing": "full"},
+    }
+    own = 1_543_714_304 // 2
+    assert floor_of(OwnRunConfig.model_validate(raw), length=1000, num_sequences=1) == {
+        "weights": 4 * own,
+        "optimizer state": 8 * own,
+        "gradients": 4 * own,
+        "activations": 28 * 1000 * 1536 * 2,
+        "log-probs": 2 * 1000 * 151_936 * 2,
+    }
+    whole = {"micro_batch_size": None, "activation_checkpointing": "none", "logprobs": {"impl": "chunked"}}
+    raw["policy"] |= whole
+    alone = floor_of(OwnRunConfig.model_validate(raw), length=10_000, num_sequences=1)
+    assert alone is not None and "gradients" not in alone  # they take less than what the pass holds
+    assert alone["activations"] == 28 * 10_000 * (4 * 1536 + 2 * 1536 + 2 * 256 + 3 * 8960) * 2
+    assert alone["log-probs"] == 512 * 2**20
+
+
+def test_an_unknown_model_has_no_floor() -> None:
+    assert shape_of(Model.model_validate({"path": "nobody/nothing"})) is None

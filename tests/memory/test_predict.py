@@ -1,0 +1,174 @@
+"""Predicted peaks against those of the same step, run for real on CPU cores, and against measured ones."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from abrun.errors import LaunchError, RecipeError
+from abrun.memory import hollow
+from abrun.memory.cells import Point
+from abrun.memory.predict import Predicted, Prediction, device_memory, predict_recipe
+from abrun.memory.profile import measure_recipe
+from abrun.memory.step import num_rows, of_size
+from abrun.memory.sweep import Plan, Variant
+from abrun.memory.trace import trace
+from abrun.recipe import OwnRunConfig, load_recipe
+from abrun.train.batches import RandomBatches
+from abrun.train.loop import make_algorithm
+from abrun.train.setup import make_setup
+from tests.train.runs import single_rank
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE = RECIPES / "fused-logprobs-memory.yaml"
+LENGTH, NUM_SEQUENCES = 192, 2  # of a microbatch
+CHUNKED = "arms.baseline={policy.logprobs: {impl: chunked, memory_budget_mib: 8}}"
+GIB = 2**30
+
+
+def config_of(*sets: str) -> OwnRunConfig:
+    config = load_recipe(RECIPE, ["algorithm.ratio=old", *sets]).run_config("baseline")
+    assert isinstance(config, OwnRunConfig)
+    return config
+
+
+def seen_by_the_tracker(by_phase: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Bytes by phase without what it does not count: what a GPU's libraries take."""
+    return {
+        phase: sum(size for kind, size in kinds.items() if kind != hollow.LIBRARIES)
+        for phase, kinds in by_phase.items()
+    }
+
+
+def live(config: OwnRunConfig) -> dict[str, float]:
+    """The tracker's peaks of a second step."""
+    with single_rank():
+        config = of_size(config, NUM_SEQUENCES)
+        setup = make_setup(config, 0, None, torch.device("cpu"))
+        algorithm = make_algorithm(setup)
+        for _ in range(2):
+            setup.phases.collect()
+            source = RandomBatches(num_rows(config, NUM_SEQUENCES), LENGTH, 90, setup.ranks.device)
+            algorithm.update(source.collect(1)[0], step=1)
+        _, peaks = setup.phases.collect()
+    return {key.split("/")[1]: value for key, value in peaks.items()}
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["policy.activation_checkpointing=full", "policy.packing=true", "policy.micro_batch_tokens=384"],
+        [CHUNKED, "policy.micro_batch_size=2", "algorithm.kl_coefficient=0.1"],
+    ],
+    ids=["dense, recomputed, packed", "chunked, microbatches, a reference"],
+)
+def test_a_real_step_has_the_predicted_peaks(sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Under the tracker autograd works out of place, as it does for any mode that sees operators.
+    monkeypatch.setattr(hollow, "IN_PLACE", {})
+    config = config_of(*sets)
+    (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
+    found = seen_by_the_tracker(row["by_phase"])
+    assert found == pytest.approx(live(config), rel=0.03)
+
+
+def plan(recipe: Any, lengths: list[int]) -> Plan:
+    return Plan(name=recipe.name, variants=(Variant(recipe=recipe),), lengths=lengths)
+
+
+def whole_passes(by_phase: dict[str, int]) -> dict[str, int]:
+    """With forward and backward as the one phase that they are to a prediction."""
+    of_passes = [by_phase[phase] for phase in ("forward", "backward")]
+    rest = {phase: peak for phase, peak in by_phase.items() if phase not in ("forward", "backward")}
+    return rest | {"forward_backward": max(of_passes)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend",
+    ["{}", "{tensor_parallel: 2}", "{tensor_parallel: 2, sequence_parallel: true}", "{context_parallel: 2}"],
+)
+def test_two_real_ranks_have_the_predicted_peaks(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hollow, "IN_PLACE", {})
+    recipe = load_recipe(RECIPE, [f"policy.backend={backend}", "cluster.cpu_ranks=2"])
+    profile = measure_recipe(replace(plan(recipe, [LENGTH]), rollouts=False), tmp_path)
+    measured = {cell.arm: whole_passes(cell.by_phase) for cell in profile.cells}
+    for arm, by_phase in measured.items():
+        config = recipe.run_config(arm)
+        assert isinstance(config, OwnRunConfig)
+        (row,) = trace(config, [LENGTH], 1)
+        found = seen_by_the_tracker(row["by_phase"])
+        print(arm, {phase: found[phase] / by_phase[phase] for phase in found})
+        assert found == pytest.approx(by_phase, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arm", "measured"),
+    [
+        ("baseline", {2048: (28.1, 29.7), 4096: (32.8, 35.5), 8192: (42.1, 47.4), 16384: (60.6, 71.4)}),
+        ("treatment", {2048: (23.9, 29.7), 4096: (23.9, 29.7), 8192: (24.1, 30.0), 16384: (24.6, 31.2)}),
+    ],
+)
+def test_peaks_measured_on_a_gpu_are_predicted(arm: str, measured: dict[int, tuple[float, float]]) -> None:
+    """docs/measured.md, Peak memory of a training step: the log-prob pass, and forward and backward."""
+    sets = ["model={preset: qwen2.5-1.5b, path: null}", "policy.micro_batch_size=1", "wandb=null"]
+    path = RECIPES / "grpo-qwen2.5-1.5b-1n1g-fused-logprobs.yaml"
+    config = load_recipe(path, [*sets, "task={type: arithmetic}"]).run_config(arm)
+    assert isinstance(config, OwnRunConfig)
+    for row in trace(config, sorted(measured), 1):
+        peaks = {phase: sum(kinds.values()) / GIB for phase, kinds in row["by_phase"].items()}
+        found = peaks["reference_logprobs"], peaks["forward_backward"]
+        assert found == pytest.approx(measured[row["length"]], rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_table_says_what_fits(tmp_path: Path) -> None:
+    """The whole way, by a process an arm."""
+    recipe = load_recipe(RECIPE)
+    found = predict_recipe(plan(recipe, [64]), tmp_path, device_bytes=2**27)
+    written = json.loads((tmp_path / "prediction.json").read_text())
+    assert [(p["arm"], p["fits"]) for p in written["cells"]] == [(p.arm, found.fits(p)) for p in found.peaks]
+    dense, fused = found.peaks
+    assert dense.highest[1] > fused.highest[1] > sum(fused.floor.values() if fused.floor else ()) > 0
+    kinds = fused.by_phase["optimizer"]
+    assert kinds["gradients"] == pytest.approx(kinds["weights"], rel=1e-3)
+    assert kinds["optimizer state"] == pytest.approx(2 * kinds["weights"], rel=1e-2)
+
+
+def test_fits_knows_its_error() -> None:
+    def shown(num_bytes: int) -> str:
+        by_phase = {"optimizer": {"weights": num_bytes}}
+        at = Point(length=8)
+        peaks = Predicted(arm="baseline", point=at, by_phase=by_phase, floor=None, engine_bytes=None)
+        return Prediction(name="x", peaks=[peaks], device_bytes=100).fits(peaks)
+
+    assert [shown(size) for size in (89, 91, 101)] == ["yes", "barely", "no"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("80GiB", 80 * GIB), ("1.5 GiB", 3 * GIB // 2), ("80GB", 80 * 10**9), ("H200", 143_771 * 2**20)],
+)
+def test_memory_of_a_device(asked: str, found: int) -> None:
+    assert device_memory(asked) == found
+
+
+@pytest.mark.parametrize("asked", ["h300", "0GiB", "-1", "80 TB", ""])
+def test_memory_of_no_device(asked: str) -> None:
+    with pytest.raises(
+        RecipeError, match=r"^--device-memory: got .*; allowed: a size such as 80GiB, or one of"
+    ):
+        device_memory(asked)
+
+
+def test_another_backend_is_refused(tmp_path: Path) -> None:
+    recipe: Any = load_recipe(RECIPE, ["policy.backend.type=megatron"])
+    with pytest.raises(
+        LaunchError, match=r"policy\.backend\.type: got 'megatron', whose step cannot be predicted"
+    ):
+        predict_recipe(plan(recipe, [64]), tmp_path)
