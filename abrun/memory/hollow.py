@@ -118,7 +118,22 @@ def _balanced(func: Any, fake: FakeTensorMode, scores: Tensor, k: int, *args: An
     return values, (torch.arange(count) % scores.shape[-1]).view(values.shape)
 
 
-UNKNOWN = {aten._local_scalar_dense.default: _scalar, aten.topk.default: _balanced}
+def _wide_product(func: Any, fake: FakeTensorMode, *args: Any, out: Tensor | None = None, **_: Any) -> Tensor:
+    """A product in a wider dtype: torch 2.11 takes that dtype for a factor when nothing is computed."""
+    left, right, dtype = args[-3:]
+    if out is not None:
+        return out
+    with fake:
+        return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+
+
+UNKNOWN = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.topk.default: _balanced,
+    **dict.fromkeys(
+        (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out), _wide_product
+    ),
+}
 
 
 def _collective(func: Any, args: Any) -> Any:
