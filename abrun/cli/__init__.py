@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import bisecting, controls, experiments, judging, measuring
+from abrun.cli import bisecting, controls, experiments, judging, measuring, starting
 from abrun.cli.app import app, complain
 from abrun.errors import AbrunError
 
@@ -18,6 +18,7 @@ __all__ = [
     "judging",
     "main",
     "measuring",
+    "starting",
 ]  # the modules of commands, which register themselves
 
 

@@ -12,8 +12,43 @@ from abrun.errors import RecipeError
 
 MOST_SEEDS = 1000
 
+
+def _recipe_file(given: Path) -> Path:
+    """The file that was named, or else the recipe of that name that ships, which is said."""
+    from abrun.start.shipped import find_recipe
+
+    found = find_recipe(given)
+    if found != given:
+        print(f"abrun: {given} is the recipe that ships: {found}", file=sys.stderr)
+    return found
+
+
+def _names_of_recipes(incomplete: str) -> list[str]:
+    """For a shell that completes: those that ship. (What is a file, the shell completes itself.)"""
+    from abrun.start.shipped import recipe_files
+
+    return [name for name in recipe_files() if name.startswith(incomplete)]
+
+
+def _names_of_experiments(incomplete: str) -> list[str]:
+    """For a shell that completes: those under `runs/`."""
+    from abrun.store import experiments_in
+
+    runs = Path("runs")
+    found = experiments_in(runs) if runs.is_dir() else []
+    return [path.name for path in found if path.name.startswith(incomplete)]
+
+
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A recipe: a YAML file, or the name of one that ships, such as quickstart (abrun recipes).",
+        callback=_recipe_file,
+        autocompletion=_names_of_recipes,
+    ),
+]
 RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]
-RecipeFile = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
+Json = Annotated[bool, typer.Option("--json", help="For machines: as JSON.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -23,7 +58,9 @@ Overrides = Annotated[
         "list replaces what was there, 'arms={...}' too.",
     ),
 ]
-Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
+Experiment = Annotated[
+    str, typer.Argument(help="A path, or a name under --runs-dir.", autocompletion=_names_of_experiments)
+]
 Sources = Annotated[
     list[str],
     typer.Argument(
