@@ -126,8 +126,8 @@ def _regression(name: str, recipe: str) -> dict[str, str]:
     reference = path.parent / found[1] if found else None
     if found is None or reference is None or not reference.is_file():
         raise RecipeError(
-            f"--recipe: got {recipe!r}, which names no frozen runs; make some (abrun freeze EXPERIMENT --output "
-            "FILE), and give it the line compare: {reference: FILE}"
+            f"--recipe: got {recipe!r}, which names no frozen runs; make some (abrun freeze EXPERIMENT "
+            "--output FILE), and give it the line compare: {reference: FILE}"
         )
     text = text.replace(found[0], f"compare: {{reference: {name}.json}}")
     return {
