@@ -14,7 +14,7 @@ from rich.console import Console
 
 from abrun import store, watch
 from abrun.layout import RunName
-from abrun.watch import showing
+from abrun.watch import overview
 from abrun.watch.reading import time_left_s
 from abrun.watch.showing import memory, sparkline
 
@@ -237,7 +237,7 @@ def test_a_scheduler_that_does_not_answer_is_not_asked_about_every_experiment(
         make_experiment(tmp_path, baseline_0=0).rename(tmp_path / name)
     make_experiment(tmp_path, baseline_0=60)  # finished: nobody is asked
     asked, now = list[str](), [0.0]
-    monkeypatch.setattr(showing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(overview.time, "monotonic", lambda: now[0])
 
     def find_jobs(experiment_dir: Path) -> SlowQueue:
         asked.append(experiment_dir.name)

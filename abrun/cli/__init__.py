@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import bisecting, controls, experiments, judging, measuring, starting
+from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
 from abrun.cli.app import app, complain
 from abrun.errors import AbrunError
 

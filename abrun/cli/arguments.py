@@ -30,7 +30,7 @@ def _names_of_recipes(incomplete: str) -> list[str]:
     return [name for name in recipe_files() if name.startswith(incomplete)]
 
 
-def _names_of_experiments(incomplete: str) -> list[str]:
+def names_of_experiments(incomplete: str) -> list[str]:
     """For a shell that completes: those under `runs/`."""
     from abrun.store import experiments_in
 
@@ -59,7 +59,7 @@ Overrides = Annotated[
     ),
 ]
 Experiment = Annotated[
-    str, typer.Argument(help="A path, or a name under --runs-dir.", autocompletion=_names_of_experiments)
+    str, typer.Argument(help="A path, or a name under --runs-dir.", autocompletion=names_of_experiments)
 ]
 Sources = Annotated[
     list[str],
@@ -134,6 +134,13 @@ MaxSeeds = Annotated[
     ),
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
+FailOn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VERDICTS",
+        help="Exit with the code of the verdict, if it is one of: mismatch, inconclusive, invalid.",
+    ),
+]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
@@ -146,6 +153,16 @@ def parse_formats(text: str) -> list[str]:
     if not wanted:
         raise RecipeError(f"--format: got {text!r}, nothing to write; allowed: {', '.join(allowed)}")
     return wanted
+
+
+def parse_verdicts(text: str) -> dict[str, int]:
+    """The exit codes of the verdicts that fail a launch; `mismatch,inconclusive`."""
+    codes = {"mismatch": 3, "inconclusive": 4, "invalid": 5}
+    named = [part.strip().lower() for part in text.split(",")]
+    unknown = [part for part in named if part not in codes]
+    if unknown:
+        raise RecipeError(f"--fail-on: got {unknown[0]!r}; allowed: {', '.join(codes)}")
+    return {part.upper(): codes[part] for part in named}
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from abrun.cli.app import app, console
+from abrun.cli.app import LOOK_CLOSER, app, console
 from abrun.cli.arguments import (
     Overrides,
     RecipeFile,
@@ -14,7 +14,7 @@ from abrun.cli.arguments import (
 )
 
 
-@app.command("memory-profile")
+@app.command("memory-profile", rich_help_panel=LOOK_CLOSER)
 def memory_profile(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -30,7 +30,11 @@ def memory_profile(
         Path | None, typer.Option(help="Where table and plot go; default: <runs-dir>/<recipe>-memory.")
     ] = None,
 ) -> None:
-    """Measure the peak memory of a training step by phase and arm, on this machine's device."""
+    """Measure the peak memory of a training step by phase and arm, on this machine's device.
+
+    Examples:
+        abrun memory-profile fused-logprobs-memory --lengths 128,256
+    """
     from abrun.memory.profile import measure_recipe
     from abrun.recipe import load_recipe
 
@@ -42,7 +46,7 @@ def memory_profile(
     screen.print(f"peaks.json, memory.png and memory.svg are in {output}", soft_wrap=True, markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_CLOSER)
 def mismatch(
     run: Annotated[
         str,
@@ -68,7 +72,12 @@ def mismatch(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Say what makes the log-probs of a run's trainer and rollout engine differ, and by how much."""
+    """Say what makes the log-probs of a run's trainer and rollout engine differ, and by how much.
+
+    Examples:
+        abrun mismatch quickstart/baseline/seed-0
+        abrun mismatch quickstart --set policy.logprobs.head_dtype=float32
+    """
     from abrun.mismatch.command import measure_run
     from abrun.mismatch.report import summary
 
@@ -86,11 +95,16 @@ def mismatch(
     screen.print(f"The report is in {folder}", soft_wrap=True, markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_CLOSER)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For machines: all of it as JSON.")] = False,
 ) -> None:
-    """Show what this machine can run, and what each thing that it cannot run lacks. Exit code 0."""
+    """Show what this machine can run, and what each thing that it cannot run lacks. Exit code 0.
+
+    Examples:
+        abrun doctor
+        abrun doctor --json
+    """
     from abrun.launch.doctor import diagnose
 
     diagnosis = diagnose()

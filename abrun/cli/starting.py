@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from abrun.cli.app import app, console
+from abrun.cli.app import BEGIN, app, console, print_json
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
 from abrun.redaction import shown
 
 
-@app.command()
+@app.command(rich_help_panel=BEGIN)
 def init(
     kind: Annotated[
         str | None,
@@ -69,7 +69,7 @@ def _asked(option: str, question: str, default: str) -> str:
     return str(typer.prompt(question, default=default))
 
 
-@app.command()
+@app.command(rich_help_panel=BEGIN)
 def recipes(
     name: Annotated[str | None, typer.Argument(help="One of them, whole, as a file of one's own.")] = None,
     as_json: Json = False,
@@ -88,7 +88,7 @@ def recipes(
         return
     found = shipped_recipes()
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
+        print_json([asdict(one) for one in found])
         return
     from rich.table import Table
     from rich.text import Text
@@ -106,7 +106,7 @@ def recipes(
     screen.print("abrun launch NAME runs one; abrun recipes NAME prints it; docs/recipes.md has every field.")
 
 
-@app.command()
+@app.command(rich_help_panel=BEGIN)
 def schema(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A file; default: the standard output.")

@@ -23,10 +23,13 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
-from abrun.store import RunDir, run_dir
+from abrun.store import RunDir, read_json, run_dir
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"  # folders in an experiment's
+VERDICT = "verdict.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +79,12 @@ def compare_sources(
     """
     directory = stored_in(sources, reading.runs_dir)
     experiment = open_sources(sources, replace(reading, alone=reference is not None))
-    folder = "report"
+    folder = REPORT
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None
         experiment = against_reference(experiment, frozen, arm or experiment.baseline)
-        folder = "report-against-reference"
+        folder = REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
     default = directory / folder if directory else Path(f"{slug(experiment.name)}-report")
@@ -94,6 +97,15 @@ def compare_sources(
         formats=formats,
         command=command,
     )
+
+
+def verdict_in(experiment_dir: Path) -> str | None:
+    """The verdict that the last report in an experiment's directory gives; None where there is none."""
+    for folder in (REPORT, REPORT_AGAINST_REFERENCE):
+        path = experiment_dir / folder / VERDICT
+        if path.is_file():
+            return str(read_json(path)["verdict"])
+    return None
 
 
 def compare(

@@ -16,10 +16,20 @@ from rich.text import Text
 from abrun import store
 from abrun.redaction import shown
 from abrun.watch.log import log_of
+from abrun.watch.overview import status_json, status_of_experiments
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun
-from abrun.watch.showing import progress_line, render, status_line, status_of_experiments
+from abrun.watch.showing import progress_line, render, status_line
 
-__all__ = ["ExperimentReader", "View", "WatchedRun", "log_of", "render", "status_of_experiments", "watch"]
+__all__ = [
+    "ExperimentReader",
+    "View",
+    "WatchedRun",
+    "log_of",
+    "render",
+    "status_json",
+    "status_of_experiments",
+    "watch",
+]
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 300.0  # without a terminal: a sign of life from slow runs

@@ -57,6 +57,11 @@ class WatchedRun:
         return "warm start" if self.is_warm_start else str(self.state.name)
 
     @property
+    def status(self) -> str:
+        """That of its files, where a process without a step so far is `starting`."""
+        return "starting" if self.state.status == "running" and self.step == 0 else self.state.status
+
+    @property
     def step(self) -> int:
         if self.state.status == "finished":
             return self.state.num_steps

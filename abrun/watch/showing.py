@@ -1,10 +1,8 @@
 """Runs as people read them: a table for a terminal's size, a line a run elsewhere."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,14 +10,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from abrun import store
-from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.redaction import shown
-from abrun.watch.reading import FindJobs, WatchedRun, time_left_s
+from abrun.watch.reading import WatchedRun, time_left_s
 
-ASK_S = 5.0  # for what schedulers say of all experiments
 WIDE = 104  # columns from which the table has full headings and two spaces between them
 COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "dim", "waiting": "dim"}
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -180,53 +175,6 @@ def _limits(runs: Sequence[WatchedRun], followed: str) -> tuple[float, float]:
     values = (value for run in runs for value in run.curves.get(followed, ()))
     finite = [value for value in values if math.isfinite(value)]
     return (min(finite), max(finite)) if finite else (0.0, 1.0)
-
-
-def status_of_experiments(
-    runs_dir: Path, find_jobs: FindJobs = lambda experiment_dir: None
-) -> RenderableType:
-    """One row an experiment. Raises StoreError where the folder is missing.
-
-    Of those that have not ended the schedulers are asked, for a few seconds in all.
-    """
-    if not runs_dir.is_dir():
-        raise StoreError(f"{runs_dir}: no such folder; launch a recipe first, or give another --runs-dir")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("experiment", "runs", "steps", "launched by"):
-        table.add_column(heading)
-    paths, troubles = store.experiments_in(runs_dir), []
-    asked_s, unasked, silent = 0.0, 0, set[str | None]()
-    for experiment_dir in paths:
-        try:
-            states = [store.run_state(experiment_dir, name) for name in store.planned_runs(experiment_dir)]
-            ended = all(state.status == "finished" for state in states)
-            jobs = None if ended else find_jobs(experiment_dir)
-            if jobs and asked_s < ASK_S:
-                began_s = time.monotonic()
-                states = list(map(jobs.state_of, states))
-                asked_s += time.monotonic() - began_s
-                silent |= {jobs.silent} - {None}
-            elif jobs:
-                unasked += 1
-        except StoreError as error:  # the others can be shown
-            troubles.append(Text(shown(str(error)), style="red"))
-            continue
-        counts = Counter(state.status for state in states)
-        total = sum(state.num_steps for state in states)
-        done = sum(state.num_steps if state.status == "finished" else state.step for state in states)
-        table.add_row(
-            Text(shown(experiment_dir.name)),
-            ", ".join(f"{count} {status}" for status, count in counts.items()),
-            f"{done}/{total}",
-            Text(shown(store.launcher_of(experiment_dir) or "")),
-        )
-    if unasked:
-        silent.add(
-            f"{unasked} more with jobs of a scheduler, which was not asked, after {asked_s:.0f} s for those "
-            "before: abrun status EXPERIMENT"
-        )
-    troubles += [Text(shown(str(line)), style="red") for line in silent]
-    return Group(table, *troubles) if paths else Text(f"{runs_dir}: no experiments yet")
 
 
 # --- a run in a line ---
