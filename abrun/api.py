@@ -24,17 +24,8 @@ if TYPE_CHECKING:
     from abrun.compare.read.sources import Reading
 
 COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
-CLAIMS = (
-    "arm",
-    "metric",
-    "window",
-    "num_pairs",
-    "baseline_mean",
-    "treatment_mean",
-    "mean_difference",
-    "interval",
-)
-CLAIMS += ("margin_text", "certified_bound", "pairs_needed", "result")
+SHORT = ["arm", "metric", "window", "num_pairs", "mean_difference", "interval", "margin_text", "result"]
+CLAIMS = [*SHORT, "certified_bound", "baseline_mean", "treatment_mean", "baseline_sd", "pairs_needed"]
 
 
 @dataclass(frozen=True)
@@ -148,12 +139,20 @@ class Result:
         parts = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
         parts.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
         if len(self.claims):
-            parts.append(self.claims.to_html(index=False, float_format=lambda value: f"{value:.4g}"))
+            parts.append(self._claims_for_people().to_html(index=False))
         parts += [_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
         if self.report:
             where = html.escape(str(self.report))
             parts.append(f'<p>report: <a href="{where}">{where}</a></p>')
         return "\n".join(parts)
+
+    def _claims_for_people(self) -> "pandas.DataFrame":
+        def rounded(value: Any) -> str:
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                return f"[{', '.join(map(rounded, value))}]"
+            return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+        return self.claims[SHORT].map(rounded)
 
 
 def launch(
@@ -231,8 +230,8 @@ def compare(
     """Judge whether arms converge the same way; `abrun compare`, whose options these are.
 
     `sources` are those of `load`, or an `Experiment`. `primary`: claims such as
-    'train/reward:last 20%:0.05'. The report goes into the experiment's folder, or `output`; `formats=[]` writes
-    none. Raises StoreError or ComparisonError for what cannot be compared as asked.
+    'train/reward:last 20%:0.05'. The report goes into the experiment's folder, or `output`; `formats=[]`
+    writes none. Raises StoreError or ComparisonError for what cannot be compared as asked.
     """
     from abrun.compare import compare_sources
     from abrun.compare.show.report import FORMATS
@@ -283,7 +282,7 @@ def _opened(sources: list[str], reading: "Reading", exit_code: int | None = None
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":
-    return _pandas().DataFrame(list(rows), columns=None if columns is None else list(columns))
+    return _pandas().DataFrame(list(rows), columns=columns)
 
 
 def _pandas() -> Any:

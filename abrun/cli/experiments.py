@@ -152,7 +152,7 @@ def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     from abrun.launch import queued_jobs
     from abrun.store import find_experiment
 
-    live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs)
+    live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs, _so_far)
 
 
 @app.command(rich_help_panel=RUN)
@@ -184,7 +184,9 @@ def status(
         return
     experiment_dir = find_experiment(experiment, runs_dir)
     views = live.ExperimentReader(experiment_dir, queued_jobs).read()
-    screen.print(live.render(experiment_dir.name, views, screen.width))
+    begun = {view.state.status for view in views} - {"finished"}
+    so_far = _so_far(experiment_dir) if begun else []
+    screen.print(live.render(experiment_dir.name, views, screen.width, so_far=so_far))
 
 
 @app.command(rich_help_panel=RUN)
@@ -348,13 +350,22 @@ def launched_in_view(
     from abrun.launch import launch_or_hand_over, queued_jobs
     from abrun.watch import View
 
-    with View(screen, queued_jobs) as view:
+    with View(screen, queued_jobs, _so_far) as view:
         outcome = launch_or_hand_over(plan, runs_dir, observer=view, resume=resume, **options)
+    if outcome is not None:
+        view.summarize()
     if outcome is not None and outcome.exit_code:
         _say_how_to_continue(
             screen, "Stopped" if outcome.stopped_by is not None else "Not every run finished"
         )
     return outcome
+
+
+def _so_far(experiment_dir: Path) -> list[str]:
+    """What the claims look like; imported when the first runs have finished, not before."""
+    from abrun.compare.show.so_far import so_far
+
+    return so_far(experiment_dir)
 
 
 def _say_how_to_continue(screen: "Terminal", state: str) -> None:

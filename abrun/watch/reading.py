@@ -68,6 +68,14 @@ class WatchedRun:
         return max(self.state.step, self.latest.get("step", 0))
 
     @property
+    def elapsed_s(self) -> float | None:
+        """Since its last start: until now, or, where it is over, its last step; None: it is not known."""
+        if self.state.started_s is None:
+            return None
+        last_s = time.time() if self.state.status == "running" else self.latest.get("time_s")
+        return last_s - self.state.started_s if isinstance(last_s, float) else None
+
+    @property
     def eta_s(self) -> float | None:
         if self.state.status != "running" or self.step_time_s is None:
             return None
