@@ -113,8 +113,10 @@ class View:
         over = all(run.state.status in OVER for run in runs)
         if finished != self._num_finished and self._reader is not None:
             self._num_finished = finished
-            self._so_far = [] if over else self._judge_so_far(self._reader.experiment_dir)
-            for line in self._so_far if not self._live else ():
+            before, self._so_far = self._so_far, []
+            if not over:
+                self._so_far = self._judge_so_far(self._reader.experiment_dir)
+            for line in self._so_far if self._so_far != before and not self._live else ():
                 self.say(f"{time.strftime('%H:%M:%S')} {line}")
 
 
