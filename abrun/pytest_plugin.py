@@ -19,8 +19,8 @@ def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
 
     `runs_a` and `runs_b` are folders or files of runs over seeds, as `abrun compare` reads them; the first
     are the baseline. `margin` is absolute (0.02), or text such as "1.5 sigma" or "5%". What else
-    `abrun.compare` takes are keywords: `unpaired`, `step_one`, `aliases`, `step_column`, `pattern`. Returns the
-    result; its report is in the test's `tmp_path`, which the failure names.
+    `abrun.compare` takes are keywords: `unpaired`, `step_one`, `aliases`, `step_column`, `pattern`. Returns
+    the result; its report is in the test's `tmp_path`, which the failure names.
     """
 
     def check(
