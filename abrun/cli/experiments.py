@@ -365,7 +365,10 @@ def _so_far(experiment_dir: Path) -> list[str]:
     """What the claims look like; imported when the first runs have finished, not before."""
     from abrun.compare.show.so_far import so_far
 
-    return so_far(experiment_dir)
+    try:
+        return so_far(experiment_dir)
+    except Exception:  # of whatever is in half-written runs: no such line is worth a launch
+        return []
 
 
 def _say_how_to_continue(screen: "Terminal", state: str) -> None:

@@ -31,6 +31,11 @@ class _Column:
     heading: str
     cell: Callable[[WatchedRun], str]
     right: bool = True
+    recorded: bool = False  # by some trainers, and not by others
+
+    def is_shown(self, runs: Sequence[WatchedRun]) -> bool:
+        """Unless there are steps, and none of them has it."""
+        return not (self.recorded and any(run.latest for run in runs) and not any(map(self.cell, runs)))
 
 
 def render(
@@ -109,7 +114,7 @@ def _title(name: str, runs: Sequence[WatchedRun]) -> Text:
 
 def _table(runs: Sequence[WatchedRun], width: int) -> Table:
     followed = _followed([run for run in runs if not run.is_warm_start])
-    columns = _columns(followed, width)
+    columns = [column for column in _columns(followed, width) if column.is_shown(runs)]
     rows = [[column.cell(run) for column in columns] for run in runs]
     for index in reversed(range(1, len(runs))):  # a seed once for all runs of it
         if rows[index][0] == rows[index - 1][0]:
@@ -151,14 +156,16 @@ def _columns(followed: str, width: int) -> list[_Column]:
         _Column(
             heading="token_mult\nprob_error" if wide else "prob\nerror",
             cell=lambda run: _number(run.latest.get(TOKEN_MULT_PROB_ERROR), 4),
+            recorded=True,
         ),
-        _Column(heading="grad\nnorm", cell=lambda run: _number(run.latest.get(GRAD_NORM), 3)),
-        _Column(heading="peak\nmemory", cell=lambda run: memory(run.peak_bytes)),
-        _Column(heading="step\ntime", cell=lambda run: _seconds(run.step_time_s)),
+        _Column(heading="grad\nnorm", cell=lambda run: _number(run.latest.get(GRAD_NORM), 3), recorded=True),
+        _Column(heading="peak\nmemory", cell=lambda run: memory(run.peak_bytes), recorded=True),
+        _Column(heading="step\ntime", cell=lambda run: _seconds(run.step_time_s), recorded=True),
     ]
     if width >= VERY_WIDE:
+        rate = "tokens/s\na device"
         columns.append(
-            _Column(heading="tokens/s\na device", cell=lambda run: _rate(run.latest.get(TOKENS_PER_S)))
+            _Column(heading=rate, cell=lambda run: _rate(run.latest.get(TOKENS_PER_S)), recorded=True)
         )
     if wide:
         columns.append(_Column(heading="\nelapsed", cell=lambda run: _clock(run.elapsed_s)))
@@ -228,38 +235,36 @@ def summary(name: str, runs: Sequence[WatchedRun]) -> RenderableType:
     """What a launch has done, arm by arm: for its end."""
     planned = [run for run in runs if not run.is_warm_start]
     followed = _followed(planned)
+    headings = ["arm", "runs", f"last {followed.removeprefix('train/')}", "step time", "tokens/s a device"]
+    arms = dict.fromkeys(run.state.name.arm for run in planned)
+    rows = [_of_arm([run for run in planned if run.state.name.arm == arm], followed) for arm in arms]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    shown_at_the_end = (
-        "arm",
-        "runs",
-        f"last {followed.removeprefix('train/')}",
-        "step time",
-        "tokens/s a device",
-    )
-    for heading in (*shown_at_the_end, "peak memory"):
-        table.add_column(heading, justify="left" if heading in ("arm", "runs") else "right")
-    for arm in dict.fromkeys(run.state.name.arm for run in planned):
-        of_arm = [run for run in planned if run.state.name.arm == arm]
-        counts = Counter(run.status for run in of_arm)
-        last = [run.latest[followed] for run in of_arm if isinstance(run.latest.get(followed), int | float)]
-        rates = [
-            run.latest[TOKENS_PER_S] for run in of_arm if isinstance(run.latest.get(TOKENS_PER_S), float)
-        ]
-        times = [run.step_time_s for run in of_arm if run.step_time_s is not None]
-        peaks = [run.peak_bytes for run in of_arm if run.peak_bytes is not None]
-        table.add_row(
-            shown(arm),
-            ", ".join(f"{count} {status}" for status, count in counts.items()),
-            _number(statistics.fmean(last), 3) if last else "",
-            _seconds(statistics.median(times)) if times else "",
-            _rate(statistics.median(rates)) if rates else "",
-            memory(max(peaks)) if peaks else "",
-        )
+    known = [any(cells) for cells in zip(*rows, strict=True)]
+    for index, heading in enumerate([*headings, "peak memory"]):
+        if known[index]:
+            table.add_column(heading, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for index, cell in enumerate(row) if known[index]))
     elapsed_s, steps = elapsed(planned), sum(run.step for run in planned)
     took = "" if elapsed_s is None else f" in {_clock(elapsed_s)}"
-    return Panel(
-        table, title=f"{shown(name)}: {steps} steps of {len(planned)} runs{took}", title_align="left"
-    )
+    title = Text(f"{shown(name)}: {steps} steps of {len(planned)} runs{took}")
+    return Panel.fit(table, title=title, title_align="left")
+
+
+def _of_arm(runs: Sequence[WatchedRun], followed: str) -> list[str]:
+    counts = Counter(run.status for run in runs)
+    last = [run.latest[followed] for run in runs if isinstance(run.latest.get(followed), int | float)]
+    rates = [run.latest[TOKENS_PER_S] for run in runs if isinstance(run.latest.get(TOKENS_PER_S), float)]
+    times = [run.step_time_s for run in runs if run.step_time_s is not None]
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    return [
+        shown(runs[0].state.name.arm),
+        ", ".join(f"{count} {status}" for status, count in counts.items()),
+        _number(statistics.fmean(last), 3) if last else "",
+        _seconds(statistics.median(times)) if times else "",
+        _rate(statistics.median(rates)) if rates else "",
+        memory(max(peaks)) if peaks else "",
+    ]
 
 
 def elapsed(runs: Sequence[WatchedRun]) -> float | None:

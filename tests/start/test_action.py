@@ -27,7 +27,7 @@ def run_action(checkout: Path, inputs: dict[str, str], environment: dict[str, st
     given = {name: one.get("default", "") for name, one in action["inputs"].items()} | inputs
     known = {f"inputs.{name}": value for name, value in given.items()}
     known["inputs.allow-inconclusive == 'true' && '--allow-inconclusive' || ''"] = ""
-    known["github.event.number"] = "12"
+    known |= {"github.event.number": "12", "github.token": "token"}
     codes: dict[str, int] = {}
     for step in action["runs"]["steps"]:
         if "run" not in step or (any(codes.values()) and "always()" not in str(step.get("if"))):
