@@ -19,7 +19,7 @@ from abrun.logs.naming import DEFAULT_PATTERNS
 from abrun.logs.rows import STEP_COLUMNS
 from abrun.plan import make_plan
 from abrun.recipe.command import PLACEHOLDERS
-from tests.commands import commands_in, commands_of, has_placeholders, problem_of
+from tests.commands import GROUP, commands_in, commands_of, has_placeholders, problem_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -81,6 +81,11 @@ def test_the_readme_s_table_has_every_module() -> None:
         if path.name[0] not in "_." and path.name != "py.typed"
     }
     assert sorted(listed) == sorted(there)
+
+
+def test_the_readme_s_table_has_every_command() -> None:
+    listed = re.findall(r"^\| `abrun ([a-z-]+)[^`]*` \|", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(listed) == sorted(GROUP.commands)
 
 
 def test_the_readme_s_headline_figures_are_measured() -> None:

@@ -8,7 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
-from abrun.cli.app import app, complain
+from abrun.cli.app import app, complain, finish_help
 from abrun.errors import AbrunError
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "measuring",
     "starting",
 ]  # the modules of commands, which register themselves
+
+finish_help()
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The application that commands register with, and how they print."""
 
+import inspect
 import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,16 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+def finish_help() -> None:
+    """Give every command its docstring as help, in the terminal's width, with its examples at the end."""
+    for command in app.registered_commands:
+        said = inspect.cleandoc((command.callback and command.callback.__doc__) or "")
+        text, _, examples = said.partition("\n\nExamples:\n")
+        command.help = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+        lines = ["Examples:", *(f"  {line.strip()}" for line in examples.splitlines())]
+        command.epilog = "\n\n".join(lines)
 
 
 def print_json(content: Any) -> None:

@@ -60,7 +60,8 @@ def find_recipe(given: Path) -> Path:
     known = recipe_files()
     if named in known:
         return known[named]
-    close = difflib.get_close_matches(named, known, n=1)
+    here = [f"{named}.yaml"] * Path(f"{named}.yaml").is_file()
+    close = here or difflib.get_close_matches(named, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "abrun recipes lists those that ship"
     raise RecipeError(f"{named}: no such recipe: neither a file here nor one that ships; {hint}")
 

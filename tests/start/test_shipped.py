@@ -21,6 +21,9 @@ def test_a_name_is_a_recipe_that_ships_and_a_file_wins(
     assert find_recipe(Path("gone.yaml")) == Path("gone.yaml")  # whoever reads it says that it is missing
     with pytest.raises(RecipeError, match=r"quickstrat: no such recipe.*did you mean 'quickstart'"):
         find_recipe(Path("quickstrat"))
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(RecipeError, match=r"mine: no such recipe.*did you mean 'mine\.yaml'"):
+        find_recipe(Path("mine"))
 
 
 def test_every_file_is_listed_under_a_name_of_its_own_with_what_it_takes() -> None:
