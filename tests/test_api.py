@@ -80,7 +80,10 @@ def test_a_launch_is_an_experiment_and_waits(tmp_path: Path, monkeypatch: pytest
     assert capsys.readouterr().out == ""
 
 
-def test_runs_of_another_framework_are_compared_with_the_options_of_the_command_line(tmp_path: Path) -> None:
+def test_runs_of_another_framework_are_compared_with_the_options_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for arm, level in (("old", 0.5), ("new", 0.51)):
         for seed in range(3):
             rows = "".join(f"{step},{level + 0.001 * seed + step / 1000}\n" for step in range(1, 21))
@@ -92,6 +95,7 @@ def test_runs_of_another_framework_are_compared_with_the_options_of_the_command_
     (claim,) = result.claims.to_dict("records")
     assert claim["mean_difference"] == pytest.approx(0.01) and claim["num_pairs"] == 3
     assert set(result.metrics["arm"]) == {"old", "new"}
+    assert all(path.suffix == ".csv" for path in tmp_path.iterdir())  # no report was asked for
 
 
 def test_a_notebook_gets_html_with_nothing_of_the_runs_as_markup(tmp_path: Path) -> None:
@@ -126,8 +130,8 @@ def test_bad_input_is_an_error_of_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_page_on_python_is_a_notebook_that_runs(tmp_path: Path) -> None:
     """Its blocks as cells, with real runs: about a minute."""
-    import nbformat
-    from nbclient import NotebookClient
+    import nbformat  # pyright: ignore[reportMissingImports]
+    from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
 
     text = (ROOT / "docs" / "python.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import abrun
 from abrun import cli
+from abrun.cli import experiments
 from abrun.compare.judge.verdict_file import SCHEMA_VERSION
 from abrun.implementations import LAUNCHERS
 from tests.compare.simulate import write_experiment
@@ -19,7 +21,6 @@ from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
 Answer = Callable[..., tuple[int, Any]]
-NO_CLAIM = ["--set", "compare.primary=[]"]
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         with pytest.raises(SystemExit) as exited:
             cli.main()
         output = capsys.readouterr().out
-        return int(str(exited.value.code)), json.loads(output) if "--json" in arguments else output
+        return int(str(exited.value.code)), json.loads(output) if output and "--json" in arguments else output
 
     return run
 
@@ -82,6 +83,18 @@ def test_a_dry_run_lists_runs_the_difference_and_what_is_lacking(answer: Answer,
     assert code == 0 and plan["runs_at_once"] is None and "cluster.nodes" in plan["refusals"][0]
 
 
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Of a launch all runs finish at once, and the comparison gives this verdict."""
+
+    def end(verdict: str | None) -> None:
+        done = SimpleNamespace(exit_code=0, stopped_by=None)
+        monkeypatch.setattr(experiments, "launched_in_view", lambda *_, **options: done)
+        monkeypatch.setattr(experiments, "_compare_after_launch", lambda *_: verdict)
+
+    return end
+
+
 @pytest.mark.parametrize(
     ("verdict", "named", "code"),
     [
@@ -92,23 +105,21 @@ def test_a_dry_run_lists_runs_the_difference_and_what_is_lacking(answer: Answer,
     ],
 )
 def test_a_launch_fails_on_the_verdicts_it_is_told_to(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch, verdict: str, named: str, code: int
+    answer: Answer, ended: Callable[[str | None], None], verdict: str, named: str, code: int
 ) -> None:
-    from abrun.cli import experiments
-
-    monkeypatch.setattr(experiments, "_compare_after_launch", lambda *_: verdict)
-    assert answer("launch", SMALL, "--seeds", "1", "--fail-on", named, *NO_CLAIM)[0] == code
+    ended(verdict)
+    assert answer("launch", SMALL, "--fail-on", named)[0] == code
 
 
 def test_a_launch_that_is_to_fail_and_has_no_verdict_fails(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch
+    answer: Answer, ended: Callable[[str | None], None]
 ) -> None:
-    from abrun.cli import experiments
-
-    monkeypatch.setattr(experiments, "_compare_after_launch", lambda *_: None)
-    assert answer("launch", SMALL, "--seeds", "1", "--fail-on", "mismatch", *NO_CLAIM)[0] == 2
+    ended(None)
+    assert answer("launch", SMALL)[0] == 0
+    assert answer("launch", SMALL, "--fail-on", "mismatch")[0] == 2
     assert answer("launch", SMALL, "--fail-on", "mismatch", "--no-compare")[0] == 2
     assert answer("launch", SMALL, "--fail-on", "match")[0] == 2
+    assert answer("launch", SMALL, "--json")[0] == 2
 
 
 def test_the_version_is_the_package_s(answer: Answer) -> None:
