@@ -128,6 +128,7 @@ def test_bad_input_is_an_error_of_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_page_on_python_is_a_notebook_that_runs(tmp_path: Path) -> None:
     """Its blocks as cells, with real runs: about a minute."""
     import nbformat  # pyright: ignore[reportMissingImports]

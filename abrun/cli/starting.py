@@ -42,16 +42,14 @@ def init(
         abrun init --kind external --name mine --trainer other
         abrun init --kind regression --name convergence --recipe quickstart-regression
     """
-    from abrun.start.initial import KINDS, THIRD, initial_files, next_commands, write_files
+    from abrun.start.initial import KINDS, initial_files, next_commands, third_question, write_files
 
     if kind is None:
         choices = "\n".join(f"  {key:<11}{text}" for key, text in KINDS.items())
         kind = _asked("--kind", f"What do you compare?\n{choices}\nKind", "recipe")
-    if kind not in THIRD:
-        raise RecipeError(f"--kind: got {kind!r}; allowed: {', '.join(KINDS)}")
+    third = third_question(kind)
     name = name or _asked("--name", "Name of the recipe", "convergence" if kind == "regression" else "mine")
     given = {"--model": model, "--trainer": trainer, "--recipe": recipe}
-    third = THIRD[kind]
     for option, value in given.items():
         if value is not None and option != third.option:
             raise RecipeError(f"{option}: got {value!r} with --kind {kind}, which takes {third.option}")

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 from abrun.errors import RecipeError
 from abrun.layout import NAME
@@ -12,8 +11,7 @@ from abrun.recipe import ARCHITECTURES
 from abrun.start.schema import recipe_schema
 from abrun.start.shipped import PACKAGE, folder, recipe_files
 
-Kind = Literal["recipe", "external", "regression"]
-KINDS: dict[str, str] = {
+KINDS = {
     "recipe": "two settings of abrun's own trainer",
     "external": "two settings of another trainer, started by its command",
     "regression": "every pull request with runs that were frozen before it (GitHub Actions)",
@@ -52,7 +50,7 @@ class Question:
     default: str
 
 
-THIRD: dict[str, Question] = {
+THIRD = {
     "recipe": Question(
         option="--model",
         text=f"Model (a preset, which needs no GPU: {', '.join(ARCHITECTURES)}; or a folder or hub name)",
@@ -69,10 +67,15 @@ THIRD: dict[str, Question] = {
 }
 
 
+def third_question(kind: str) -> Question:
+    """Raises RecipeError where there is no such kind."""
+    if kind not in THIRD:
+        raise RecipeError(f"--kind: got {kind!r}; allowed: {', '.join(KINDS)}")
+    return THIRD[kind]
+
+
 def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
     """Paths below the folder that they go into, and what each holds. Raises RecipeError for a bad answer."""
-    if kind not in get_args(Kind):
-        raise RecipeError(f"--kind: got {kind!r}; allowed: {', '.join(get_args(Kind))}")
     if not re.fullmatch(NAME, name):
         raise RecipeError(f"--name: got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100")
     files = {"recipe": _recipe, "external": _external, "regression": _regression}[kind](name, answer)

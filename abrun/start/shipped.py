@@ -54,12 +54,11 @@ def find_recipe(given: Path) -> Path:
 
     Raises RecipeError, with the nearest name, where it is neither.
     """
-    named = str(given)
+    named, known = str(given), recipe_files()
+    if named in known and not given.is_file():
+        return known[named]
     if given.exists() or given.is_symlink() or given.suffix in (".yaml", ".yml") or "/" in named:
         return given
-    known = recipe_files()
-    if named in known:
-        return known[named]
     here = [f"{named}.yaml"] * Path(f"{named}.yaml").is_file()
     close = here or difflib.get_close_matches(named, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "abrun recipes lists those that ship"
