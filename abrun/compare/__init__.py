@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"  # folders in an experiment's
-VERDICT = "verdict.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ def compare_sources(
 def verdict_in(experiment_dir: Path) -> str | None:
     """The verdict that the last report in an experiment's directory gives; None where there is none."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
-        path = experiment_dir / folder / VERDICT
+        path = experiment_dir / folder / "verdict.json"
         if path.is_file():
             return str(read_json(path)["verdict"])
     return None
