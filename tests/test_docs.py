@@ -143,6 +143,13 @@ def test_a_quick_command_in_a_document_runs_and_a_launch_dry_runs(
     assert done.exit_code == 0 and done.output
 
 
+def test_every_page_is_in_the_contents_of_the_site() -> None:
+    contents = (ROOT / ".mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = re.findall(r": ([\w-]+\.md)$", contents, re.M)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | {"index.md", "contributing.md"}
+    assert sorted(listed) == sorted(pages)
+
+
 @pytest.mark.slow
 def test_the_documentation_is_a_site_without_a_broken_link(tmp_path: Path) -> None:
     build = [
