@@ -3,13 +3,8 @@
 python docs/recipes.py > docs/recipes.md
 """
 
-import ast
-import functools
 import inspect
-import io
 import re
-import textwrap
-import tokenize
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -17,6 +12,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from abrun.recipe import CommandRecipe, Recipe, Section
+from abrun.start.schema import comment
 
 HEAD = """# Recipes, field by field
 
@@ -70,7 +66,7 @@ def _section(title: str, model: type[Section]) -> Iterator[str]:
         value = _value(schema["properties"][name]) or _value(
             TypeAdapter(get_type_hints(model)[name]).json_schema()
         )
-        yield f"| `{name}` | {value} | {_default(field)} | {_prose(_comment(model, name))} |"
+        yield f"| `{name}` | {value} | {_default(field)} | {_prose(comment(model, name))} |"
     yield ""
 
 
@@ -128,31 +124,6 @@ def _docstrings(model: type[Section]) -> list[str]:
     """The model's own and those of the sections it extends, the most special first."""
     classes = [each for each in model.__mro__ if issubclass(each, Section) and each is not Section]
     return [inspect.cleandoc(each.__doc__) for each in classes if each.__doc__]
-
-
-@functools.cache
-def _comments(model: type[Section]) -> dict[str, str]:
-    """The comments above and beside the fields that a class itself declares."""
-    source = textwrap.dedent(inspect.getsource(model))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = {each.start[0]: each for each in tokens if each.type == tokenize.COMMENT}
-    lines = source.splitlines()
-    comments: dict[str, str] = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first = node.lineno
-            while lines[first - 2].lstrip().startswith("#"):
-                first -= 1
-            texts = [
-                found[line].string for line in range(first, (node.end_lineno or first) + 1) if line in found
-            ]
-            comments[node.target.id] = " ".join(text.removeprefix("#").strip() for text in texts)
-    return comments
-
-
-def _comment(model: type[Section], name: str) -> str:
-    owner = next(each for each in model.__mro__ if name in inspect.get_annotations(each))
-    return _comments(owner).get(name, "")
 
 
 def _prose(text: str) -> str:

@@ -2,12 +2,16 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from abrun import layout, processes, recipe
+from abrun.cli import app
 from abrun.external import run as external_run
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
@@ -15,6 +19,7 @@ from abrun.logs.naming import DEFAULT_PATTERNS
 from abrun.logs.rows import STEP_COLUMNS
 from abrun.plan import make_plan
 from abrun.recipe.command import PLACEHOLDERS
+from tests.commands import GROUP, commands_in, commands_of, has_placeholders, problem_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -78,6 +83,11 @@ def test_the_readme_s_table_has_every_module() -> None:
     assert sorted(listed) == sorted(there)
 
 
+def test_the_readme_s_table_has_every_command() -> None:
+    listed = re.findall(r"^\| `abrun ([a-z-]+)[^`]*` \|", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(listed) == sorted(GROUP.commands)
+
+
 def test_the_readme_s_headline_figures_are_measured() -> None:
     text = (ROOT / "README.md").read_text()
     headlines = text[text.index("## Measured") : text.index("## What is not there yet")]
@@ -97,6 +107,70 @@ RECIPES = [
 def test_a_recipe_in_a_document_can_be_planned(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     assert len(make_plan(recipe.load_recipe(tmp_path / "recipe.yaml")).runs) >= 8
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_in_a_document_is_taken(document: Path) -> None:
+    text = document.read_text()
+    wrong = [(words, problem_of(words)) for words in commands_of(text)]
+    spoken_of = [words for span in re.findall(r"`(abrun [a-z][^`]*)`", text) for words in commands_in(span)]
+    wrong += [(words, problem_of(words, whole=False)) for words in spoken_of]
+    assert [one for one in wrong if one[1]] == []
+    recipes = [word for words in commands_of(text) for word in words if word.startswith("recipes/")]
+    assert [name for name in recipes if not (ROOT / name).is_file()] == []
+
+
+QUICK = ("recipes", "faults", "schema", "plan", "init")  # the others take long, or runs
+RUN = {
+    " ".join(words): words
+    for document in DOCUMENTS
+    for words in commands_of(document.read_text())
+    if words and words[0] in (*QUICK, "launch") and not has_placeholders(words)
+}
+
+
+@pytest.mark.parametrize("words", RUN.values(), ids=RUN.keys())
+def test_a_quick_command_in_a_document_runs_and_a_launch_dry_runs(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "mine.yaml").write_text((ROOT / "recipes" / "quickstart.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    if words[0] == "launch":
+        left_out = ("--no-compare", "--fail-on", "mismatch,inconclusive,invalid", "--dry-run")
+        words = [*(word for word in words if word not in left_out), "--dry-run"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0 and done.output
+
+
+def test_every_page_is_in_the_contents_of_the_site() -> None:
+    contents = (ROOT / ".mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = re.findall(r": ([\w-]+\.md)$", contents, re.M)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | {"index.md", "contributing.md"}
+    assert sorted(listed) == sorted(pages)
+
+
+@pytest.mark.slow
+def test_the_documentation_is_a_site_without_a_broken_link(tmp_path: Path) -> None:
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "-f",
+        ".mkdocs.yml",
+        "--strict",
+        "-d",
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {
+        path.parent.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")
+    }
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= pages
+    start = (tmp_path / "site" / "index.html").read_text()
+    assert "images/live.png" in start and "docs/images" not in start
 
 
 def test_faults_md_is_what_its_script_prints() -> None:

@@ -962,3 +962,28 @@ def test_a_project_that_wandb_refuses_is_refused_before_the_runs(project: str) -
 def test_recomputing_all_or_nothing_may_be_said_as_a_switch(switch: bool | str, means: str) -> None:
     policy = Policy.model_validate({"activation_checkpointing": switch, "compile": True})
     assert policy.activation_checkpointing == means
+
+
+def test_frozen_runs_and_scripts_may_lie_beside_the_recipe_from_wherever_it_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = tmp_path / "the {recipes}", tmp_path / "here"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    metrics = '{format: csv, path: "{run_dir}/m.csv"}'
+    trainer = f'{{type: command, argv: ["{{recipe_dir}}/train.sh", "{{seed}}"], metrics: {metrics}}}'
+    (there / "a.yaml").write_text(
+        f"name: a\ntrainer: {trainer}\nsteps: 3\narms: {{baseline: {{}}}}\nseeds: [0, 1]\n"
+        "compare: {reference: runs.json}\n"
+    )
+    recipe = load_recipe(there / "a.yaml")
+    assert recipe.compare.reference == "runs.json"  # it is nowhere: said as it was written
+    config = recipe.run_config("baseline")
+    names = dict.fromkeys(("experiment", "arm", "rerun", "run_dir"), "/x")
+    assert isinstance(config, CommandRunConfig)
+    assert invocation(config, seed=7, **names).argv == [f"{there}/train.sh", "7"]
+    (there / "runs.json").touch()
+    assert load_recipe(there / "a.yaml").compare.reference == str(there / "runs.json")
+    (here / "runs.json").touch()
+    assert load_recipe(there / "a.yaml").compare.reference == "runs.json"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from abrun import store, watch
 from abrun.layout import RunName
-from abrun.watch import showing
+from abrun.watch import overview
 from abrun.watch.reading import time_left_s
 from abrun.watch.showing import memory, sparkline
 
@@ -65,12 +65,13 @@ def drawn(experiment_dir: Path, width: int, height: int | None = None) -> str:
 def test_the_table_shows_every_column_of_a_run(tmp_path: Path) -> None:
     lines = drawn(make_experiment(tmp_path, baseline_0=60, treatment_0=30, baseline_1=0), 120).splitlines()
     assert lines[0].split() == ["demo", "1", "finished", "1", "running", "1", "pending"]
-    headings = ["arm", "seed", "status", "step", "reward", "prob_error", "norm", "memory", "time", "ETA"]
-    assert lines[2].split() == headings
-    running = lines[4].split()
-    assert running[:5] == ["treatment", "0", "running", "30/60", "0.500"]
-    assert running[6:] == ["1.0002", "0.531", "84", "MiB", "0.50", "s", "0:15"]
-    assert set(running[5]) <= set("▁▂▃▄▅") and running[5][0] == "▁"
+    headings = ["seed", "arm", "status", "step", "reward", "prob_error", "norm", "memory", "time", "elapsed"]
+    assert lines[2].split() == [*headings, "ETA"]
+    running = lines[4].split()  # the seed stands once, before the first run of it
+    assert running[:4] == ["treatment", "running", "30/60", "0.500"]
+    assert running[5:] == ["1.0002", "0.531", "84", "MiB", "0.50", "s", "0:00", "0:15"]
+    done, to_come = running[4].rstrip("·"), running[4].count("·")
+    assert set(done) <= set("▁▂▃▄▅") and done[0] == "▁" and len(done) == to_come > 5  # half of the steps
     assert "90/180 steps" in lines[-1] and "50%" in lines[-1] and "0:45 left" in lines[-1]
 
 
@@ -78,9 +79,9 @@ def test_runs_without_rewards_are_followed_by_their_loss(tmp_path: Path) -> None
     root = make_experiment(tmp_path, baseline_0=0)
     directory = root / "baseline" / "seed-0"
     with contextlib.closing(store.LineWriter(directory / "metrics.jsonl")) as writer:
-        for step in (1, 2):
-            writer.write({"step": step, "train/loss": 0.7 - 0.1 * step})
-    store.write_json(directory / "heartbeat.json", {"time_s": time.time(), "step": 2})
+        for step in (30, 60):
+            writer.write({"step": step, "train/loss": 0.8 - 0.005 * step})
+    store.write_json(directory / "heartbeat.json", {"time_s": time.time(), "step": 60})
     lines = drawn(root, 120).splitlines()
     assert lines[2].split()[4] == "loss" and "0.500" in lines[3] and "█▁" in lines[3]
 
@@ -98,7 +99,7 @@ def test_many_runs_fit_into_a_low_terminal_those_at_work_first(tmp_path: Path) -
     lines = drawn(make_experiment(tmp_path, **runs), 100, height=16).splitlines()
     assert len(lines) <= 16
     shown = [line.split()[:3] for line in lines[3:-2]]
-    assert ["treatment", "0", "running"] in shown and ["treatment", "1", "running"] in shown
+    assert ["0", "treatment", "running"] in shown and ["1", "treatment", "running"] in shown
     left_out = lines[-2].split()
     assert left_out[0] == "and" and int(left_out[1]) + int(left_out[3]) + len(shown) == 42
 
@@ -144,13 +145,77 @@ def test_the_time_left_counts_the_start_ups_of_runs_to_come(tmp_path: Path) -> N
     assert time_left_s(reader.read()) == pytest.approx(60, abs=1)
 
 
+def test_a_run_without_a_step_is_starting(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=0, treatment_0=3)
+    attempt = {"status": "running", "started_s": time.time() - 65}
+    store.write_json(experiment_dir / "baseline/seed-0/attempts/0001.json", attempt)
+    lines = drawn(experiment_dir, 120).splitlines()
+    assert lines[0].split() == ["demo", "1", "starting", "1", "running"]
+    assert lines[3].split()[:4] == ["0", "baseline", "starting", "0/60"]
+    assert lines[3].split()[4].strip("·") == "" and lines[3].split()[-1] == "1:05"
+    assert "1:05 elapsed" in lines[-1]
+
+
+def test_the_runs_of_a_seed_stand_together_whatever_their_order(tmp_path: Path) -> None:
+    runs = {"baseline_0": 1, "baseline_1": 1, "treatment_0": 1, "treatment_1": 1}
+    rows = [line.split()[:2] for line in drawn(make_experiment(tmp_path, **runs), 120).splitlines()[3:-1]]
+    assert rows == [["0", "baseline"], ["treatment", "running"], ["1", "baseline"], ["treatment", "running"]]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_tokens_a_second_and_elapsed_times_are_shown_where_there_is_room(tmp_path: Path, width: int) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=1)
+    rate = {"performance__tokens_per_sec_per_gpu": 4321.6, "time_s": time.time()}
+    add_steps(experiment_dir / "baseline" / "seed-0", 2, 2, **rate)
+    text = drawn(experiment_dir, width)
+    assert ("tokens/s" in text, "4,322" in text) == (width > 130, width > 130)
+    assert ("elapsed" in text.splitlines()[2]) == (width > 100)
+
+
+def test_what_the_claims_look_like_is_asked_when_a_run_has_finished_and_stands_in_the_table(
+    tmp_path: Path,
+) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=30, baseline_1=30)
+    asked = list[Path]()
+
+    def judge(directory: Path) -> list[str]:
+        asked.append(directory)
+        return [f"train/reward: {len(asked)} of 2 pairs so far"]
+
+    output = io.StringIO()
+    console = Console(file=output, width=100, height=30, force_terminal=True, color_system=None)
+    with watch.View(console, judge_so_far=judge) as view:
+        view.follow(experiment_dir)
+        for _ in range(3):
+            view.tick(now=True)
+        assert asked == [experiment_dir] and "1 of 2 pairs so far" in output.getvalue()
+        add_steps(experiment_dir / "treatment" / "seed-0", 31, 60)
+        store.write_json(experiment_dir / "treatment/seed-0/result.json", {})
+        view.tick(now=True)
+        assert len(asked) == 2 and "2 of 2 pairs so far" in output.getvalue()
+        store.write_json(experiment_dir / "baseline/seed-1/result.json", {})
+    assert len(asked) == 2  # the verdict follows
+
+
+def test_the_end_of_a_launch_is_summed_up_arm_by_arm(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=30, treatment_1=60)
+    console = Console(width=120, record=True, file=io.StringIO())
+    view = watch.View(console)
+    view.follow(experiment_dir)
+    view.summarize()
+    lines = [line.strip("│ ").split() for line in console.export_text().splitlines()]
+    assert lines[0][1:8] == ["demo:", "150", "steps", "of", "3", "runs", "in"]
+    assert lines[2][:7] == ["baseline", "1", "finished", "1.000", "0.50", "s", "84"]
+    assert lines[3][:5] == ["treatment", "1", "running,", "1", "finished"] and lines[3][5] == "0.750"
+
+
 def test_nan_is_seen(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=10)
     add_steps(
         experiment_dir / "treatment" / "seed-0", 11, 12, train__reward=math.nan, train__grad_norm=math.inf
     )
-    row = next(line for line in drawn(experiment_dir, 120).splitlines() if line.startswith("treatment"))
-    assert "nan" in row and "inf" in row and "!!" in row
+    row = next(line for line in drawn(experiment_dir, 120).splitlines() if "treatment" in line)
+    assert "nan" in row and "inf" in row and "!" in row
 
 
 def test_failures_and_corrupt_lines_are_said_below_the_table(tmp_path: Path) -> None:
@@ -181,7 +246,7 @@ def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
     store.write_json(warm_start / "attempts/0001.json", {"status": "running", "started_s": time.time()})
     store.write_json(warm_start / "heartbeat.json", {"time_s": time.time(), "step": 42})
     assert ["warm-start", "running", "42/100"] in [
-        line.split() for line in drawn(experiment_dir, 120).splitlines()
+        line.split()[:3] for line in drawn(experiment_dir, 120).splitlines()
     ]
     store.write_json(warm_start / "result.json", {})
     assert "warm-start" not in drawn(experiment_dir, 120)
@@ -237,7 +302,7 @@ def test_a_scheduler_that_does_not_answer_is_not_asked_about_every_experiment(
         make_experiment(tmp_path, baseline_0=0).rename(tmp_path / name)
     make_experiment(tmp_path, baseline_0=60)  # finished: nobody is asked
     asked, now = list[str](), [0.0]
-    monkeypatch.setattr(showing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(overview.time, "monotonic", lambda: now[0])
 
     def find_jobs(experiment_dir: Path) -> SlowQueue:
         asked.append(experiment_dir.name)

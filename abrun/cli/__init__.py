@@ -7,8 +7,8 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import bisecting, controls, experiments, judging, measuring
-from abrun.cli.app import app, complain
+from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
+from abrun.cli.app import app, complain, finish_help
 from abrun.errors import AbrunError
 
 __all__ = [
@@ -18,7 +18,10 @@ __all__ = [
     "judging",
     "main",
     "measuring",
+    "starting",
 ]  # the modules of commands, which register themselves
+
+finish_help()
 
 
 def main() -> None:

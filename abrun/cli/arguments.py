@@ -12,8 +12,45 @@ from abrun.errors import RecipeError
 
 MOST_SEEDS = 1000
 
+
+def recipe_file(given: Path | None) -> Path | None:
+    """The file that was named, or else the recipe of that name that ships, which is said; None: as it is."""
+    if given is None:
+        return None
+    from abrun.start.shipped import find_recipe
+
+    found = find_recipe(given)
+    if found != given:
+        print(f"abrun: {given} is the recipe that ships: {found}", file=sys.stderr)
+    return found
+
+
+def names_of_recipes(incomplete: str) -> list[str]:
+    """For a shell that completes: those that ship. (What is a file, the shell completes itself.)"""
+    from abrun.start.shipped import recipe_files
+
+    return [name for name in recipe_files() if name.startswith(incomplete)]
+
+
+def names_of_experiments(incomplete: str) -> list[str]:
+    """For a shell that completes: those under `runs/`."""
+    from abrun.store import experiments_in
+
+    runs = Path("runs")
+    found = experiments_in(runs) if runs.is_dir() else []
+    return [path.name for path in found if path.name.startswith(incomplete)]
+
+
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A recipe: a YAML file, or the name of one that ships, such as quickstart (abrun recipes).",
+        callback=recipe_file,
+        autocompletion=names_of_recipes,
+    ),
+]
 RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]
-RecipeFile = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
+Json = Annotated[bool, typer.Option("--json", help="For machines: as JSON.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -23,7 +60,9 @@ Overrides = Annotated[
         "list replaces what was there, 'arms={...}' too.",
     ),
 ]
-Experiment = Annotated[str, typer.Argument(help="A path, or a name under --runs-dir.")]
+Experiment = Annotated[
+    str, typer.Argument(help="A path, or a name under --runs-dir.", autocompletion=names_of_experiments)
+]
 Sources = Annotated[
     list[str],
     typer.Argument(
@@ -105,6 +144,13 @@ MaxSeeds = Annotated[
     ),
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
+FailOn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VERDICTS",
+        help="Exit with the code of the verdict, if it is one of: mismatch, inconclusive, invalid.",
+    ),
+]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
@@ -118,6 +164,16 @@ def parse_formats(text: str | None) -> list[str]:
     if not wanted:
         raise RecipeError(f"--format: got {text!r}, nothing to write; allowed: {', '.join(allowed)}")
     return wanted
+
+
+def parse_verdicts(text: str) -> dict[str, int]:
+    """The exit codes of the verdicts that fail a launch; `mismatch,inconclusive`."""
+    codes = {"mismatch": 3, "inconclusive": 4, "invalid": 5}
+    named = [part.strip().lower() for part in text.split(",")]
+    unknown = [part for part in named if part not in codes]
+    if unknown:
+        raise RecipeError(f"--fail-on: got {unknown[0]!r}; allowed: {', '.join(codes)}")
+    return {part.upper(): codes[part] for part in named}
 
 
 def parse_lengths(text: str, option: str = "--lengths", least: int = 2) -> list[int]:

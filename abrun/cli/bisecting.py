@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import app, console
+from abrun.cli.app import LOOK_CLOSER, app, console
 from abrun.cli.arguments import DryRun, Name, Overrides, RecipeFile, RunsDir, with_seeds
 from abrun.errors import RecipeError
 
@@ -42,7 +42,7 @@ Spare = Annotated[
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at once; default: what the devices allow.")]
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_CLOSER)
 def bisect(
     recipe: RecipeFile,
     good: Annotated[str | None, typer.Option(help="A git ref that keeps the claims.")] = None,
@@ -67,6 +67,10 @@ def bisect(
 
     The same command goes on after a stop. Exit code: 0 one candidate is named, 4 several are left or it is
     open, 5 nothing to bisect, 2 bad input, or good or bad cannot run; 130 after Ctrl-C.
+
+    Examples:
+        abrun bisect recipe.yaml --good v1.2 --bad main --setup 'pip install -e .'
+        abrun bisect recipe.yaml --package torch --versions 2.11.0,2.12.0,2.13.0
     """
     from abrun.bisect import report
     from abrun.bisect.command import Bisection, bisect_recipe

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import app, console
+from abrun.cli.app import LOOK_CLOSER, app, console
 from abrun.cli.arguments import Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
 from abrun.cli.experiments import launched_in_view
 from abrun.errors import RecipeError, StoreError
@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from abrun.terminal import Terminal
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_CLOSER)
 def faults(
     name: Annotated[str | None, typer.Argument(help="One of them, with all that is known of it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON: sizes and sources too.")] = False,
 ) -> None:
-    """List the faults that a recipe can plant: what each does, what it needs, and what should show it."""
+    """List the faults that a recipe can plant: what each does, what it needs, and what should show it.
+
+    Examples:
+        abrun faults
+        abrun faults flipped_advantages
+    """
     from abrun.compare.show.planted import details, library, library_json
     from abrun.recipe import FAULTS, LIBRARY, PlantedFault, validated
 
@@ -41,7 +46,7 @@ def faults(
         console().print(said, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_CLOSER)
 def samples(
     run: Annotated[
         str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
@@ -52,7 +57,12 @@ def samples(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show the completions that a run has kept, with their rewards: alone, or beside another run's."""
+    """Show the completions that a run has kept, with their rewards: alone, or beside another run's.
+
+    Examples:
+        abrun samples quickstart/baseline/seed-0 --step 60
+        abrun samples quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
+    """
     from abrun.compare.read.samples import samples_in, side_by_side
     from abrun.compare.show.samples import samples_shown
 
@@ -70,7 +80,7 @@ def samples(
         )
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_CLOSER)
 def sensitivity(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -95,6 +105,10 @@ def sensitivity(
     """Plant faults in the baseline and say which of them the recipe's comparison would have caught.
 
     Exit code: 0 when every run finished, 1 when one failed, 2 for bad input.
+
+    Examples:
+        abrun sensitivity quickstart-faults
+        abrun sensitivity quickstart --faults flipped_advantages,stale_weights
     """
     from abrun.launch import experiment_dir_of, make_scheduler
     from abrun.launch.controls import with_faults_alone

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from abrun.cli.app import app, complain, console
+from abrun.cli.app import RUN, app, complain, console, print_json
 from abrun.cli.arguments import (
     Detach,
     DeviceMemory,
     DryRun,
     Experiment,
+    FailOn,
+    Json,
     Launcher,
     MaxSeeds,
     Name,
@@ -23,6 +25,8 @@ from abrun.cli.arguments import (
     RunsDir,
     TakeOver,
     UntilDecided,
+    names_of_experiments,
+    parse_verdicts,
     typed_command,
     with_seeds,
 )
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from abrun.terminal import Terminal
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -56,16 +60,28 @@ def launch(
     until_decided: UntilDecided = False,
     max_seeds: MaxSeeds = None,
     device_memory: DeviceMemory = None,
+    fail_on: FailOn = None,
+    as_json: Json = False,
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
     Exit code: 0 when every run finished, 1 when one did not, 2 for bad input (of a dry run also where the
-    cluster would refuse the jobs), 130 after Ctrl-C.
+    cluster would refuse the jobs), 130 after Ctrl-C; with --fail-on the verdict's, where that is named.
+
+    Examples:
+        abrun launch quickstart
+        abrun launch quickstart --dry-run --set steps=100 --seeds 0-7
+        abrun launch recipe.yaml --until-decided --max-seeds 12 --fail-on mismatch,inconclusive
+        abrun launch recipe.yaml --launcher slurm --detach
     """
     from abrun.launch import experiment_dir_of, make_engine, make_scheduler
     from abrun.plan import make_plan
     from abrun.recipe import launcher_settings, load_recipe
 
+    failing = _failing(fail_on, no_compare=no_compare or detach)
+    for option, given in (("--json", as_json), ("--device-memory", device_memory)):
+        if given and not dry_run:
+            raise RecipeError(f"{option}: got it without --dry-run, of which it is; add that, or drop it")
     loaded = load_recipe(recipe, with_seeds(overrides, seeds))
     if until_decided or max_seeds is not None:
         loaded = _in_stages(loaded, until_decided, max_seeds, launcher, no_compare)
@@ -77,32 +93,27 @@ def launch(
     if scheduler is None:
         make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
     if dry_run:
-        code = _dry_run(screen, plan, experiment_dir, scheduler, jobs)
-        _warn_of_memory(screen, plan.recipe, device_memory, here=scheduler is None)
+        code = _dry_run(screen, plan, experiment_dir, scheduler, jobs, as_json)
+        if not as_json:
+            _warn_of_memory(screen, plan.recipe, device_memory, here=scheduler is None)
         raise typer.Exit(code)
     from abrun.launch import queued_jobs
 
-    options = {
-        "scheduler": scheduler,
-        "launcher": launcher,
-        "name": name,
-        "jobs": jobs,
-        "take_over": take_over,
-        "compare": not no_compare,
-        "detach": detach,
-    }
+    options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs}
+    options |= {"take_over": take_over, "compare": not no_compare, "detach": detach}
     if until_decided:
-        raise typer.Exit(_launched_until_decided(screen, plan, runs_dir, experiment_dir, resume, options))
+        code, verdict = _launched_until_decided(screen, plan, runs_dir, experiment_dir, resume, options)
+        raise typer.Exit(code or failing.get(verdict, 0))
     outcome = launched_in_view(screen, plan, runs_dir, resume=resume, **options)
     if outcome is None:
         return
-    queued = queued_jobs(experiment_dir) if scheduler else None
+    queued, verdict = queued_jobs(experiment_dir) if scheduler else None, None
     if not (outcome.stopped_by or no_compare):
-        _compare_after_launch(experiment_dir, screen, queued.compared() if queued else None)
-    raise typer.Exit(outcome.exit_code)
+        verdict = _compare_after_launch(experiment_dir, screen, queued.compared() if queued else None)
+    raise typer.Exit(outcome.exit_code or failing.get(verdict, 0))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def export(
     recipe: RecipeFile,
     to: Annotated[str, typer.Option(help="The engine: jobset (Kubernetes), skypilot.")],
@@ -113,7 +124,12 @@ def export(
     name: Name = None,
     no_compare: NoCompare = False,
 ) -> None:
-    """Write an experiment's manifests for an engine that abrun itself starts nothing on."""
+    """Write an experiment's manifests for an engine that abrun itself starts nothing on.
+
+    Examples:
+        abrun export recipe.yaml --to jobset --output manifests
+        abrun export recipe.yaml --to skypilot
+    """
     from abrun.launch import experiment_dir_of
     from abrun.launch.export import export as write_manifests
     from abrun.plan import make_plan
@@ -124,45 +140,68 @@ def export(
     print(shown(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare)))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Follow an experiment that another shell or another host launches, or the jobs of a cluster."""
+    """Follow an experiment that another shell or another host launches, or the jobs of a cluster.
+
+    Examples:
+        abrun watch quickstart
+    """
     from abrun import watch as live
     from abrun.launch import queued_jobs
     from abrun.store import find_experiment
 
-    live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs)
+    live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs, _so_far)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def status(
-    experiment: Annotated[str | None, typer.Argument(help="A path, or a name; without one: all.")] = None,
+    experiment: Annotated[
+        str | None,
+        typer.Argument(help="A path, or a name; without one: all.", autocompletion=names_of_experiments),
+    ] = None,
+    as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show what the runs of an experiment are doing, or all experiments in a line each."""
+    """Show what the runs of an experiment are doing, or all experiments in a line each.
+
+    Examples:
+        abrun status
+        abrun status quickstart --json
+    """
     from abrun import watch as live
     from abrun.launch import queued_jobs
     from abrun.store import find_experiment
 
     screen = console()
+    if as_json:
+        asked = None if experiment is None else find_experiment(experiment, runs_dir)
+        print_json(live.status_json(runs_dir, asked, queued_jobs))
+        return
     if experiment is None:
         screen.print(live.status_of_experiments(runs_dir, queued_jobs))
         return
     experiment_dir = find_experiment(experiment, runs_dir)
     views = live.ExperimentReader(experiment_dir, queued_jobs).read()
-    screen.print(live.render(experiment_dir.name, views, screen.width))
+    begun = {view.state.status for view in views} - {"finished"}
+    so_far = _so_far(experiment_dir) if begun else []
+    screen.print(live.render(experiment_dir.name, views, screen.width, so_far=so_far))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Stop an experiment: its runs save a checkpoint and end, its waiting jobs leave the queue."""
+    """Stop an experiment: its runs save a checkpoint and end, its waiting jobs leave the queue.
+
+    Examples:
+        abrun cancel quickstart
+    """
     from abrun.launch import cancel as cancel_experiment
     from abrun.store import find_experiment
 
     print(shown(cancel_experiment(find_experiment(experiment, runs_dir))))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def logs(
     run: Annotated[
         str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
@@ -170,7 +209,11 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print on until the run has ended.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Print what a run has printed."""
+    """Print what a run has printed.
+
+    Examples:
+        abrun logs quickstart/baseline/seed-0 --follow
+    """
     from abrun import watch as live
     from abrun.launch import queued_jobs
 
@@ -180,9 +223,13 @@ def logs(
         sys.stdout.flush()
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Send wandb what it lacks of an experiment's runs, such as those recorded offline."""
+    """Send wandb what it lacks of an experiment's runs, such as those recorded offline.
+
+    Examples:
+        abrun sync quickstart
+    """
     from abrun.mirror.sync import sync as send
     from abrun.store import find_experiment
 
@@ -201,12 +248,30 @@ def _warn_of_memory(screen: "Terminal", recipe: "Declared", asked: str | None, *
             screen.print(f"[bold]Memory:[/] {shown(line)}", soft_wrap=True)
 
 
+def _failing(fail_on: str | None, *, no_compare: bool) -> dict[str | None, int]:
+    """The exit codes of verdicts that a launch is to fail on, of None too: no verdict is not a good one."""
+    if fail_on is None:
+        return {}
+    if no_compare:
+        raise RecipeError(f"--fail-on: got {fail_on!r} with --no-compare or --detach: no verdict; drop one")
+    return {None: 2, **parse_verdicts(fail_on)}
+
+
 def _dry_run(
-    screen: "Terminal", plan: "Plan", experiment_dir: Path, scheduler: "Scheduler | None", jobs: int | None
+    screen: "Terminal",
+    plan: "Plan",
+    experiment_dir: Path,
+    scheduler: "Scheduler | None",
+    jobs: int | None,
+    as_json: bool,
 ) -> int:
     """Show what a launch would do; returns the exit code, 2 where the scheduler asked would refuse it."""
-    from abrun.launch.preview import preview, preview_of_jobs
+    from abrun.launch.preview import preview, preview_json, preview_of_jobs
 
+    if as_json:
+        content = preview_json(plan, jobs, scheduler)
+        print_json(content)
+        return 2 if scheduler and content["refusals"] else 0
     if scheduler is None:
         screen.print(preview(plan, jobs))
         return 0  # what this machine lacks, another may have
@@ -248,8 +313,8 @@ def _launched_until_decided(
     experiment_dir: Path,
     resume: bool,
     options: dict[str, Any],
-) -> int:
-    """Launch the pairs up to each look, and judge, until all is decided; returns the exit code."""
+) -> tuple[int, str | None]:
+    """Launch the pairs up to each look, and judge, until all is decided; returns exit code and verdict."""
     from abrun.launch.stages import refuse_other_looks
 
     if resume:
@@ -261,19 +326,18 @@ def _launched_until_decided(
         assert outcome is not None
         code, resume = outcome.exit_code, True
         if outcome.stopped_by:
-            return code
+            return code, None
         try:
             state = _state_of_looks(experiment_dir, num_pairs)
         except AbrunError:  # said by the comparison below
             break
         except KeyboardInterrupt:
             _say_how_to_continue(screen, "Stopped")
-            return 130
+            return 130, None
         if state != "open" or num_pairs == len(plan.recipe.seeds):
             break
         screen.print(f"After {num_pairs} pairs: not decided yet.", markup=False)
-    _compare_after_launch(experiment_dir, screen, None)
-    return code
+    return code, _compare_after_launch(experiment_dir, screen, None)
 
 
 def _state_of_looks(experiment_dir: Path, num_pairs: int) -> Literal["open", "decided", "not taken"]:
@@ -296,8 +360,10 @@ def launched_in_view(
     from abrun.launch import launch_or_hand_over, queued_jobs
     from abrun.watch import View
 
-    with View(screen, queued_jobs) as view:
+    with View(screen, queued_jobs, _so_far) as view:
         outcome = launch_or_hand_over(plan, runs_dir, observer=view, resume=resume, **options)
+    if outcome is not None:
+        view.summarize()
     if outcome is not None and outcome.exit_code:
         _say_how_to_continue(
             screen, "Stopped" if outcome.stopped_by is not None else "Not every run finished"
@@ -305,22 +371,33 @@ def launched_in_view(
     return outcome
 
 
+def _so_far(experiment_dir: Path) -> list[str]:
+    """What the claims look like; imported when the first runs have finished, not before."""
+    from abrun.compare.show.so_far import so_far
+
+    try:
+        return so_far(experiment_dir)
+    except Exception:  # of whatever is in half-written runs: no such line is worth a launch
+        return []
+
+
 def _say_how_to_continue(screen: "Terminal", state: str) -> None:
     again = shlex.join(["abrun", *sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])])
     screen.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
 
 
-def _compare_after_launch(experiment_dir: Path, screen: "Terminal", compared: str | None) -> None:
-    """Print what a job has `compared`, or else compare here."""
-    if compared:
-        screen.print(compared, soft_wrap=True, markup=False, highlight=False)
-        return
-    from abrun.compare import compare_sources
+def _compare_after_launch(experiment_dir: Path, screen: "Terminal", compared: str | None) -> str | None:
+    """Print what a job has `compared`, or else compare here; returns the verdict, if there is one."""
+    from abrun.compare import compare_sources, verdict_in
     from abrun.compare.read.sources import Reading
 
+    if compared:
+        screen.print(compared, soft_wrap=True, markup=False, highlight=False)
+        return verdict_in(experiment_dir)
     try:
         comparison = compare_sources([str(experiment_dir)], Reading(), command=typed_command())
     except AbrunError as error:  # said here: the exit code speaks of the runs
         complain(str(error))
-        return
+        return None
     screen.print(comparison.summary())
+    return comparison.verdict

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from abrun.cli.app import app, console
+from abrun.cli.app import JUDGE, app, console, print_json
 from abrun.cli.arguments import (
     MOST_SEEDS,
     Aliases,
@@ -15,6 +15,7 @@ from abrun.cli.arguments import (
     Claims,
     Formats,
     Group,
+    Json,
     NoStepOne,
     Overrides,
     Pattern,
@@ -35,7 +36,7 @@ from abrun.errors import RecipeError
 from abrun.redaction import shown
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def compare(
     sources: Sources,
     primary: Claims = None,
@@ -53,11 +54,18 @@ def compare(
     formats: Formats = None,
     allow_inconclusive: AllowInconclusive = False,
     wandb: ToWandb = False,
+    as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Judge whether arms converge the same way: an experiment, or runs that any framework logged.
 
     Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
+
+    Examples:
+        abrun compare quickstart
+        abrun compare runs/old runs/new --primary 'train/reward:last 20%:0.02'
+        abrun compare old=a.csv new=b.csv --unpaired
+        abrun compare nightly --reference reference.json --format json --json
     """
     from abrun.compare import compare_sources
     from abrun.compare.read.sources import Reading
@@ -88,7 +96,9 @@ def compare(
         formats=None if formats is None else [form for form in wanted if form != "terminal"],
         command=typed_command(),
     )
-    if "terminal" in wanted:
+    if as_json:
+        print_json(comparison.as_json())
+    elif "terminal" in wanted:
         console().print(comparison.summary())
     if wandb:
         from abrun.compare.read.sources import stored_in
@@ -99,7 +109,7 @@ def compare(
     raise typer.Exit(0 if tolerated else comparison.exit_code)
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def freeze(
     sources: Sources,
     output: Annotated[Path, typer.Option("--output", "-o", help="The reference file to write.")],
@@ -127,7 +137,12 @@ def freeze(
         ),
     ] = False,
 ) -> None:
-    """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with."""
+    """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with.
+
+    Examples:
+        abrun freeze quickstart --output quickstart.json
+        abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
+    """
     from abrun.compare import commit_of, freeze_arm
     from abrun.compare.read.sources import Reading, open_sources, stored_in
     from abrun.recipe import parse_primary
@@ -157,7 +172,7 @@ def freeze(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def ledger(
     reference: Annotated[Path, typer.Argument(help="A reference that abrun freeze --budget wrote.")],
     add: Annotated[
@@ -172,6 +187,10 @@ def ledger(
     """Show what accepted changes may have drifted from a reference in all, or add one.
 
     Exit code: 0 within the budget, 3 beyond it, 2 for bad input, or a change that cannot be added.
+
+    Examples:
+        abrun ledger reference.json
+        abrun ledger reference.json --add nightly
     """
     from abrun.compare import add_to_ledger
     from abrun.compare.judge.ledger import EXCEEDED, exceeded
@@ -194,7 +213,7 @@ def ledger(
     raise typer.Exit(EXCEEDED if exceeded(found) else 0)
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -210,11 +229,18 @@ def plan(
     max_seeds: Annotated[
         int | None, typer.Option(min=3, max=MOST_SEEDS, help="As of launch --until-decided --max-seeds.")
     ] = None,
+    as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Say how many seeds the declared margins take, before any GPU is spent."""
+    """Say how many seeds the declared margins take, before any GPU is spent.
+
+    Examples:
+        abrun plan quickstart
+        abrun plan quickstart --from pilot
+        abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
+    """
     from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.planning import plan_report
+    from abrun.compare.show.planning import plan_json, plan_report
     from abrun.plan import make_plan
     from abrun.recipe import load_recipe
     from abrun.store import find_experiment
@@ -231,12 +257,9 @@ def plan(
 
         loaded = until_decided(loaded, max_seeds)
     make_plan(loaded)  # refuses what a launch would refuse
-    report = plan_report(
-        loaded.name,
-        loaded.compare,
-        len(loaded.seeds),
-        earlier=load_experiment(find_experiment(earlier, runs_dir)) if earlier else None,
-        sigma=sigma,
-        correlation=correlation,
-    )
-    console().print(report)
+    asked = loaded.name, loaded.compare, len(loaded.seeds)
+    measured = load_experiment(find_experiment(earlier, runs_dir)) if earlier else None
+    if as_json:
+        print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
+        return
+    console().print(plan_report(*asked, earlier=measured, sigma=sigma, correlation=correlation))

@@ -5,20 +5,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from abrun.cli.app import app, console
+from abrun.cli.app import LOOK_CLOSER, app, console
 from abrun.cli.arguments import (
     Overrides,
     RunsDir,
+    names_of_recipes,
     parse_lengths,
+    recipe_file,
 )
 from abrun.errors import RecipeError
 
 if TYPE_CHECKING:
+    from abrun.memory.cells import MemoryProfile
     from abrun.memory.sweep import Plan
 
 Measured = Annotated[
     Path | None,
-    typer.Argument(help="A recipe; without one --hidden and --vocab say which log-prob head is measured."),
+    typer.Argument(
+        help="A recipe; without one --hidden and --vocab say which log-prob head is measured.",
+        callback=recipe_file,
+        autocompletion=names_of_recipes,
+    ),
 ]
 Lengths = Annotated[
     str,
@@ -66,7 +73,7 @@ OfDevice = Annotated[
 ]
 
 
-@app.command("memory-profile")
+@app.command("memory-profile", rich_help_panel=LOOK_CLOSER)
 def memory_profile(
     recipe: Measured = None,
     overrides: Overrides = None,
@@ -84,15 +91,15 @@ def memory_profile(
     predict: Predict = False,
     device_memory: OfDevice = None,
 ) -> None:
-    """Measure, or predict, where the memory peak of a training step is, by phase and arm."""
-    from abrun.memory.profile import measure_head, measure_recipe
-    from abrun.memory.show import tables
-    from abrun.memory.sweep import Plan, head_of, variants_of
+    """Measure, or predict, where the memory peak of a training step is, by phase and arm.
 
-    screen = console()
-
-    def say(line: str) -> None:
-        screen.print(line, soft_wrap=True, markup=False)
+    Examples:
+        abrun memory-profile fused-logprobs-memory --lengths 128,256
+        abrun memory-profile fused-logprobs-memory --predict --device-memory 80GiB
+        abrun memory-profile --hidden 512 --vocab 32768 --tokens 256,1024
+    """
+    from abrun.memory.profile import measure_recipe
+    from abrun.memory.sweep import Plan, variants_of
 
     if max_seq_len and max_sequences:
         raise RecipeError(
@@ -104,47 +111,59 @@ def memory_profile(
         "longest": "length" if max_seq_len else "num_sequences" if max_sequences else None,
     }
     if recipe is None:
-        needed = {
-            "--set": overrides,
-            "--sequences": sequences,
-            "--sweep": sweep,
-            "--max-sequences": max_sequences,
-            "--predict": predict,
-        }
-        head = head_of(hidden, vocab, [option for option, value in needed.items() if value])
-        folder = output or runs_dir / "head-memory"
-        profile = measure_head(head, Plan(name=head.name, variants=(), **options), folder, say)
-    else:
-        if hidden or vocab:
-            raise RecipeError(
-                f"--hidden, --vocab: got {hidden} and {vocab} with a recipe, whose model has its own; "
-                "drop them, or use --sweep model.shape.vocab_size=..."
-            )
-        variants = variants_of(recipe, overrides or [], sweep or [])
-        name = variants[0].recipe.name
-        folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
-        numbers = parse_lengths(sequences, "--sequences", 1) if sequences else ()
-        plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
-        if predict:
-            _predict(plan, folder, device_memory)
-            return
-        profile = measure_recipe(plan, folder, say)
+        of_recipes = {"--set": overrides, "--sequences": sequences, "--sweep": sweep}
+        of_recipes |= {"--max-sequences": max_sequences, "--predict": predict}
+        given = [option for option, value in of_recipes.items() if value]
+        return _measure_head(hidden, vocab, given, options, output or runs_dir / "head-memory")
+    if hidden or vocab:
+        raise RecipeError(
+            f"--hidden, --vocab: got {hidden} and {vocab} with a recipe, whose model has its own; "
+            "drop them, or use --sweep model.shape.vocab_size=..."
+        )
+    variants = variants_of(recipe, overrides or [], sweep or [])
+    name = variants[0].recipe.name
+    folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
+    numbers = parse_lengths(sequences, "--sequences", 1) if sequences else ()
+    plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
+    if predict:
+        return _predict(plan, folder, device_memory)
+    if device_memory:
+        raise RecipeError("--device-memory: got it without --predict, of which it is; add that, or drop it")
+    _show(measure_recipe(plan, folder, _say), folder)
+
+
+def _measure_head(
+    hidden: int | None, vocab: int | None, given: list[str], options: dict[str, Any], folder: Path
+) -> None:
+    from abrun.memory.profile import measure_head
+    from abrun.memory.sweep import Plan, head_of
+
+    head = head_of(hidden, vocab, given)
+    _show(measure_head(head, Plan(name=head.name, variants=(), **options), folder, _say), folder)
+
+
+def _say(line: str) -> None:
+    console().print(line, soft_wrap=True, markup=False)
+
+
+def _show(profile: "MemoryProfile", folder: Path) -> None:
+    from abrun.memory.show import tables
+
     for table in tables(profile):
-        screen.print(table)
-    say(f"memory.html, peaks.json and the pictures are in {folder}")
+        console().print(table)
+    _say(f"memory.html, peaks.json and the pictures are in {folder}")
 
 
 def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
     from abrun.memory.predict import device_memory, predict_recipe
 
     prediction = predict_recipe(plan, folder, device_bytes=device_memory(device))
-    screen = console()
-    screen.print(prediction.table())
+    console().print(prediction.table())
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
-        screen.print(line, soft_wrap=True, markup=False)
+        _say(line)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_CLOSER)
 def mismatch(
     run: Annotated[
         str,
@@ -170,7 +189,12 @@ def mismatch(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Say what makes the log-probs of a run's trainer and rollout engine differ, and by how much."""
+    """Say what makes the log-probs of a run's trainer and rollout engine differ, and by how much.
+
+    Examples:
+        abrun mismatch quickstart/baseline/seed-0
+        abrun mismatch quickstart --set policy.logprobs.head_dtype=float32
+    """
     from abrun.mismatch.command import measure_run
     from abrun.mismatch.report import summary
 
@@ -188,11 +212,16 @@ def mismatch(
     screen.print(f"The report is in {folder}", soft_wrap=True, markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_CLOSER)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For machines: all of it as JSON.")] = False,
 ) -> None:
-    """Show what this machine can run, and what each thing that it cannot run lacks. Exit code 0."""
+    """Show what this machine can run, and what each thing that it cannot run lacks. Exit code 0.
+
+    Examples:
+        abrun doctor
+        abrun doctor --json
+    """
     from abrun.launch.doctor import diagnose
 
     diagnosis = diagnose()

@@ -24,10 +24,12 @@ from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
-from abrun.store import RunDir, run_dir
+from abrun.store import RunDir, read_json, run_dir
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"  # folders in an experiment's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +81,12 @@ def compare_sources(
     experiment = open_sources(
         sources, replace(reading, alone=reference is not None, may_unpair=primaries is None)
     )
-    folder = "report"
+    folder = REPORT
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None
         experiment = against_reference(experiment, frozen, arm or experiment.baseline)
-        folder = "report-against-reference"
+        folder = REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
     default = directory / folder if directory else Path(f"{slug(experiment.name)}-report")
@@ -97,6 +99,15 @@ def compare_sources(
         formats=formats,
         command=command,
     )
+
+
+def verdict_in(experiment_dir: Path) -> str | None:
+    """The verdict that the last report in an experiment's directory gives; None where there is none."""
+    for folder in (REPORT, REPORT_AGAINST_REFERENCE):
+        path = experiment_dir / folder / "verdict.json"
+        if path.is_file():
+            return str(read_json(path)["verdict"])
+    return None
 
 
 def compare(

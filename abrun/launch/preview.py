@@ -40,6 +40,34 @@ def preview_of_jobs(plan: Plan, scheduler: Scheduler, experiment_dir: Path) -> t
     return Group(*_plan(plan), *jobs), True
 
 
+def preview_json(plan: Plan, num_jobs: int | None, scheduler: Scheduler | None = None) -> dict[str, Any]:
+    """The same for machines. `refusals` are the reasons why it cannot run here, or where `scheduler` is."""
+    refuse_unset_variables(plan.runs)
+    machine = this_machine()
+    lines = refusals(plan, machine, num_jobs) if scheduler is None else scheduler.refusals(plan)
+    return {
+        "recipe": plan.recipe.name,
+        "arms": list(plan.recipe.arms),
+        "seeds": plan.recipe.seeds,
+        "runs": [
+            {
+                "run": str(run.name),
+                "steps": run.config.steps,
+                "nodes": run.config.cluster.nodes,
+                "devices_per_node": run.config.devices_per_node,
+                "device": "GPU" if run.config.cluster.gpus_per_node else "CPU core",
+                "warm_start": run.warm_start,
+            }
+            for run in plan.runs
+        ],
+        "warm_starts": {key: config.steps for key, config in plan.warm_starts.items()},
+        "treatment_diff": plan.treatment_diff,
+        "machine": str(machine) if scheduler is None else None,
+        "runs_at_once": _at_once(plan, machine, num_jobs) if scheduler is None and not lines else None,
+        "refusals": lines,
+    }
+
+
 def _plan(plan: Plan) -> list[RenderableType]:
     refuse_unset_variables(plan.runs)
     recipe = plan.recipe
@@ -164,12 +192,16 @@ def _devices(plan: Plan, machine: Machine, num_jobs: int | None) -> list[Rendera
             *(Text(f"- {printable(line)}") for line in lines),
             Text(f"This machine cannot run {plan.recipe.name}: {_count(lines, 'reason')}, listed above."),
         ]
+    return [Text(f"\nThis machine ({machine}) runs {_at_once(plan, machine, num_jobs)} at once.")]
+
+
+def _at_once(plan: Plan, machine: Machine, num_jobs: int | None) -> int:
     slots = Slots(machine, num_jobs)
     at_once = 0
     while at_once < len(plan.runs) and (place := slots.find(plan.runs[at_once].config)):
         slots.take(place)
         at_once += 1
-    return [Text(f"\nThis machine ({machine}) runs {at_once} at once.")]
+    return at_once
 
 
 def _diff(plan: Plan) -> list[RenderableType]:

@@ -295,7 +295,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
     Raises RecipeError: one line with field, value received, what is allowed, what to do.
     """
     try:
-        raw = _with_arms(read_with_defaults(path), lambda change: nested(dotted(change)))
+        raw = _with_arms(_beside(read_with_defaults(path), path), lambda change: nested(dotted(change)))
         for override in overrides:
             raw = overridden(raw, override)
         raw = _with_arms(raw, dotted)
@@ -310,6 +310,22 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
                 raise RecipeError(f"{path}: arms.{arm}.{key}: {unknown(key.split('.')[0], model)}")
         recipe.run_config(arm)
     return recipe
+
+
+def _beside(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A recipe with the paths of what lies in its own folder, from wherever it is launched."""
+    trainer, compare, folder = raw.get("trainer"), raw.get("compare"), path.parent
+    if isinstance(trainer, dict) and isinstance(trainer.get("argv"), list):
+        where = str(folder.resolve()).replace("{", "{{").replace("}", "}}")
+        argv = [
+            word.replace("{recipe_dir}", where) if isinstance(word, str) else word for word in trainer["argv"]
+        ]
+        raw = raw | {"trainer": trainer | {"argv": argv}}
+    reference = compare.get("reference") if isinstance(compare, dict) else None
+    if isinstance(reference, str) and not Path(reference).expanduser().is_file():
+        beside = folder / reference
+        raw = raw | {"compare": {**raw["compare"], "reference": str(beside)}} if beside.is_file() else raw
+    return raw
 
 
 def _with_arms(raw: dict[str, Any], form: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Compare(Section):
     # False: runs are independent, whatever their seeds (Welch); wider than pairs where arms share their noise
     paired: bool = True
     looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
-    reference: str | None = None  # a frozen reference ensemble (abrun freeze)
+    reference: str | None = None  # a frozen ensemble (abrun freeze), from here or from the recipe's folder
 
     @field_validator("looks")
     @classmethod

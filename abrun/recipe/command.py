@@ -55,8 +55,9 @@ class Command(Section):
 
     Templates may name `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{python}` (which
     is `python`, or abrun's own interpreter), and `parameters`, which exist so that arms can differ in them.
-    Literal braces are written `{{` and `}}`. In `env`, `${NAME}` is a variable of the environment that a run
-    is started in: looked up at every start, and stored nowhere.
+    In `argv`, `{recipe_dir}` is the folder of the recipe. Literal braces are written `{{` and `}}`. In `env`,
+    `${NAME}` is a variable of the environment that a run is started in: looked up at every start, and stored
+    nowhere.
     """
 
     type: Literal["command"]

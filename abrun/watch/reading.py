@@ -57,10 +57,23 @@ class WatchedRun:
         return "warm start" if self.is_warm_start else str(self.state.name)
 
     @property
+    def status(self) -> str:
+        """That of its files, where a process without a step so far is `starting`."""
+        return "starting" if self.state.status == "running" and self.step == 0 else self.state.status
+
+    @property
     def step(self) -> int:
         if self.state.status == "finished":
             return self.state.num_steps
         return max(self.state.step, self.latest.get("step", 0))
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """Since its last start: until now, or, where it is over, its last step; None: it is not known."""
+        if self.state.started_s is None:
+            return None
+        last_s = time.time() if self.state.status == "running" else self.latest.get("time_s")
+        return last_s - self.state.started_s if isinstance(last_s, float) else None
 
     @property
     def eta_s(self) -> float | None:

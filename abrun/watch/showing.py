@@ -1,44 +1,65 @@
 """Runs as people read them: a table for a terminal's size, a line a run elsewhere."""
 
 import math
-import time
+import statistics
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from abrun import store
-from abrun.errors import StoreError
-from abrun.layout import RunName
 from abrun.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.redaction import shown
-from abrun.watch.reading import FindJobs, WatchedRun, time_left_s
+from abrun.watch.reading import WatchedRun, time_left_s
 
-ASK_S = 5.0  # for what schedulers say of all experiments
-WIDE = 104  # columns from which the table has full headings and two spaces between them
+WIDE = 104  # columns from which the table has full headings, two spaces between them, and elapsed times
+VERY_WIDE = 132  # and tokens per second
 COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "dim", "waiting": "dim"}
+COLOURS |= {"starting": "blue"}
 BLOCKS = "▁▂▃▄▅▆▇█"
+TO_COME = "·"  # where a curve will be
+TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
 
 
-def render(name: str, runs: Sequence[WatchedRun], width: int, height: int | None = None) -> RenderableType:
-    """Table, progress bar and what went wrong, for a terminal of that size."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    heading: str
+    cell: Callable[[WatchedRun], str]
+    right: bool = True
+    recorded: bool = False  # by some trainers, and not by others
+
+    def is_shown(self, runs: Sequence[WatchedRun]) -> bool:
+        """Unless there are steps, and none of them has it."""
+        return not (self.recorded and any(run.latest for run in runs) and not any(map(self.cell, runs)))
+
+
+def render(
+    name: str,
+    runs: Sequence[WatchedRun],
+    width: int,
+    height: int | None = None,
+    so_far: Sequence[str] = (),
+) -> RenderableType:
+    """Table, what the claims look like so far, what went wrong and progress, for a terminal of that size."""
     planned = [run for run in runs if not run.is_warm_start]
     begun = all(run.state.status not in ("pending", "waiting") for run in planned)
     # A warm start that is over, or (its folder deleted since) that nothing waits for, is no news.
     over = ("finished", "pending") if begun else ("finished",)
     listed = [run for run in runs if not (run.is_warm_start and run.state.status in over)]
+    listed = _by_pair(listed)
     troubles = [run for run in listed if run.state.message and run.state.status != "interrupted"]
     # Lines that are not rows: title, two of headings, bar, and the notes on rows left out and skimmed.
-    room = None if height is None else max(3, height - 6 - min(len(troubles), 5))
+    told = sum(-(-len(line) // width) for line in so_far)
+    room = None if height is None else max(3, height - 6 - min(len(troubles), 5) - told)
     fitting = _most_telling(listed, room)
     parts: list[RenderableType] = [_title(name, planned), _table(fitting, width)]
     if len(fitting) < len(listed):
-        left_out = Counter(run.state.status for run in listed if run not in fitting)
+        left_out = Counter(run.status for run in listed if run not in fitting)
         counts = ", ".join(f"{count} {status}" for status, count in left_out.items())
         parts.append(Text(f"and {counts}", style="dim"))
     for run in troubles[:5]:
@@ -46,8 +67,15 @@ def render(name: str, runs: Sequence[WatchedRun], width: int, height: int | None
         parts.append(Text(text, style=_trouble(run), overflow="ellipsis", no_wrap=True))
     if any(run.skimmed for run in fitting):
         parts.append(Text("curve, peak memory: of some steps of long runs", style="dim"))
+    parts += [Text(shown(line), overflow="fold") for line in so_far]
     parts.append(_progress(planned, time_left_s(runs), width))
     return Group(*parts)
+
+
+def _by_pair(runs: Sequence[WatchedRun]) -> list[WatchedRun]:
+    """Warm starts first, then the runs of each seed together, in the order in which they are launched."""
+    seeds = list(dict.fromkeys(run.state.name.seed for run in runs))
+    return sorted(runs, key=lambda run: (not run.is_warm_start, seeds.index(run.state.name.seed)))
 
 
 def _trouble(run: WatchedRun) -> str:
@@ -75,7 +103,7 @@ def _most_telling(runs: Sequence[WatchedRun], room: int | None) -> list[WatchedR
 
 
 def _title(name: str, runs: Sequence[WatchedRun]) -> Text:
-    counts = Counter(run.state.status for run in runs)
+    counts = Counter(run.status for run in runs)
     title = Text(shown(name), style="bold")
     for status, count in counts.items():
         title.append("  ")
@@ -85,42 +113,78 @@ def _title(name: str, runs: Sequence[WatchedRun]) -> Text:
 
 
 def _table(runs: Sequence[WatchedRun], width: int) -> Table:
-    wide = width >= WIDE
     followed = _followed([run for run in runs if not run.is_warm_start])
-    rows = [_cells(run, followed) for run in runs]
-    headings = [
-        "arm",
-        "seed",
-        "status",
-        "step",
-        followed.removeprefix("train/"),
-        "",
-        "token_mult\nprob_error" if wide else "prob\nerror",
-    ]
-    headings += ["grad\nnorm", "peak\nmemory", "step\ntime", "\nETA"]
-    gap = 2 if wide else 1
+    columns = [column for column in _columns(followed, width) if column.is_shown(runs)]
+    rows = [[column.cell(run) for column in columns] for run in runs]
+    for index in reversed(range(1, len(runs))):  # a seed once for all runs of it
+        if rows[index][0] == rows[index - 1][0]:
+            rows[index][0] = ""
+    gap = 2 if width >= WIDE else 1
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
-    columns = list(zip(*rows, strict=True)) or [()] * len(headings)
     widths = [
-        max(len(line) for text in (heading, *cells) for line in str(text).split("\n"))
-        for heading, cells in zip(headings, columns, strict=True)
+        max(
+            len(line) for text in (column.heading, *(row[index] for row in rows)) for line in text.split("\n")
+        )
+        for index, column in enumerate(columns)
     ]
-    curve = max(6, min(40, width - sum(widths) - gap * len(widths)))
+    room = max(6, min(40, width - sum(widths) - gap * len(widths)))
     limits = _limits(runs, followed)
-    for index, heading in enumerate(headings):
-        heading = heading if "\n" in heading else f"\n{heading}"
-        table.add_column(heading, justify="left" if index in (0, 2, 5) else "right", no_wrap=True)
-    for run, cells in zip(runs, rows, strict=True):
-        colour = COLOURS.get(run.state.status, "yellow")
-        cells[5] = sparkline(run.curves.get(followed, ()), curve, limits)
-        table.add_row(*(Text(text, style=_style(i, text, colour)) for i, text in enumerate(cells)))
+    for column in columns:
+        heading = column.heading if "\n" in column.heading else f"\n{column.heading}"
+        table.add_column(heading, justify="right" if column.right else "left", no_wrap=True)
+    curve_at = next(index for index, column in enumerate(columns) if not column.heading)
+    status_at = next(index for index, column in enumerate(columns) if column.heading == "status")
+    for run, row in zip(runs, rows, strict=True):
+        colour = COLOURS.get(run.status, "yellow")
+        cells = [Text(text, style=_style(text, colour, status=i == status_at)) for i, text in enumerate(row)]
+        cells[curve_at] = _curve(run, followed, room, limits)
+        table.add_row(*cells)
     return table
 
 
-def _style(column: int, text: str, colour: str) -> str:
-    if colour == "dim" or column == 2:
+def _columns(followed: str, width: int) -> list[_Column]:
+    wide = width >= WIDE
+    columns = [
+        _Column(heading="seed", cell=lambda run: "" if run.is_warm_start else str(run.state.name.seed)),
+        _Column(heading="arm", cell=_arm, right=False),
+        _Column(heading="status", cell=lambda run: run.status, right=False),
+        _Column(heading="step", cell=lambda run: f"{run.step}/{run.state.num_steps}"),
+        _Column(
+            heading=followed.removeprefix("train/"), cell=lambda run: _number(run.latest.get(followed), 3)
+        ),
+        _Column(heading="", cell=lambda run: "", right=False),  # the curve gets what room is left
+        _Column(
+            heading="token_mult\nprob_error" if wide else "prob\nerror",
+            cell=lambda run: _number(run.latest.get(TOKEN_MULT_PROB_ERROR), 4),
+            recorded=True,
+        ),
+        _Column(heading="grad\nnorm", cell=lambda run: _number(run.latest.get(GRAD_NORM), 3), recorded=True),
+        _Column(heading="peak\nmemory", cell=lambda run: memory(run.peak_bytes), recorded=True),
+        _Column(heading="step\ntime", cell=lambda run: _seconds(run.step_time_s), recorded=True),
+    ]
+    if width >= VERY_WIDE:
+        rate = "tokens/s\na device"
+        columns.append(
+            _Column(heading=rate, cell=lambda run: _rate(run.latest.get(TOKENS_PER_S)), recorded=True)
+        )
+    if wide:
+        columns.append(_Column(heading="\nelapsed", cell=lambda run: _clock(run.elapsed_s)))
+    return [*columns, _Column(heading="\nETA", cell=lambda run: _clock(run.eta_s))]
+
+
+def _curve(run: WatchedRun, followed: str, room: int, limits: tuple[float, float]) -> Text:
+    """What there is of a curve in as much of the room as steps are done, and dots for those to come."""
+    values = run.curves.get(followed, ())
+    share = min(1.0, run.step / run.state.num_steps) if run.state.num_steps else 0.0
+    done = sparkline(values, max(1, round(room * share)) if values else 0, limits)
+    to_come = TO_COME * (room - len(done)) if run.status in ("running", "starting") else ""
+    return Text.assemble((done, "cyan"), (to_come, "dim"))
+
+
+def _style(text: str, colour: str, *, status: bool) -> str:
+    if colour == "dim" or status:
         return colour
-    return "bold red" if text in ("nan", "inf", "-inf") else "cyan" if column == 5 else ""
+    return "bold red" if text in ("nan", "inf", "-inf") else ""
 
 
 def _followed(runs: Sequence[WatchedRun]) -> str:
@@ -128,32 +192,17 @@ def _followed(runs: Sequence[WatchedRun]) -> str:
     return next((key for key in CURVES if any(run.curves.get(key) for run in runs)), REWARD)
 
 
-def _cells(run: WatchedRun, followed: str) -> list[str]:
-    state, latest = run.state, run.latest
-    return [
-        shown(state.name.arm),
-        "" if run.is_warm_start else _seed(state.name),
-        state.status,
-        f"{run.step}/{state.num_steps}",
-        _number(latest.get(followed), 3),
-        "",  # the curve gets what room is left
-        _number(latest.get(TOKEN_MULT_PROB_ERROR), 4),
-        _number(latest.get(GRAD_NORM), 3),
-        memory(run.peak_bytes),
-        _seconds(run.step_time_s),
-        _clock(run.eta_s),
-    ]
-
-
-def _seed(name: RunName) -> str:
-    return f"{name.seed}-aa{name.rerun}" if name.rerun else str(name.seed)
+def _arm(run: WatchedRun) -> str:
+    return shown(run.state.name.arm) + (f" aa{run.state.name.rerun}" if run.state.name.rerun else "")
 
 
 def _progress(runs: Sequence[WatchedRun], seconds_left: float | None, width: int) -> Table:
     total = sum(run.state.num_steps for run in runs)
     done = sum(min(run.step, run.state.num_steps) for run in runs)
+    elapsed_s = elapsed(runs)
+    since = "" if elapsed_s is None else f"  {_clock(elapsed_s)} elapsed"
     left = "" if seconds_left is None else f"  {_clock(seconds_left)} left"
-    text = f" {done}/{total} steps  {done / max(1, total):.0%}{left}"
+    text = f" {done}/{total} steps  {done / max(1, total):.0%}{since}{left}"
     grid = Table.grid()
     grid.add_row(ProgressBar(total=max(1, total), completed=done, width=max(10, width - len(text) - 1)), text)
     return grid
@@ -182,51 +231,47 @@ def _limits(runs: Sequence[WatchedRun], followed: str) -> tuple[float, float]:
     return (min(finite), max(finite)) if finite else (0.0, 1.0)
 
 
-def status_of_experiments(
-    runs_dir: Path, find_jobs: FindJobs = lambda experiment_dir: None
-) -> RenderableType:
-    """One row an experiment. Raises StoreError where the folder is missing.
-
-    Of those that have not ended the schedulers are asked, for a few seconds in all.
-    """
-    if not runs_dir.is_dir():
-        raise StoreError(f"{runs_dir}: no such folder; launch a recipe first, or give another --runs-dir")
+def summary(name: str, runs: Sequence[WatchedRun]) -> RenderableType:
+    """What a launch has done, arm by arm: for its end."""
+    planned = [run for run in runs if not run.is_warm_start]
+    followed = _followed(planned)
+    headings = ["arm", "runs", f"last {followed.removeprefix('train/')}", "step time", "tokens/s a device"]
+    arms = dict.fromkeys(run.state.name.arm for run in planned)
+    rows = [_of_arm([run for run in planned if run.state.name.arm == arm], followed) for arm in arms]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("experiment", "runs", "steps", "launched by"):
-        table.add_column(heading)
-    paths, troubles = store.experiments_in(runs_dir), []
-    asked_s, unasked, silent = 0.0, 0, set[str | None]()
-    for experiment_dir in paths:
-        try:
-            states = [store.run_state(experiment_dir, name) for name in store.planned_runs(experiment_dir)]
-            ended = all(state.status == "finished" for state in states)
-            jobs = None if ended else find_jobs(experiment_dir)
-            if jobs and asked_s < ASK_S:
-                began_s = time.monotonic()
-                states = list(map(jobs.state_of, states))
-                asked_s += time.monotonic() - began_s
-                silent |= {jobs.silent} - {None}
-            elif jobs:
-                unasked += 1
-        except StoreError as error:  # the others can be shown
-            troubles.append(Text(shown(str(error)), style="red"))
-            continue
-        counts = Counter(state.status for state in states)
-        total = sum(state.num_steps for state in states)
-        done = sum(state.num_steps if state.status == "finished" else state.step for state in states)
-        table.add_row(
-            Text(shown(experiment_dir.name)),
-            ", ".join(f"{count} {status}" for status, count in counts.items()),
-            f"{done}/{total}",
-            Text(shown(store.launcher_of(experiment_dir) or "")),
-        )
-    if unasked:
-        silent.add(
-            f"{unasked} more with jobs of a scheduler, which was not asked, after {asked_s:.0f} s for those "
-            "before: abrun status EXPERIMENT"
-        )
-    troubles += [Text(shown(str(line)), style="red") for line in silent]
-    return Group(table, *troubles) if paths else Text(f"{runs_dir}: no experiments yet")
+    known = [any(cells) for cells in zip(*rows, strict=True)]
+    for index, heading in enumerate([*headings, "peak memory"]):
+        if known[index]:
+            table.add_column(heading, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for index, cell in enumerate(row) if known[index]))
+    elapsed_s, steps = elapsed(planned), sum(run.step for run in planned)
+    took = "" if elapsed_s is None else f" in {_clock(elapsed_s)}"
+    title = Text(f"{shown(name)}: {steps} steps of {len(planned)} runs{took}")
+    return Panel.fit(table, title=title, title_align="left")
+
+
+def _of_arm(runs: Sequence[WatchedRun], followed: str) -> list[str]:
+    counts = Counter(run.status for run in runs)
+    last = [run.latest[followed] for run in runs if isinstance(run.latest.get(followed), int | float)]
+    rates = [run.latest[TOKENS_PER_S] for run in runs if isinstance(run.latest.get(TOKENS_PER_S), float)]
+    times = [run.step_time_s for run in runs if run.step_time_s is not None]
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    return [
+        shown(runs[0].state.name.arm),
+        ", ".join(f"{count} {status}" for status, count in counts.items()),
+        _number(statistics.fmean(last), 3) if last else "",
+        _seconds(statistics.median(times)) if times else "",
+        _rate(statistics.median(rates)) if rates else "",
+        memory(max(peaks)) if peaks else "",
+    ]
+
+
+def elapsed(runs: Sequence[WatchedRun]) -> float | None:
+    """Seconds from the first start to now, or to the last step of the last run; None: none began."""
+    spans = [(run.state.started_s, run.elapsed_s) for run in runs]
+    known = [(start, start + took) for start, took in spans if start is not None and took is not None]
+    return max(end for _, end in known) - min(start for start, _ in known) if known else None
 
 
 # --- a run in a line ---
@@ -278,6 +323,10 @@ def _number(value: Any, decimals: int) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:.{decimals}f}" if 0.001 <= abs(value) < 100 or value == 0 else f"{value:.2e}"
+
+
+def _rate(value: Any) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else ""
 
 
 def _seconds(value: float | None) -> str:

@@ -98,7 +98,12 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged):
         return [step.command for step in next_steps(load_experiment(experiment_dir), content, line)]
 
     assert typed("abrun launch 'my recipes/a.yaml' --resume")[0] == "abrun sensitivity 'my recipes/a.yaml'"
-    foreign = replace(load_experiment(experiment_dir), launched_compare_sha256=None)
+    assert typed("abrun launch quickstart --jobs 2")[0] == "abrun sensitivity quickstart"
+    own = load_experiment(experiment_dir)
+    foreign_runs = {name: replace(run, config={"trainer.type": "command"}) for name, run in own.runs.items()}
+    (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be planted in those
+    assert only.command == "abrun freeze simulated --output simulated.json"
+    foreign = replace(own, launched_compare_sha256=None)
     (again, *_) = next_steps(foreign, content | {"verdict": "INVALID"}, "abrun compare A B --alias x=y")
     assert again.command == "abrun compare A B --alias x=y"
     assert next_steps(foreign, content | {"verdict": "INVALID"})[0].command == "abrun compare RUNS"

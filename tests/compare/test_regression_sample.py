@@ -14,6 +14,7 @@ from abrun.recipe import dotted, load_recipe
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "regression"
+ACTION = yaml.safe_load((ROOT / ".github/actions/regression/action.yml").read_text())
 
 
 def test_the_recipe_is_the_quickstart_s_baseline_and_names_the_reference():
@@ -23,7 +24,7 @@ def test_the_recipe_is_the_quickstart_s_baseline_and_names_the_reference():
     )
     assert recipe.run_config("baseline") == quickstart.run_config("baseline")
     assert recipe.seeds == quickstart.seeds
-    assert recipe.compare.reference == "recipes/regression/quickstart.json"
+    assert recipe.compare.reference == str(FOLDER / "quickstart.json")
 
 
 def test_the_reference_holds_that_recipe_s_runs_and_claims():
@@ -39,13 +40,12 @@ def test_the_reference_holds_that_recipe_s_runs_and_claims():
         assert {key: now.get(key) for key in run.config} == run.config
 
 
-def test_the_workflow_runs_commands_that_exist():
+def test_the_action_runs_commands_that_exist():
     from typer.main import get_group
 
     from abrun.cli import app
 
-    workflow = yaml.safe_load((FOLDER / "workflow.yml").read_text())
-    lines = [step["run"] for step in workflow["jobs"]["convergence"]["steps"] if "run" in step]
+    lines = [line.strip() for step in ACTION["runs"]["steps"] for line in step.get("run", "").splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("abrun ")]
     assert [words[0] for words in commands] == ["launch", "compare"]
     for name, *words in commands:
@@ -58,9 +58,8 @@ REPORT = "# MATCH: x\n\n| a | b |\n\n![claims](claims.png)\n![train-reward](trai
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """Runs a step of the workflow in a shallow checkout, as the runner does."""
-    workflow = yaml.safe_load((FOLDER / "workflow.yml").read_text())
-    steps = {step.get("name"): step for step in workflow["jobs"]["convergence"]["steps"]}
+    """Runs a step of the action in a shallow checkout, as the runner does."""
+    steps = {step["name"]: step for step in ACTION["runs"]["steps"]}
     here, origin = tmp_path / "checkout", tmp_path / "origin.git"
     git(tmp_path, "init", "--quiet", "--bare", str(origin))
     git(tmp_path, "init", "--quiet", str(tmp_path / "author"))
@@ -81,6 +80,7 @@ def checkout(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"
             "GITHUB_SERVER_URL": "https://github.com",
             "GITHUB_REPOSITORY": "team/project",
             "NUMBER": "12",
+            "BRANCH": "refs/heads/convergence-pictures",
         }
         command = ["bash", "-e", "-c", steps[step]["run"]]
         return subprocess.run(

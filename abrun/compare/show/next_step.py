@@ -33,6 +33,8 @@ def _filled(command: str, typed: str) -> str:
     """With what was typed in the place of RECIPE or RUNS, as far as that can be told."""
     words = shlex.split(typed)
     recipe = next((word for word in words if word.endswith((".yaml", ".yml"))), None)
+    if recipe is None and words[:2] == ["abrun", "launch"] and words[2:3] and words[2][0] != "-":
+        recipe = words[2]  # the name of one that ships
     if recipe:
         command = command.replace("RECIPE", shlex.quote(recipe))
     if words[:2] == ["abrun", "compare"]:
@@ -48,6 +50,11 @@ def _launched(experiment: Experiment) -> bool:
     return experiment.launched_compare_sha256 is not None
 
 
+def _of_commands(experiment: Experiment) -> bool:
+    """Whether another trainer made the runs, in which nothing can be planted."""
+    return any((run.config or {}).get("trainer.type") == "command" for run in experiment.runs.values())
+
+
 def _name(experiment: Experiment) -> str:
     return shlex.quote(experiment.name)
 
@@ -55,7 +62,7 @@ def _name(experiment: Experiment) -> str:
 def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if content["post_hoc"]:
         yield _with_fresh_seeds(experiment, "Declare the claim in the recipe, and test it on fresh seeds")
-    elif content["sensitivity"] is None and not experiment.regression:
+    elif content["sensitivity"] is None and not (experiment.regression or _of_commands(experiment)):
         yield NextStep(
             text="Measure what this comparison would have caught: faults planted in the baseline",
             command="abrun sensitivity RECIPE",

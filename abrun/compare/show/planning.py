@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -110,6 +111,44 @@ def plan_report(
     if len(powers) < len(equivalences):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
+
+
+def plan_json(
+    name: str,
+    compare: Compare,
+    num_pairs: int,
+    *,
+    earlier: Experiment | None = None,
+    sigma: float | None = None,
+    correlation: float | None = None,
+) -> dict[str, Any]:
+    """The same for machines; what is not known, or cannot be planned, is None."""
+    alpha = level_of_a_look(compare.looks)
+    counts = sorted({*COUNTS, num_pairs, *compare.looks})
+    claims = []
+    for claim in compare.primary:
+        spread = _spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
+        measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
+        expected = None if measured_nothing else claim_power(claim, compare, spread, alpha)
+        claims.append(
+            {
+                "metric": claim.metric,
+                "window": claim.window,
+                "claim": claim_text(claim),
+                "spread": asdict(spread) if spread else None,
+                "power": {str(count): expected.power(count) for count in counts} if expected else None,
+                "power_now": expected.power(num_pairs) if expected else None,
+                "pairs_needed": expected.pairs_needed if expected else None,
+                "pairs_needed_range": expected.pairs_needed_range if expected else None,
+            }
+        )
+    return {
+        "recipe": name,
+        "num_pairs": num_pairs,
+        "looks": list(compare.looks),
+        "alpha": alpha,
+        "claims": claims,
+    }
 
 
 def _spread(

@@ -60,6 +60,8 @@ def write_report(
     The page and the figures take a second; where the last report there was of the same runs and claims, by
     the same code, they are left as they are.
     """
+    if not formats:
+        return []
     content = as_json(verdict)
     beside = context(experiment, content, command)
     files: list[Path] = []

@@ -1,0 +1,299 @@
+"""abrun from Python and in notebooks: `launch` and `load` an experiment, `compare` runs.
+
+Thin objects around what the command line uses: tables are pandas data frames, made when they are asked for,
+and a notebook shows an experiment as the table of its runs and a result as its verdict. Every error that a
+user can mend is an `abrun.errors.AbrunError`, one line.
+"""
+
+import base64
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from abrun.errors import ComparisonError, RecipeError
+
+if TYPE_CHECKING:
+    import pandas
+
+    from abrun.compare import Comparison
+    from abrun.compare.read.experiment import Experiment as RecordedExperiment
+    from abrun.compare.read.sources import Reading
+
+COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
+SHORT = ["arm", "metric", "window", "num_pairs", "mean_difference", "interval", "margin_text", "result"]
+CLAIMS = [*SHORT, "certified_bound", "baseline_mean", "treatment_mean", "baseline_sd", "pairs_needed"]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs of two or more arms: an experiment of abrun's, or runs that any framework logged."""
+
+    recorded: "RecordedExperiment" = field(repr=False)
+    sources: tuple[str, ...]
+    reading: "Reading" = field(repr=False)
+    exit_code: int = 0  # of its launch: 0 every run finished, 1 one did not, 128 + signal
+
+    @property
+    def name(self) -> str:
+        return self.recorded.name
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The baseline first."""
+        return self.recorded.arms
+
+    @cached_property
+    def runs(self) -> "pandas.DataFrame":
+        """A row a run: arm, seed, rerun, status, last_step, place."""
+        rows = [
+            {
+                **asdict(run.name),
+                "status": run.status,
+                "last_step": int(run.steps[-1]) if len(run.steps) else 0,
+                "place": run.place,
+            }
+            for run in self.recorded.runs.values()
+        ]
+        return _frame(rows)
+
+    @cached_property
+    def metrics(self) -> "pandas.DataFrame":
+        """Every value that was recorded, a row each: arm, seed, rerun, step, metric, value."""
+        pandas = _pandas()
+        columns = ["arm", "seed", "rerun", "step", "metric", "value"]
+        parts = [
+            pandas.DataFrame({**asdict(run.name), "step": one.steps, "metric": metric, "value": one.values})
+            for run in self.recorded.runs.values()
+            for metric, one in run.metrics.items()
+        ]
+        if not parts:
+            return pandas.DataFrame(columns=columns)
+        return pandas.concat(parts, ignore_index=True).reindex(columns=columns)
+
+    def compare(self, **options: Any) -> "Result":
+        """`abrun.compare` of these runs."""
+        return compare(self, **options)
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{html.escape(self.name)}</b></p>{self.runs.drop(columns='place').to_html(index=False)}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A verdict and what it rests on."""
+
+    comparison: "Comparison" = field(repr=False)
+    experiment: Experiment = field(repr=False)
+    verdict: str  # MATCH, MISMATCH, INCONCLUSIVE or INVALID
+
+    @property
+    def exit_code(self) -> int:
+        """0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID."""
+        return self.comparison.exit_code
+
+    @property
+    def reasons(self) -> list[str]:
+        return self.comparison.content.reasons
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """All of it, as verdict.json has it."""
+        return self.comparison.as_json()
+
+    @cached_property
+    def claims(self) -> "pandas.DataFrame":
+        """A row a claim and arm: levels, paired difference, its interval, margin, certified bound, result."""
+        return _frame(self.content["primaries"], CLAIMS)
+
+    @cached_property
+    def guards(self) -> "pandas.DataFrame":
+        """A row a guard and arm: what it looked at, its result, and why."""
+        return _frame(self.content["guards"])
+
+    @property
+    def metrics(self) -> "pandas.DataFrame":
+        """Every value that was recorded, a row each: arm, seed, rerun, step, metric, value."""
+        return self.experiment.metrics
+
+    @property
+    def report(self) -> Path | None:
+        """report.html, where it was written."""
+        return next((path for path in self.comparison.files if path.suffix == ".html"), None)
+
+    def __str__(self) -> str:
+        """What `abrun compare` prints."""
+        from abrun.terminal import terminal
+
+        console = terminal()
+        with console.capture() as captured:
+            console.print(self.comparison.summary())
+        return captured.get()
+
+    def _repr_html_(self) -> str:
+        color = COLORS[self.verdict]
+        name = html.escape(self.content["experiment"])
+        parts = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
+        parts.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
+        if len(self.claims):
+            parts.append(self._claims_for_people().to_html(index=False))
+        parts += [_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
+        if self.report:
+            where = html.escape(str(self.report))
+            parts.append(f'<p>report: <a href="{where}">{where}</a></p>')
+        return "\n".join(parts)
+
+    def _claims_for_people(self) -> Any:
+        def rounded(value: Any) -> str:
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                return f"[{', '.join(map(rounded, value))}]"
+            return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+        return self.claims[SHORT].map(rounded)
+
+
+def launch(
+    recipe: str | Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    seeds: Iterable[int] | None = None,
+    name: str | None = None,
+    runs_dir: str | Path = "runs",
+    jobs: int | None = None,
+    launcher: str | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> Experiment:
+    """Run every arm and seed of a recipe, and wait for the end; `abrun launch` without its comparison.
+
+    `recipe` is a file, or the name of one that ships. `overrides` sets values by their dotted keys, such as
+    `{"steps": 20}`. Raises RecipeError, LaunchError or StoreError before anything has started.
+    """
+    from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
+    from abrun.plan import make_plan
+    from abrun.recipe import launcher_settings, load_recipe
+    from abrun.start.shipped import find_recipe
+    from abrun.terminal import terminal
+    from abrun.watch import View
+
+    changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})
+    plan = make_plan(
+        load_recipe(
+            find_recipe(Path(recipe)), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        )
+    )
+    scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, launcher), jobs)
+    console = terminal()
+    console.quiet = quiet
+    with View(console, queued_jobs) as view:
+        outcome = launch_or_hand_over(
+            plan,
+            Path(runs_dir),
+            scheduler=scheduler,
+            observer=view,
+            launcher=launcher,
+            name=name,
+            jobs=jobs,
+            resume=resume,
+            compare=False,
+        )
+    return _opened(
+        [str(experiment_dir_of(plan, Path(runs_dir), name))],
+        _reading(runs_dir),
+        outcome and outcome.exit_code,
+    )
+
+
+def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) -> Experiment:
+    """An experiment by name or path, or runs of any framework: the sources of `abrun compare`.
+
+    `reading`: baseline, pattern, group, aliases, step_column, unpaired, as the options of `abrun compare`.
+    One arm is enough. Raises StoreError or ComparisonError for what cannot be read.
+    """
+    return _opened([str(source) for source in sources], _reading(runs_dir, alone=True, **reading))
+
+
+def compare(
+    *sources: str | Path | Experiment,
+    primary: str | Sequence[str] | None = None,
+    reference: str | Path | None = None,
+    arm: str | None = None,
+    step_one: bool = True,
+    output: str | Path | None = None,
+    formats: Sequence[str] | None = None,
+    runs_dir: str | Path = "runs",
+    **reading: Any,
+) -> Result:
+    """Judge whether arms converge the same way; `abrun compare`, whose options these are.
+
+    `sources` are those of `load`, or an `Experiment`. `primary`: claims such as
+    'train/reward:last 20%:0.05'. The report goes into the experiment's folder, or `output`; `formats=[]`
+    writes none. Raises StoreError or ComparisonError for what cannot be compared as asked.
+    """
+    from abrun.compare import compare_sources
+    from abrun.compare.show.report import FORMATS
+    from abrun.recipe import parse_primary
+
+    given = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
+    if given is None and any(isinstance(one, Experiment) for one in sources):
+        raise RecipeError("abrun.compare: got an Experiment beside other sources; give it alone, or paths")
+    if given and reading:
+        raise RecipeError(
+            f"abrun.compare: got {next(iter(reading))} with an Experiment, which has been read; load it so"
+        )
+    named = list(given.sources) if given else [str(source) for source in sources]
+    how = given.reading if given else _reading(runs_dir, **reading)
+    claims = [primary] if isinstance(primary, str) else primary
+    comparison = compare_sources(
+        named,
+        how,
+        primaries=[parse_primary(text) for text in claims] if claims else None,
+        reference=Path(reference) if reference else None,
+        arm=arm,
+        step_one=step_one,
+        output=Path(output) if output else None,
+        formats=FORMATS if formats is None else formats,
+    )
+    experiment = given or _opened(named, _reading(runs_dir, alone=True, **reading))
+    return Result(comparison, experiment, comparison.verdict)
+
+
+def _reading(runs_dir: str | Path, **reading: Any) -> "Reading":
+    from abrun.compare.read.sources import Reading
+
+    known = Reading.__dataclass_fields__
+    unknown = [name for name in reading if name not in known]
+    if unknown:
+        raise RecipeError(f"got the option {unknown[0]!r}; allowed: {', '.join(known)}")
+    if isinstance(reading.get("aliases"), Mapping):
+        reading["aliases"] = tuple(f"{ours}={theirs}" for ours, theirs in reading["aliases"].items())
+    return Reading(runs_dir=Path(runs_dir), **reading)
+
+
+def _opened(sources: list[str], reading: "Reading", exit_code: int | None = None) -> Experiment:
+    from abrun.compare.read.sources import open_sources
+
+    if not sources:
+        raise RecipeError("got no source; give an experiment's name, or paths of runs")
+    return Experiment(open_sources(sources, reading), tuple(sources), reading, exit_code or 0)
+
+
+def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":
+    return _pandas().DataFrame(list(rows), columns=columns)
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise ComparisonError("tables need pandas, which is not installed: pip install pandas") from None
+    return pandas
+
+
+def _picture(path: Path) -> str:
+    """Inside of the page: a notebook is moved without what lies beside it."""
+    content = base64.b64encode(path.read_bytes()).decode()
+    return f'<img style="max-width:100%" src="data:image/png;base64,{content}">'

@@ -1,0 +1,126 @@
+"""Commands that one begins with. Everything slow to import waits inside its command."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from abrun.cli.app import BEGIN, app, console, print_json
+from abrun.cli.arguments import Json
+from abrun.errors import RecipeError
+from abrun.redaction import shown
+
+
+@app.command(rich_help_panel=BEGIN)
+def init(
+    kind: Annotated[
+        str | None,
+        typer.Option(help="What is compared: recipe, external (another trainer), regression (CI)."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the recipe and its file.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --kind recipe: a preset, a folder or a hub name.")
+    ] = None,
+    trainer: Annotated[
+        str | None, typer.Option(help="With --kind external: trl, verl, nemo-rl, skyrl, other.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="With --kind regression: what to train on every pull request.")
+    ] = None,
+    to: Annotated[Path, typer.Option(help="The folder that the files go into.")] = Path(),
+) -> None:
+    """Write a recipe to begin with: its file, the schema that editors check it by, and what it needs.
+
+    Asks for what no option says: what is compared, its name, and the model, trainer or recipe.
+
+    Examples:
+        abrun init
+        abrun init --kind recipe --name heads --model qwen2-tiny
+        abrun init --kind external --name mine --trainer other
+        abrun init --kind regression --name convergence --recipe quickstart-regression
+    """
+    from abrun.start.initial import KINDS, initial_files, next_commands, third_question, write_files
+
+    if kind is None:
+        choices = "\n".join(f"  {key:<11}{text}" for key, text in KINDS.items())
+        kind = _asked("--kind", f"What do you compare?\n{choices}\nKind", "recipe")
+    third = third_question(kind)
+    name = name or _asked("--name", "Name of the recipe", "convergence" if kind == "regression" else "mine")
+    given = {"--model": model, "--trainer": trainer, "--recipe": recipe}
+    for option, value in given.items():
+        if value is not None and option != third.option:
+            raise RecipeError(f"{option}: got {value!r} with --kind {kind}, which takes {third.option}")
+    answer = given[third.option] or _asked(third.option, third.text, third.default)
+    for path in write_files(initial_files(kind, name, answer), to):
+        print(shown(f"wrote {path}"))
+    where = "" if to == Path() else f"cd {to} && "
+    for line in next_commands(kind, name):
+        print(shown(f"next:  {where}{line}"))
+
+
+def _asked(option: str, question: str, default: str) -> str:
+    if not sys.stdin.isatty():
+        raise RecipeError(f"{option}: missing, and nobody is there to be asked; see: abrun init --help")
+    return str(typer.prompt(question, default=default))
+
+
+@app.command(rich_help_panel=BEGIN)
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One of them, whole, as a file of one's own.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the recipes that ship, with what each takes to run: `abrun launch` knows them by name, anywhere.
+
+    Examples:
+        abrun recipes
+        abrun recipes quickstart > mine.yaml
+        abrun launch quickstart
+    """
+    from abrun.start.shipped import WHERE, find_recipe, shipped_recipes
+
+    if name is not None:
+        sys.stdout.write(find_recipe(Path(name)).read_text())
+        return
+    found = shipped_recipes()
+    if as_json:
+        print_json([asdict(one) for one in found])
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    titles = dict(zip(WHERE, ("On a laptop, without a GPU", "On GPUs", "Of other trainers"), strict=True))
+    screen = console()
+    for where in WHERE:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        for heading in ("name", "cost", "about"):
+            table.add_column(heading, overflow="fold")
+        for one in found:
+            if one.where == where:
+                table.add_row(one.name, one.cost, Text(one.about))
+        screen.print(Text(f"{titles[where]}", style="bold"), table, Text(), sep="\n")
+    screen.print("abrun launch NAME runs one; abrun recipes NAME prints it; docs/recipes.md has every field.")
+
+
+@app.command(rich_help_panel=BEGIN)
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file; default: the standard output.")
+    ] = None,
+) -> None:
+    """Print the JSON schema of recipes, by which an editor completes and checks them.
+
+    The first line of a recipe names it: # yaml-language-server: $schema=recipe.schema.json
+
+    Examples:
+        abrun schema --output recipe.schema.json
+    """
+    from abrun.start.schema import recipe_schema
+
+    text = json.dumps(recipe_schema(), indent=1)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n")

@@ -1,0 +1,55 @@
+"""The schema for editors: it takes every recipe that ships, and finds what a typing error would be."""
+
+import copy
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from abrun.recipe.reading import Loader
+from abrun.start.schema import recipe_schema
+from abrun.start.shipped import recipe_files
+
+
+@pytest.fixture(scope="module")
+def schema() -> jsonschema.Draft7Validator:
+    return jsonschema.Draft7Validator(recipe_schema())
+
+
+def problems(schema: jsonschema.Draft7Validator, tree: Any) -> list[str]:
+    return [f"{'.'.join(map(str, one.path))}: {one.message}" for one in schema.iter_errors(tree)]
+
+
+def test_it_takes_every_recipe_that_ships(schema: jsonschema.Draft7Validator) -> None:
+    trees = {path: yaml.load(path.read_text(), Loader) for path in recipe_files().values()}
+    assert len(trees) > 30 and {path: problems(schema, tree) for path, tree in trees.items()} == {
+        path: [] for path in trees
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("stepz", 3, ": Additional properties are not allowed ('stepz' was unexpected)"),
+        ("rollout", {"temprature": 1.0}, "rollout: Additional properties are not allowed ('temprature'"),
+        ("steps", "many", "steps: 'many' is not of type 'integer'"),
+        ("policy", {"logprobs": {"impl": "fast"}}, "policy.logprobs.impl: 'fast' is not one of"),
+    ],
+)
+def test_it_finds_a_typing_error(schema: jsonschema.Draft7Validator, key: str, value: Any, said: str) -> None:
+    tree = yaml.load(recipe_files()["quickstart"].read_text(), Loader)
+    assert any(one.startswith(said) for one in problems(schema, {**tree, key: value}))
+
+
+def test_a_trainer_of_another_kind_has_another_recipe(schema: jsonschema.Draft7Validator) -> None:
+    tree = yaml.load(recipe_files()["trl"].read_text(), Loader)
+    wrong = copy.deepcopy(tree) | {"rollout": {}}
+    wrong["trainer"]["argz"] = []
+    assert len(problems(schema, wrong)) == 2 and "'rollout'" in problems(schema, wrong)[0]
+
+
+def test_an_editor_shows_what_stands_beside_a_field() -> None:
+    fields = recipe_schema()["$defs"]["Recipe"]["properties"]
+    assert fields["arms"]["description"].startswith("one is named baseline")
+    assert "inherit" in fields["defaults"]["description"]

@@ -1,0 +1,146 @@
+"""What the command line says to machines: JSON alone on the standard output, versions, completion."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import abrun
+from abrun import cli
+from abrun.cli import experiments
+from abrun.compare.judge.verdict_file import SCHEMA_VERSION
+from abrun.implementations import LAUNCHERS
+from tests.compare.simulate import write_experiment
+from tests.launch.fakes import FAKE
+from tests.launch.test_local import SMALL
+
+Answer = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Answer:
+    """`abrun ARGUMENTS` in an empty folder, with the fake trainer: exit code, and the JSON it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+
+    def run(*arguments: str | Path) -> tuple[int, Any]:
+        monkeypatch.setattr(sys, "argv", ["abrun", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        output = capsys.readouterr().out
+        return int(str(exited.value.code)), json.loads(output) if output and "--json" in arguments else output
+
+    return run
+
+
+def test_a_comparison_is_what_verdict_json_holds_and_its_exit_code(answer: Answer, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "runs/apart", shift=0.2)
+    code, verdict = answer("compare", "apart", "--json", "--format", "json")
+    assert code == verdict["exit_code"] == 3 and verdict["verdict"] == "MISMATCH"
+    assert verdict["schema_version"] == SCHEMA_VERSION
+    assert verdict == json.loads((tmp_path / "runs/apart/report/verdict.json").read_text())
+
+
+def test_the_state_of_all_experiments_and_of_the_runs_of_one(answer: Answer, tmp_path: Path) -> None:
+    assert answer("launch", SMALL, "--seeds", "4,7", "--jobs", "4", "--no-compare")[0] == 0
+    code, everything = answer("status", "--json")
+    assert code == 0 and everything["notes"] == []
+    assert everything["experiments"] == [
+        {"experiment": "small", "runs": {"finished": 4}, "step": 12, "num_steps": 12, "launched_by": None}
+    ]
+    code, one = answer("status", "small", "--json")
+    assert code == 0 and [run["run"] for run in one["runs"]] == [
+        "baseline/seed-4", "treatment/seed-4", "baseline/seed-7", "treatment/seed-7"
+    ]  # fmt: skip
+    assert {(run["status"], run["step"], run["num_steps"]) for run in one["runs"]} == {("finished", 3, 3)}
+    assert "train/reward" in one["runs"][0]["latest"] and one["directory"].endswith("runs/small")
+
+
+def test_a_plan_has_its_power_by_pairs(answer: Answer) -> None:
+    _, plan = answer("plan", SMALL, "--json", "--sigma", "0.02", "--correlation", "0.5")
+    (claim,) = plan["claims"]
+    assert claim["spread"]["sd_difference"] == pytest.approx(0.02)  # sigma sqrt(2 (1 - rho))
+    powers = [claim["power"][str(count)] for count in (2, 3, 4, 5, 10)]
+    assert powers == sorted(powers) and powers[-1] > 0.9
+    assert claim["power"][str(claim["pairs_needed"])] >= 0.8 > claim["power"][str(claim["pairs_needed"] - 1)]
+    _, unknown = answer("plan", SMALL, "--json")
+    assert unknown["claims"][0]["power"] is None and unknown["num_pairs"] == 2
+
+
+def test_a_dry_run_lists_runs_the_difference_and_what_is_lacking(answer: Answer, tmp_path: Path) -> None:
+    code, plan = answer("launch", SMALL, "--dry-run", "--json", "--seeds", "0-1", "--jobs", "2")
+    assert code == 0 and list(tmp_path.iterdir()) == []
+    assert [run["run"] for run in plan["runs"]][:2] == ["baseline/seed-0", "treatment/seed-0"]
+    assert plan["treatment_diff"] == {"treatment": {"policy.logprobs.impl": ["logits", "chunked"]}}
+    assert (plan["runs_at_once"], plan["refusals"]) == (2, [])
+    code, plan = answer("launch", SMALL, "--dry-run", "--json", "--set", "cluster.nodes=2")
+    assert code == 0 and plan["runs_at_once"] is None and "cluster.nodes" in plan["refusals"][0]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Of a launch all runs finish at once, and the comparison gives this verdict."""
+
+    def end(verdict: str | None) -> None:
+        done = SimpleNamespace(exit_code=0, stopped_by=None)
+        monkeypatch.setattr(experiments, "launched_in_view", lambda *_, **options: done)
+        monkeypatch.setattr(experiments, "_compare_after_launch", lambda *_: verdict)
+
+    return end
+
+
+@pytest.mark.parametrize(
+    ("verdict", "named", "code"),
+    [
+        ("MISMATCH", "mismatch,inconclusive", 3),
+        ("INCONCLUSIVE", "mismatch, inconclusive", 4),
+        ("INCONCLUSIVE", "mismatch", 0),
+        ("MATCH", "mismatch,inconclusive,invalid", 0),
+    ],
+)
+def test_a_launch_fails_on_the_verdicts_it_is_told_to(
+    answer: Answer, ended: Callable[[str | None], None], verdict: str, named: str, code: int
+) -> None:
+    ended(verdict)
+    assert answer("launch", SMALL, "--fail-on", named)[0] == code
+
+
+def test_a_launch_that_is_to_fail_and_has_no_verdict_fails(
+    answer: Answer, ended: Callable[[str | None], None]
+) -> None:
+    ended(None)
+    assert answer("launch", SMALL)[0] == 0
+    assert answer("launch", SMALL, "--fail-on", "mismatch")[0] == 2
+    assert answer("launch", SMALL, "--fail-on", "mismatch", "--no-compare")[0] == 2
+    assert answer("launch", SMALL, "--fail-on", "match")[0] == 2
+    assert answer("launch", SMALL, "--json")[0] == 2
+
+
+def test_the_version_is_the_package_s(answer: Answer) -> None:
+    assert answer("--version") == (0, f"abrun {abrun.__version__}\n")
+
+
+def test_a_shell_completes_commands_recipes_and_experiments(tmp_path: Path) -> None:
+    write_experiment(tmp_path / "runs/apart", seeds=[0, 1], controls={}, steps=2)
+
+    def completions(*words: str) -> set[str]:
+        asked = {"_ABRUN_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words)}
+        asked["COMP_CWORD"] = str(len(words) - 1)
+        done = subprocess.run(
+            [sys.executable, "-m", "abrun"],
+            cwd=tmp_path,
+            env=os.environ | asked,
+            capture_output=True,
+            text=True,
+        )
+        return set(done.stdout.split())
+
+    assert completions("abrun", "lau") == {"launch"}
+    assert {"quickstart", "quickstart-faults"} <= completions("abrun", "launch", "quick")
+    assert completions("abrun", "status", "ap") == {"apart"}
