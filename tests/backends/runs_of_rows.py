@@ -1,7 +1,5 @@
 """Steps of an algorithm on given rows: on the ranks of a layout, and by the oracle."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from abrun.rl.batch import Sampled, collate, on_completions
 from abrun.train.dpo import DpoAlgorithm
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
+from abrun.train.phases import Phases
 from abrun.train.ppo import PpoAlgorithm
 from abrun.train.setup import Setup
 from abrun.train.sft import SftAlgorithm
@@ -59,7 +58,7 @@ def steps_on_ranks(
     policy: Any = make_backend(config, ranks, weights=None, seed=0)
     kind: Any = config.algorithm
     values: Any = policy.make_value_model(kind, HEAD_SEED) if kind.type == "ppo" else None
-    phases: Any = _phase
+    phases = Phases(ranks.device)
     learner = Learner(policy, values, config.policy.optimizer, phases, config.steps)
     nothing: Any = None
     setup = Setup(
@@ -103,12 +102,6 @@ def steps_on_ranks(
         "share": (ranks.data.rank(), ranks.data.size()),
         "resumed": resumed and all(same.values()),
     }
-
-
-@contextlib.contextmanager
-def _phase(name: str, *, memory: bool = True) -> Iterator[None]:
-    """Neither timed nor measured."""
-    yield
 
 
 def _rows(values: Tensor, mask: Tensor) -> list[list[float]]:

@@ -379,9 +379,8 @@ def step_one_open(one: StepOne) -> str:
     """A first step that neither agrees nor shows a fault, and what would settle it."""
     return (
         f"step one of {one.metric}: it deviates by {one.deviation:.2g} (seed {one.seed}), beyond "
-        f"{one.tolerance:.2g} ({one.tolerance_from}), and "
-        "nothing says how far this trainer's own reruns do; give "
-        "controls.aa_reruns or compare.step_one_tolerance"
+        f"{one.tolerance:.2g} ({one.tolerance_from}), and nothing says how far rounding takes it here: give "
+        "compare.step_one_tolerance, or controls.aa_reruns where reruns differ"
     )
 
 
