@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from abrun import store
@@ -81,9 +82,9 @@ class Prediction:
         unit, num_bytes = ("GiB", GIB) if self._most >= 4 * GIB else ("MiB", 2**20)
         room = "" if self.device_bytes is None else f" of {self.device_bytes / GIB:.1f} GiB a device"
         title = f"{self.name}: predicted peak_allocated_bytes, {unit}{room}"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in ("", "peak", *(kind.replace(" ", "\n") for kind in kinds), "floor", "fits"):
-            table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
+            table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
 
         def shown(value: int | None) -> str:
             return "-" if value is None else f"{value / num_bytes:,.1f}"
