@@ -158,7 +158,8 @@ def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
     from abrun.memory.predict import device_memory, predict_recipe
 
     prediction = predict_recipe(plan, folder, device_bytes=device_memory(device))
-    console().print(prediction.table())
+    screen = console()
+    screen.print(prediction.table(), width=max(screen.width, 120), crop=False)  # digits are never cut
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
         _say(line)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from abrun import store
@@ -82,7 +81,7 @@ class Prediction:
         unit, num_bytes = ("GiB", GIB) if self._most >= 4 * GIB else ("MiB", 2**20)
         room = "" if self.device_bytes is None else f" of {self.device_bytes / GIB:.1f} GiB a device"
         title = f"{self.name}: predicted peak_allocated_bytes, {unit}{room}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
         for heading in ("", "peak", *(kind.replace(" ", "\n") for kind in kinds), "floor", "fits"):
             table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
 
