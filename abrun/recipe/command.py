@@ -20,7 +20,10 @@ from abrun.recipe.section import Section
 from abrun.redaction import REFERENCE, is_secret
 
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
-FRAMEWORKS = ("nemo-rl", "skyrl", "trl", "verl")  # the files of names in abrun.logs.aliases
+FRAMEWORKS = (  # the tables of names in abrun.logs.aliases
+    *("fast-llm", "megatron-lm", "nemo-rl", "open-instruct", "openrlhf", "pipelinerl", "prime-rl", "skyrl"),
+    *("slime", "torchtitan", "torchtitan-rl", "transformers", "trl", "verl"),
+)
 A_RUN_DIR = "/RUN_DIR"  # stands in for a run's directory before there is one
 
 Scalar = str | int | float | bool

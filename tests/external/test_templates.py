@@ -15,8 +15,8 @@ FOLDER = Path(__file__).parent.parent.parent / "recipes" / "external"
 TEMPLATES = sorted(FOLDER.glob("*.yaml"))
 
 
-def test_there_is_one_for_every_framework_whose_names_are_known() -> None:
-    assert {path.stem for path in TEMPLATES} == set(FRAMEWORKS) == set(commands.FRAMEWORKS)
+def test_templates_are_of_frameworks_whose_names_are_known() -> None:
+    assert {path.stem for path in TEMPLATES} <= set(FRAMEWORKS) == set(commands.FRAMEWORKS)
     assert MetricsLog.model_json_schema()["properties"]["format"]["enum"] == list(FORMATS)
 
 
