@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
 SHORT = ["arm", "metric", "window", "num_pairs", "mean_difference", "interval", "margin_text", "result"]
+NO_SOURCE = "got no source; give an experiment's name, or paths of runs"
 CLAIMS = [*SHORT, "certified_bound", "baseline_mean", "treatment_mean", "baseline_sd", "pairs_needed"]
 
 
@@ -230,11 +231,11 @@ def compare(
     """Judge whether arms converge the same way; `abrun compare`, whose options these are.
 
     `sources` are those of `load`, or an `Experiment`. `primary`: claims such as
-    'train/reward:last 20%:0.05'. The report goes into the experiment's folder, or `output`; `formats=[]`
-    writes none. Raises StoreError or ComparisonError for what cannot be compared as asked.
+    'train/reward:last 20%:0.05'. The report goes into the experiment's folder, or `output`, in every format
+    that can be written here (PNG and SVG take matplotlib); `formats=[]` writes none. Raises StoreError or
+    ComparisonError for what cannot be compared as asked.
     """
     from abrun.compare import compare_sources
-    from abrun.compare.show.report import FORMATS
     from abrun.recipe import parse_primary
 
     given = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
@@ -245,6 +246,8 @@ def compare(
             f"abrun.compare: got {next(iter(reading))} with an Experiment, which has been read; load it so"
         )
     named = list(given.sources) if given else [str(source) for source in sources]
+    if not named:
+        raise RecipeError(NO_SOURCE)
     how = given.reading if given else _reading(runs_dir, **reading)
     claims = [primary] if isinstance(primary, str) else primary
     comparison = compare_sources(
@@ -255,7 +258,7 @@ def compare(
         arm=arm,
         step_one=step_one,
         output=Path(output) if output else None,
-        formats=FORMATS if formats is None else formats,
+        formats=formats,
     )
     experiment = given or _opened(named, _reading(runs_dir, alone=True, **reading))
     return Result(comparison, experiment, comparison.verdict)
@@ -277,7 +280,7 @@ def _opened(sources: list[str], reading: "Reading", exit_code: int | None = None
     from abrun.compare.read.sources import open_sources
 
     if not sources:
-        raise RecipeError("got no source; give an experiment's name, or paths of runs")
+        raise RecipeError(NO_SOURCE)
     return Experiment(open_sources(sources, reading), tuple(sources), reading, exit_code or 0)
 
 

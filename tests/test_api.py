@@ -98,6 +98,16 @@ def test_runs_of_another_framework_are_compared_with_the_options_of_the_command_
     assert all(path.suffix == ".csv" for path in tmp_path.iterdir())  # no report was asked for
 
 
+def test_without_matplotlib_the_report_has_no_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("abrun.compare.lacking", lambda extra: "needs matplotlib")
+    monkeypatch.setattr("abrun.compare.show.report.lacking", lambda extra: "needs matplotlib")
+    write_experiment(tmp_path / "equal", seeds=[0, 1], steps=2)
+    report = abrun.compare(tmp_path / "equal", output=tmp_path / "report").report
+    assert report and {file.suffix for file in report.parent.iterdir()} == {".html", ".md", ".json"}
+
+
 def test_a_notebook_gets_html_with_nothing_of_the_runs_as_markup(tmp_path: Path) -> None:
     write_experiment(tmp_path / "equal", seeds=[0, 1, 2])
     result = abrun.compare(tmp_path / "equal", formats=["png", "html"])
@@ -114,6 +124,7 @@ def test_bad_input_is_an_error_of_one_line(tmp_path: Path) -> None:
     for call in (
         lambda: abrun.load("gone", runs_dir=tmp_path),
         lambda: abrun.load(),
+        lambda: abrun.compare(),
         lambda: abrun.load(tmp_path / "equal", patern="x"),
         lambda: abrun.compare(experiment, "other"),
         lambda: abrun.compare(experiment, unpaired=True),

@@ -61,6 +61,7 @@ def test_equal_runs_pass_and_others_fail_with_the_reason_and_the_report(tmp_path
     }, said
     assert "MISMATCH: old and worse" in said and "train/reward: differs by -0.1" in said
     assert "INCONCLUSIVE: old and same" in said and "these runs cannot be compared: " in said
+    assert "During handling of the above exception" not in said
     report = next(line.split()[-1] for line in said.splitlines() if line.strip().startswith("report:"))
     assert (Path(report) / "report.html").is_file() and "Traceback" not in said
 

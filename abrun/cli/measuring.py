@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from abrun.memory.cells import MemoryProfile
     from abrun.memory.sweep import Plan
 
-FIGURES = 120  # characters that a table of predictions takes
-
 Measured = Annotated[
     Path | None,
     typer.Argument(
@@ -160,10 +158,7 @@ def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
     from abrun.memory.predict import device_memory, predict_recipe
 
     prediction = predict_recipe(plan, folder, device_bytes=device_memory(device))
-    screen, table = console(), prediction.table()
-    if screen.width < FIGURES:
-        table.width = FIGURES  # a terminal wraps what is too wide, and rich would cut digits off
-    screen.print(table, crop=False)
+    console().print(prediction.table())
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
         _say(line)
 

@@ -38,10 +38,9 @@ def guess_runs(logs: Sequence[Log], arms: Sequence[str] | None = None) -> Guess 
         of_arm = list(arms or found_arms)
         names = [RunName(arm=arm, seed=seed) for arm, seed in zip(of_arm, seeds, strict=True)]
         if _is_a_grid(names):
-            said = [f"seeds from {how}"]
-            return Guess(
-                names=names, paired=True, seeds_known=True, said=said if arms else [f"arms and {said[0]}"]
-            )
+            of_first = f"seed {seeds[0]}" if arms else f"{names[0].arm}, seed {seeds[0]}"
+            said = f"{'' if arms else 'arms and '}seeds from {how}: {of_first}"
+            return Guess(names=names, paired=True, seeds_known=True, said=[said])
     groups = list(arms or _groups(logs))
     if 1 < len(set(groups)) <= MOST_ARMS:
         single = len(set(groups)) == len(logs)
@@ -75,7 +74,7 @@ def _assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], list[str
         before = {part[place - 1].lower() if place % len(part) else "" for part in parts}
         is_named = before == {"seed"} or parts[0][place].lower().startswith(SEED_WORDS)
         arms = [_arm_without(part, place % len(part)) for part in parts]
-        text = f"names such as {listed([logs[0].name])}: seed {seeds[0]}"
+        text = f"names such as {listed([logs[0].name])}"
         found.append((not is_named, (text, seeds, arms)))
     yield from (one for _, one in sorted(found, key=lambda one: one[0]))
     keys = {key for log in logs for key in log.config or {} if key.rsplit(".", 1)[-1] in SEED_KEYS}

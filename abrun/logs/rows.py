@@ -28,6 +28,7 @@ STEP_COLUMNS = (
 )
 # wandb's own columns, TensorBoard's, and those that count as steps do
 NOT_METRICS = {"_step", "_runtime", "_timestamp", "Wall time", "percentage"}
+UNNAMED = "Unnamed: "  # and its place: a column without a name, which counts rows; no metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
 MOST_METRICS = 100_000
 LARGEST_STEP = 2**53  # whole numbers above it are not exact as floats
@@ -96,7 +97,7 @@ def series_of(
     steps = (
         (
             check_step(row[column], f"{place}, row {number}", column),
-            {name: row[name] for name in row if name not in dropped},
+            {name: row[name] for name in row if name not in dropped and not name.startswith(UNNAMED)},
         )
         for number, row in enumerate(rows, 1)
         if not row.keys() <= NOT_METRICS and not math.isnan(row.get(column, math.nan))

@@ -13,7 +13,7 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
-from abrun.logs.rows import as_number, flat_numbers, series_of
+from abrun.logs.rows import UNNAMED, as_number, flat_numbers, series_of
 from abrun.regular_files import open_regular, read_regular
 
 TORN = "its last line is torn, or still being written, and was left out"
@@ -40,7 +40,8 @@ def read_csv(path: Path, step_column: str | None = None) -> Log:
 
 def csv_log(path: Path, lines: list[Line], step_column: str | None = None) -> Log:
     """The run of a CSV file's whole lines, the header first."""
-    header = [name.strip() for name in lines[0][1]]
+    # The index of a data frame has no name in its CSV; read again, pandas calls it so.
+    header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(lines[0][1])]
     _refuse_columns_twice(path, header)
     rows, num_texts = _numbers(path, header, lines[1:])
     metrics, notes = series_of(rows, _shown(path), step_column, header)

@@ -81,9 +81,11 @@ class Prediction:
         unit, num_bytes = ("GiB", GIB) if self._most >= 4 * GIB else ("MiB", 2**20)
         room = "" if self.device_bytes is None else f" of {self.device_bytes / GIB:.1f} GiB a device"
         title = f"{self.name}: predicted peak_allocated_bytes, {unit}{room}"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-        for heading in ("", "peak", *(kind.replace(" ", "\n") for kind in kinds), "floor", "fits"):
-            table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+        table = Table(title=title, title_justify="left")
+        for heading in ("", "peak", "floor", *(["fits"] if self.device_bytes else []), "made of"):
+            is_text = heading in ("", "made of")
+            table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "made of")
+        blank = ["", ""] if self.device_bytes else [""]
 
         def shown(value: int | None) -> str:
             return "-" if value is None else f"{value / num_bytes:,.1f}"
@@ -93,13 +95,13 @@ class Prediction:
             point = peaks.point
             swept = "".join(f", {key.rpartition('.')[2]} {value}" for key, value in point.swept)
             size = f"{point.num_sequences} x {point.length:,} tokens{swept}"
-            heads = [f"{size}, {peaks.arm}", shown(peaks.highest[1])]
+            fits = [self.fits(peaks)] if self.device_bytes else []
             table.add_section()
-            table.add_row(*heads, *("" for _ in kinds), shown(floor), self.fits(peaks), style="bold")
+            table.add_row(f"{size}, {peaks.arm}", shown(peaks.highest[1]), shown(floor), *fits, style="bold")
             for phase, of_kind in peaks.by_phase.items():
-                table.add_row(
-                    f"  {phase}", shown(sum(of_kind.values())), *(shown(of_kind.get(k)) for k in kinds)
-                )
+                parts = ((kind, shown(of_kind.get(kind, 0))) for kind in kinds)
+                made_of = ", ".join(f"{kind} {amount}" for kind, amount in parts if amount != "0.0")
+                table.add_row(f"  {phase}", shown(sum(of_kind.values())), *blank, made_of)
             if peaks.engine_bytes is not None:
                 table.add_row("  vllm, while it samples", shown(peaks.engine_bytes))
         return table

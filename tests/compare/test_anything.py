@@ -135,6 +135,23 @@ def test_what_is_guessed_stands_in_every_report(tmp_path: Path) -> None:
     assert found.content.guessed[0] == "a long table: its runs from the columns arm, seed"
 
 
+def test_what_is_guessed_of_names_shows_an_arm_and_a_seed(tmp_path: Path) -> None:
+    for name, seed in ((name, seed) for name in ("exp1", "exp2") for seed in SEEDS):
+        write_csv(tmp_path / f"runs/{name}_{seed}.csv", rows("old", seed))
+    said = described([str(tmp_path / "runs")], tmp_path / "report").content.guessed
+    assert f"arms and seeds from names such as 'exp1_{SEEDS[0]}.csv': exp1, seed {SEEDS[0]}" in said
+
+
+def test_seeds_of_one_folder_as_sources_are_arms_and_that_is_said(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        write_csv(tmp_path / f"s{seed}.csv", rows("old", seed))
+    sources = [str(tmp_path / f"s{seed}.csv") for seed in SEEDS]
+    found = described(sources, tmp_path / "report", primary="train/reward:last 20%:0.5").content
+    assert found.verdict == "INCONCLUSIVE"
+    said = f"each of the {len(SEEDS)} sources is an arm; where they are seeds of one, name their folder"
+    assert said in found.guessed
+
+
 def test_of_several_arms_each_row_names_its_own(tmp_path: Path) -> None:
     for arm, source in (("base", "old"), ("bf16", "new"), ("fused", "new")):
         for seed in SEEDS:

@@ -49,6 +49,15 @@ def test_csv_of_pandas_in_any_order_with_a_step_twice(tmp_path: Path) -> None:
     assert list(log.metrics) == ["loss"]
 
 
+def test_the_index_of_pandas_is_no_metric_and_can_be_named_as_the_step(tmp_path: Path) -> None:
+    pd.DataFrame({"step": [10, 20], "loss": [3.0, 1.0]}).to_csv(tmp_path / "both.csv")
+    assert list(one(tmp_path / "both.csv").metrics) == ["loss"]
+    pd.DataFrame({"loss": [3.0, 1.0]}).to_csv(tmp_path / "index.csv")
+    with pytest.raises(StoreError, match="found are 'Unnamed: 0', 'loss'; name the column"):
+        one(tmp_path / "index.csv")
+    assert values(one(tmp_path / "index.csv", "Unnamed: 0"), "loss") == {0: 3.0, 1: 1.0}
+
+
 def test_the_step_column_is_the_first_that_every_row_has(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("_step,train/global_step,iter,loss\n0,10,1,1.5\n1,20,2,2.5\n")

@@ -1,5 +1,6 @@
 """Predicted peaks against those of the same step, run for real on CPU cores, and against measured ones."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.memory import hollow
@@ -148,6 +150,27 @@ def test_fits_knows_its_error() -> None:
         return Prediction(name="x", peaks=[peaks], device_bytes=100).fits(peaks)
 
     assert [shown(size) for size in (89, 91, 101)] == ["yes", "barely", "no"]
+
+
+def test_the_table_can_be_read_at_80_columns() -> None:
+    kinds = (
+        "weights",
+        "optimizer state",
+        "gathered weights",
+        "log-probs",
+        "gradients",
+        "activations",
+        "cuBLAS",
+    )
+    by_phase = {"forward_backward": {kind: (place + 1) << 20 for place, kind in enumerate(kinds)}}
+    at = Point(length=16_384)
+    peaks = Predicted(arm="treatment", point=at, by_phase=by_phase, floor=None, engine_bytes=None)
+    console = Console(width=80, file=io.StringIO())
+    console.print(Prediction(name="x", peaks=[peaks], device_bytes=None).table())
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 x 16,384 tokens, treatment" in shown and "28.0" in shown
+    text = " ".join(line.split("│")[-2].strip() for line in shown.splitlines() if line.count("│") > 2)
+    assert all(f"{kind} {place + 1}.0" in text for place, kind in enumerate(kinds))
 
 
 @pytest.mark.parametrize(

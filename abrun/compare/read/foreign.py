@@ -159,7 +159,11 @@ def _guessed(sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequen
         if guess is not None and guess.seeds_known:
             return guess
     arms = _arms_of(sources)
-    return guess_runs(logs, [arm for arm, of in zip(arms, logs_of, strict=True) for _ in of])
+    guess = guess_runs(logs, [arm for arm, of in zip(arms, logs_of, strict=True) for _ in of])
+    if guess is not None and len(logs) == len(sources) and not any(arm for arm, _ in sources):
+        said = f"each of the {len(sources)} sources is an arm; where they are seeds of one, name their folder"
+        guess = replace(guess, said=[said, *guess.said])
+    return guess
 
 
 def _names_by_seed(
