@@ -1,18 +1,23 @@
 """Samples that are dealt out over ranks and brought back: every kind of tensor, to the last bit."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from abrun.backends.microbatches import Microbatches
 from abrun.backends.ranks import make_ranks
-from abrun.recipe import Policy
+from abrun.recipe import Policy, Ppo
 from abrun.rl.batch import Sequences
-from tests.backends.policies import CPU
+from abrun.rl.sampling import packed
+from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend, some_batch
+from tests.backends.test_dtensor import assert_same
+from tests.backends.test_support import VOCAB
+from tests.backends.test_value_model import SquaredError
 from tests.spawn import run_ranks
 
 
@@ -103,3 +108,55 @@ def test_whatever_is_dealt_out_comes_back(world_size: int) -> None:
             assert all(row % together == place % together for place, row in enumerate(part))
             if together == 2:
                 assert all(one + 1 == two for one, two in zip(part[::2], part[1::2], strict=True))
+
+
+ROWS = 6  # of two ranks and of three
+
+
+def everything(packing: dict[str, Any]) -> dict[str, Any]:
+    """Of this rank's share: log-probs and values, and gradients of policy and value model by both."""
+    kept = torch.rand(ROWS, 24, VOCAB, generator=torch.Generator().manual_seed(5)) < 0.3
+    whole = some_batch(size=ROWS)
+    width = whole.token_ids.shape[1]
+    whole.token_mask[2] = False  # an empty completion
+    whole.token_mask[3:, 4:] = False
+    routes = torch.randint(1, 9, (ROWS, width, 4), generator=torch.Generator().manual_seed(6))
+    routes[..., 1::2] = 1 + routes[..., ::2] % 8  # two different experts a layer
+    kept = kept[:, :width].scatter(-1, whole.token_ids[..., None], True) & whole.token_mask[..., None]
+    whole = replace(whole, routes=routes.to(torch.int16), support=packed(kept))
+    settings = {"replay_routing": True, "router_aux_loss_coefficient": 0.1, **packing}
+    backend = make_backend("experts", temperature=0.7, top_p=0.8, **settings)
+    ppo = Ppo.model_validate({"type": "ppo"})
+    critic, num_tokens = backend.make_value_model(ppo, seed=3), float(whole.token_mask.sum())
+    batch = whole[backend.ranks.share(ROWS)]
+    if batch.token_mask.any():  # padded as its own rows need, as collate does
+        (batch,) = batch.split(None)
+    values = torch.where(batch.token_mask, critic.values(batch), 0.0)
+    found: dict[str, Any] = {"logprobs": backend.logprobs(batch), "values": values}
+    parts = backend.forward_backward(batch, WeightedLoss(num_tokens))
+    losses = [parts.sums["loss"], critic.forward_backward(batch, SquaredError(num_tokens)).sums["loss"]]
+    found["losses"] = torch.tensor(backend.ranks.total(*(float(loss) for loss in losses)))
+    found["gradients"] = gradients(backend) | {
+        f"head.{name}": parameter.grad.full_tensor()  # pyright: ignore
+        for name, parameter in critic.head.named_parameters()
+    }
+    return found
+
+
+def everything_on_ranks(rank: int, world_size: int, max_tokens: int) -> dict[str, Any]:
+    return everything({"packing": True, "micro_batch_tokens": max_tokens})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "max_tokens"), [(2, 1), (2, 12), (3, 12), (3, 1000)])
+def test_policy_and_value_model_of_several_ranks_are_those_of_one(
+    world_size: int, max_tokens: int, group: None
+) -> None:
+    expected, by_rank = everything({}), run_ranks(everything_on_ranks, world_size, max_tokens)
+    for name in ("logprobs", "values"):
+        width = expected[name].shape[1]
+        rows = [pad(found[name], (0, width - found[name].shape[1])) for found in by_rank]
+        torch.testing.assert_close(torch.cat(rows), expected[name], atol=2e-5, rtol=1e-5)
+    for found in by_rank:
+        torch.testing.assert_close(found["losses"], expected["losses"], atol=1e-6, rtol=1e-5)
+        assert_same(found["gradients"], expected["gradients"], rtol=1e-4, atol=1e-6)
