@@ -85,7 +85,7 @@ def dealt_out(rank: int, world_size: int, cases: list[tuple[list[list[int]], int
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_whatever_is_dealt_out_comes_back(world_size: int) -> None:
     draw = random.Random(world_size)
     cases = [([[7]] * world_size, 1, 1), ([[0, 0]] * world_size, 2, 9), ([[0, 30]] * world_size, 1, 4)]
