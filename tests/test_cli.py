@@ -24,6 +24,7 @@ from tests.launch.test_local import SMALL
 
 Run = Callable[..., tuple[int, str, str]]
 CLAIM = ["--set", "compare.primary.0.metric=train/rewrad"]
+HEAD = ["--hidden", "8", "--vocab", "9"]
 TO_COME = ["--set", "cluster.nodes=2", "--set", "rollout={engine: vllm, devices: 1}"]
 WINDOW = ["--set", "compare.primary.0.window=steps 2-4"]
 SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotlib")
@@ -152,6 +153,12 @@ def test_every_command_has_help(run: Run) -> None:
         (["memory-profile", SMALL, "--hidden", "64"], "--hidden, --vocab: got 64 and None with a recipe"),
         (["memory-profile", SMALL, "--sweep", "stepz=1,2"], "did you mean 'steps'"),
         (["memory-profile", SMALL, "--max-seq-len"], "--budget-gib: got none with a search on CPU cores"),
+        (["memory-profile", SMALL, "--predict", "--max-seq-len"], "--max-seq-len: got it with --predict"),
+        (["memory-profile", SMALL, "--predict", "--budget-gib", "1"], "--budget-gib: got it with --predict"),
+        (["memory-profile", SMALL, "--predict", "--no-rollouts"], "--no-rollouts: got it with --predict"),
+        (["memory-profile", SMALL, "--budget-gib", "inf"], "'--budget-gib': got 'inf'; allowed: less"),
+        (["memory-profile", *HEAD, "--device-memory", "h100"], "--device-memory: got no recipe"),
+        (["memory-profile", *HEAD, "--no-rollouts"], "--no-rollouts: got no recipe"),
         (["memory-profile"], "memory-profile: got no recipe; give one, or --hidden and --vocab"),
         (["status", "x" * 5000], "File name too long"),
         (["launch", SMALL, "--set", "=1"], "--set: got '=1'; allowed: key=value"),

@@ -104,8 +104,9 @@ class _Route:
         if self.group.size() == 1:
             return rows
         found = rows.new_empty(sum(come), *rows.shape[1:])
-        as_bytes = [each.view(torch.uint8) if each.dtype == torch.bool else each for each in (found, rows)]
-        dist.all_to_all_single(as_bytes[0], as_bytes[1].contiguous(), come, go, group=self.group)
+        # As bytes: gloo and NCCL have neither bool nor int16, which routes among many experts are.
+        to, of = (each.contiguous().flatten().view(torch.uint8).view(len(each), -1) for each in (found, rows))
+        dist.all_to_all_single(to, of, come, go, group=self.group)
         return found
 
 

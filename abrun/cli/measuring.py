@@ -52,7 +52,8 @@ MaxSequences = Annotated[
     bool, typer.Option("--max-sequences", help="Then search for the largest microbatch that trains.")
 ]
 Budget = Annotated[
-    float | None, typer.Option(min=0.001, help="As if a device had no more memory than so many GiB.")
+    float | None,
+    typer.Option(min=0.001, max=100_000, help="As if a device had but so many GiB of memory."),
 ]
 Sampling = Annotated[
     bool, typer.Option("--rollouts/--no-rollouts", help="Whether to sample once, as the recipe says.")
@@ -112,13 +113,21 @@ def memory_profile(
     }
     if recipe is None:
         of_recipes = {"--set": overrides, "--sequences": sequences, "--sweep": sweep}
-        of_recipes |= {"--max-sequences": max_sequences, "--predict": predict}
+        of_recipes |= {"--max-sequences": max_sequences, "--no-rollouts": not rollouts}
+        of_recipes |= {"--predict": predict, "--device-memory": device_memory}
         given = [option for option, value in of_recipes.items() if value]
         return _measure_head(hidden, vocab, given, options, output or runs_dir / "head-memory")
     if hidden or vocab:
         raise RecipeError(
             f"--hidden, --vocab: got {hidden} and {vocab} with a recipe, whose model has its own; "
             "drop them, or use --sweep model.shape.vocab_size=..."
+        )
+    measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
+    measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
+    for option in (option for option, value in measured.items() if predict and value):
+        raise RecipeError(
+            f"{option}: got it with --predict, which measures nothing; drop one of the two (what a device "
+            "has: --device-memory)"
         )
     variants = variants_of(recipe, overrides or [], sweep or [])
     name = variants[0].recipe.name

@@ -62,9 +62,10 @@ def _saved(shape: dict[str, Any], config: OwnRunConfig, tensor: int) -> int:
     attention = 2 * queries + 2 * keys  # in and out
     if config.policy.activation_checkpointing == "selective":
         return hidden + attention
-    inner = shape["intermediate_size"] // tensor
     if "num_experts" in shape:
         inner = shape["num_experts_per_tok"] * shape["moe_intermediate_size"]
+    else:
+        inner = shape["intermediate_size"] // tensor
     return 4 * hidden + attention + 3 * inner
 
 

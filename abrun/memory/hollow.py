@@ -127,7 +127,24 @@ def _wide_product(func: Any, fake: FakeTensorMode, *args: Any, out: Tensor | Non
         return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
 
 
+def _grouped_product(
+    func: Any,
+    fake: FakeTensorMode,
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """Products of experts: torch 2.11 knows their shapes in bfloat16 alone, and computes in float32, too."""
+    apart = left.ndim == right.ndim  # a product an expert, and not rows one after the other
+    experts = () if not apart else left.shape[:1] if offs is None else (len(offs),)
+    with fake:
+        return left.new_empty(*experts, left.shape[-2], right.shape[-1])
+
+
 UNKNOWN = {
+    aten._grouped_mm.default: _grouped_product,
     aten._local_scalar_dense.default: _scalar,
     aten.topk.default: _balanced,
     **dict.fromkeys(

@@ -1,6 +1,8 @@
 """The tasks of the package reasoning-gym: problems drawn by its generators, judged by its scorers."""
 
+import inspect
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,9 @@ from abrun.recipe import ReasoningGym
 from abrun.tasks import Example
 from abrun.tasks.final_answers import last_number
 from abrun.tasks.generated import Generated
+
+# How a scorer computes what a completion says; sympy's parse_expr is an eval, too.
+RUNS_IT = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(answer\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +28,8 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
     """Problems of one task; a completion's reward is the scorer's, from 0 to 1.
 
     Raises RecipeError where the package has no such task or parameters, where a problem has no reference
-    answer, which supervised steps imitate, or is another when it is drawn from the same seed again.
+    answer, which supervised steps imitate, or is another when it is drawn from the same seed again, and where
+    the scorer would run a completion as Python: it could end the run, hang it, or touch files.
     """
     try:
         import reasoning_gym as package  # pyright: ignore[reportMissingImports]
@@ -38,21 +44,28 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
             f"{', '.join(sorted(DATASETS))}"
         )
 
-    def problems(seed: int) -> Any:
+    def drawn(seed: int) -> tuple[Any, dict[str, Any]]:
+        """A data set of one problem, which scores, and the problem."""
         try:
-            return package.create_dataset(config.name, seed=seed, size=1, **config.parameters)
-        except (AssertionError, TypeError, ValueError) as error:
+            problems = package.create_dataset(config.name, seed=seed, size=1, **config.parameters)
+            return problems, problems[0]
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RecipeError(
                 f"task.parameters: got {config.parameters} with task.name {config.name!r}, which refuses "
                 f"them: {' '.join(str(error).split()) or type(error).__name__}"
             ) from error
 
     def draw(generator: random.Random) -> Example:
-        entry = problems(generator.getrandbits(31))[0]
+        _, entry = drawn(generator.getrandbits(31))
         answer = str(entry["answer"])
         return Reasoning(prompt=entry["question"], completion=answer, answer=answer, entry=entry)
 
-    scorer = problems(0)
+    scorer, _ = drawn(0)
+    if config.answer == "text" and RUNS_IT.search(inspect.getsource(type(scorer).score_answer)):
+        raise RecipeError(
+            f"task.name: got {config.name!r}, whose scorer runs completions as Python; use another task, or "
+            "answer: final_number"
+        )
     _check(config.name, draw, scorer)
 
     def judge(example: Example, completion: str) -> float:

@@ -48,5 +48,24 @@ def test_terms_of_a_floor() -> None:
     assert alone["log-probs"] == 512 * 2**20
 
 
+def test_experts_keep_what_a_token_meets() -> None:
+    """qwen3-moe-tiny in float32, a sequence of 100 tokens: only the experts that it goes to."""
+    raw = {
+        "algorithm": {"type": "sft"},
+        "model": {"preset": "qwen3-moe-tiny"},
+        "task": {"type": "arithmetic"},
+        "steps": 1,
+        "policy": {"micro_batch_size": 1},
+    }
+    config = OwnRunConfig.model_validate(raw)
+    shape, floor = shape_of(config.model), floor_of(config, length=100, num_sequences=1)
+    assert shape is not None and floor is not None and "intermediate_size" not in shape
+    heads = shape["num_attention_heads"] + shape["num_key_value_heads"]
+    head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    inner = shape["num_experts_per_tok"] * shape["moe_intermediate_size"]
+    per_token = 4 * shape["hidden_size"] + 2 * heads * head + 3 * inner
+    assert floor["activations"] == shape["num_hidden_layers"] * 100 * per_token * 4
+
+
 def test_an_unknown_model_has_no_floor() -> None:
     assert shape_of(Model.model_validate({"path": "nobody/nothing"})) is None

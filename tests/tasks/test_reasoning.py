@@ -61,6 +61,9 @@ def test_prompts_that_are_held_out_are_never_drawn() -> None:
         ("chainsum", {}, ["task.name: got 'chainsum'", "chain_sum"]),
         ("chain_sum", {"terms": 2}, ["task.parameters: got {'terms': 2}", "'chain_sum'", "terms"]),
         ("chain_sum", {"min_terms": 9}, ["task.parameters: got {'min_terms': 9}"]),
+        ("chain_sum", {"operators": []}, ["task.parameters: got {'operators': []}"]),
+        ("spiral_matrix", {}, ["task.name: got 'spiral_matrix', whose scorer runs completions as Python"]),
+        ("countdown", {}, ["task.name: got 'countdown', whose scorer runs completions as Python"]),
         ("graph_color", {}, ["task.name: got 'graph_color'", "no answer that its scorer takes"]),
     ],
 )

@@ -73,7 +73,7 @@ class DtensorValueModel:
         self._settings, self._policy, self._ranks, self._tensor = settings, policy, ranks, tensor
         self._coefficient = 1.0
         # In float32 unless the recipe wants to see what bfloat16 masters and moments lose: they truncate.
-        self.head = _head(hidden_size, seed).to(ranks.device, DTYPES[settings.value_head_dtype])
+        self.head = _head(hidden_size, seed, ranks.device, DTYPES[settings.value_head_dtype])
         if tensor:
             tensor.replicate(self.head)
         # Gathered in its own dtype, whatever the backbone's products compute in.
@@ -157,8 +157,8 @@ class DtensorValueModel:
         return module.train()
 
 
-def _head(hidden_size: int, seed: int) -> ValueHead:
+def _head(hidden_size: int, seed: int, device: torch.device, dtype: torch.dtype) -> ValueHead:
     head = ValueHead(hidden_size, 1)
-    head.weight = nn.Parameter(initial_value_weight(hidden_size, seed))
-    nn.init.zeros_(head.bias)
+    head.weight = nn.Parameter(initial_value_weight(hidden_size, seed).to(device, dtype))
+    head.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
     return head
