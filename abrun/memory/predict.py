@@ -108,7 +108,10 @@ class Prediction:
 
     def notes(self) -> list[str]:
         """What the figures are, and what they are not."""
-        return [f"Calibrated to {ERROR:.0%} against measured peaks. Not in it: {NOT_IN_IT}."]
+        return [
+            f"Within {ERROR:.0%} of measured peaks, of PPO's value update and of experts up to 15% too low. "
+            f"Not in it: {NOT_IN_IT}."
+        ]
 
     @property
     def _most(self) -> int:
