@@ -63,7 +63,10 @@ def init(
 
 def _asked(option: str, question: str, default: str) -> str:
     if not sys.stdin.isatty():
-        raise RecipeError(f"{option}: missing, and nobody is there to be asked; see: abrun init --help")
+        raise RecipeError(
+            f"{option}: missing, and nobody is there to be asked; give one, such as {option} {default} (all: "
+            "abrun init --help)"
+        )
     return str(typer.prompt(question, default=default))
 
 
@@ -96,7 +99,7 @@ def recipes(
     for where in WHERE:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
         for heading in ("name", "cost", "about"):
-            table.add_column(heading, overflow="fold")
+            table.add_column(heading, overflow="fold", no_wrap=heading == "name")
         for one in found:
             if one.where == where:
                 table.add_row(one.name, one.cost, Text(one.about))
