@@ -42,15 +42,15 @@ def test_rotated_position_by_position_to_the_same_bits(
 @pytest.mark.parametrize("of_states", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_shape_is_rotated_to_the_same_bits(of_states: torch.dtype, of_table: torch.dtype) -> None:
     """One table for all rows, tables that are scaled, of another dtype, and no positions at all."""
-    draw = torch.Generator().manual_seed(0)
+    draw, rotations = torch.Generator().manual_seed(0), [layers.STOCK_ROTATION, layers._rotated]
     for rows, heads, length, half in [(1, 1, 0, 1), (1, 3, 7, 1), (2, 4, 9, 8), (3, 2, 5, 5)]:
         for tables in (1, rows):
             cos, sin = (1.3 * torch.randn(2, tables, length, 2 * half, generator=draw)).to(of_table)
             start = [torch.randn(rows, length, n, 2 * half, generator=draw).to(of_states) for n in (heads, 1)]
             found = []
-            for rotate in (layers.STOCK_ROTATION, layers._rotated):
-                states = [each.clone().requires_grad_() for each in start]
-                out = rotate(*(each.transpose(1, 2) for each in states), cos, sin)
+            for rotate in rotations:
+                query, key = states = [each.clone().requires_grad_() for each in start]
+                out = rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
                 torch.stack([each.float().square().sum() for each in out]).sum().backward()
                 found.append([*out, *(each.grad for each in states)])
             assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))
