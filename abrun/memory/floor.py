@@ -4,10 +4,9 @@ Letters: N parameters of a rank, L layers, T tokens of a rank's microbatch, H hi
 the products' inner size, P tensor-parallel ranks.
 """
 
-from pathlib import Path
 from typing import Any
 
-from abrun.launch.model_folder import config_of
+from abrun.launch.requirements import shape_of
 from abrun.memory.step import is_cut
 from abrun.recipe import Dpo, Model, OwnRunConfig, PolicyGradientSettings
 
@@ -26,7 +25,7 @@ def floor_of(config: OwnRunConfig, *, length: int, num_sequences: int) -> dict[s
     the kernels the logits of a chunk, as far as their budget goes. In a step of one microbatch gradients and
     activations need not be there at once: the larger counts. `num_sequences`: of a rank's microbatch.
     """
-    shape = shape_of(config.model)
+    shape = known_shape(config.model)
     if shape is None or config.policy.backend.type != "dtensor":
         return None
     policy, layout = config.policy, config.policy.backend
@@ -89,15 +88,9 @@ def num_parameters(shape: dict[str, Any]) -> tuple[int, int]:
     return layers * layer + heads * vocab * hidden + hidden, layers * experts
 
 
-def shape_of(model: Model) -> dict[str, Any] | None:
+def known_shape(model: Model) -> dict[str, Any] | None:
     """A configuration's fields, of a preset or a folder, where it is one of the families that are known."""
-    if model.preset is not None:
-        shape: Any = {"vocab_size": CHARACTERS} | model.architecture
-    else:
-        try:
-            shape = config_of(Path(model.path or ""))
-        except (OSError, ValueError):
-            return None
+    shape = {"vocab_size": CHARACTERS, **shape_of(model)}
     return shape if shape.get("model_type") in FAMILIES else None
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from abrun.memory.floor import floor_of, num_parameters, shape_of
+from abrun.memory.floor import floor_of, known_shape, num_parameters
 from abrun.models.presets import preset_config
 from abrun.recipe import ARCHITECTURES, Model, OwnRunConfig
 
@@ -18,7 +18,7 @@ def test_parameters_are_those_of_the_network(preset: str) -> None:
     counted = {True: 0, False: 0}
     for name, parameter in network.named_parameters():
         counted["experts" in name] += parameter.numel()
-    shape = shape_of(Model.model_validate({"preset": preset}))
+    shape = known_shape(Model.model_validate({"preset": preset}))
     assert shape is not None and num_parameters(shape) == (counted[False], counted[True])
 
 
@@ -58,7 +58,7 @@ def test_experts_keep_what_a_token_meets() -> None:
         "policy": {"micro_batch_size": 1},
     }
     config = OwnRunConfig.model_validate(raw)
-    shape, floor = shape_of(config.model), floor_of(config, length=100, num_sequences=1)
+    shape, floor = known_shape(config.model), floor_of(config, length=100, num_sequences=1)
     assert shape is not None and floor is not None and "intermediate_size" not in shape
     heads = shape["num_attention_heads"] + shape["num_key_value_heads"]
     head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
@@ -68,4 +68,4 @@ def test_experts_keep_what_a_token_meets() -> None:
 
 
 def test_an_unknown_model_has_no_floor() -> None:
-    assert shape_of(Model.model_validate({"path": "nobody/nothing"})) is None
+    assert known_shape(Model.model_validate({"path": "nobody/nothing"})) is None
