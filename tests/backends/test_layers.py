@@ -1,6 +1,7 @@
-"""What replaces parts of transformers' layers is the same to the last bit."""
+"""What replaces parts of transformers' layers is the same to the last bit, and what compilers know of them."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from abrun.backends.dtensor import layers
 from abrun.models import load_network
 from abrun.recipe import Model
+from tests.backends.policies import make_backend, some_batch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,3 +64,22 @@ def test_what_rotates_otherwise_is_left_as_it_is() -> None:
     layers._rotate_position_by_position(modeling_cohere)
     layers._rotate_position_by_position(torch)
     assert modeling_cohere.apply_rotary_pos_emb is stock is not modeling_qwen2.apply_rotary_pos_emb
+
+
+def test_a_compiler_takes_lengths_alone_for_numbers_that_change(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's size that it does not know, as FSDP's modules have it, is a division in every kernel."""
+    batch, found = some_batch(), []
+
+    def seen(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append({each.node.expr for each in inputs if isinstance(each, torch.SymInt)})
+        sizes = [each.size() for each in inputs if isinstance(each, Tensor) and each.ndim == 3]
+        assert all(size[-1] in (8, 32) and isinstance(size[-1], int) for size in sizes)  # a head's, or all
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=seen))
+    torch.compiler.reset()
+    make_backend(compile=True).logprobs(batch)
+    torch.compiler.reset()
+    assert found and all(len(symbols) <= 2 for symbols in found), found  # rows and their length
