@@ -1,4 +1,4 @@
-"""What replaces parts of transformers' layers is the same to the last bit, and what compilers know of them."""
+"""What replaces parts of transformers' layers is the same to the last bit; what compilers know."""
 
 import sys
 from functools import partial
