@@ -64,6 +64,10 @@ def published(network: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[t
 
     A layer's experts, which are one tensor here, are a tensor each there.
     """
+    nothing: dict[str, Tensor] = {}
+    if revert_weight_conversion(network, nothing) is nothing:  # nor is anything else to be converted
+        yield from weights  # asked for each, it would go through all modules each time
+        return
     for name, weight in weights:
         yield from revert_weight_conversion(network, {name: weight}).items()
 

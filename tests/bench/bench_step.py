@@ -105,7 +105,7 @@ def run_abrun(
             "packing": True,
             "backend": {"type": "dtensor", "keep_gathered": True},
             "micro_batch_tokens": shapes.micro_batch * (shapes.prompt_words + shapes.completion_tokens),
-            "logprobs": {"impl": "triton" if device == "cuda" else "chunked"},
+            "logprobs": {"impl": "triton" if device == "cuda" else "chunked", "one_pass": True},
             "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0},
         },
         "rollout": {"engine": engine, "max_new_tokens": shapes.completion_tokens},

@@ -72,6 +72,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "packed, Liger": {"liger": True},
     "packed, gathered": KEPT,
     "levers: packed, gathered, compiled": {"compile": True, **KEPT},
+    "levers: the same, one pass": {"compile": True, "logprobs": {"one_pass": True}, **KEPT},
     "levers: the same, selective": {"compile": True, "activation_checkpointing": "selective", **KEPT},
     "8B: full": {"activation_checkpointing": "full", "compile": True},
     "8B: selective": {"activation_checkpointing": "selective", "compile": True},
@@ -134,8 +135,8 @@ def train(asked: Asked) -> None:
     policy = Policy.model_validate(
         {
             "dtype": "bfloat16" if device == "cuda" else "float32",
-            "logprobs": {"impl": "triton" if device == "cuda" else "chunked"},
             **settings,
+            "logprobs": {"impl": "triton" if device == "cuda" else "chunked", **settings.get("logprobs", {})},
         }
     )
 

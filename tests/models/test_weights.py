@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from abrun.errors import RecipeError
-from abrun.models import load_network, load_text, open_network, persistent_buffers, save_network
+from abrun.models import load_network, load_text, open_network, persistent_buffers, save_network, weights
 from abrun.recipe import Model
 from tests.models.architectures import tiny_network
 
@@ -167,3 +167,16 @@ def test_pickled_weights_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
     torch.save(from_path(checkpoint).state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(RecipeError):
         from_path(folder)
+
+
+def test_weights_that_are_published_as_they_are_cost_one_look_at_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one for each of them, of 340 in a model of 1.5B parameters and before every rollout."""
+    network, looks = preset(), []
+    look = weights.revert_weight_conversion
+    monkeypatch.setattr(weights, "revert_weight_conversion", lambda *of: looks.append(of) or look(*of))
+    named = dict(network.named_parameters())
+    found = dict(weights.published(network, named.items()))
+    assert found.keys() == named.keys() and all(found[name] is named[name] for name in named)
+    assert len(looks) == 1
