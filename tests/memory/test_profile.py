@@ -32,7 +32,7 @@ RECIPE = load_recipe(SMALL, QUICK)
 
 
 def measured_here(
-    module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any]
+    module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any], place: None = None
 ) -> list[dict[str, Any]]:
     """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
     from abrun.memory import heads
