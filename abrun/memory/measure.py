@@ -89,8 +89,7 @@ class Cell:
         """What rank by rank a cell's row holds; `out_of_memory` is the phase that memory ended, or None."""
         ran_out_in = said = None
         try:
-            with _weights_made_on(self._device):
-                self._run()
+            self._run()
         except (RuntimeError, MemoryError) as error:
             said = ran_out(error)
             if said is None:
@@ -107,11 +106,12 @@ class Cell:
         }
 
     def _run(self) -> None:
-        setup = self._setup = make_setup(self._config, 0, None, self._device)
-        phases = setup.phases
-        self._hold("weights")
-        self._budget.hold(phases.tracker)
-        algorithm = make_algorithm(setup)
+        with _weights_made_on(self._device):
+            setup = self._setup = make_setup(self._config, 0, None, self._device)
+            phases = setup.phases
+            self._hold("weights")
+            self._budget.hold(phases.tracker)
+            algorithm = make_algorithm(setup)
         self._hold("reference_weights")
         setup.policy.around_forward = self._around_forward
         check_length(setup.data.text, self._length, f"--lengths: got {self._length}")
@@ -202,6 +202,8 @@ def _weights_made_on(device: torch.device) -> Iterator[None]:
 
     with patch.object(RandomWeights, "read", read):
         yield
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what it took to make them
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

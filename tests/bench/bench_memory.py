@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": "selective", "compile": True},
 }
 MOST = 163_840  # tokens; four times what 140 GiB can hold of dense logits
+BEYOND = (65_536, MOST, 2 * MOST, 4 * MOST)  # predicted, so as to tell where memory ends
 SMALL: dict[str, Any] = {"preset": "qwen2.5-1.5b"}
 LONG: dict[str, Any] = {**SMALL, "shape": {"max_position_embeddings": MOST}}
 LARGE: dict[str, Any] = {"preset": "qwen3-8b"}
@@ -83,6 +84,10 @@ class Case:
     def name(self) -> str:
         layout = [f"{key.split('_')[0]} {size}" for key, size in self.backend.items() if type(size) is int]
         return ", ".join([self.part, self.path, self.recompute, *layout, *filter(None, [self.engine])])
+
+    @property
+    def folder(self) -> str:
+        return self.name.replace(", ", "-").replace(" ", "-")
 
     def config(self, device: str) -> OwnRunConfig:
         on_gpu = device == "cuda"
@@ -143,8 +148,7 @@ def small(case: Case) -> Case | None:
         return None
     lengths = (64, 256) if len(case.lengths) > 1 else (128,)
     budget = 0.25 if len(case.lengths) > 1 else None
-    known = {name: getattr(case, name) for name in case.__slots__}
-    return Case(**known | {"lengths": lengths, "budget_gib": budget, "sequences": 1})
+    return replace(case, lengths=lengths, budget_gib=budget, sequences=1)
 
 
 class Run:
@@ -155,27 +159,19 @@ class Run:
         self._started, self._deadline_s = time.monotonic(), deadline_s
         self.bench = Bench("bench-memory", output, lambda line: None)
         self._lines: dict[tuple[str, int], str] = {}
-        self._longest: dict[str, tuple[Longest, int | None]] = {}
+        self._longest: list[tuple[str, Longest, Callable[[], int | None]]] = []
         self._lock = threading.Lock()
         self.left_out: list[str] = []
 
     def predicted(self, case: Case) -> dict[int, int]:
         """The highest peak by length; of a search beyond what is measured, too."""
-        lengths = list(case.lengths)
-        if len(lengths) > 1 and self._device == "cuda":
-            lengths += [65_536, MOST, 2 * MOST, 4 * MOST]
+        lengths, on_gpu = list(case.lengths), self._device == "cuda"
+        if len(lengths) > 1 and on_gpu:
+            lengths += BEYOND
+            case = replace(case, model={**SMALL, "shape": {"max_position_embeddings": BEYOND[-1]}})
         config = case.config(self._device)
-        if len(lengths) > 1:
-            shape = {"max_position_embeddings": max(lengths)}
-            config = config.model_copy(
-                update={
-                    "model": config.model.model_copy(
-                        update={"shape": config.model.shape.model_copy(update=shape)}
-                    )
-                }
-            )
         job = {"lengths": lengths, "num_sequences": case.sequences}
-        folder = self._output / "predicted" / case.name.replace(", ", "-").replace(" ", "-")
+        folder = self._output / "predicted" / case.folder
         rows = probe_alone("abrun.memory.trace", folder, config, job)
         return {row["length"]: max(sum(kinds.values()) for kinds in row["by_phase"].values()) for row in rows}
 
@@ -190,8 +186,10 @@ class Run:
             if len(cells) > 1:
                 self._search(case, cells, prediction)
         except LaunchError as error:
+            logs = sorted(self._output.glob(f"cells/*-{case.folder}/output.log"))
+            said = logs[-1].read_text(errors="replace").strip().splitlines()[-3:] if logs else []
             self.left_out.append(f"{case.name}: {error}")
-            print(f"{case.name}: {error}", flush=True)
+            print(f"{case.name}: {error}", *said, sep="\n   ", flush=True)
 
     def _cell(self, case: Case, length: int, prediction: Future[dict[int, int]]) -> Cell:
         job = {
@@ -201,8 +199,7 @@ class Run:
             "budget_bytes": None if case.budget_gib is None else int(case.budget_gib * GIB),
         }
         point = Point(length=length, num_sequences=case.sequences, swept=(("case", case.name),))
-        arm = case.name.replace(", ", "-").replace(" ", "-")
-        cell = self.bench.measure(MODULE, arm, point, case.config(self._device), job)
+        cell = self.bench.measure(MODULE, case.folder, point, case.config(self._device), job)
         self._say(case, length, cell, prediction)
         return cell
 
@@ -210,57 +207,76 @@ class Run:
         most = MOST if self._device == "cuda" else 4096
         tried: Callable[[int], Cell] = lambda size: self._cell(case, size, prediction)  # noqa: E731
         found = search(cells, "length", tried, most=most)
-        expected = crossing(prediction.result(), cells[0].total_bytes)
+        capacity = cells[0].total_bytes
+
+        def expected() -> int | None:
+            return crossing(prediction.result(), capacity) if came(prediction) else None
+
         with self._lock:
-            self._longest[case.name] = found, expected
+            self._longest.append((case.name, found, expected))
             self.write()
-        print(f"{case.name}: {longest_line(found, expected)}", flush=True)
+        print(self.longest()[-1], flush=True)
 
     def _say(self, case: Case, length: int, cell: Cell | None, prediction: Future[dict[int, int]]) -> None:
-        """A row of the table, once the prediction is there, too."""
+        """A row of the table now, and again once the prediction is there."""
 
-        def row(done: Future[dict[int, int]]) -> None:
-            expected = None if done.exception() else done.result().get(length)
-            peaks = {} if cell is None else {k: v for k, v in cell.by_phase.items() if k != "generation"}
-            found = None if cell is None else max(peaks.values(), default=0)
-            off = (
-                f"{expected / found - 1:+.1%}"
-                if found and expected and not (cell and cell.out_of_memory)
-                else "-"
-            )
-            notes = [f"out of memory in {cell.out_of_memory}"] if cell and cell.out_of_memory else []
+        def row(_: object = None) -> None:
+            found = None if cell is None else max(trained(cell).values(), default=0)
+            expected = at(prediction.result(), length) if came(prediction) else None
+            ended = cell.out_of_memory if cell else None
+            error = f"{expected / found - 1:+.1%}" if found and expected and not ended else "-"
+            notes = [f"out of memory in {ended}"] if ended else []
             if cell and case.engine:
-                notes += [f"device in use {doing}: {gib(used)}" for doing, used in cell.device_used.items()]
-            if done.exception():
-                notes.append(f"prediction: {done.exception()}")
-            columns = [
-                case.name,
-                f"{case.sequences} x {length:,}",
-                str(case.gpus),
-                gib(found),
-                gib(expected),
-                off,
-            ]
-            line = f"| {' | '.join([*columns, '; '.join(notes)])} |"
+                notes += [f"device in use, {doing}: {gib(used)}" for doing, used in cell.device_used.items()]
+            if prediction.done() and prediction.exception():
+                notes.append(f"prediction: {prediction.exception()}")
+            place = [case.name, f"{case.sequences} x {length:,}", str(case.gpus)]
+            line = f"| {' | '.join([*place, gib(found), gib(expected), error, '; '.join(notes)])} |"
             with self._lock:
                 self._lines[case.name, length] = line
                 self.write()
             print(f"{time.monotonic() - self._started:4.0f} s {line}", flush=True)
 
+        if cell and not prediction.done():
+            row()
         prediction.add_done_callback(row)
 
     def table(self) -> str:
         heads = ["case", "tokens", "GPUs", "measured GiB", "predicted GiB", "error", ""]
         lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *self._lines.values(), ""]
-        base = next((one.fits for name, (one, _) in self._longest.items() if "dense" in name), None)
-        for name, (one, expected) in self._longest.items():
-            ratio = f", {one.fits / base:.2f} x dense" if one.fits and base else ""
-            lines.append(f"{name}: {longest_line(one, expected)}{ratio}")
-        return "\n".join(lines)
+        return "\n".join(lines + self.longest())
+
+    def longest(self) -> list[str]:
+        base = next((found.fits for name, found, _ in self._longest if "dense" in name), None)
+        lines = []
+        for name, found, expected in self._longest:
+            said = [f"{found.fits or 0:,} tokens train"]
+            said.append(f"{found.fails:,} do not" if found.fails else "more were not tried")
+            said += [f"predicted: {expected():,}"] if expected() else []
+            said += [f"{found.fits / base:.2f} x dense"] if found.fits and base else []
+            lines.append(f"{name}: {', '.join(said)}")
+        return lines
 
     def write(self) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
         (self._output / "table.md").write_text(self.table() + "\n")
+
+
+def came(prediction: Future[dict[int, int]]) -> bool:
+    return prediction.done() and prediction.exception() is None
+
+
+def trained(cell: Cell) -> dict[str, int]:
+    """Peaks of the phases that are predicted."""
+    return {phase: peak for phase, peak in cell.by_phase.items() if phase != "generation"}
+
+
+def at(peaks: dict[int, int], length: int) -> int | None:
+    """What is predicted there, or lies on the line between two that are."""
+    for low, high in itertools.pairwise(sorted(peaks)):
+        if low <= length <= high:
+            return peaks[low] + (length - low) * (peaks[high] - peaks[low]) // (high - low)
+    return peaks.get(length)
 
 
 def crossing(peaks: dict[int, int], capacity: int | None) -> int | None:
@@ -272,12 +288,6 @@ def crossing(peaks: dict[int, int], capacity: int | None) -> int | None:
         if peaks[low] <= SPARE * capacity < peaks[high]:
             return low + int((SPARE * capacity - peaks[low]) * (high - low) / (peaks[high] - peaks[low]))
     return None
-
-
-def longest_line(found: Longest, expected: int | None) -> str:
-    fits = f"{found.fits:,} tokens train" if found.fits else "nothing trains"
-    fails = f"{found.fails:,} do not" if found.fails else "as many as were asked for"
-    return f"{fits}, {fails}; predicted up to {expected:,}" if expected else f"{fits}, {fails}"
 
 
 def gib(num_bytes: int | None) -> str:
@@ -303,10 +313,7 @@ def main() -> int:
             case for case in chosen if case.gpus <= asked.gpus or not case.measured or asked.predict_only
         ]
     if asked.predict_only:
-        chosen = [
-            Case(**{name: getattr(case, name) for name in case.__slots__} | {"measured": False})
-            for case in chosen
-        ]
+        chosen = [replace(case, measured=False) for case in chosen]
     run = Run(asked.output, asked.device, asked.seconds)
     with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 3, 1)) as beside:
         predictions = [beside.submit(run.predicted, case) for case in chosen]
