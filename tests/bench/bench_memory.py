@@ -178,10 +178,12 @@ class Run:
     def do(self, case: Case, prediction: Future[dict[int, int]]) -> None:
         try:
             if not case.measured:
-                return self._say(case, case.lengths[0], None, prediction)
+                for length in (*case.lengths, *(BEYOND if len(case.lengths) > 1 else ())):
+                    self._say(case, length, None, prediction)
+                return
             if time.monotonic() - self._started > self._deadline_s:
                 self.left_out.append(case.name)
-                return None
+                return
             cells = [self._cell(case, length, prediction) for length in case.lengths]
             if len(cells) > 1:
                 self._search(case, cells, prediction)

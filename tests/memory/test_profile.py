@@ -52,6 +52,7 @@ def measured_here(
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("abrun.memory.profile.probe", measured_here)
     monkeypatch.setattr("abrun.memory.profile.show", lambda profile, output: None)
+    monkeypatch.setattr("abrun.memory.measure.WARM_UP", 16)  # fewer tokens than what is measured, as on a GPU
 
 
 def plan(recipe: Declared = RECIPE, **options: Any) -> Plan:
