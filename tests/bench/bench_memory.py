@@ -188,10 +188,13 @@ class Run:
             if len(cells) > 1:
                 self._search(case, cells, prediction)
         except LaunchError as error:
-            logs = sorted(self._output.glob(f"cells/*-{case.folder}/output.log"))
-            said = logs[-1].read_text(errors="replace").strip().splitlines()[-3:] if logs else []
             self.left_out.append(f"{case.name}: {error}")
-            print(f"{case.name}: {error}", *said, sep="\n   ", flush=True)
+            print(f"{case.name}: {error}", *self._logged(f"cells/*-{case.folder}"), sep="\n   ", flush=True)
+
+    def _logged(self, folder: str) -> list[str]:
+        """The last lines that a cell or a prediction has printed."""
+        logs = sorted(self._output.glob(f"{folder}/output.log"))
+        return logs[-1].read_text(errors="replace").strip().splitlines()[-3:] if logs else []
 
     def _cell(self, case: Case, length: int, prediction: Future[dict[int, int]]) -> Cell:
         job = {
@@ -231,7 +234,7 @@ class Run:
             if cell and case.engine:
                 notes += [f"device in use, {doing}: {gib(used)}" for doing, used in cell.device_used.items()]
             if prediction.done() and prediction.exception():
-                notes.append(f"prediction: {prediction.exception()}")
+                notes.append(f"no prediction: {' '.join(self._logged(f'predicted/{case.folder}'))}")
             place = [case.name, f"{case.sequences} x {length:,}", str(case.gpus)]
             line = f"| {' | '.join([*place, gib(found), gib(expected), error, '; '.join(notes)])} |"
             with self._lock:
