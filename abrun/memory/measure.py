@@ -192,11 +192,11 @@ class Cell:
 @contextlib.contextmanager
 def _weights_made_on(device: torch.device) -> Iterator[None]:
     """Inside, a large preset's random matrices are made on the device: a CPU takes minutes for 8B, so as to
-    have the same ones for every layout, and memory does not ask for their values."""
+    have the same ones for every layout, and memory does not ask for values."""
     made_alike = RandomWeights.read
 
     def read(weights: RandomWeights, name: str, part: tuple[slice, ...]) -> Tensor:
-        if len(part) == 1 or device.type != "cuda":
+        if len(part) == 1:
             return made_alike(weights, name, part)
         return torch.empty([each.stop - each.start for each in part], device=device).uniform_(-0.03, 0.03)
 

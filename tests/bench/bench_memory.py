@@ -34,7 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import LaunchError
 from abrun.launch.probe import probe_alone
 from abrun.memory.cells import Cell, Longest, Point
 from abrun.memory.profile import MODULE, Bench
@@ -187,7 +186,7 @@ class Run:
             cells = [self._cell(case, length, prediction) for length in case.lengths]
             if len(cells) > 1:
                 self._search(case, cells, prediction)
-        except LaunchError as error:
+        except Exception as error:  # one case does not end the others
             self.left_out.append(f"{case.name}: {error}")
             print(f"{case.name}: {error}", *self._logged(f"cells/*-{case.folder}"), sep="\n   ", flush=True)
 
