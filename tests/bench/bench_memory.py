@@ -323,7 +323,11 @@ def main() -> int:
         predictions = [beside.submit(run.predicted, case) for case in chosen]
         jobs = [partial(run.do, *one) for one in zip(chosen, predictions, strict=True)]
         configs = [case.config(asked.device) for case in chosen if case.measured]
-        run.bench.devices.each(configs, jobs)
+        try:
+            run.bench.devices.each(configs, jobs)
+        except KeyboardInterrupt:
+            run.left_out.append("what was under way")
+            beside.shutdown(wait=False, cancel_futures=True)
     print(run.table())
     print(f"left out: {'; '.join(run.left_out) or 'none'}; {time.monotonic() - run._started:.0f} s")
     return len(run.left_out)
