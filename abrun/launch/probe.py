@@ -3,37 +3,61 @@
 <directory>/job.json     what to measure: the resolved configuration, and what the measurement adds to it
 <directory>/rows.jsonl   what was measured, appended by rank 0 (by rank N: rows-N.jsonl)
 <directory>/output.log   what the ranks printed
+<directory>/turn         there once the ranks of a probe that waits may use its devices
 """
 
+import math
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abrun import store
+from abrun import progress, store
 from abrun.errors import LaunchError
 from abrun.extras import lacking
 from abrun.launch.command import environment, ranks
 from abrun.launch.requirements import Machine, this_machine
-from abrun.processes import end_all, end_group, processes_of, start
+from abrun.processes import end_all, end_group, processes_of, start, wait
 from abrun.recipe import OwnRunConfig
 
 GRACE_S = 5.0
-JOB, ROWS, LOG = "job.json", "rows", "output.log"
+POLL_S = 0.05
+JOB, ROWS, LOG, TURN = "job.json", "rows", "output.log", "turn"
+WAITS = "waits"  # in a job: its ranks wait for their turn
 
 
-def probe(module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Of a probe among several: its GPUs, and when it may use them. Its processes start before that."""
+
+    gpus: Sequence[str]
+    turn: AbstractContextManager[Any]  # entered for as long as it uses them
+    stopped: Callable[[], bool]  # whether all probes are to end
+
+
+def probe(
+    module: str,
+    directory: Path,
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+    place: Place | None = None,
+) -> list[dict[str, Any]]:
     """Run `python -m MODULE DIRECTORY` as the ranks that `config` asks for; returns its rows.
+
+    Without a `place` on the first of this machine's GPUs, at once; with one the module calls `await_turn`.
 
     Raises LaunchError, one line, where this machine lacks the trainer or the devices, or with what the module
     says on a line that begins with `error: `, or else with where its output is.
     """
     machine, cluster = refuse_other_machines(config), config.cluster
     num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
-    command = ranks(directory, config, cluster.ranks, module)
-    return _rows(module, command, directory, machine.gpus[:num_gpus], config, job)
+    gpus = machine.gpus[:num_gpus] if place is None else place.gpus
+    return _rows(module, ranks(directory, config, cluster.ranks, module), directory, gpus, config, job, place)
 
 
 def probe_alone(
@@ -50,16 +74,18 @@ def _rows(
     gpus: Sequence[str],
     config: OwnRunConfig,
     job: Mapping[str, Any],
+    place: Place | None = None,
 ) -> list[dict[str, Any]]:
     if missing := lacking("train"):
         raise LaunchError(f"{module.rpartition('.')[0].removeprefix('abrun.')}: {missing}")
     log = directory / LOG
     with store.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        for rows in _row_files(directory):
-            rows.unlink()
-    store.write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
-    if _run(command, directory, environment(directory, gpus, config)):
+        for rows in (*_row_files(directory), directory / TURN):
+            rows.unlink(missing_ok=True)
+    whole = {"config": config.model_dump(mode="json"), **job, **({WAITS: True} if place else {})}
+    store.write_json(directory / JOB, whole)
+    if _run(command, directory, environment(directory, gpus, config), place):
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
         first = next(said, f"{directory.name}: could not be measured; see {log}")
         raise LaunchError(first.removeprefix("error: "))
@@ -87,7 +113,7 @@ def _row_files(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"{ROWS}*.jsonl"))
 
 
-def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
+def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | None = None) -> int:
     """The exit status; however this ends, no process is left."""
     log = directory / LOG
     with store.explained(log), log.open("wb") as output:
@@ -100,7 +126,14 @@ def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
             start_new_session=True,
         )
         try:
-            return process.wait()
+            if place is None:
+                return process.wait()
+            with place.turn:
+                (directory / TURN).touch()
+                status = wait(process, math.inf, place.stopped)
+            if status is None:
+                raise LaunchError(f"{directory.name}: ended, as another could not be measured")
+            return status
         except BaseException:
             end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove
             raise
@@ -113,6 +146,15 @@ def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
 def read_job(directory: Path) -> dict[str, Any]:
     """What a module that is started as a probe is to measure."""
     return store.read_json(directory / JOB)
+
+
+def await_turn(directory: Path, job: dict[str, Any]) -> None:
+    """Returns once a probe may use its devices; takes what says that it waits out of its job."""
+    if not job.pop(WAITS, False):
+        return
+    while not (directory / TURN).exists():
+        progress.beat("waiting for its turn")
+        time.sleep(POLL_S)
 
 
 def row_writer(directory: Path, rank: str = "0") -> store.LineWriter:

@@ -64,7 +64,7 @@ def changes_of_trace(
     """
     starts, live, gone = [time_us for time_us, _ in phases], set(), set()
     for event in trace:
-        action, address = event["action"], event["addr"]
+        action, address = event["action"], event.get("addr")  # "oom" has none
         if action == "alloc":
             place = bisect.bisect_right(starts, event["time_us"]) - 1
             phase = phases[place][1] if place >= 0 else ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from abrun import progress
 from abrun.backends.ranks import join_ranks
 from abrun.kernels import linear_logprobs, linear_policy_loss
-from abrun.launch.probe import read_job, row_writer
+from abrun.launch.probe import await_turn, read_job, row_writer
 from abrun.memory.budget import Budget
 from abrun.memory.history import History
 from abrun.memory.measure import OUT_OF_MEMORY
@@ -23,6 +23,7 @@ def main() -> int:
     progress.join()
     directory = Path(sys.argv[1])
     job = read_job(directory)
+    await_turn(directory, job)
     row = measured(join_ranks(job.pop("config")["cluster"]), **job)
     row_writer(directory).write(row)
     if row["out_of_memory"]:

@@ -1,8 +1,9 @@
 """`python -m abrun.memory.measure JOB_DIR`: one rank that measures one cell, an arm at one size.
 
 Microbatches of random tokens take the place of the rollouts; everything after them is the trainer's own code.
-The first step makes the optimizer's state and is not reported. What samples completions does so once, as the
-recipe says, between the two. Each rank writes a row, also one that runs out of memory.
+The first step, a short one unless layers are compiled, makes the optimizer's state and is not reported. What
+samples completions does so once, as the recipe says, between the two. Each rank writes a row, also one that
+runs out of memory.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,10 +22,11 @@ from torch import Tensor
 from abrun import progress
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
-from abrun.launch.probe import read_job, row_writer
+from abrun.launch.probe import await_turn, read_job, row_writer
 from abrun.memory.budget import Budget
 from abrun.memory.history import History
 from abrun.memory.step import num_rows, of_size
+from abrun.models.parts import RandomWeights
 from abrun.recipe import Dpo, OwnRunConfig, Sft
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.rl.batch import Sequences
@@ -36,6 +39,7 @@ from abrun.train.setup import Setup, make_setup
 
 OUT_OF_MEMORY = 4  # exit code
 PEERS_S = 3.0  # that ranks have to run out of memory likewise, before the first one ends them
+WARM_UP = 1024  # tokens of a sequence of the first step, where they may be fewer than those that are measured
 WHOLE = "forward_backward"  # the trainer's phase, told apart here
 
 
@@ -44,6 +48,7 @@ def main() -> int:
     directory = Path(sys.argv[1])
     job = read_job(directory)
     config = OwnRunConfig.model_validate(job.pop("config"))
+    await_turn(directory, job)
     try:
         row = Cell(config, join_ranks(config.cluster.model_dump()), **job).measured()
     except AbrunError as error:
@@ -101,15 +106,17 @@ class Cell:
         }
 
     def _run(self) -> None:
-        setup = self._setup = make_setup(self._config, 0, None, self._device)
-        phases = setup.phases
-        self._hold("weights")
-        self._budget.hold(phases.tracker)
-        algorithm = make_algorithm(setup)
+        with _weights_made_on(self._device):
+            setup = self._setup = make_setup(self._config, 0, None, self._device)
+            phases = setup.phases
+            self._hold("weights")
+            self._budget.hold(phases.tracker)
+            algorithm = make_algorithm(setup)
         self._hold("reference_weights")
         setup.policy.around_forward = self._around_forward
         check_length(setup.data.text, self._length, f"--lengths: got {self._length}")
-        self._update(algorithm)
+        # What is compiled is compiled for a length
+        self._update(algorithm, self._length if self._config.policy.compile else min(self._length, WARM_UP))
         self._hold("optimizer_state")
         try:
             phases.collect()
@@ -117,18 +124,18 @@ class Cell:
                 self._sample(setup)
             self._history = History(setup.phases, by_module=not self._config.policy.compile)
             with self._history:
-                self._update(algorithm)
+                self._update(algorithm, self._length)
         finally:
             self._note_use("training")
             setup.sampler.close()
 
-    def _update(self, algorithm: Algorithm) -> None:
+    def _update(self, algorithm: Algorithm, length: int) -> None:
         """A step's update on random tokens: as many microbatches as it takes to have one after another."""
         setup, algorithm_settings = self._setup, self._config.algorithm
         assert setup is not None
         source = RandomBatches(
             num_rows(self._config, self._num_sequences),
-            self._length,
+            length,
             len(setup.data.text.tokenizer),
             self._device,
             rows_together=2 if isinstance(algorithm_settings, Dpo) else 1,
@@ -180,6 +187,23 @@ class Cell:
             if forward in peaks:  # what precedes the first forward pass is its own
                 peaks[forward] = max(peaks[forward], peaks.pop(key))
         return peaks
+
+
+@contextlib.contextmanager
+def _weights_made_on(device: torch.device) -> Iterator[None]:
+    """Inside, a large preset's random matrices are made on the device: a CPU takes minutes for 8B, so as to
+    have the same ones for every layout, and memory does not ask for values."""
+    made_alike = RandomWeights.read
+
+    def read(weights: RandomWeights, name: str, part: tuple[slice, ...]) -> Tensor:
+        if len(part) == 1:
+            return made_alike(weights, name, part)
+        return torch.empty([each.stop - each.start for each in part], device=device).uniform_(-0.03, 0.03)
+
+    with patch.object(RandomWeights, "read", read):
+        yield
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what it took to make them
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

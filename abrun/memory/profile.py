@@ -1,20 +1,23 @@
 """memory-profile: peak memory by phase and arm over a sweep of sizes, on this machine's device.
 
-Each cell of the sweep, an arm at one size, is measured by processes of its own, one cell after the other, so
-that each has the device to itself and nothing of another is left. What is measured is written at once.
+Each cell of the sweep, an arm at one size, is measured by processes of its own, which have their devices to
+themselves, so that nothing of another cell is in what they take. What is measured is written at once.
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.probe import probe, rows_of
-from abrun.launch.requirements import shape_of
+from abrun.launch.requirements import shape_of, this_machine
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point, cell_of
+from abrun.memory.devices import Devices
 from abrun.memory.floor import floor_of
 from abrun.memory.search import search
 from abrun.memory.show import show, told
@@ -26,11 +29,16 @@ Say = Callable[[str], None]
 
 
 class Bench:
-    """Where cells are measured: keeps them, says each as it is done, and writes peaks.json every time."""
+    """Where cells are measured: keeps them, says each as it is done, and writes peaks.json every time.
+
+    Several threads may measure cells at once.
+    """
 
     def __init__(self, name: str, output: Path, say: Say) -> None:
         self._name, self._output, self._say = name, output, say
-        self._counter, self._cells, self._longest = "", list[Cell](), list[Longest]()
+        self._counter, self._cells, self._longest = "", dict[int, Cell](), dict[int, Longest]()
+        self._num_begun, self._lock = 0, threading.Lock()
+        self.devices = Devices(this_machine().gpus)
 
     def measure(
         self,
@@ -42,9 +50,12 @@ class Bench:
         left: str = "",
     ) -> Cell:
         """One cell, in processes of its own. Raises LaunchError, one line, where it cannot be measured."""
-        directory = self._output / "cells" / f"{len(self._cells):03d}-{arm}"
+        with self._lock:
+            number, self._num_begun = self._num_begun, self._num_begun + 1
+        directory = self._output / "cells" / f"{number:03d}-{arm}"
         try:
-            rows = probe(module, directory, config, job)
+            with self.devices.place(config) as place:
+                rows = probe(module, directory, config, job, place)
         except LaunchError:
             rows = rows_of(directory)
             if not any(row["out_of_memory"] for row in rows):
@@ -53,20 +64,26 @@ class Bench:
         if module == MODULE:
             floor = floor_of(config, length=point.length, num_sequences=point.num_sequences)
             cell = replace(cell, floor=floor)
-        self._counter = counter or self._counter
-        self._cells.append(cell)
-        self.write()
-        self._say(left + told(cell, self.profile.unit))
+        with self._lock:
+            self._counter = counter or self._counter
+            self._cells[number] = cell
+            self.write()
+            self._say(left + told(cell, self.profile.unit))
         return cell
 
-    def found(self, longest: Longest) -> None:
-        self._longest.append(longest)
-        self.write()
+    def found(self, number: int, longest: Longest) -> None:
+        """The answer of one of the searches, which are numbered."""
+        with self._lock:
+            self._longest[number] = longest
+            self.write()
 
     @property
     def profile(self) -> MemoryProfile:
         return MemoryProfile(
-            name=self._name, counter=self._counter, cells=list(self._cells), longest=list(self._longest)
+            name=self._name,
+            counter=self._counter,
+            cells=[cell for _, cell in sorted(self._cells.items())],
+            longest=[longest for _, longest in sorted(self._longest.items())],
         )
 
     def write(self) -> None:
@@ -76,7 +93,7 @@ class Bench:
                 "schema_version": store.SCHEMA_VERSION,
                 "name": self._name,
                 "counter": self._counter,
-                "cells": [cell.as_json() for cell in self._cells],
+                "cells": [cell.as_json() for cell in self.profile.cells],
                 "longest": [
                     {
                         "arm": one.arm,
@@ -86,7 +103,7 @@ class Bench:
                         "fails": one.fails,
                         "failed_in": one.failed_in,
                     }
-                    for one in self._longest
+                    for one in self.profile.longest
                 ],
             },
         )
@@ -102,27 +119,35 @@ def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> Me
         plan.refuse_endless_search(configs[BASELINE])
     sizes = [plan.num_sequences(configs) for _, configs in of_variants]  # refused before anything is measured
     bench = Bench(plan.name, output, say)
-    total = sum(
-        len(configs) * len(sequences) * len(plan.lengths)
-        for (_, configs), sequences in zip(of_variants, sizes, strict=True)
+    jobs, total = (
+        list[Callable[[], None]](),
+        sum(
+            len(configs) * len(sequences) * len(plan.lengths)
+            for (_, configs), sequences in zip(of_variants, sizes, strict=True)
+        ),
     )
-    done = 0
+
+    def cell(number: int, arm: str, config: OwnRunConfig, point: Point, ended: set[str]) -> None:
+        left = f"[{number}/{total}] "
+        if arm in ended:
+            say(f"{left}{arm}: left out, a shorter one ran out of memory")
+        elif bench.measure(MODULE, arm, point, config, _job(plan, point), left).out_of_memory:
+            ended.add(arm)
+
     for (variant, configs), sequences in zip(of_variants, sizes, strict=True):
         for num_sequences in sequences:
-            ended: set[str] = set()
-            for length in plan.lengths:
-                for arm, config in configs.items():
-                    done += 1
-                    if arm in ended:
-                        say(f"[{done}/{total}] {arm}: left out, a shorter one ran out of memory")
-                        continue
-                    point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
-                    left = f"[{done}/{total}] "
-                    cell = bench.measure(MODULE, arm, point, config, _job(plan, point), left)
-                    if cell.out_of_memory:
-                        ended.add(arm)
-        if plan.longest:
-            _search(plan, variant, configs, bench)
+            ended = set[str]()
+            for length, (arm, config) in itertools.product(plan.lengths, configs.items()):
+                point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
+                jobs.append(partial(cell, len(jobs) + 1, arm, config, point, ended))
+    all_configs = [config for _, configs in of_variants for config in configs.values()]
+    bench.devices.each(all_configs, jobs)
+    if plan.longest:
+        searches = [
+            (variant, arm, config) for variant, configs in of_variants for arm, config in configs.items()
+        ]
+        tasks = [partial(_search, plan, bench, number, *one) for number, one in enumerate(searches)]
+        bench.devices.each(all_configs, tasks)
     profile = bench.profile
     show(profile, output)
     return profile
@@ -140,17 +165,22 @@ def measure_head(head: Head, plan: Plan, output: Path, say: Say = lambda line: N
         job = {**kernels[kernel], **sizes, "budget_bytes": plan.budget_bytes}
         return bench.measure(HEADS, kernel, Point(length=length), config, job, left)
 
-    for number, (length, kernel) in enumerate(itertools.product(plan.lengths, kernels), 1):
+    def cell(number: int, length: int, kernel: str) -> None:
+        left = f"[{number}/{total}] "
         if kernel in ended:
-            say(f"[{number}/{total}] {kernel}: left out, fewer tokens ran out of memory")
-        elif measured(kernel, length, f"[{number}/{total}] ").out_of_memory:
+            say(f"{left}{kernel}: left out, fewer tokens ran out of memory")
+        elif measured(kernel, length, left).out_of_memory:
             ended.add(kernel)
+
+    def most(number: int, kernel: str) -> None:
+        mine = [cell for cell in bench.profile.cells if cell.arm == kernel]
+        found = search(mine, "length", lambda size: measured(kernel, size, "search: "))
+        bench.found(number, found)
+
+    sizes = enumerate(itertools.product(plan.lengths, kernels), 1)
+    bench.devices.each([config], [partial(cell, number, *size) for number, size in sizes])
     if plan.longest:
-        for kernel in kernels:
-            mine = [cell for cell in bench.profile.cells if cell.arm == kernel]
-            bench.found(
-                search(mine, "length", lambda size, kernel=kernel: measured(kernel, size, "search: "))
-            )
+        bench.devices.each([config], [partial(most, *one) for one in enumerate(kernels)])
     show(bench.profile, output)
     return bench.profile
 
@@ -164,26 +194,22 @@ def _job(plan: Plan, point: Point) -> dict[str, Any]:
     }
 
 
-def _search(plan: Plan, variant: Variant, configs: Mapping[str, OwnRunConfig], bench: Bench) -> None:
-    """For each arm the largest size that trains; from what was measured already."""
+def _search(plan: Plan, bench: Bench, number: int, variant: Variant, arm: str, config: OwnRunConfig) -> None:
+    """For an arm the largest size that trains; from what was measured already."""
     assert plan.longest
-    for arm, config in configs.items():
-        mine = [cell for cell in bench.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
-        mine = _on_one_line(mine, plan.longest)
+    what = plan.longest
+    mine = [cell for cell in bench.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
+    mine = _on_one_line(mine, what)
+    like = mine[0].point
 
-        def tried(
-            size: int, arm: str = arm, config: OwnRunConfig = config, like: Point = mine[0].point
-        ) -> Cell:
-            assert plan.longest
-            sizes = {"length": like.length, "num_sequences": like.num_sequences, plan.longest: size}
-            point = Point(**sizes, swept=variant.swept)
-            return bench.measure(MODULE, arm, point, config, _job(plan, point), "search: ")
+    def tried(size: int) -> Cell:
+        sizes = {"length": like.length, "num_sequences": like.num_sequences, what: size}
+        point = Point(**sizes, swept=variant.swept)
+        return bench.measure(MODULE, arm, point, config, _job(plan, point), "search: ")
 
-        pairs = plan.longest == "num_sequences" and isinstance(config.algorithm, Dpo)
-        positions = (
-            shape_of(config.model).get("max_position_embeddings") if plan.longest == "length" else None
-        )
-        bench.found(search(mine, plan.longest, tried, unit=2 if pairs else 1, most=positions))
+    pairs = what == "num_sequences" and isinstance(config.algorithm, Dpo)
+    positions = shape_of(config.model).get("max_position_embeddings") if what == "length" else None
+    bench.found(number, search(mine, what, tried, unit=2 if pairs else 1, most=positions))
 
 
 def _on_one_line(cells: Iterable[Cell], what: str) -> list[Cell]:

@@ -1,13 +1,13 @@
 """The longest sequence, or the largest microbatch, that trains: few tries, each in processes of its own."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from abrun.memory.cells import Cell, Longest
 
 RESOLUTION = 32  # the answer is known to one part in so many
 LEAST = 16  # tokens: where as few do not fit, nothing does
-SPARE = 0.97  # of the memory: what a straight line through the peaks may fill, at first
+SPARE = 0.97  # of the memory: what a straight line through a phase's peaks may fill, at first
 
 
 def search(
@@ -20,8 +20,9 @@ def search(
 ) -> Longest:
     """The largest size of `what` that fits; `tried` measures one more cell, `measured` are of the same line.
 
-    Memory is nearly a straight line over either size, so that the next size to try follows from two peaks;
-    each further miss in the same direction doubles the step. A multiple of `unit`, and `most` at most.
+    A phase's peak is nearly a straight line over either size, so that the next size to try follows from two
+    of each phase; the highest of all phases is none, as short sequences peak in the optimizer. Each further
+    miss in the same direction doubles the step. A multiple of `unit`, and `most` at most.
     """
     cells = {getattr(cell.point, what): cell for cell in measured}
     misses = 0
@@ -30,7 +31,7 @@ def search(
         low = fitting[-1] if fitting else 0
         high = min((size for size, cell in cells.items() if cell.out_of_memory), default=None)
         size = next_size(
-            [(one, cells[one].reached[1]) for one in fitting[-2:]],
+            [(one, cells[one].by_phase) for one in fitting[-2:]],
             low,
             high,
             capacity=cells[max(cells)].total_bytes,
@@ -55,7 +56,7 @@ def search(
 
 
 def next_size(
-    fitting: Sequence[tuple[int, int]],  # at most two: (size, peak bytes), ascending
+    fitting: Sequence[tuple[int, Mapping[str, int]]],  # at most two: (size, peak bytes by phase), ascending
     low: int,  # the largest that fits, 0 where none does
     high: int | None,  # the smallest that does not
     *,
@@ -71,10 +72,8 @@ def next_size(
     if known or (most is not None and low >= most):
         return None
     guess = 2 * low if high is None else (low + high) // 2
-    if capacity and len(fitting) == 2 and fitting[1][1] > fitting[0][1]:
-        (first, less), (second, more) = fitting
-        room = (SPARE if step == 1 else 1.0) * capacity - more
-        by_line = second + int(room * (second - first) / (more - less))
+    by_line = _by_lines(fitting, (SPARE if step == 1 else 1.0) * capacity) if capacity else None
+    if by_line is not None:
         guess = by_line if high is None or by_line < high else high - max(apart, high // RESOLUTION) * step
     if high is None:
         guess = max(guess, low + apart * step)
@@ -84,3 +83,16 @@ def next_size(
     grain = unit * 2 ** int(math.log2(max(1, apart // unit)))  # round numbers, as fine as the answer
     size = guess // grain * grain
     return size if low < size and (high is None or size < high) else guess // unit * unit
+
+
+def _by_lines(fitting: Sequence[tuple[int, Mapping[str, int]]], room: float) -> int | None:
+    """Where the first phase takes all of `room`, each on the line through its two peaks; None: none grows."""
+    if len(fitting) < 2:
+        return None
+    (first, less), (second, more) = fitting
+    sizes = [
+        second + int((room - peak) * (second - first) / (peak - less[phase]))
+        for phase, peak in more.items()
+        if peak > less.get(phase, peak)
+    ]
+    return min(sizes, default=None)

@@ -49,6 +49,7 @@ TRACE = [
     event("free_completed", 50, 70, 22),  # by another stream, which has now let it go
     event("free_completed", 1200, 500, 23),  # without a request on this stream
     event("snapshot", 0, 0, 24),
+    {"action": "oom", "size": 900, "stream": 0, "time_us": 25, "device_free": 10},  # of no address
 ]
 PHASES = [(0, "forward"), (20, "backward")]
 

@@ -32,7 +32,7 @@ RECIPE = load_recipe(SMALL, QUICK)
 
 
 def measured_here(
-    module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any]
+    module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any], place: None = None
 ) -> list[dict[str, Any]]:
     """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
     from abrun.memory import heads
@@ -52,6 +52,7 @@ def measured_here(
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("abrun.memory.profile.probe", measured_here)
     monkeypatch.setattr("abrun.memory.profile.show", lambda profile, output: None)
+    monkeypatch.setattr("abrun.memory.measure.WARM_UP", 16)  # fewer tokens than what is measured, as on a GPU
 
 
 def plan(recipe: Declared = RECIPE, **options: Any) -> Plan:
@@ -87,6 +88,23 @@ def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pyt
     ]
     check_attribution(dense, "abrun/kernels/logits.py", at_least=2 * 255 * WIDE * 4)
     check_files(tmp_path, profile)
+
+
+def test_large_random_weights_are_made_in_parts_where_they_are_needed() -> None:
+    from abrun.memory.measure import _weights_made_on
+    from abrun.models.parts import RandomWeights
+
+    weights = RandomWeights(some_network(RECIPE), seed=0)
+    name, part = "model.embed_tokens.weight", (slice(2, 6), slice(0, 64))
+    usual = weights.read(name, part)
+    with _weights_made_on(torch.device("cpu")):
+        made = weights.read(name, part)
+        norm = weights.read("model.norm.weight", (slice(0, 8),))
+    assert (
+        made.shape == usual.shape and made.untyped_storage().nbytes() == 4 * 64 * 4
+    )  # no more than its part
+    assert 0.3 < made.std() / usual.std() < 3 and torch.equal(norm, torch.ones(8))
+    assert torch.equal(weights.read(name, part), usual)
 
 
 def some_network(recipe: Declared) -> Any:

@@ -4,14 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from abrun.memory.attribution import BEFORE
 from abrun.memory.cells import Cell
+from abrun.memory.hollow import CUBLAS_WORKSPACE_BYTES
 from abrun.memory.profile import measure_head, measure_recipe
 from abrun.memory.sweep import Head, Plan, Variant
 from abrun.recipe import load_recipe
 
 pytestmark = pytest.mark.gpu
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 RECIPE = Path(__file__).parents[2] / "recipes" / "fused-logprobs-memory.yaml"
 ON_GPU = (
     "cluster.gpus_per_node=1",
@@ -41,9 +44,11 @@ def test_the_allocator_s_counters_and_history_are_told(tmp_path: Path) -> None:
         assert cell.device_used["training"] >= cell.reserved_bytes and cell.device_used["sampling"] > 0
         assert found
         step = max(num_bytes for phase, num_bytes in cell.by_phase.items() if phase != "generation")
-        assert found["peak_bytes"] == pytest.approx(step, rel=0.02)  # sizes as asked for, not as rounded up
+        # Sizes as asked for: a block of the allocator's is up to 1 MiB larger
+        assert found["peak_bytes"] == pytest.approx(step, rel=0.02, abs=32 * 2**20)
         held = cell.held["weights"] + cell.held["optimizer_state"]
-        assert found["layers"][BEFORE][0] == pytest.approx(held, rel=0.05)
+        beside = found["layers"][BEFORE][0] - held
+        assert 0 <= beside <= 8 * CUBLAS_WORKSPACE_BYTES  # one for each thread and stream that multiplies
     top = (dense.attribution or {})["top"]
     assert any("abrun/kernels/logits.py" in one["line"] and one["bytes"] >= logits // 2 for one in top)
     assert any(one["module"] for one in top), "the allocator's metadata names modules"
@@ -56,7 +61,15 @@ def test_out_of_memory_has_its_phase_and_how_far_it_came(tmp_path: Path) -> None
     dense, fused = cells["baseline"], cells["treatment"]
     assert dense.out_of_memory in ("forward", "backward") and fused.out_of_memory is None
     assert 0.3 * budget < dense.reached[1] <= budget
-    assert dense.attribution or dense.held.get("optimizer_state") is None  # in the step that is measured
+    assert dense.attribution and dense.held["optimizer_state"]  # in the step that is measured
+
+
+@needs_two_gpus
+def test_cells_on_two_gpus_are_measured_side_by_side_and_alike(tmp_path: Path) -> None:
+    """The same cell twice, beside others or alone, has the same peaks to a byte."""
+    again = "arms={baseline: {policy.logprobs.impl: logits}, treatment: {policy.logprobs.impl: logits}}"
+    cells = profiled(tmp_path, again, lengths=[1024, LENGTH])
+    assert cells["baseline"].by_phase == cells["treatment"].by_phase
 
 
 def test_the_kernels_of_a_head(tmp_path: Path) -> None:

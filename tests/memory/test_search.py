@@ -44,6 +44,26 @@ def test_the_answer_is_right_to_one_part_in_thirty_after_few_tries(memory, most_
     assert len(tried) == len(set(tried)) <= most_tries + 7 * (len(first) == 1), tried
 
 
+def test_each_phase_has_its_own_line() -> None:
+    """Short sequences peak in the optimizer, and the phase that will run out of memory grows below that."""
+    capacity, tried = 140_000_000_000, []
+
+    def one_more(size: int) -> Cell:
+        tried.append(size)
+        peaks = {"optimizer": 26e9, "forward": 20e9 + 5e5 * size, "backward": 19e9 + 3e5 * size}
+        fits = max(peaks.values()) <= capacity
+        return Cell(
+            arm="baseline",
+            point=Point(length=size),
+            by_phase={phase: int(peak) for phase, peak in peaks.items()},
+            total_bytes=capacity,
+            out_of_memory=None if fits else "forward",
+        )
+
+    found = search([one_more(1024), one_more(2048)], "length", one_more)
+    assert found.fits and found.fails and found.fits <= 240_000 < found.fails and len(tried) <= 2 + 4, tried
+
+
 def test_the_model_s_positions_end_the_search() -> None:
     tried: list[int] = []
 
