@@ -73,8 +73,9 @@ class PlainEngine:
         taken = {name for name, weight in weights if mine[name].data.copy_(weight) is not None}
         assert taken == mine.keys()
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         self._asleep = True
+        return 0
 
     def wake(self) -> None:
         self._asleep = False

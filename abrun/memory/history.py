@@ -51,7 +51,7 @@ class History:
         if self._by_module:
             self._stack.enter_context(_following_modules(self._enter_module))
         if self._phases.tracker is None:
-            self._base_bytes = torch.cuda.memory_allocated()
+            self._base_bytes = torch.cuda.memory_allocated() - self._phases.absent_bytes
             self._stack.callback(self._stop)
             torch.cuda.memory._record_memory_history(
                 "all", context="alloc", stacks="python", max_entries=MOST_EVENTS, clear_history=True

@@ -44,8 +44,8 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
-        """Give the device's memory to training."""
+    def sleep(self) -> int:
+        """Give the device's memory to training; returns the bytes of it that torch's allocator counts on."""
         ...
 
     def wake(self) -> bool:

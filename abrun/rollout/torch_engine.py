@@ -89,8 +89,9 @@ class TorchEngine:
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Nothing: the weights are the policy's."""
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         """Nothing: cache and graphs end with each call."""
+        return 0
 
     def wake(self) -> bool:
         """Nothing."""

@@ -1,6 +1,7 @@
 """How long each phase of a step takes, and how much memory it needs at its peak.
 
-On CUDA the peaks are the allocator's own, reset per phase. On a CPU there is no allocator to ask:
+On CUDA the peaks are the allocator's own, reset per phase, less what a sleeping rollout engine has given
+away, which it counts on (`absent_bytes`). On a CPU there is no allocator to ask:
 `LiveTensors` counts the bytes of the storages that the operators hand out, under another key
 (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator, no
 fragmentation, and a parameter that FSDP gathered counts to the end of the phase, although FSDP empties its
@@ -96,6 +97,7 @@ class Phases:
         self._seconds: dict[str, float] = dict(self._usual)
         self._peaks: dict[str, int] = {}
         self._num_retries = 0
+        self.absent_bytes = 0  # counted by the allocator, and given away: a rollout engine's that sleeps
         self._started = time.perf_counter()
         self._part = ""  # what the memory of the phase under way counts as
         self.on_part: Callable[[str], None] = lambda part: None  # told what it counts as from now on
@@ -152,8 +154,9 @@ class Phases:
 
     def _end(self) -> None:
         if self.tracker is None:
-            self._raise(self._part, "peak_allocated_bytes", torch.cuda.max_memory_allocated(self._device))
-            self._raise(self._part, "peak_reserved_bytes", torch.cuda.max_memory_reserved(self._device))
+            allocated, reserved = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
+            self._raise(self._part, "peak_allocated_bytes", allocated(self._device) - self.absent_bytes)
+            self._raise(self._part, "peak_reserved_bytes", reserved(self._device) - self.absent_bytes)
         else:
             self._raise(self._part, "peak_live_tensor_bytes", self.tracker.peak_bytes)
 

@@ -24,12 +24,14 @@ class Sampler:
         """The engine, ready to sample from the policy as it is now; it sleeps afterwards. Collective."""
         engine = self._engine = self._engine or self._make_engine()
         with self._phases("weight_sync", memory=False):
+            self._phases.absent_bytes = 0
             if engine.wake() or self._num_updates_synced != self._learner.num_updates:
                 engine.sync(self._policy.weights())
                 self._num_updates_synced = self._learner.num_updates
         yield engine
         with self._phases("engine_sleep", memory=False):
-            engine.sleep()  # not after an error, which ends the run and is to be heard
+            # Not after an error, which ends the run and is to be heard
+            self._phases.absent_bytes = engine.sleep()
 
     def close(self) -> None:
         """End what the engine has started, if anything was ever sampled."""

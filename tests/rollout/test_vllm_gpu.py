@@ -98,15 +98,17 @@ def test_asleep_it_gives_its_memory_to_the_trainer(sampling: Sampling) -> None:
     total = torch.cuda.mem_get_info()[1]
     free = torch.cuda.mem_get_info()[0]
     began_s = time.monotonic()
-    sampling.engine.sleep()
+    away = sampling.engine.sleep()
     slept_s = time.monotonic() - began_s
     freed = torch.cuda.mem_get_info()[0] - free
+    counted = torch.cuda.memory_allocated()
     began_s = time.monotonic()
     assert sampling.engine.wake(), "its weights are gone"
     sampling.engine.sync(sampling.backend.weights())
     woken_s = time.monotonic() - began_s
     print(f"sleep {slept_s:.2f} s frees {freed / 2**30:.1f} GiB; wake and sync {woken_s:.2f} s")
     assert freed > 0.8 * SHARE * total
+    assert away == pytest.approx(freed, rel=0.02) and counted > 0.98 * away, "torch counts it on"
     assert tokens(sampling.generate()) == before
 
 

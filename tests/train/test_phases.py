@@ -164,6 +164,26 @@ def test_phases_on_cuda_report_the_allocators_own_peaks() -> None:
     assert peaks["memory/logprobs/peak_reserved_bytes"] >= 4 << 20
 
 
+def test_what_a_sleeping_engine_has_given_away_is_in_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in {
+        "synchronize": None,
+        "reset_peak_memory_stats": None,
+        "max_memory_allocated": 50,
+        "max_memory_reserved": 60,
+        "memory_stats": {"num_alloc_retries": 0, "inactive_split_bytes.all.current": 3},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    phases = Phases(torch.device("cuda"))
+    with phases("generation"):
+        pass
+    phases.absent_bytes = 42
+    with phases("logprobs"):
+        pass
+    peaks = phases.collect()[1]
+    assert [peaks[f"memory/{phase}/peak_allocated_bytes"] for phase in ("generation", "logprobs")] == [50, 8]
+    assert peaks["memory/logprobs/peak_reserved_bytes"] == 18
+
+
 def test_seconds_of_the_compiler_are_counted_inside_their_phase() -> None:
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 

@@ -33,8 +33,9 @@ class Engine:
     def generate(self) -> int:
         return self._weight
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         self._log.append("sleep")
+        return 7
 
 
 def test_weights_are_sent_before_the_first_sample_and_after_each_update_alone() -> None:
@@ -46,6 +47,8 @@ def test_weights_are_sent_before_the_first_sample_and_after_each_update_alone() 
         moving.num_updates = updates
         with sampler.awake() as engine:
             assert engine.generate() == updates  # pyright: ignore
+            assert phases.absent_bytes == 0
+        assert phases.absent_bytes == 7
     awake, sent = ["wake", "sleep"], ["wake", "sync", "sleep"]
     assert log == ["make", *sent, *awake, *sent, *awake, *sent]
 

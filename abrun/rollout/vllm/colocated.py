@@ -35,8 +35,8 @@ class Colocated:
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._vllm.load(weights)
 
-    def sleep(self) -> None:
-        self._vllm.sleep()
+    def sleep(self) -> int:
+        return self._vllm.sleep()
 
     def wake(self) -> bool:
         return self._vllm.wake()

@@ -89,12 +89,18 @@ class Instance:
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("its prefix cache is in use")
 
-    def sleep(self) -> None:
-        """Give memory away, and the weights with it."""
-        if self._device.type == "cuda":
-            with self._called("sleep"):
-                self._llm.sleep(level=2)
+    def sleep(self) -> int:
+        """Give memory away, and the weights with it; returns how many bytes.
+
+        Its pages are unmapped, and torch's allocator, from which it has their addresses, counts them on.
+        """
+        if self._device.type != "cuda":
+            return 0
+        with self._called("sleep"):
+            self._llm.sleep(level=2)
             self._is_asleep = True
+            pool: Any = importlib.import_module("vllm.device_allocator.cumem")
+            return pool.CuMemAllocator.get_instance().get_current_usage()
 
     def wake(self) -> bool:
         """Room for the weights first: that for the cache is taken once the trainer's copies are gone.

@@ -63,8 +63,9 @@ class Separate:
         for _ in weights:  # a collective each
             pass
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         """Nothing: its memory is not the trainer's."""
+        return 0
 
     def wake(self) -> bool:
         """Nothing."""
