@@ -128,7 +128,10 @@ Name = Annotated[str | None, typer.Option(help="Folder of the experiment; defaul
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(help="With --dry-run: predict each arm's peak, and say which exceed 80GiB, or an h200's."),
+    typer.Option(
+        help="What a GPU has, 80GiB or h200 (default: this machine's): that policy.activation_checkpointing: "
+        "auto makes arms fit; with --dry-run, that arms are predicted to exceed."
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
 UntilDecided = Annotated[

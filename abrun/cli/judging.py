@@ -256,7 +256,7 @@ def plan(
         from abrun.launch.stages import until_decided
 
         loaded = until_decided(loaded, max_seeds)
-    make_plan(loaded)  # refuses what a launch would refuse
+    make_plan(loaded.checkpointing("none"))  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     measured = load_experiment(find_experiment(earlier, runs_dir)) if earlier else None
     if as_json:

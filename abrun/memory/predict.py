@@ -3,10 +3,13 @@
 Each arm is traced by a process of its own (abrun.memory.trace), as the first rank of as many as it asks for.
 """
 
+import contextlib
 import os
 import re
+import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +152,7 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
             _predicted(arm, config, point, row, device_bytes) for point, row in zip(points, rows, strict=True)
         ]
 
-    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 2, 1) + 1) as several:
+    with ThreadPoolExecutor(max_workers=traces_at_once()) as several:
         found = [peaks for of in several.map(of_arm, range(len(jobs))) for peaks in of]
     places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
     found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
@@ -182,11 +185,45 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
     return prediction
 
 
-def too_large(recipe: Declared, device_bytes: int, *, traced: bool) -> list[str]:
+def traces_at_once() -> int:
+    """Of as many arms: a trace keeps one to two cores busy."""
+    return max((os.cpu_count() or 1) // 2, 1) + 1
+
+
+def predict_step(
+    arm: str, config: OwnRunConfig, device_bytes: int, *, length: int | None, num_sequences: int
+) -> Predicted:
+    """A step with microbatches of so many sequences; length None: as long as the task makes them.
+
+    Takes up to a minute or so. Raises LaunchError.
+    """
+    job = {"lengths": [length] if length else None, "num_sequences": num_sequences}
+    with _scratch() as directory:
+        (row,) = probe_alone("abrun.memory.trace", directory, config, job)
+    point = Point(length=row["length"], num_sequences=num_sequences)
+    return _predicted(arm, config, point, row, device_bytes)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder that goes away, unless an error names it."""
+    directory = Path(tempfile.mkdtemp(prefix="abrun-prediction-"))
+    try:
+        yield directory
+    except BaseException as error:
+        if str(directory) not in str(error):
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def too_large(
+    recipe: Declared, device_bytes: int, *, traced: bool, besides: Collection[str] = ()
+) -> list[str]:
     """A line for each arm whose step does not fit a device: its floor, which takes no time, or, `traced`, its
-    predicted peak, in up to a minute an arm. Nothing of arms that neither can tell about."""
+    predicted peak, in up to a minute an arm. Nothing of arms that neither can tell about, nor `besides`."""
     lines = []
-    for arm in recipe.arms:
+    for arm in (arm for arm in recipe.arms if arm not in besides):
         config = recipe.run_config(arm)
         if not isinstance(config, OwnRunConfig) or config.policy.backend.type != "dtensor":
             continue
@@ -195,11 +232,8 @@ def too_large(recipe: Declared, device_bytes: int, *, traced: bool) -> list[str]
             continue
         length, num_sequences = step
         if traced:
-            with tempfile.TemporaryDirectory() as directory:
-                job = {"lengths": [length], "num_sequences": num_sequences}
-                (row,) = probe_alone("abrun.memory.trace", Path(directory), config, job)
-            point = Point(length=length, num_sequences=num_sequences)
-            phase, peak = _predicted(arm, config, point, row, device_bytes).highest
+            found = predict_step(arm, config, device_bytes, length=length, num_sequences=num_sequences)
+            phase, peak = found.highest
             what = f"is predicted to peak at {peak / GIB:.1f} GiB in {phase}"
         else:
             peak = sum((floor_of(config, length=length, num_sequences=num_sequences) or {}).values())
