@@ -131,6 +131,16 @@ def make_plan(recipe: Declared) -> Plan:
     )
 
 
+def make_draft(recipe: Declared) -> Plan:
+    """The plan of a recipe that may be open, for what does not depend on what a launch decides."""
+    try:
+        return make_plan(recipe.checkpointing("none"))
+    except RecipeError:
+        if not recipe.is_open:
+            raise
+        return make_plan(recipe.checkpointing("full"))  # an arm that states none would be the baseline
+
+
 def _names(recipe: Declared) -> list[RunName]:
     """In launch order: pair by pair with their reruns, then the controls seed by seed."""
     treatments = [arm for arm in recipe.arms if arm != BASELINE]

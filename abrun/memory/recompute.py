@@ -19,7 +19,7 @@ from abrun.launch.requirements import shape_of
 from abrun.launch.supervisor import refuse_impossible
 from abrun.memory.predict import ERROR, GIB, Predicted, device_memory, predict_step, traces_at_once
 from abrun.memory.step import own_sequences
-from abrun.plan import Plan, make_plan
+from abrun.plan import Plan, make_draft, make_plan
 from abrun.recipe import CHECKPOINTING, Checkpointing, CommandRecipe, OwnRunConfig, Ppo, Recipe, dotted
 
 ORDER: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -55,7 +55,7 @@ def planned(
                 "one of them, or drop it"
             )
         return make_plan(recipe)
-    draft = make_plan(recipe.checkpointing("none"))
+    draft = make_draft(recipe)
     experiment_dir = experiment_dir_of(draft, runs_dir, name)
     if resume:
         return make_plan(recipe.checkpointing(_decided_before(experiment_dir)))
@@ -101,11 +101,13 @@ def decide(
             f"{has}; use smaller microbatches (policy.micro_batch_tokens or micro_batch_size), more ranks, "
             "more of policy.backend's parallelism or a fused policy.logprobs.impl"
         )
-    why = f"auto is {last['value']}: predicted peaks {_told(candidates)}, {has}, of which {margin:.0%} stay free"
+    left = f", of which {margin:.0%} stay free"
+    if not last["fits"]:
+        left = f": nothing leaves {margin:.0%} of it free, and runs may run out of memory"
     return {
         "asked": "auto",
         "value": last["value"],
-        "why": why if last["fits"] else f"{why}: too close to tell, runs may run out of memory",
+        "why": f"auto is {last['value']}: predicted peaks {_told(candidates)}, {has}{left}",
         "device_bytes": device_bytes,
         "margin": margin,
         "candidates": candidates,
