@@ -74,7 +74,7 @@ def launch(
         abrun launch recipe.yaml --until-decided --max-seeds 12 --fail-on mismatch,inconclusive
         abrun launch recipe.yaml --launcher slurm --detach
     """
-    from abrun.launch import experiment_dir_of, make_engine, make_scheduler
+    from abrun.launch import experiment_dir_of, make_scheduler, queued_jobs
     from abrun.memory.recompute import planned
     from abrun.recipe import launcher_settings, load_recipe
 
@@ -86,8 +86,6 @@ def launch(
         loaded = _in_stages(loaded, until_decided, max_seeds, launcher, no_compare)
     scheduler = make_scheduler(launcher_settings(loaded.launcher, launcher), jobs)
     screen = console()
-    if scheduler is None:
-        make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
     options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs}
     plan = planned(
         loaded,
@@ -104,8 +102,6 @@ def launch(
         if not as_json:
             _warn_of_memory(screen, plan, device_memory, here=scheduler is None)
         raise typer.Exit(code)
-    from abrun.launch import queued_jobs
-
     options |= {"take_over": take_over, "compare": not no_compare, "detach": detach}
     if until_decided:
         code, verdict = _launched_until_decided(screen, plan, runs_dir, experiment_dir, resume, options)

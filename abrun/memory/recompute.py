@@ -45,9 +45,11 @@ def planned(
 ) -> Plan:
     """The plan of a recipe, with what it leaves open decided; options as of `launch_or_hand_over`.
 
-    To resume, it is what the first launch decided. Raises RecipeError or LaunchError where nothing can be
-    decided, where nothing fits, and, but for a dry run, at once what the launch would refuse after it.
+    To resume, it is what the first launch decided. Raises RecipeError or LaunchError where there is no such
+    launcher, where nothing can be decided or fits, and, but for a dry run, at once what the launch would
+    refuse after it.
     """
+    engine = scheduler or make_engine("local" if launcher is None else launcher, jobs)
     if not recipe.is_open:
         if asked_memory is not None and not dry_run:
             raise RecipeError(
@@ -60,7 +62,6 @@ def planned(
     if resume:
         return make_plan(recipe.checkpointing(_decided_before(experiment_dir)))
     if not dry_run:
-        engine = scheduler or make_engine("local" if launcher is None else launcher, jobs)
         refuse_impossible(draft, engine.refusals(draft))
         refuse_existing(experiment_dir)
     decision = decide(recipe, asked_memory, here=scheduler is None, say=say)

@@ -121,7 +121,7 @@ def test_what_cannot_fit_is_refused_and_what_is_too_close_to_tell_is_said(
         decide(recipe(), "98GiB", here=True)
     assert str(refused.value).startswith(
         f"small: {CHECKPOINTING}: got 'auto', and nothing fits: predicted peaks with full 109.0 GiB "
-        "(baseline), 80.0 GiB (treatment), and a device has 98.0 GiB; use smaller microbatches (policy.micro_batch_tokens"
+        "(baseline), 80.0 GiB (treatment), and a device has 98.0 GiB; use smaller microbatches"
     )
 
 
