@@ -29,7 +29,7 @@ LARGE = {  # microbatches of 16,384 tokens, several a step
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("memory", "value"), [("60GiB", "full"), ("h200", "none")])
+@pytest.mark.parametrize(("memory", "value"), [("90GiB", "full"), ("h200", "none")])
 def test_runs_take_what_was_predicted(memory: str, value: str, tmp_path: Path) -> None:
     done = abrun.launch(SMALL, overrides=LARGE, seeds=[0], device_memory=memory, runs_dir=tmp_path)
     assert done.exit_code == 0
