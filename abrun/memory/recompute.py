@@ -5,7 +5,6 @@ value of their own. What a launch hands on, a plan and what is stored of it, has
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from abrun.launch.engine import Scheduler
 from abrun.launch.experiment import refuse_existing
 from abrun.launch.requirements import shape_of
 from abrun.launch.supervisor import refuse_impossible
-from abrun.memory.predict import ERROR, GIB, Predicted, device_memory, predict_step, traces_at_once
-from abrun.memory.step import own_sequences
+from abrun.memory.predict import ERROR, GIB, device_memory, predict_steps
 from abrun.plan import Plan, make_draft, make_plan
 from abrun.recipe import CHECKPOINTING, Checkpointing, CommandRecipe, OwnRunConfig, Ppo, Recipe, dotted
 
@@ -146,12 +144,6 @@ def _refuse_unpredictable(name: str, configs: Mapping[str, OwnRunConfig]) -> Non
 
 
 def _peaks(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> dict[str, dict[str, Any]]:
-    def of_arm(arm: str) -> Predicted:
-        config = configs[arm]
-        return predict_step(arm, config, device_bytes, length=None, num_sequences=own_sequences(config))
-
-    with ThreadPoolExecutor(max_workers=traces_at_once()) as several:
-        found = list(several.map(of_arm, configs))
     return {
         one.arm: {
             "num_sequences": one.point.num_sequences,
@@ -160,7 +152,7 @@ def _peaks(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> dict[str, 
             "peak_bytes": one.highest[1],
             "asleep_bytes": 0 if one.engine_bytes is None else ASLEEP_BYTES,
         }
-        for one in found
+        for one in predict_steps(configs, device_bytes)
     }
 
 

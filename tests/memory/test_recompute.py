@@ -1,7 +1,10 @@
 """`policy.activation_checkpointing: auto`: what it becomes, what is said and kept of it, what is refused."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,15 +38,18 @@ def predicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[tuple[st
     def say(peaks: Peaks) -> list[tuple[str, str]]:
         asked: list[tuple[str, str]] = []
 
-        def predict_step(arm: str, config: OwnRunConfig, device_bytes: int, **of_step: Any) -> Predicted:
-            value = config.policy.activation_checkpointing
-            asked.append((value, arm))
-            by_phase = {"forward_backward": {"activations": int(peaks[value][arm] * GIB)}}
-            asleep = 1 if config.rollout.engine == "vllm" else None
-            point = Point(length=64, num_sequences=of_step["num_sequences"])
-            return Predicted(arm=arm, point=point, by_phase=by_phase, floor=None, engine_bytes=asleep)
+        def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
+            found = []
+            for arm, config in configs.items():
+                value = config.policy.activation_checkpointing
+                asked.append((value, arm))
+                by_phase = {"forward_backward": {"activations": int(peaks[value][arm] * GIB)}}
+                asleep = 1 if config.rollout.engine == "vllm" else None
+                at = Point(length=64, num_sequences=own_sequences(config))
+                found.append(Predicted(arm=arm, point=at, by_phase=by_phase, floor=None, engine_bytes=asleep))
+            return found
 
-        monkeypatch.setattr(recompute, "predict_step", predict_step)
+        monkeypatch.setattr(recompute, "predict_steps", predict_steps)
         return asked
 
     return say
@@ -326,3 +332,20 @@ def test_a_real_prediction_decides(abrun: Callable[..., tuple[int, str, str]]) -
     none, full = (one["peaks"]["baseline"] for one in decided["1GiB"]["candidates"])
     assert none == decided["80GiB"]["candidates"][0]["peaks"]["baseline"]
     assert none["length"] == full["length"] == 506 and none["peak_bytes"] > 2 * full["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_somebody_who_interrupts_does_not_wait_for_predictions() -> None:
+    command = [sys.executable, "-m", "abrun", "launch", str(SMALL), *sets(*ON_GPUS), "--dry-run"]
+    launched = subprocess.Popen(
+        [*command, "--device-memory", "80GiB"],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert launched.stdout and "predicting" in launched.stdout.readline()
+    time.sleep(2)  # its processes import
+    asked_s = time.monotonic()
+    launched.send_signal(signal.SIGINT)
+    launched.communicate(timeout=60)
+    assert launched.returncode == 130 and time.monotonic() - asked_s < 3
