@@ -166,41 +166,39 @@ def launch(
     jobs: int | None = None,
     launcher: str | None = None,
     resume: bool = False,
+    device_memory: str | None = None,
     quiet: bool = False,
 ) -> Experiment:
     """Run every arm and seed of a recipe, and wait for the end; `abrun launch` without its comparison.
 
     `recipe` is a file, or the name of one that ships. `overrides` sets values by their dotted keys, such as
-    `{"steps": 20}`. Raises RecipeError, LaunchError or StoreError before anything has started.
+    `{"steps": 20}`. `device_memory`: of a GPU, such as "80GiB", for `policy.activation_checkpointing: auto`
+    where it is not this machine's. Raises RecipeError, LaunchError or StoreError before anything has started.
     """
     from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
-    from abrun.plan import make_plan
+    from abrun.memory.recompute import planned
     from abrun.recipe import launcher_settings, load_recipe
     from abrun.start.shipped import find_recipe
     from abrun.terminal import terminal
     from abrun.watch import View
 
     changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})
-    plan = make_plan(
-        load_recipe(
-            find_recipe(Path(recipe)), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-        )
+    loaded = load_recipe(
+        find_recipe(Path(recipe)), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     )
-    scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, launcher), jobs)
+    scheduler = make_scheduler(launcher_settings(loaded.launcher, launcher), jobs)
     console = terminal()
     console.quiet = quiet
+    options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs, "resume": resume}
+    plan = planned(
+        loaded,
+        Path(runs_dir),
+        **options,
+        asked_memory=device_memory,
+        say=lambda line: console.print(line, soft_wrap=True, markup=False),
+    )
     with View(console, queued_jobs) as view:
-        outcome = launch_or_hand_over(
-            plan,
-            Path(runs_dir),
-            scheduler=scheduler,
-            observer=view,
-            launcher=launcher,
-            name=name,
-            jobs=jobs,
-            resume=resume,
-            compare=False,
-        )
+        outcome = launch_or_hand_over(plan, Path(runs_dir), observer=view, **options, compare=False)
     return _opened(
         [str(experiment_dir_of(plan, Path(runs_dir), name))],
         _reading(runs_dir),

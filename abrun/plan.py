@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
@@ -50,6 +50,13 @@ class Plan:
     warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
     # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
+    # dotted key -> what was decided of what the recipe left open, and why; see abrun.memory.recompute
+    decided: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def decisions(self) -> list[str]:
+        """A line for each."""
+        return [f"{key}: {one['why']}" for key, one in self.decided.items()]
 
     def of_first_seeds(self, num_seeds: int) -> set[RunName]:
         """The runs of its first seeds: all arms of them, reruns and controls."""
@@ -122,6 +129,16 @@ def make_plan(recipe: Declared) -> Plan:
         warm_starts=warm_starts,
         treatment_diff=treatment_diff,
     )
+
+
+def make_draft(recipe: Declared) -> Plan:
+    """The plan of a recipe that may be open, for what does not depend on what a launch decides."""
+    try:
+        return make_plan(recipe.checkpointing("none"))
+    except RecipeError:
+        if not recipe.is_open:
+            raise
+        return make_plan(recipe.checkpointing("full"))  # an arm that states none would be the baseline
 
 
 def _names(recipe: Declared) -> list[RunName]:

@@ -45,9 +45,10 @@ def _below(model: type[Section]) -> Iterator[tuple[str, type[Section]]]:
 
 
 def _fields(model: type[Section]) -> dict[str, FieldInfo]:
-    """A model's own fields, then those of the sections it extends."""
-    own = [name for each in model.__mro__ for name in inspect.get_annotations(each)]
-    return {name: model.model_fields[name] for name in own if name in model.model_fields}
+    """A model's own fields, then those of the sections it extends, where one declared anew stays."""
+    names = [name for each in model.__mro__ for name in inspect.get_annotations(each)]
+    last = {name: place for place, name in enumerate(names) if name in model.model_fields}
+    return {name: model.model_fields[name] for name in sorted(last, key=last.__getitem__)}
 
 
 def _sections_of(annotation: Any) -> list[type[Section]]:

@@ -128,7 +128,10 @@ Name = Annotated[str | None, typer.Option(help="Folder of the experiment; defaul
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(help="With --dry-run: predict each arm's peak, and say which exceed 80GiB, or an h200's."),
+    typer.Option(
+        help="What a GPU has, 80GiB or h200 (default: this machine's): what activation_checkpointing: auto "
+        "has to fit, and what --dry-run predicts arms to exceed."
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
 UntilDecided = Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from abrun.cli.app import LOOK_CLOSER, app, console
-from abrun.cli.arguments import Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
+from abrun.cli.arguments import DeviceMemory, Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
 from abrun.cli.experiments import launched_in_view
 from abrun.errors import RecipeError, StoreError
 
@@ -101,6 +101,7 @@ def sensitivity(
         typer.Option(help="Folder of the experiment; default: the recipe's name, with -sensitivity."),
     ] = None,
     resume: Resume = False,
+    device_memory: DeviceMemory = None,
 ) -> None:
     """Plant faults in the baseline and say which of them the recipe's comparison would have caught.
 
@@ -112,27 +113,24 @@ def sensitivity(
     """
     from abrun.launch import experiment_dir_of, make_scheduler
     from abrun.launch.controls import with_faults_alone
-    from abrun.plan import make_plan
+    from abrun.memory.recompute import planned
     from abrun.recipe import launcher_settings, load_recipe
 
-    planned, not_planted = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)
-    plan = make_plan(planned)
-    scheduler = make_scheduler(launcher_settings(planned.launcher, launcher), jobs)
+    faulty, not_planted = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)
+    scheduler = make_scheduler(launcher_settings(faulty.launcher, launcher), jobs)
     screen = console()
-    outcome = launched_in_view(
-        screen,
-        plan,
+    options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs, "resume": resume}
+    plan = planned(
+        faulty,
         runs_dir,
-        scheduler=scheduler,
-        launcher=launcher,
-        name=name,
-        jobs=jobs,
-        resume=resume,
-        compare=False,
+        **options,
+        asked_memory=device_memory,
+        say=lambda line: screen.print(line, soft_wrap=True, markup=False),
     )
+    outcome = launched_in_view(screen, plan, runs_dir, **options, compare=False)
     if outcome and outcome.stopped_by:
         raise typer.Exit(outcome.exit_code)
-    _say_what_was_caught(screen, planned, experiment_dir_of(plan, runs_dir, name), not_planted)
+    _say_what_was_caught(screen, faulty, experiment_dir_of(plan, runs_dir, name), not_planted)
     raise typer.Exit(outcome.exit_code if outcome else 0)
 
 

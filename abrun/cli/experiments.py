@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from abrun.launch.engine import Scheduler
     from abrun.launch.supervisor import Outcome
     from abrun.plan import Plan
-    from abrun.recipe import CommandRecipe, Declared, Recipe
+    from abrun.recipe import CommandRecipe, Recipe
     from abrun.terminal import Terminal
 
 
@@ -74,32 +74,34 @@ def launch(
         abrun launch recipe.yaml --until-decided --max-seeds 12 --fail-on mismatch,inconclusive
         abrun launch recipe.yaml --launcher slurm --detach
     """
-    from abrun.launch import experiment_dir_of, make_engine, make_scheduler
-    from abrun.plan import make_plan
+    from abrun.launch import experiment_dir_of, make_scheduler, queued_jobs
+    from abrun.memory.recompute import planned
     from abrun.recipe import launcher_settings, load_recipe
 
     failing = _failing(fail_on, no_compare=no_compare or detach)
-    for option, given in (("--json", as_json), ("--device-memory", device_memory)):
-        if given and not dry_run:
-            raise RecipeError(f"{option}: got it without --dry-run, of which it is; add that, or drop it")
+    if as_json and not dry_run:
+        raise RecipeError("--json: got it without --dry-run, of which it is; add that, or drop it")
     loaded = load_recipe(recipe, with_seeds(overrides, seeds))
     if until_decided or max_seeds is not None:
         loaded = _in_stages(loaded, until_decided, max_seeds, launcher, no_compare)
-    plan = make_plan(loaded)
-    experiment_dir = experiment_dir_of(plan, runs_dir, name)
-    settings = launcher_settings(plan.recipe.launcher, launcher)
-    scheduler = make_scheduler(settings, jobs)
+    scheduler = make_scheduler(launcher_settings(loaded.launcher, launcher), jobs)
     screen = console()
-    if scheduler is None:
-        make_engine("local" if launcher is None else launcher, jobs)  # refuses a name that none has
+    options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs}
+    plan = planned(
+        loaded,
+        runs_dir,
+        **options,
+        resume=resume,
+        asked_memory=device_memory,
+        dry_run=dry_run,
+        say=lambda line: None if as_json else screen.print(line, soft_wrap=True, markup=False),
+    )
+    experiment_dir = experiment_dir_of(plan, runs_dir, name)
     if dry_run:
         code = _dry_run(screen, plan, experiment_dir, scheduler, jobs, as_json)
         if not as_json:
-            _warn_of_memory(screen, plan.recipe, device_memory, here=scheduler is None)
+            _warn_of_memory(screen, plan, device_memory, here=scheduler is None)
         raise typer.Exit(code)
-    from abrun.launch import queued_jobs
-
-    options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs}
     options |= {"take_over": take_over, "compare": not no_compare, "detach": detach}
     if until_decided:
         code, verdict = _launched_until_decided(screen, plan, runs_dir, experiment_dir, resume, options)
@@ -236,15 +238,19 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     send(find_experiment(experiment, runs_dir), print)
 
 
-def _warn_of_memory(screen: "Terminal", recipe: "Declared", asked: str | None, *, here: bool) -> None:
-    """Say which arms cannot fit a device: of `asked`, predicted; of this machine's, by their floor alone."""
+def _warn_of_memory(screen: "Terminal", plan: "Plan", asked: str | None, *, here: bool) -> None:
+    """Say which arms cannot fit a device: of `asked`, predicted; of this machine's, by their floor alone.
+
+    Of arms that were predicted to decide what the recipe leaves open, the decision tells.
+    """
     from abrun.memory.predict import device_memory, too_large
 
     if asked is None and not here:
         return
     device_bytes = device_memory(asked)
     if device_bytes is not None:
-        for line in too_large(recipe, device_bytes, traced=asked is not None):
+        told = {arm for one in plan.decided.values() for of in one["candidates"] for arm in of["peaks"]}
+        for line in too_large(plan.recipe, device_bytes, traced=asked is not None, besides=told):
             screen.print(f"[bold]Memory:[/] {shown(line)}", soft_wrap=True)
 
 

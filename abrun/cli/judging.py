@@ -241,7 +241,7 @@ def plan(
     """
     from abrun.compare.read.stored import load_experiment
     from abrun.compare.show.planning import plan_json, plan_report
-    from abrun.plan import make_plan
+    from abrun.plan import make_draft
     from abrun.recipe import load_recipe
     from abrun.store import find_experiment
 
@@ -256,7 +256,7 @@ def plan(
         from abrun.launch.stages import until_decided
 
         loaded = until_decided(loaded, max_seeds)
-    make_plan(loaded)  # refuses what a launch would refuse
+    make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     measured = load_experiment(find_experiment(earlier, runs_dir)) if earlier else None
     if as_json:

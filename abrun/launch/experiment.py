@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from abrun import store
 from abrun.errors import LaunchError, RecipeError, StoreError
@@ -31,6 +32,19 @@ def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Pa
     return Path(os.path.realpath(runs_dir)) / name
 
 
+def refuse_existing(experiment_dir: Path) -> None:
+    """Raises LaunchError where a new experiment cannot be made, as something is there."""
+    if store.is_experiment(experiment_dir):
+        names = store.planned_runs(experiment_dir)
+        finished = sum(store.run_state(experiment_dir, name).status == "finished" for name in names)
+        raise LaunchError(
+            f"{experiment_dir}: an experiment is here already, {finished} of {len(names)} runs finished; "
+            "continue it with --resume, or give this one another --name"
+        )
+    if experiment_dir.is_dir() and not _was_just_begun(experiment_dir):
+        raise LaunchError(f"{experiment_dir}: not empty, and no experiment of abrun; choose another --name")
+
+
 @contextlib.contextmanager
 def owned_experiment(
     plan: Plan,
@@ -49,7 +63,7 @@ def owned_experiment(
         store.open_experiment(experiment_dir)
         _refuse_queued(experiment_dir)
     else:
-        _check_new(experiment_dir)
+        refuse_existing(experiment_dir)
     states = {run.name: store.run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
     done = [name for name, state in states.items() if state.status == "finished"]
     refuse_unset_variables(run for run in plan.runs if run.name not in done)
@@ -65,12 +79,14 @@ def owned_experiment(
                     queued.forget()
                 _write(plan, experiment_dir, resume=True)
             else:
-                _check_new(experiment_dir)  # again: a faster launcher may have made it meanwhile
+                refuse_existing(experiment_dir)  # again: a faster launcher may have made it meanwhile
                 try:
                     _write(plan, experiment_dir, resume=False)
                 except StoreError:
                     shutil.rmtree(experiment_dir, ignore_errors=True)
                     raise
+                for line in plan.decisions:
+                    say(line)
             if experiment_dir.parent in made:  # what runs write is no code: no `git add` is to take it along
                 store.write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
             yield lease
@@ -105,7 +121,11 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
     if reference and not (store.is_experiment(experiment_dir) and here.is_file()):
         with store.explained(here):  # once: a later change of the file is none here
             store.write_file(here, Path(reference).expanduser().read_bytes())
-    declared = {"compare_sha256": compare_hash(plan.recipe.compare), "launched_pairs": len(plan.recipe.seeds)}
+    declared: dict[str, Any] = {
+        "compare_sha256": compare_hash(plan.recipe.compare),
+        "launched_pairs": len(plan.recipe.seeds),
+        "decided": plan.decided,
+    }
     if store.is_experiment(experiment_dir):  # the first launch's stay
         first = store.open_experiment(experiment_dir)
         declared |= {key: value for key, value in first.items() if key in declared}
@@ -142,18 +162,6 @@ def _update_limits(run: RunDir, config: RunConfig) -> None:
     limits = config.model_dump(mode="json", include={"limits"})
     if record.config.get("limits") != limits["limits"]:
         run.write_record(replace(record, config={**record.config, **limits}))
-
-
-def _check_new(experiment_dir: Path) -> None:
-    if store.is_experiment(experiment_dir):
-        names = store.planned_runs(experiment_dir)
-        finished = sum(store.run_state(experiment_dir, name).status == "finished" for name in names)
-        raise LaunchError(
-            f"{experiment_dir}: an experiment is here already, {finished} of {len(names)} runs finished; "
-            "continue it with --resume, or give this one another --name"
-        )
-    if experiment_dir.is_dir() and not _was_just_begun(experiment_dir):
-        raise LaunchError(f"{experiment_dir}: not empty, and no experiment of abrun; choose another --name")
 
 
 def _refuse_queued(experiment_dir: Path) -> None:

@@ -3,12 +3,16 @@
 Each arm is traced by a process of its own (abrun.memory.trace), as the first rank of as many as it asks for.
 """
 
+import contextlib
 import os
 import re
+import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,9 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.launch.probe import probe_alone
 from abrun.memory.cells import Point
 from abrun.memory.floor import floor_of
+from abrun.memory.step import own_sequences
 from abrun.memory.sweep import Plan, Variant
+from abrun.processes import end_all, processes_of
 from abrun.recipe import Declared, OwnRunConfig
 
 GIB = 2**30
@@ -138,10 +144,12 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
         for num_sequences in plan.num_sequences(configs):
             jobs += [(variant, num_sequences, arm, config) for arm, config in configs.items()]
 
+    directories = [output / "cells" / f"{number:03d}-{arm}" for number, (_, _, arm, _) in enumerate(jobs)]
+
     def of_arm(number: int) -> list[Predicted]:
         variant, num_sequences, arm, config = jobs[number]
         job = {"lengths": list(plan.lengths), "num_sequences": num_sequences}
-        rows = probe_alone("abrun.memory.trace", output / "cells" / f"{number:03d}-{arm}", config, job)
+        rows = probe_alone("abrun.memory.trace", directories[number], config, job)
         points = [
             Point(length=row["length"], num_sequences=num_sequences, swept=variant.swept) for row in rows
         ]
@@ -149,7 +157,7 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
             _predicted(arm, config, point, row, device_bytes) for point, row in zip(points, rows, strict=True)
         ]
 
-    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 2, 1) + 1) as several:
+    with _traces(directories) as several:
         found = [peaks for of in several.map(of_arm, range(len(jobs))) for peaks in of]
     places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
     found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
@@ -182,24 +190,77 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
     return prediction
 
 
-def too_large(recipe: Declared, device_bytes: int, *, traced: bool) -> list[str]:
+def predict_steps(
+    configs: Mapping[str, OwnRunConfig], device_bytes: int, lengths: Mapping[str, int] | None = None
+) -> list[Predicted]:
+    """The step of each arm as its run has it, in up to a minute or two. Raises LaunchError.
+
+    `lengths`: tokens of a sequence; None: as many as tasks or budgets make them (abrun.memory.trace).
+    """
+    with _scratch() as folder:
+
+        def of_arm(arm: str) -> Predicted:
+            num_sequences = own_sequences(configs[arm])
+            job = {"lengths": [lengths[arm]] if lengths else None, "num_sequences": num_sequences}
+            (row,) = probe_alone("abrun.memory.trace", folder / arm, configs[arm], job)
+            point = Point(length=row["length"], num_sequences=num_sequences)
+            return _predicted(arm, configs[arm], point, row, device_bytes)
+
+        with _traces([folder / arm for arm in configs]) as several:
+            return list(several.map(of_arm, configs))
+
+
+@contextlib.contextmanager
+def _traces(directories: Sequence[Path]) -> Iterator[ThreadPoolExecutor]:
+    """Threads for as many traces as this machine has room for: one or two cores each.
+
+    Where one fails, or somebody interrupts, the others are ended.
+    """
+    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 2, 1) + 1) as several:
+        try:
+            yield several
+        except BaseException:
+            several.shutdown(wait=False, cancel_futures=True)
+            for directory in directories:
+                end_all(partial(processes_of, directory))
+            raise
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder that goes away, unless an error names it."""
+    directory = Path(tempfile.mkdtemp(prefix="abrun-prediction-"))
+    try:
+        yield directory
+    except BaseException as error:
+        if str(directory) not in str(error):
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def too_large(
+    recipe: Declared, device_bytes: int, *, traced: bool, besides: Collection[str] = ()
+) -> list[str]:
     """A line for each arm whose step does not fit a device: its floor, which takes no time, or, `traced`, its
-    predicted peak, in up to a minute an arm. Nothing of arms that neither can tell about."""
-    lines = []
-    for arm in recipe.arms:
+    predicted peak, in up to a minute an arm. Nothing of arms that neither can tell about, nor `besides`."""
+    configs: dict[str, OwnRunConfig] = {}
+    lengths: dict[str, int] = {}
+    for arm in (arm for arm in recipe.arms if arm not in besides):
         config = recipe.run_config(arm)
         if not isinstance(config, OwnRunConfig) or config.policy.backend.type != "dtensor":
             continue
-        step = _step_of(config) if config.cluster.gpus_per_node else None
-        if step is None:
-            continue
-        length, num_sequences = step
+        length = _length_of(config) if config.cluster.gpus_per_node else None
+        if length is not None:
+            configs[arm], lengths[arm] = config, length
+    lines = []
+    predicted = (
+        {one.arm: one.highest for one in predict_steps(configs, device_bytes, lengths)} if traced else {}
+    )
+    for arm, config in configs.items():
+        length, num_sequences = lengths[arm], own_sequences(config)
         if traced:
-            with tempfile.TemporaryDirectory() as directory:
-                job = {"lengths": [length], "num_sequences": num_sequences}
-                (row,) = probe_alone("abrun.memory.trace", Path(directory), config, job)
-            point = Point(length=length, num_sequences=num_sequences)
-            phase, peak = _predicted(arm, config, point, row, device_bytes).highest
+            phase, peak = predicted[arm]
             what = f"is predicted to peak at {peak / GIB:.1f} GiB in {phase}"
         else:
             peak = sum((floor_of(config, length=length, num_sequences=num_sequences) or {}).values())
@@ -212,19 +273,14 @@ def too_large(recipe: Declared, device_bytes: int, *, traced: bool) -> list[str]
     return lines
 
 
-def _step_of(config: OwnRunConfig) -> tuple[int, int] | None:
-    """Tokens of a sequence, and sequences of a rank's microbatch.
+def _length_of(config: OwnRunConfig) -> int | None:
+    """Tokens of a sequence, as far as the recipe tells.
 
     Prompts, and completions from files, are as long as the task has them, which is not known here.
     """
-    policy, algorithm = config.policy, config.algorithm
-    if policy.micro_batch_tokens:
-        pairs = algorithm.type == "dpo"
-        return (policy.micro_batch_tokens // 2, 2) if pairs else (policy.micro_batch_tokens, 1)
-    if algorithm.type in ("sft", "dpo"):
-        return None
-    share = max(algorithm.batch_size * getattr(algorithm, "group_size", 1) // config.data_parallel, 1)
-    return config.rollout.max_new_tokens, policy.micro_batch_size or share
+    if config.policy.micro_batch_tokens:
+        return config.policy.micro_batch_tokens // own_sequences(config)
+    return None if config.algorithm.type in ("sft", "dpo") else config.rollout.max_new_tokens
 
 
 def device_memory(asked: str | None) -> int | None:

@@ -1,6 +1,6 @@
 """The step that memory-profile measures and predicts: its microbatches, and what they are made of."""
 
-from abrun.recipe import Grpo, OwnRunConfig
+from abrun.recipe import Dpo, Grpo, OwnRunConfig
 
 
 def of_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:
@@ -23,6 +23,16 @@ def is_cut(config: OwnRunConfig) -> bool:
     """Whether an update has several microbatches: two are measured, as the second one's activations meet the
     first one's gradients."""
     return bool(config.policy.micro_batch_size or config.policy.micro_batch_tokens)
+
+
+def own_sequences(config: OwnRunConfig) -> int:
+    """Of a rank's microbatch as the run itself has it; one that fills a budget of tokens is one long one."""
+    policy, algorithm = config.policy, config.algorithm
+    pair = 2 if isinstance(algorithm, Dpo) else 1
+    if policy.micro_batch_tokens or policy.micro_batch_size:
+        return policy.micro_batch_size or pair
+    sequences = algorithm.batch_size * getattr(algorithm, "group_size", pair)
+    return max(sequences // config.data_parallel // getattr(algorithm, "minibatches_per_step", 1), pair)
 
 
 def num_rows(config: OwnRunConfig, num_sequences: int) -> int:

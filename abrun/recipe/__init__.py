@@ -42,11 +42,13 @@ from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron
 from abrun.recipe.policy import (
     DIMENSIONS,
     NO_FILTERS,
+    Checkpointing,
     Dtensor,
     Filters,
     Logprobs,
     Megatron,
     Model,
+    OpenPolicy,
     Optimizer,
     Policy,
     Rollout,
@@ -84,6 +86,7 @@ from abrun.recipe.vllm import VLLM_VERSIONS, vllm_misfit, vllm_refusal
 __all__ = [
     "ARCHITECTURES",
     "BASELINE",
+    "CHECKPOINTING",
     "CONTROLS",
     "DIMENSIONS",
     "FAULTS",
@@ -97,6 +100,7 @@ __all__ = [
     "VLLM_VERSIONS",
     "Arithmetic",
     "Checkpoint",
+    "Checkpointing",
     "Cluster",
     "Command",
     "CommandRecipe",
@@ -172,6 +176,7 @@ __all__ = [
 ]
 
 BASELINE = "baseline"
+CHECKPOINTING = "policy.activation_checkpointing"
 MOST_ARMS = 1000
 
 
@@ -242,13 +247,30 @@ class Declared(Section):
         return self
 
     def run_config(self, arm: str) -> OwnRunConfig | CommandRunConfig:
-        """The resolved configuration of one arm. Raises RecipeError where its differences do not fit."""
+        """The resolved configuration of one arm.
+
+        Raises RecipeError where its differences do not fit, or where something is left to a launch.
+        """
         source = f"{self.name}: arms.{arm}"
+        if self.is_open:
+            raise RecipeError(
+                f"{self.name}: {CHECKPOINTING}: got 'auto', which abrun launch alone decides; give none, "
+                "selective or full (which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)"
+            )
         base, change = self.model_dump(exclude=set(Declared.model_fields)), nested(self.arms[arm])
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # an arm of another trainer: drop what only the base's trainer knows
             base = {key: value for key, value in base.items() if key in model.model_fields}
         return validated(model, merge(base, change), source)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it leaves to a launch what is computed again."""
+        return False
+
+    def checkpointing(self, decided: Checkpointing) -> Self:
+        """The recipe with that decided, where it is open."""
+        return self
 
     @property
     def control_arms(self) -> dict[str, PlantedFault]:
@@ -277,6 +299,26 @@ class Declared(Section):
 
 class Recipe(Declared, OwnRunConfig):
     """An experiment whose base is a run of our own trainer."""
+
+    policy: OpenPolicy = OpenPolicy()
+
+    @property
+    def is_open(self) -> bool:
+        return self.policy.activation_checkpointing == "auto"
+
+    def checkpointing(self, decided: Checkpointing) -> Self:
+        policy = self.policy.model_copy(update={"activation_checkpointing": decided})
+        return self.model_copy(update={"policy": policy}) if self.is_open else self
+
+    @model_validator(mode="after")
+    def _arms_leave_nothing_open(self) -> Self:
+        for arm, change in self.arms.items():
+            if dotted(change).get(CHECKPOINTING) == "auto":
+                raise ValueError(
+                    f"arms.{arm}.{CHECKPOINTING}: got 'auto', which is decided for all arms alike; say it "
+                    "outside of arms, or give none, selective or full"
+                )
+        return self
 
 
 class CommandRecipe(Declared, CommandRunConfig):
@@ -308,7 +350,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
         for key in change:
             if key.split(".")[0] not in model.model_fields:
                 raise RecipeError(f"{path}: arms.{arm}.{key}: {unknown(key.split('.')[0], model)}")
-        recipe.run_config(arm)
+        recipe.checkpointing("none").run_config(arm)
     return recipe
 
 

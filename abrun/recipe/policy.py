@@ -215,6 +215,9 @@ class Optimizer(Section):
         return self
 
 
+Checkpointing = Literal["none", "selective", "full"]  # from the least that is computed again to the most
+
+
 class Policy(Section):
     """The trained model: where it runs, at which precision, and how it is optimised."""
 
@@ -225,9 +228,7 @@ class Policy(Section):
     micro_batch_size: Count | None = None  # sequences a rank; None: the rank's whole share at once
     packing: bool = False  # sequences of a microbatch one after the other, without padding
     micro_batch_tokens: Count | None = None  # with packing: at most so many a microbatch, or one sequence
-    # What the backward pass computes again of each layer: nothing, what `compile` has compiled (all but
-    # attention), all of it
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Checkpointing = "none"  # OpenPolicy says what they are
     compile: bool = False  # each layer by torch.compile; on dtensor, where a replica is one rank
     # Norms, rotary embeddings and SwiGLU by Liger's kernels; on GPUs, with dtensor, where nothing is compiled
     liger: bool = False
@@ -287,6 +288,14 @@ class Policy(Section):
                 f"{self.micro_batch_size}; give one of the two (the other null)"
             )
         return self
+
+
+class OpenPolicy(Policy):
+    """A recipe's policy may leave open what a launch decides; a run's never does."""
+
+    # What the backward pass computes again of each layer: nothing, what `compile` has compiled (all but
+    # attention), all of it. auto: the least with which all arms are predicted to fit the devices' memory
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

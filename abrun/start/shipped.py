@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from abrun.errors import RecipeError
-from abrun.plan import make_plan
+from abrun.plan import make_draft
 from abrun.recipe import CommandRecipe, load_recipe
 
 PACKAGE = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def shipped_recipes() -> list[Shipped]:
 
 
 def _shipped(path: Path) -> Shipped:
-    plan = make_plan(load_recipe(path))
+    plan = make_draft(load_recipe(path))
     foreign = isinstance(plan.recipe, CommandRecipe)
     config = plan.runs[0].config
     cluster, algorithm = config.cluster, getattr(config, "algorithm", None)

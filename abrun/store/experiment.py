@@ -73,6 +73,13 @@ def _is_diff(value: Any) -> bool:
     )
 
 
+def _is_decided(value: Any) -> bool:
+    """dotted key -> what was decided of it, with the reason"""
+    return isinstance(value, dict) and all(
+        isinstance(one, dict) and isinstance(one.get("why"), str) for one in value.values()
+    )
+
+
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "experiment": (lambda value: isinstance(value, str), "text"),
     "recipe": (lambda value: isinstance(value, dict), "a mapping"),
@@ -81,6 +88,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of arm, seed, rerun",
     ),
     "treatment_diff": (_is_diff, "pairs of values by arm and key"),
+    "decided": (_is_decided, "a mapping by key, each with why"),
     "compare_sha256": (lambda value: isinstance(value, str), "text"),
     "launched_pairs": (lambda value: type(value) is int and value >= 0, "a whole number"),
 }

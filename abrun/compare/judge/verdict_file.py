@@ -81,7 +81,7 @@ class VerdictFile:
     spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[str]
     guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
-    notes: list[str]  # what reading the runs had to decide, and pairs that were placed differently
+    notes: list[str]  # what launch and reading had to decide, and pairs that were placed differently
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
     sensitivity: Sensitivity | None  # of planted faults; None: the experiment has none (controls.faults)
@@ -116,6 +116,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
+            *experiment.decided,
             *ledger_notes(experiment.reference),
             *placement_notes(experiment),
             *(f"{run}: {note}" for run in experiment.runs.values() for note in run.notes),

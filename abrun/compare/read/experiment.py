@@ -144,6 +144,7 @@ class Experiment:
     )
     launched_compare_sha256: str | None = None
     launched_pairs: int = 0
+    decided: tuple[str, ...] = ()  # what the recipe left to its launch, a line each with the reason
     reference: Reference | None = None
     # Baselines in which something was planted: what by arm, and their runs, which no verdict is about.
     planted: Mapping[str, PlantedFault] = field(default_factory=dict)
