@@ -170,9 +170,19 @@ def test_arms_have_a_line_each_and_what_is_not_as_claimed_is_said(
     assert page.startswith("# demo: off MISMATCH, half MISMATCH\n")
     assert "demo: half: MISMATCH is not what was claimed, which would be MATCH." in page
     assert "demo: off: MISMATCH is not" not in page
+    assert "`abrun samples demo/half/seed-0 --against demo/baseline/seed-0`" in page
     index = index_of(generator, site)
     assert "| [demo: off](evidence/demo.md) | ten points | MISMATCH, as claimed |" in index
     assert "| [demo: half](evidence/demo.md) | the same | MISMATCH, not as claimed |" in index
+
+
+def test_an_open_arm_has_advice_of_its_own_beside_a_decided_one(generator: ModuleType, site: Path) -> None:
+    arms = {"off": {"policy.logprobs.impl": "chunked"}, "half": {"policy.micro_batch_size": 2}}
+    run(site, arms={"baseline": {}, **arms}, shift={"off": -0.5}, noise=0.03, seeds=[0, 1, 2])
+    page = page_of(generator, site)
+    assert page.startswith("# demo: off MISMATCH, half INCONCLUSIVE\n")
+    assert "demo: off is" not in page and "demo: half is INCONCLUSIVE" in page
+    assert " pairs decide it with 80 % power" in page and "`abrun samples" not in page
 
 
 def test_what_was_run_otherwise_than_written_is_in_its_command(generator: ModuleType, site: Path) -> None:
