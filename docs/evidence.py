@@ -66,7 +66,7 @@ bound, which is the smallest margin that would have passed. Model and task are n
 claim that is tested, and not their figures. Faults planted on purpose say what the experiment could have
 found. What was run is here, whatever came of it.
 """
-OF_INDEX = ("experiment", "they claimed", "verdict", "difference, certified bound", "seeds")
+OF_INDEX = ("experiment", "they claimed", "verdict", "claims: difference, certified bound", "seeds")
 OF_INDEX += ("planted faults", "where and when", "GPU hours")
 OF_METRICS = (
     "metric",
@@ -135,10 +135,7 @@ def _row(record: Record, arm: Arm) -> Iterator[str]:
     yield f"[{arm.title}](evidence/{record.name}.md)"
     yield claimed(arm.title)[0]
     yield ", ".join(filter(None, (arm.verdict, _as_claimed(arm))))
-    yield _lines(
-        f"{metric}: {difference}" + ("" if bound == "-" else f", bound {bound}")
-        for metric, _, _, difference, _, bound, _ in arm.claims
-    )
+    yield _lines(map(_in_short, arm.claims))
     yield str(len(record.seeds))
     yield _lines(f"{fault}: {verdict} ({by})" for fault, _, verdict, by, *_ in record.faults) or "-"
     yield _lines(filter(None, (record.hardware, record.ran)))
@@ -297,6 +294,13 @@ def _as_claimed(arm: Arm) -> str:
     if expected is None or arm.verdict in ("INCONCLUSIVE", "INVALID"):
         return ""
     return "as claimed" if arm.verdict == expected else "not as claimed"
+
+
+def _in_short(claim: Sequence[str]) -> str:
+    """`train/reward ±0.05: -0.003 [-0.02, 0.02], bound 0.02, equivalent`; what it does not have is left out."""
+    metric, _, _, difference, margin, bound, result = claim
+    said = [*[difference] * (difference != "-"), *[f"bound {bound}"] * (bound != "-"), result]
+    return f"{metric} {margin}: {', '.join(said)}"
 
 
 def _of(arm: Arm, record: Record) -> str:

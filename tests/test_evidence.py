@@ -115,12 +115,13 @@ def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, 
         r"^\| train/reward \| (0\.\S+) \| (0\.\S+) \| (0\.\S+) \| (0\.\S+) \| - \|$", page, re.M
     )
     assert floor and len(set(floor.groups())) == 4  # the arms, a rerun, one ULP, the seeds
-    found = "| misgrouped: MATCH (nothing)<br>late_half_batch: MISMATCH (claim: train/reward) |"
-    assert re.search(
-        rf"^\| \[demo\]\(evidence/demo\.md\) \| - \| MATCH \| .*{re.escape(found)}",
-        index_of(generator, site),
-        re.M,
+    row = (
+        r"\| \[demo\]\(evidence/demo\.md\) \| - \| MATCH "
+        r"\| train/reward ±0\.02: \S+ \[\S+ \S+\], bound 0\.\d+, equivalent \| 5 "
+        r"\| misgrouped: MATCH \(nothing\)<br>late_half_batch: MISMATCH \(claim: train/reward\) "
+        r"\| NVIDIA H200, .*<br>2001-09-09 01:46 to 01:48 UTC \| 0\.55 \(CPU core\) \|"
     )
+    assert re.search(f"^{row}$", index_of(generator, site), re.M)
 
 
 def test_what_is_committed_is_enough_and_small_and_names_no_host(generator: ModuleType, site: Path) -> None:
