@@ -297,7 +297,7 @@ def _as_claimed(arm: Arm) -> str:
 
 
 def _in_short(claim: Sequence[str]) -> str:
-    """`train/reward ±0.05: -0.003 [-0.02, 0.02], bound 0.02, equivalent`; what it does not have is left out."""
+    """`train/reward ±0.05: -0.003 [-0.02, 0.02], bound 0.02, equivalent`, as far as it has them."""
     metric, _, _, difference, margin, bound, result = claim
     said = [*[difference] * (difference != "-"), *[f"bound {bound}"] * (bound != "-"), result]
     return f"{metric} {margin}: {', '.join(said)}"
