@@ -22,7 +22,7 @@ from abrun.recipe.command import PLACEHOLDERS
 from tests.commands import GROUP, commands_in, commands_of, has_placeholders, problem_of
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def sections(model: type[recipe.Section]) -> Iterator[type[recipe.Section]]:
@@ -145,8 +145,9 @@ def test_a_quick_command_in_a_document_runs_and_a_launch_dry_runs(
 
 def test_every_page_is_in_the_contents_of_the_site() -> None:
     contents = (ROOT / ".mkdocs.yml").read_text().split("\nnav:\n")[1]
-    listed = re.findall(r": ([\w-]+\.md)$", contents, re.M)
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | {"index.md", "contributing.md"}
+    listed = re.findall(r": ([\w./-]+\.md)$", contents, re.M)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages |= {"index.md", "contributing.md"}
     assert sorted(listed) == sorted(pages)
 
 

@@ -258,9 +258,9 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
     primaries = content["primaries"]
     if primaries:
         several = len(content["arms"]) > 1
-        head = ["arm"] * several + _primary_columns(content)
+        head = ["arm"] * several + claim_columns(content)
         lines += ["", table_row(head), table_row(["---"] * len(head))]
-        lines += [table_row([one["arm"]] * several + _primary_cells(one)) for one in primaries]
+        lines += [table_row([one["arm"]] * several + claim_cells(one)) for one in primaries]
     if content["descriptions"]:
         head = _description_columns(content)
         lines += ["", table_row(head), table_row(["---"] * len(head))]
@@ -320,13 +320,13 @@ def _headline(content: Content) -> str:
     return f"{content['verdict']}{marks}: {content['experiment']}"
 
 
-def _primary_columns(content: Content) -> list[str]:
+def claim_columns(content: Content) -> list[str]:
     level = 100 * (1 - 2 * max(one["alpha"] for one in content["primaries"]))
     counted = "pairs" if content["paired"] else "runs"
     return ["metric", "steps", counted, f"difference [{level:.3g} %]", "margin", "certified bound", "result"]
 
 
-def _primary_cells(one: Content) -> list[str]:
+def claim_cells(one: Content) -> list[str]:
     steps = f"{one['steps'][0]}-{one['steps'][1]}" if one["steps"] else one["window"]
     interval = one["interval"]
     difference = f"{one['mean_difference']:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "-"
@@ -374,12 +374,12 @@ def terminal_summary(
     ]
     several = len(content["arms"]) > 1
     if content["primaries"]:
-        columns = ["arm"] * several + _primary_columns(content)
+        columns = ["arm"] * several + claim_columns(content)
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in columns:
             table.add_column(column, overflow="fold")
         for one in content["primaries"]:
-            table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + _primary_cells(one)))
+            table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + claim_cells(one)))
         parts += [table, Text("")]
     if content["descriptions"]:
         table = Table(*_description_columns(content), box=None, header_style="bold", pad_edge=False)

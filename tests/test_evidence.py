@@ -1,0 +1,225 @@
+"""docs/evidence.py: pages of experiments with a real model, from committed records alone."""
+
+import importlib
+import json
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from typer.testing import CliRunner
+
+from abrun.cli import app
+from abrun.compare import compare
+from abrun.compare.read.stored import load_experiment
+from tests.compare.simulate import RECIPE, edit, write, write_experiment
+
+ROOT = Path(__file__).parents[1]
+LATE = "fault-late_half_batch-0.25"
+LATE_FAULT = {"name": "late_half_batch", "size": 0.25}
+FAULTS = {"aa_reruns": 1, "ulp_reruns": 1, "faults": ["misgrouped", LATE_FAULT]}
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("evidence")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A checkout without recipes of evidence."""
+    (tmp_path / "root/recipes/evidence").mkdir(parents=True)
+    shutil.copy(ROOT / ".mkdocs.yml", tmp_path / "root")
+    return tmp_path / "root"
+
+
+def run(site: Path, comment: str = "# Alike.", **scenario: Any) -> Path:
+    """A recipe named demo in the checkout, and beside that its experiment, judged."""
+    written = {key: value for key, value in scenario.items() if key not in ("shift", "noise")}
+    text = yaml.safe_dump({**RECIPE, "name": "demo", **written})
+    (site / "recipes/evidence/demo.yaml").write_text(f"{comment}\n{text}")
+    directory = write_experiment(site.parent / "runs/demo", **scenario)
+    for path in directory.glob("*/*/attempts/0001.json"):
+        edit(path, lambda content: content.update(started_s=1e9, ended_s=1e9 + 90))
+    compare(load_experiment(directory), output=directory / "report", formats=("json",))
+    return directory
+
+
+def page_of(generator: ModuleType, site: Path) -> str:
+    generator.record_all(site.parent / "runs", site)
+    return generator.pages(site)["docs/evidence/demo.md"]
+
+
+def index_of(generator: ModuleType, site: Path) -> str:
+    return generator.pages(site)["docs/evidence.md"]
+
+
+def test_the_committed_pages_are_what_the_committed_records_give(generator: ModuleType) -> None:
+    pages = generator.pages(ROOT)
+    differing = [path for path, text in pages.items() if (ROOT / path).read_text() != text]
+    assert differing == [], "write them again: python docs/evidence.py"
+    there = {f"docs/evidence/{path.name}" for path in (ROOT / "docs/evidence").glob("*.md")}
+    assert there == set(pages) - {"docs/evidence.md", ".mkdocs.yml"}
+
+
+def test_a_committed_record_says_what_its_verdict_file_says() -> None:
+    for path in (ROOT / "docs/evidence").glob("*/record.json"):
+        verdict = json.loads((path.parent / "verdict.json").read_text())
+        arms = {arm["name"]: arm["verdict"] for arm in json.loads(path.read_text())["arms"]}
+        assert arms == {arm: section["verdict"] for arm, section in verdict["arms"].items()}, path
+
+
+def test_every_recipe_of_evidence_says_what_was_claimed_elsewhere(generator: ModuleType) -> None:
+    lines = index_of(generator, ROOT).splitlines()
+    rows = [re.match(r"\| \[?([^]|:]+).*? \| (.+?) \|", line) for line in lines if line.startswith("| ")][1:]
+    claimed = {row[1].strip(): row[2] for row in rows if row}
+    assert set(claimed) == {path.stem for path in generator.recipes_of(ROOT)}
+    assert [name for name, said in claimed.items() if said == "-"] == [], "add it to CLAIMED"
+
+
+def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
+    comment = "# Alike. Run it:\n# abrun launch recipes/evidence/demo.yaml\n#\n# From nowhere."
+    directory = run(site, comment, controls=FAULTS, shift={LATE: -0.2})
+    sample: dict[str, Any] = {"prompt": "2+1=", "text": "a | b\nc", "reward": 1.0, "truncated": False}
+    sample |= {"logprob_error": 0.0, "num_tokens": 2}
+    for arm in ("baseline", "treatment"):
+        kept = [{"step": step, "attempt": 1, "samples": [sample]} for step in (1, 9, 40)]
+        path = directory / f"{arm}/seed-0/samples.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    page = page_of(generator, site)
+    assert page.startswith("# demo: MATCH\n")
+    for part in (
+        "Alike. Run it: `abrun launch recipes/evidence/demo.yaml`\n\nFrom nowhere.\n",
+        "| hardware | NVIDIA H200, torch 2.11.0, Python 3.11.9 |",
+        "| ran | 2001-09-09 01:46 to 01:48 UTC |",
+        "| CPU core hours | 0.55: the wall time of each of 22 runs",  # of 90 s
+        "| seeds | 0, 1, 2, 3, 4 |",
+        "- train/reward: equivalent within ±0.02",
+        "metrics agree; train/loss deviates most: ",
+        "| late_half_batch | 0.25 of the rows | MISMATCH | claim: train/reward | 40 |",
+        "| misgrouped | 1 rows off | MATCH | nothing |",
+        "- Not caught: misgrouped (1 rows off)",
+        "Step 1, seed 0:",
+        "Step 40, seed 0:",
+        "| 2+1= | a \\| b<br>c<br>*reward 1* | a \\| b<br>c<br>*reward 1* |",
+    ):
+        assert part in page, part
+    assert "Step 9" not in page and "What could be done next" not in page
+    floor = re.search(
+        r"^\| train/reward \| (0\.\S+) \| (0\.\S+) \| (0\.\S+) \| (0\.\S+) \| - \|$", page, re.M
+    )
+    assert floor and len(set(floor.groups())) == 4  # the arms, a rerun, one ULP, the seeds
+    row = (
+        r"\| \[demo\]\(evidence/demo\.md\) \| - \| MATCH "
+        r"\| train/reward ±0\.02: \S+ \[\S+ \S+\], bound 0\.\d+, equivalent \| 5 "
+        r"\| misgrouped: MATCH \(nothing\)<br>late_half_batch: MISMATCH \(claim: train/reward\) "
+        r"\| NVIDIA H200, .*<br>2001-09-09 01:46 to 01:48 UTC \| 0\.55 \(CPU core\) \|"
+    )
+    assert re.search(f"^{row}$", index_of(generator, site), re.M)
+
+
+def test_what_is_committed_is_enough_and_small_and_names_no_host(generator: ModuleType, site: Path) -> None:
+    directory = run(site)
+    noise = np.random.default_rng(0).integers(256, size=(450, 600), dtype=np.uint8)  # hard to compress
+    for name in ("overview.png", "train-reward.png"):
+        Image.fromarray(noise).save(directory / "report" / name)
+    page = page_of(generator, site)
+    assert page.index("(demo/train-reward.png)") < page.index("(demo/overview.png)")
+    shutil.rmtree(site.parent / "runs")
+    assert generator.pages(site)["docs/evidence/demo.md"] == page
+    files = {path.name: path.read_bytes() for path in (site / "docs/evidence/demo").iterdir()}
+    pictures = {"train-reward.png", "overview.png"}
+    assert set(files) == {"record.json", "verdict.json", "reference.json", *pictures}
+    assert all(f"({'demo/' + name})" in page for name in files.keys() - {"record.json"})
+    assert all(len(content) < 150_000 and b"node-1" not in content for content in files.values())
+    assert "      - demo: evidence/demo.md\n" in generator.pages(site)[".mkdocs.yml"]
+
+
+def test_whoever_repeats_a_run_can_compare_with_its_reference(generator: ModuleType, site: Path) -> None:
+    run(site)
+    assert "\nabrun compare demo --reference docs/evidence/demo/reference.json " in page_of(generator, site)
+    for name, shift, exit_code in (("alike", 0.0, 0), ("shifted", 0.1, 3)):
+        repeated = write_experiment(site.parent / name, shift=shift)
+        words = ["compare", str(repeated), "--reference", str(site / "docs/evidence/demo/reference.json")]
+        done = CliRunner().invoke(app, [*words, "--arm", "treatment", "--format", "terminal"])
+        assert done.exit_code == exit_code, done.output
+
+
+def test_an_open_verdict_says_why_and_how_many_seeds_it_takes(generator: ModuleType, site: Path) -> None:
+    run(site, noise=0.03, seeds=[0, 1, 2])
+    page = page_of(generator, site)
+    assert page.startswith("# demo: INCONCLUSIVE\n")
+    assert "demo is INCONCLUSIVE, for the reasons above.\nWhat could be done next:\n" in page
+    assert " pairs decide it with 80 % power" in page
+    assert "`abrun launch recipes/evidence/demo.yaml --seeds 3-" in page
+
+
+def test_arms_have_a_line_each_and_what_is_not_as_claimed_is_said(
+    generator: ModuleType, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(generator.CLAIMED, "demo: off", ("ten points", "MISMATCH"))
+    monkeypatch.setitem(generator.CLAIMED, "demo: half", ("the same", "MATCH"))
+    arms = {"off": {"policy.logprobs.impl": "chunked"}, "half": {"policy.micro_batch_size": 2}}
+    run(site, arms={"baseline": {}, **arms}, shift={"off": -0.2, "half": -0.2})
+    page = page_of(generator, site)
+    assert page.startswith("# demo: off MISMATCH, half MISMATCH\n")
+    assert "demo: half: MISMATCH is not what was claimed, which would be MATCH." in page
+    assert "demo: off: MISMATCH is not" not in page
+    assert "`abrun samples demo/half/seed-0 --against demo/baseline/seed-0`" in page
+    index = index_of(generator, site)
+    assert "| [demo: off](evidence/demo.md) | ten points | MISMATCH, as claimed |" in index
+    assert "| [demo: half](evidence/demo.md) | the same | MISMATCH, not as claimed |" in index
+
+
+def test_an_open_arm_has_advice_of_its_own_beside_a_decided_one(generator: ModuleType, site: Path) -> None:
+    arms = {"off": {"policy.logprobs.impl": "chunked"}, "half": {"policy.micro_batch_size": 2}}
+    run(site, arms={"baseline": {}, **arms}, shift={"off": -0.5}, noise=0.03, seeds=[0, 1, 2])
+    page = page_of(generator, site)
+    assert page.startswith("# demo: off MISMATCH, half INCONCLUSIVE\n")
+    assert "demo: off is" not in page and "demo: half is INCONCLUSIVE" in page
+    assert " pairs decide it with 80 % power" in page and "`abrun samples" not in page
+
+
+def test_what_was_run_otherwise_than_written_is_in_its_command(generator: ModuleType, site: Path) -> None:
+    run(site, model={"path": "/somewhere/SmolLM2"})
+    recipe = site / "recipes/evidence/demo.yaml"
+    text = recipe.read_text().replace("steps: 40", "steps: 50")
+    recipe.write_text(text.replace("/somewhere/SmolLM2", "name/of-a-hub"))
+    page = page_of(generator, site)
+    assert "\nabrun launch recipes/evidence/demo.yaml --set steps=40 --set model.path=FOLDER\n" in page
+    files = [path.read_text() for path in (site / "docs/evidence/demo").iterdir()]
+    assert len(files) == 3 and not any("/somewhere" in text for text in files)
+
+
+def test_an_unfinished_experiment_is_shown_and_freezes_nothing(generator: ModuleType, site: Path) -> None:
+    directory = run(site)
+    (directory / "baseline/seed-2/result.json").unlink()
+    write(directory / "baseline/seed-2/attempts/0001.json", {"status": "failed", "message": "out of memory"})
+    compare(load_experiment(directory), output=directory / "report", formats=("json",))
+    page = page_of(generator, site)
+    assert page.startswith("# demo: INVALID\n") and "out of memory" in page
+    assert "no reference: baseline/seed-2 is not finished" in page and "--reference" not in page
+    assert "| CPU core hours | unknown: " in page and "--name demo --resume`" in page
+
+
+def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
+    generator: ModuleType, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generator, "ROOT", site)
+    directory = run(site)
+    assert generator.main([]) == 0
+    assert "| demo | - | not run yet | - | - | - | - | - |\n" in (site / "docs/evidence.md").read_text()
+    (directory / "report/verdict.json").unlink()
+    for folder, said in (
+        (directory.parent, f"first: abrun compare {directory}"),
+        (site, "got no experiment of"),
+    ):
+        assert generator.main([str(folder)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and said in lines[0]
