@@ -3,10 +3,12 @@
 import os
 import re
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
 from abrun import progress
+from abrun.train import early
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
 # As libraries say it that raise no OutOfMemoryError: CUDA's runtime, NCCL, cuBLAS
@@ -19,20 +21,24 @@ def main() -> int:
         print("usage: python -m abrun.train RUN_DIR", file=sys.stderr)
         return 2
     progress.join()  # before seconds of imports
+    driver = early.begin()
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(_train)(Path(sys.argv[1])) or 0
+    return record(_train)(Path(sys.argv[1]), driver) or 0
 
 
-def _train(directory: Path) -> int:
+def _train(directory: Path, driver: threading.Thread) -> int:
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from abrun.backends.ranks import COLLECTIVE_TIMEOUT, join_ranks, lost_ranks
     from abrun.errors import AbrunError, LaunchError
     from abrun.store import RunDir, RunWriter
+
+    early.import_transformers()
     from abrun.train.loop import Interrupted, train
 
+    early.finish(driver)
     run = RunDir(directory)
     writer: RunWriter | None = None
     try:

@@ -2,6 +2,7 @@
 
     python tests/bench/bench_training.py                        # one GPU, Qwen2.5-1.5B, bfloat16
     python tests/bench/bench_training.py --only padded levers   # some candidates; * at the end: all such
+    python tests/bench/bench_training.py --starts --only packed "packed, compiled"    # up to the first step
     python tests/bench/bench_training.py --profile              # how busy the GPU is, and with what
     python tests/bench/bench_training.py --chart runs/training  # and training.png and .svg: where steps go
     python tests/bench/bench_training.py --gpus 2 --lengths mixed --only "levers*"
@@ -12,7 +13,9 @@ All train one folder of random weights on the same sequences, of one length or o
 mixed`: a median of 400 tokens, at most 4,096): forward, backward, clipping and AdamW with float32 master
 weights. A candidate is a process of its own; figures are medians of the steps after the first two, which
 compile. Utilisation: 6 x parameters x tokens over the seconds and the card's dense bfloat16 rate
-(989 TFLOP/s, an H200's; NVIDIA's data sheet). TRL: `SFTTrainer`, with and without Liger's kernels.
+(989 TFLOP/s, an H200's; NVIDIA's data sheet). `--starts`: a process fills the caches, and of three more the
+median seconds of each part of the way to the first step's end, imports and all. TRL: `SFTTrainer`, with
+and without Liger's kernels.
 """
 
 import argparse
@@ -32,6 +35,8 @@ from typing import Any
 
 from charts import chart  # pyright: ignore[reportMissingImports]
 from random_model import make_model  # pyright: ignore[reportMissingImports]
+
+from abrun.train import early
 
 PEAK_FLOPS = 989e12
 STEPS, WARM_UP = 7, 2
@@ -106,27 +111,60 @@ def rows_of(asked: Asked, rank: int) -> list[list[int]]:
     return [torch.randint(3, 90, (size,), generator=generator).tolist() for size in sizes]
 
 
+class Way:
+    """To the end of the first step: the seconds of each of its parts."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._device, self._last_s = asked.device, asked.started
+        self.seconds: dict[str, float] = {}
+
+    def reached(self, end_of: str) -> None:
+        if self._device == "cuda" and "torch" in self.seconds:
+            import torch
+
+            torch.cuda.synchronize() if torch.cuda.is_initialized() else None
+        now_s = time.time()
+        self.seconds[end_of], self._last_s = now_s - self._last_s, now_s
+
+
+def come_up(asked: Asked, way: Way) -> Any:
+    """As a rank does; its `Ranks`."""
+    way.reached("Python")
+    driver = early.begin()
+    import torch  # noqa: F401
+
+    way.reached("torch")
+    early.import_transformers()
+    import abrun.backends.dtensor
+    import abrun.train.loop
+    import abrun.train.sft  # noqa: F401
+    from abrun.backends.ranks import join_ranks, make_ranks
+
+    way.reached("other imports")
+    early.finish(driver)
+    way.reached("the driver's rest")
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    on = join_ranks({"nodes": 1, "gpus_per_node": size if asked.device == "cuda" else 0, "cpu_ranks": size})
+    ranks = make_ranks(on, {})
+    ranks.total(0.0)
+    way.reached("process group")
+    return ranks
+
+
 def train(asked: Asked) -> None:
     """Prints seconds a step, peak bytes, parameters, and where a step's time goes if `profiled`."""
+    way = Way(asked)
+    ranks = come_up(asked, way)
     import torch
     import torch.distributed as dist
-    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
     from abrun.backends.dtensor import DtensorBackend
-    from abrun.backends.ranks import make_ranks
     from abrun.models import open_network
     from abrun.recipe import Model, Policy
     from abrun.rl.batch import collate
     from abrun.train.sft import SupervisedObjective
 
     shapes, device = SHAPES[asked.device], asked.device
-    starts = {"imports": time.time() - asked.started}
-    rank = int(os.environ.get("RANK", "0"))
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    store = {} if "WORLD_SIZE" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **store)
-    on = torch.device(device, rank) if device == "cuda" else torch.device(device)
     settings = dict(CANDIDATES[asked.name])
     if settings.pop("micro_batch_size", False):
         settings["micro_batch_size"] = shapes.micro_batch
@@ -143,35 +181,37 @@ def train(asked: Asked) -> None:
     def load() -> Any:
         return open_network(Model(path=f"{asked.work}/model"), weights=None, seed=0, decodes=False)
 
-    backend = DtensorBackend(load, policy, make_ranks(on, {}))
-    starts["model"] = time.time() - asked.started
-    rows = rows_of(asked, rank)
-    batch = collate([row[:4] for row in rows], [row[4:] for row in rows], pad_id=0).to(on)
-    (num_tokens,) = backend.ranks.total(float(batch.token_mask.sum()))
+    backend = DtensorBackend(load, policy, ranks)
+    way.reached("model")
+    rows = rows_of(asked, ranks.rank)
+    batch = collate([row[:4] for row in rows], [row[4:] for row in rows], pad_id=0).to(ranks.device)
+    (num_tokens,) = ranks.total(float(batch.token_mask.sum()))
 
     def step() -> float:
         start = time.perf_counter()
         backend.forward_backward(batch, SupervisedObjective(num_tokens=num_tokens))
+        if "first update" not in way.seconds:
+            way.reached("first gradient")
         backend.optimizer_step(1e-6)
         if device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
     times = [step()]
-    starts["first step"] = time.time() - asked.started
+    way.reached("first update")
     times += [step() for _ in range(STEPS - 1)]
     row = {
         "seconds": statistics.median(times[WARM_UP:]),
-        "tokens": sum(backend.ranks.gather([len(row) for row in rows])) / dist.get_world_size(),
-        "starts": starts,
+        "tokens": sum(ranks.gather([len(row) for row in rows])) / dist.get_world_size(),
+        "starts": way.seconds,
         "peak": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         "parameters": sum(parameter.numel() for parameter in backend.module.parameters()),
         "parts": parts_of(step, backend, device),
     }
-    if rank == 0:
+    if ranks.is_first:
         print("ROW " + json.dumps(row), flush=True)
     if asked.profiled:
-        profile(step, quiet=rank > 0)
+        profile(step, quiet=not ranks.is_first)
     dist.destroy_process_group()
 
 
@@ -303,13 +343,23 @@ def measured(asked: dict[str, Any], num_gpus: int) -> dict[str, Any] | None:
 
 def shown(name: str, row: dict[str, Any], shapes: Shapes) -> None:
     rate = row["tokens"] / row["seconds"]
-    starts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in row["starts"].items())
     print(
         f"{name:36s} {row['seconds']:7.3f} s  {rate:9.0f} tokens/s a device  "
-        f"utilisation {6 * row['parameters'] * rate / shapes.rate:.2f}  peak {row['peak'] / 2**30:6.1f} GiB"
-        f"{f'  s from the start: {starts}' if starts else ''}",
+        f"utilisation {6 * row['parameters'] * rate / shapes.rate:.2f}  peak {row['peak'] / 2**30:6.1f} GiB",
         flush=True,
     )
+
+
+def show_start(fields: dict[str, Any], num_gpus: int) -> None:
+    """The medians of three processes after one that fills the caches."""
+    rows = [measured({**fields, "started": time.time()}, num_gpus) for _ in range(1 + 3)][1:]
+    found = [row["starts"] for row in rows if row is not None]
+    if not found:
+        return
+    parts = {part: statistics.median(one[part] for one in found) for part in found[0]}
+    whole = statistics.median(sum(one.values()) for one in found)
+    words = ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts.items())
+    print(f"{fields['name']:36s} first step ended after {whole:.1f} s: {words}", flush=True)
 
 
 def main() -> None:
@@ -322,6 +372,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("one", "mixed"), default="one")
     parser.add_argument("--sequences", type=int, help="other than so many a device")
     parser.add_argument("--gpus", type=int, default=1, help="of one host; each has as many sequences")
+    parser.add_argument("--starts", action="store_true", help="the way to the first step alone")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--chart", type=Path, help="without its ending")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -350,6 +401,9 @@ def main() -> None:
                 profiled=asked.profile,
                 started=time.time(),
             )
+            if asked.starts:
+                show_start(asdict(one), asked.gpus)
+                continue
             row = measured(asdict(one), asked.gpus)
             if row is not None:
                 found[name] = row

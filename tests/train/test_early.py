@@ -1,0 +1,118 @@
+"""What a rank does before and beside its imports leaves everything as the imports alone would."""
+
+import ctypes
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from abrun.train import early
+
+LISTS = """
+import collections, importlib, sys
+from abrun.train import early
+opened = collections.Counter()
+sys.addaudithook(lambda event, args: opened.update([str(args[0])]) if event == "open" else None)
+early.import_transformers()
+families = [path for path in opened if "/transformers/models/" in path and path.endswith(".py")]
+assert len(families) > 1000 and max(opened[path] for path in families) == 1, "each file once"
+from transformers.utils import import_utils
+assert import_utils.define_import_structure.__module__ == "transformers.utils.import_utils"
+short = vars(sys.modules.pop("transformers.models"))
+long = vars(importlib.import_module("transformers.models"))
+assert sum(opened[path] for path in families) >= 2 * len(families), "the stock one reads them again"
+known = ("_class_to_module", "_import_structure", "_modules", "_object_missing_backend", "__all__")
+assert [short[name] for name in known] == [long[name] for name in known]
+"""
+ENDS = """
+from abrun.train import early
+driver = early.begin()
+import triton.compiler, triton.language
+early.finish(driver)
+"""
+CONTEXT = """
+import ctypes, torch
+from abrun.train import early
+early.finish(early.begin())
+flags, active = ctypes.c_uint(), ctypes.c_int()
+assert not torch.cuda.is_initialized()
+assert ctypes.CDLL(early.DRIVER).cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+assert active.value == 1
+assert torch.ones(3, device="cuda").sum() == 3
+"""
+
+
+class Driver:
+    """Stands in for CUDA's; device N is N + 40 to it."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[Any] = []
+
+    def __call__(self, library: str) -> "Driver":
+        self.calls.append(library)
+        return self
+
+    def cuInit(self, flags: int) -> int:
+        self.calls.append(("initialised", flags))
+        return self.status
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        device._obj.value = number + 40
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:
+        self.calls.append(("context", device.value))
+        return 0
+
+
+@pytest.mark.parametrize("status", [0, 100])
+def test_the_driver_comes_up_beside_the_imports_on_the_ranks_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    driver = Driver(status)
+    monkeypatch.setattr(ctypes, "CDLL", driver)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    finish(early.begin())
+    assert driver.calls == [early.DRIVER, ("initialised", 0), *([("context", 43)] if status == 0 else [])]
+
+
+def test_garbage_is_looked_for_after_the_imports_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "DRIVER", "libnone.so.1")  # as where there is no GPU
+    assert gc.isenabled()
+    driver = early.begin()
+    assert not gc.isenabled()
+    kept = gc.get_freeze_count()
+    early.finish(driver)
+    try:
+        assert gc.isenabled() and gc.get_freeze_count() > kept
+    finally:
+        gc.unfreeze()
+
+
+def test_transformers_lists_its_families_once_and_finds_all_of_them() -> None:
+    assert ran(LISTS) == ""
+
+
+def test_nothing_is_said_of_classes_that_outlive_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert "nanobind" not in ran(ENDS)
+
+
+@pytest.mark.gpu
+def test_torch_finds_the_context_that_came_up() -> None:
+    ran(CONTEXT)
+
+
+def finish(driver: Any) -> None:
+    early.finish(driver)
+    gc.unfreeze()
+
+
+def ran(code: str) -> str:
+    """What it has said to stderr."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
