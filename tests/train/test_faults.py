@@ -283,7 +283,10 @@ def test_a_run_without_a_fault_has_nothing_wrapped(tmp_path: Path, warm_weights:
         ("planted_fault=temperature_on_logprobs", "set rollout.temperature"),
         ("planted_fault=retokenised", "no preset has; set model.path"),
         ("planted_fault=stale_prefix_cache", "set rollout.engine: vllm"),
-        ("algorithm={type: sft} planted_fault=misgrouped", "needs advantages; set algorithm.type: grpo or ppo"),
+        (
+            "algorithm={type: sft} planted_fault=misgrouped",
+            "needs advantages; set algorithm.type: grpo or ppo",
+        ),
         ("planted_fault={name: misgrouped, size: -1}", "greater than 0"),
         ("planted_fault={name: late_half_batch, size: 1.5}", "above 0, at most 1 of the rows"),
         ("planted_fault={name: flipped_advantages, size: 2}", "which has none"),
