@@ -48,7 +48,7 @@ ORDER = (  # the most valuable first
 )
 # Places that a run takes of each of its GPUs: a second copy of the weights and a cache, or ranks that wait
 # for each other across GPUs which others use, too.
-PLACES = {"vllm-engine": 2, "context-parallel": 3}
+PLACES = {"vllm-engine": 2, "context-parallel": 2}
 SMALL = (".tar.xz", 16 * 2**20)  # of an archive
 TRIES = 3  # of a launch: vLLM, as it starts, takes offence at memory that others give back
 BETWEEN_S = 8.0  # launches: a new one has taken its first places by then
