@@ -27,12 +27,12 @@ from abrun.implementations import LAUNCHERS
 from abrun.launch import launch
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine
-from abrun.launch.supervisor import Printed
+from abrun.launch.supervisor import GRACE_S, Printed
 from abrun.plan import make_plan
 from abrun.processes import Popen
 from abrun.processes import start as start_tied
 from abrun.recipe import RunConfig, load_recipe
-from abrun.store import RunDir, run_state
+from abrun.store import Locked, RunDir, run_state
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 ORDER = (  # the most valuable first
@@ -160,21 +160,25 @@ def launch_one(asked: Asked) -> int:
     overrides = [*([f"model.path={asked.model}"] if asked.model else []), *asked.overrides]
     plan = make_plan(load_recipe(asked.recipe, overrides))
     for _ in range(TRIES):
-        outcome = launch(
-            plan,
-            asked.work / "runs",
-            launcher="sharing",
-            observer=Printed(),
-            resume=asked.directory.exists(),
-        )
+        try:
+            outcome = launch(
+                plan,
+                asked.work / "runs",
+                launcher="sharing",
+                observer=Printed(),
+                resume=asked.directory.exists(),
+            )
+        except Locked as error:  # a killed call's launches are given time to save
+            Printed().say(str(error))
+            time.sleep(GRACE_S)
+            continue
         if outcome.stopped_by:
             return outcome.exit_code
         if outcome.exit_code == 0:
             break
     compare = [sys.executable, "-m", "abrun", "compare", str(asked.directory)]
-    return (
-        0 if subprocess.run(compare, check=False, stdin=subprocess.DEVNULL).returncode in (0, 3, 4, 5) else 1
-    )
+    judged = subprocess.run(compare, check=False, stdin=subprocess.DEVNULL)
+    return 0 if judged.returncode in (0, 3, 4, 5) else 1  # any verdict
 
 
 @dataclass(slots=True, kw_only=True)
