@@ -64,7 +64,8 @@ def page() -> str:
     """The whole of docs/faults.md."""
     rows = [LIBRARY_COLUMNS, ("---",) * len(LIBRARY_COLUMNS), *map(library_row, FAULTS)]
     lines = ["| " + " | ".join(_marked(row)) + " |" for row in rows]
-    return "\n".join([HEAD, *lines])
+    general = ", ".join(f"`{fault.name}`" for fault in FAULTS if fault.any_algorithm)
+    return "\n".join([HEAD, *lines, f"\nSFT and DPO can have {general}; the others are a policy gradient's."])
 
 
 def _marked(row: tuple[str, ...]) -> tuple[str, ...]:

@@ -39,7 +39,9 @@ def test_it_loads_and_plans(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem
     plan = make_plan(recipe)
-    assert len(plan.runs) == len(recipe.arms) * len(recipe.seeds) + recipe.controls.aa_reruns
+    controls = recipe.controls
+    num_arms, reruns = len(recipe.arms) + len(controls.faults), controls.aa_reruns + controls.ulp_reruns
+    assert len(plan.runs) == num_arms * len(recipe.seeds) + reruns
     for run in plan.runs:
         assert stored_run(run.config.model_dump(mode="json")) == run.config
     assert stored_recipe(recipe.model_dump(mode="json")) == recipe

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from abrun.recipe.faults import ONE_ULP, Fault, Need
+from abrun.recipe.faults import Fault, Need
 
 NEEDS: dict[Need, tuple[Callable[[Any], bool], str]] = {
     "two steps": (lambda run: run.steps > 1, "is seen after the first update; set steps: 2 or more"),
@@ -95,8 +95,6 @@ def what_it_takes(fault: Fault) -> dict[Need, str]:
 
 def lacking(fault: Fault, run: Any) -> str | None:
     """What an OwnRunConfig lacks of what a fault needs, and how it gets it; None: it can be planted."""
-    if run.algorithm.type not in ("grpo", "ppo"):
-        if fault.name == ONE_ULP:
-            return None
+    if run.algorithm.type not in ("grpo", "ppo") and not fault.any_algorithm:
         return "needs advantages; set algorithm.type: grpo or ppo"
     return next((said for need in fault.needs for has, said in [NEEDS[need]] if not has(run)), None)

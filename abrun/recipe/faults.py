@@ -51,6 +51,7 @@ class Fault:
     unit: str = ""  # what a size counts
     most: float | None = None  # the largest size; None: any
     needs: tuple[Need, ...] = ()
+    any_algorithm: bool = False  # SFT and DPO can have it, too: nothing in it is a policy gradient's
 
 
 FAULTS = (
@@ -112,6 +113,7 @@ FAULTS = (
         size=1,
         unit="steps ahead",
         needs=("two steps",),
+        any_algorithm=True,
     ),
     Fault(
         name="late_half_batch",
@@ -134,6 +136,7 @@ FAULTS = (
         unit="of the other gradients lost",
         most=1,
         needs=("microbatches",),
+        any_algorithm=True,
     ),
     Fault(
         name="value_unshifted",
@@ -160,6 +163,7 @@ FAULTS = (
         source="AI-Hypercomputer/maxtext#4476",
         shows="step one: token_mult_prob_error and entropy",
         needs=("packing", "the dtensor backend", "one context rank"),
+        any_algorithm=True,
     ),
     Fault(
         name="temperature_missing",
@@ -233,6 +237,7 @@ FAULTS = (
         unit="kinds of tensors",
         most=2,
         needs=("two steps",),
+        any_algorithm=True,
     ),
     Fault(
         name="kl_sign",
@@ -279,6 +284,7 @@ FAULTS = (
         shows="train/lr at once, which step one does not read; reward later",
         size=4,
         unit="times too fast",
+        any_algorithm=True,
     ),
     Fault(
         name="partial_weight_sync",
@@ -318,6 +324,7 @@ FAULTS = (
         source="NVIDIA/Megatron-LM#5682",
         shows="step one: token_mult_prob_error and entropy's gradient",
         needs=("the dtensor backend",),
+        any_algorithm=True,
     ),
     Fault(
         name="dropout_on",
@@ -329,6 +336,7 @@ FAULTS = (
         unit="dropped",
         most=1,
         needs=("the dtensor backend",),
+        any_algorithm=True,
     ),
     Fault(
         name="rope_bf16",
@@ -337,6 +345,7 @@ FAULTS = (
         source="huggingface/transformers#29285",
         shows="token_mult_prob_error at some hundred tokens; nothing below",
         needs=("the dtensor backend",),
+        any_algorithm=True,
     ),
     Fault(
         name="rank_mean",
@@ -364,6 +373,7 @@ FAULTS = (
         source="areal-project/AReaL#312",
         shows="step one: grad_norm, with the loss unchanged",
         needs=("several data-parallel ranks", "the dtensor backend"),
+        any_algorithm=True,
     ),
     Fault(
         name="gspo_padding",
@@ -424,6 +434,7 @@ CONTROLS = (
         shows="what one ULP grows into",
         size=1,
         unit="ULP",
+        any_algorithm=True,
     ),
 )
 LIBRARY = {fault.name: fault for fault in (*FAULTS, *CONTROLS)}

@@ -1,7 +1,7 @@
 """Every fault of the library, planted: what moves and what does not, at the first step and at the second."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +177,47 @@ def test_a_planted_fault_shows_where_its_row_says(
         assert wrong[2][ENTROPY] != right[2][ENTROPY]
 
 
+OF_SFT = (
+    Case("last_microbatch_only", (NORM,), (LOSS, ENTROPY), overrides=MICROBATCHES),
+    Case("labels_off_by_one", (LOSS, NORM)),
+    Case("attention_across_packed", (LOSS, NORM), overrides=("policy.packing=true",)),
+    Case("adam_step_ahead", (LOSS,), step=2),
+    Case("bf16_moments", (LOSS,), step=2),
+    Case("schedule_by_ranks", (RATE,), (LOSS, NORM), overrides=("policy.optimizer.warmup_steps=8",)),
+    Case("dropout_on", (LOSS, NORM)),
+    Case("rope_bf16", (LOSS, NORM)),
+    Case(ONE_ULP, (LOSS, NORM)),
+)
+OF_DPO = (Case("labels_off_by_one", (LOSS, NORM)), OF_SFT[0])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "case"),
+    [
+        pytest.param(algorithm, case, id=f"{algorithm}-{case.name}")
+        for algorithm, cases in (("sft", OF_SFT), ("dpo", OF_DPO))
+        for case in cases
+    ],
+)
+def test_what_is_no_policy_gradients_shows_in_supervised_runs(
+    algorithm: str,
+    case: Case,
+    tmp_path: Path,
+    warm_weights: Path,
+    clean: dict[tuple[str, ...], dict[int, dict[str, float]]],
+) -> None:
+    supervised = f"algorithm={{type: {algorithm}, batch_size: 16}}"
+    test_a_planted_fault_shows_where_its_row_says(
+        replace(case, overrides=(supervised, *case.overrides)), tmp_path, warm_weights, clean
+    )
+
+
+def test_every_fault_of_any_algorithm_is_tried_on_supervised_runs() -> None:
+    several_ranks = {"local_grad_norm"}
+    general = {fault.name for fault in LIBRARY.values() if fault.any_algorithm}
+    assert general == {case.name for case in OF_SFT} | several_ranks
+
+
 @pytest.mark.slow
 def test_a_local_norm_clips_and_does_nothing_where_there_is_nothing_to_clip(
     tmp_path: Path, warm_weights: Path
@@ -242,6 +283,10 @@ def test_a_run_without_a_fault_has_nothing_wrapped(tmp_path: Path, warm_weights:
         ("planted_fault=temperature_on_logprobs", "set rollout.temperature"),
         ("planted_fault=retokenised", "no preset has; set model.path"),
         ("planted_fault=stale_prefix_cache", "set rollout.engine: vllm"),
+        (
+            "algorithm={type: sft} planted_fault=misgrouped",
+            "needs advantages; set algorithm.type: grpo or ppo",
+        ),
         ("planted_fault={name: misgrouped, size: -1}", "greater than 0"),
         ("planted_fault={name: late_half_batch, size: 1.5}", "above 0, at most 1 of the rows"),
         ("planted_fault={name: flipped_advantages, size: 2}", "which has none"),
