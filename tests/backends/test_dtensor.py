@@ -386,7 +386,7 @@ def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
         norms = train(backend, 0, 1)
         graphs = counters["stats"]["unique_graphs"]
         train(backend, 0, 1)
-        assert counters["stats"]["unique_graphs"] == graphs <= 4 * compiled and (graphs > 0) == compiled
+        assert counters["stats"]["unique_graphs"] == graphs <= 5 * compiled and (graphs > 0) == compiled
         backend.logprobs(some_batch())
         graphs = counters["stats"]["unique_graphs"]
         token_ids = torch.tensor([[5, 6, 7]])
