@@ -70,16 +70,14 @@ def test_a_compiler_takes_lengths_alone_for_numbers_that_change(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head's size that it does not know, as FSDP's modules have it, is a division in every kernel."""
-    batch, found = some_batch(), []
+    batch, found = some_batch(seed=1), []  # of rows that are not as long as a head
 
     def seen(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        found.append({each.node.expr for each in inputs if isinstance(each, torch.SymInt)})
-        sizes = [each.size() for each in inputs if isinstance(each, Tensor) and each.ndim == 3]
-        assert all(size[-1] in (8, 32) and isinstance(size[-1], int) for size in sizes)  # a head's, or all
+        found.append({str(each.node.expr) for each in inputs if isinstance(each, torch.SymInt)})
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=seen))
     torch.compiler.reset()
-    make_backend(compile=True).logprobs(batch)
+    make_backend(compile=True, micro_batch_size=2).logprobs(batch)
     torch.compiler.reset()
-    assert found and all(len(symbols) <= 2 for symbols in found), found  # rows and their length
+    assert found and all(len(symbols) == 2 for symbols in found), found  # rows and their length

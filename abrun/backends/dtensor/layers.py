@@ -101,7 +101,8 @@ def _rotated(
     """Rotary position embeddings (arXiv:2104.09864, section 3.4.2), halves rotated with each other."""
     if unsqueeze_dim != 1:  # of states [B, S, heads, D]
         return STOCK_ROTATION(query, key, cos, sin, unsqueeze_dim)
-    halves = [each[:, :, None].unflatten(-1, (2, -1)).unbind(-2) for each in (cos, sin)]
+    half = query.shape[-1] // 2  # which a compiler knows, as it does not know the tables' last size
+    halves = [each[:, :, None].unflatten(-1, (2, half)).unbind(-2) for each in (cos, sin)]
     query, key = (_turned(each.transpose(1, 2), *halves).transpose(1, 2) for each in (query, key))
     return query, key
 
