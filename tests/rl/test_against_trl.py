@@ -112,7 +112,7 @@ def of_trl(
     same = SimpleNamespace(
         num_processes=1, sync_gradients=True, gather=lambda x: x, reduce=lambda x, reduction: x
     )
-    fake = SimpleNamespace(
+    fake: Any = SimpleNamespace(
         **settings,
         args=SimpleNamespace(**args),
         accelerator=same,
@@ -271,7 +271,7 @@ def test_rloo_has_the_gradient_of_reinforce_at_ratio_one(trl: Any, batch: dict[s
 
     trainer = batch["old"].clone().requires_grad_()
     mask = batch["mask"]
-    fake = SimpleNamespace(
+    fake: Any = SimpleNamespace(
         epsilon_low=0.2,
         epsilon_high=0.2,
         aux_loss_enabled=False,
@@ -351,7 +351,7 @@ def dpo_of_trl(
         return lambda **_: outputs
 
     metrics: dict[str, Any] = {"train": defaultdict(list)}
-    fake = SimpleNamespace(
+    fake: Any = SimpleNamespace(
         **{"loss_types": ["sigmoid"], "loss_weights": [1.0], "beta": 0.3} | settings,
         model=SimpleNamespace(training=True),
         ref_model=model_of(batch["reference"]),

@@ -56,7 +56,7 @@ def shard_layers(layers: nn.ModuleList, mesh: DeviceMesh, dtype: str) -> None:
         for module in layer.modules():
             # In a module marked so, a compiler takes a head's size for a number that may change, and its
             # kernels divide by it. What is compiled is inside of FSDP's hooks, and need not know of them.
-            module._is_fsdp_managed_module = False  # pyright: ignore[reportAttributeAccessIssue]
+            module._is_fsdp_managed_module = False  # pyright: ignore[reportArgumentType]
 
 
 def whole(tensor: Tensor) -> Tensor:
