@@ -32,18 +32,16 @@ def test_runs_get_the_emptiest_gpu_and_all_that_they_need_of_it(
 ) -> None:
     monkeypatch.setattr(bench_evidence, "YIELD_S", 0.0)
     large, small = (SharedPlaces(places, gpus=2, rank=rank, needed=2 - rank) for rank in range(2))
-    first = small.find(config(1))
-    assert first == ("0",)
-    small.take(first)
+    assert small.find(config(1)) == ("0",)
+    small.take(("0",))
     assert large.find(config(2)) is None, "one GPU has no room for it"
-    taken = large.find(config(1))
-    assert taken == ("1",)
+    taken = ("1",)
+    assert large.find(config(1)) == taken
     large.take(taken)
     assert [num_free(places, gpu) for gpu in range(2)] == [1, 0]
     assert small.find(config(2)) is None and small.find(config(1)) == ("0",)
     large.give_back(taken)
-    both = small.find(config(2))
-    assert both == ("0", "1")
+    assert small.find(config(2)) == ("0", "1")
     assert small.find(config(1)) == ("1",), "what was offered and not taken is free again"
 
 
