@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.compare import compare
 from abrun.compare.read.stored import load_experiment
+from abrun.recipe import load_recipe
 from tests.compare.simulate import RECIPE, edit, write, write_experiment
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +82,12 @@ def test_every_recipe_of_evidence_says_what_was_claimed_elsewhere(generator: Mod
     claimed = {row[1].strip(): row[2] for row in rows if row}
     assert set(claimed) == {path.stem for path in generator.recipes_of(ROOT)}
     assert [name for name, said in claimed.items() if said == "-"] == [], "add it to CLAIMED"
+
+
+def test_every_recipe_of_evidence_has_seeds_a_rerun_and_a_fault_to_find(generator: ModuleType) -> None:
+    recipes = [load_recipe(path) for path in generator.recipes_of(ROOT)]
+    assert all(len(recipe.seeds) >= 5 and recipe.controls.aa_reruns for recipe in recipes)
+    assert [recipe.name for recipe in recipes if not recipe.controls.faults] == ["smollm2-levers"]  # ran so
 
 
 def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
