@@ -63,8 +63,10 @@ Pull requests of NeMo-RL, SkyRL, Fast-LLM and torchtitan changed what the recipe
 it what stands in the second column. Here each change is made again in abrun's own trainer, with a small
 pretrained model, both arms over the same seeds, and judged by equivalence: a verdict, and the certified
 bound, which is the smallest margin that would have passed. Model and task are not theirs, so that it is the
-claim that is tested, and not their figures. Faults planted on purpose say what the experiment could have
-found. What was run is here, whatever came of it.
+claim that is tested, and not their figures: "as claimed" means the verdict that their claim would have here,
+and a MATCH that the arms are equal within the margin, which is less than identical. Faults planted on purpose
+say what the experiment could have found. GPU hours count a run's whole time, also where several shared a GPU.
+What was run is here, whatever came of it.
 """
 OF_INDEX = ("experiment", "they claimed", "verdict", "claims: difference, certified bound", "seeds")
 OF_INDEX += ("planted faults", "where and when", "GPU hours")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.compare import compare
 from abrun.compare.read.stored import load_experiment
+from abrun.recipe import load_recipe
 from tests.compare.simulate import RECIPE, edit, write, write_experiment
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +84,12 @@ def test_every_recipe_of_evidence_says_what_was_claimed_elsewhere(generator: Mod
     assert [name for name, said in claimed.items() if said == "-"] == [], "add it to CLAIMED"
 
 
+def test_every_recipe_of_evidence_has_seeds_a_rerun_and_a_fault_to_find(generator: ModuleType) -> None:
+    recipes = [load_recipe(path) for path in generator.recipes_of(ROOT)]
+    assert all(len(recipe.seeds) >= 5 and recipe.controls.aa_reruns for recipe in recipes)
+    assert [recipe.name for recipe in recipes if not recipe.controls.faults] == ["smollm2-levers"]  # ran so
+
+
 def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
     comment = "# Alike. Run it:\n# abrun launch recipes/evidence/demo.yaml\n#\n# From nowhere."
     directory = run(site, comment, controls=FAULTS, shift={LATE: -0.2})
@@ -126,6 +133,9 @@ def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, 
 
 def test_what_is_committed_is_enough_and_small_and_names_no_host(generator: ModuleType, site: Path) -> None:
     directory = run(site)
+    elsewhere = directory / "treatment/seed-0/environment.json"
+    edit(elsewhere, lambda content: content.update(hosts=["node-2"]))
+    compare(load_experiment(directory), output=directory / "report", formats=("json",))
     noise = np.random.default_rng(0).integers(256, size=(450, 600), dtype=np.uint8)  # hard to compress
     for name in ("overview.png", "train-reward.png"):
         Image.fromarray(noise).save(directory / "report" / name)
@@ -137,7 +147,8 @@ def test_what_is_committed_is_enough_and_small_and_names_no_host(generator: Modu
     pictures = {"train-reward.png", "overview.png"}
     assert set(files) == {"record.json", "verdict.json", "reference.json", *pictures}
     assert all(f"({'demo/' + name})" in page for name in files.keys() - {"record.json"})
-    assert all(len(content) < 150_000 and b"node-1" not in content for content in files.values())
+    assert all(len(content) < 150_000 and b"node-" not in content for content in files.values())
+    assert b"host-2" in files["verdict.json"]  # of a pair that was placed differently
     assert "      - demo: evidence/demo.md\n" in generator.pages(site)[".mkdocs.yml"]
 
 
@@ -151,13 +162,17 @@ def test_whoever_repeats_a_run_can_compare_with_its_reference(generator: ModuleT
         assert done.exit_code == exit_code, done.output
 
 
-def test_an_open_verdict_says_why_and_how_many_seeds_it_takes(generator: ModuleType, site: Path) -> None:
+def test_an_open_verdict_says_why_and_how_many_seeds_it_takes(
+    generator: ModuleType, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(generator.CLAIMED, "demo", ("the same", "MATCH"))
     run(site, noise=0.03, seeds=[0, 1, 2])
     page = page_of(generator, site)
     assert page.startswith("# demo: INCONCLUSIVE\n")
     assert "demo is INCONCLUSIVE, for the reasons above.\nWhat could be done next:\n" in page
     assert " pairs decide it with 80 % power" in page
     assert "`abrun launch recipes/evidence/demo.yaml --seeds 3-" in page
+    assert "| the same | INCONCLUSIVE |" in index_of(generator, site)
 
 
 def test_arms_have_a_line_each_and_what_is_not_as_claimed_is_said(
@@ -199,12 +214,14 @@ def test_what_was_run_otherwise_than_written_is_in_its_command(generator: Module
 
 def test_an_unfinished_experiment_is_shown_and_freezes_nothing(generator: ModuleType, site: Path) -> None:
     directory = run(site)
+    page_of(generator, site)  # with a reference
     (directory / "baseline/seed-2/result.json").unlink()
     write(directory / "baseline/seed-2/attempts/0001.json", {"status": "failed", "message": "out of memory"})
     compare(load_experiment(directory), output=directory / "report", formats=("json",))
     page = page_of(generator, site)
     assert page.startswith("# demo: INVALID\n") and "out of memory" in page
     assert "no reference: baseline/seed-2 is not finished" in page and "--reference" not in page
+    assert not (site / "docs/evidence/demo/reference.json").exists()
     assert "| CPU core hours | unknown: " in page and "--name demo --resume`" in page
 
 

@@ -34,8 +34,6 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     from abrun.backends.ranks import COLLECTIVE_TIMEOUT, join_ranks, lost_ranks
     from abrun.errors import AbrunError, LaunchError
     from abrun.store import RunDir, RunWriter
-
-    early.import_transformers()
     from abrun.train.loop import Interrupted, train
 
     early.finish(driver)

@@ -9,8 +9,6 @@ import ctypes
 import gc
 import os
 import threading
-from pathlib import Path
-from typing import Any
 
 DRIVER = "libcuda.so.1"
 
@@ -23,35 +21,6 @@ def begin() -> threading.Thread:
     driver = threading.Thread(target=_open_gpu, daemon=True)
     driver.start()
     return driver
-
-
-def import_transformers() -> None:
-    """Import transformers, and `transformers.models` without reading its 1,700 files of families again.
-
-    Each of the two lists what they define: here the first's list serves both, which saves 0.2 s.
-    """
-    import transformers
-    from transformers.utils import import_utils
-
-    folder, define = Path(transformers.__file__).parent / "models", import_utils.define_import_structure
-
-    def defined(path: Any, prefix: str | None = None) -> dict[frozenset[str], dict[str, set[str]]]:
-        if prefix is not None or Path(path).parent != folder:
-            return define(path, prefix)
-        return {
-            needed: {
-                name.removeprefix("models."): exported
-                for name, exported in modules.items()
-                if name.startswith("models.")
-            }
-            for needed, modules in define(folder, prefix="models").items()  # kept since transformers asked
-        }
-
-    import_utils.define_import_structure = defined
-    try:
-        import transformers.models
-    finally:
-        import_utils.define_import_structure = define
 
 
 def finish(driver: threading.Thread) -> None:

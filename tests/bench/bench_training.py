@@ -134,7 +134,6 @@ def come_up(asked: Asked, way: Way) -> Any:
     import torch  # noqa: F401
 
     way.reached("torch")
-    early.import_transformers()
     import abrun.backends.dtensor
     import abrun.train.loop
     import abrun.train.sft  # noqa: F401

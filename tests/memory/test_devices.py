@@ -67,6 +67,15 @@ def test_cells_have_gpus_of_their_own_side_by_side_while_the_next_ones_start() -
     assert Counter(watched.places)["0", "1"] == 3  # pairs begin at an even GPU
 
 
+def test_a_gpu_whose_cells_have_ended_is_nobodys() -> None:
+    devices, one = Devices(("0", "1")), config(1)
+    with devices.place(one) as slow:
+        assert slow and list(slow.gpus) == ["0"]
+        for _ in range(3):
+            with devices.place(one) as place:
+                assert place and list(place.gpus) == ["1"]
+
+
 def test_cells_on_cpu_cores_come_one_after_the_other() -> None:
     devices, here = Devices(()), threading.get_ident()
     seen: list[Any] = []
