@@ -109,7 +109,7 @@ def sensitivity(
 
     Examples:
         abrun sensitivity quickstart-faults
-        abrun sensitivity quickstart --faults flipped_advantages,stale_weights
+        abrun sensitivity quickstart --faults flipped_advantages,stale_rollout_weights
     """
     from abrun.launch import experiment_dir_of, make_scheduler
     from abrun.launch.controls import with_faults_alone
