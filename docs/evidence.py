@@ -63,10 +63,23 @@ Pull requests of NeMo-RL, SkyRL, Fast-LLM and torchtitan changed what the recipe
 it what stands in the second column. Here each change is made again in abrun's own trainer, with a small
 pretrained model, both arms over the same seeds, and judged by equivalence: a verdict, and the certified
 bound, which is the smallest margin that would have passed. Model and task are not theirs, so that it is the
-claim that is tested, and not their figures: "as claimed" means the verdict that their claim would have here,
-and a MATCH that the arms are equal within the margin, which is less than identical. Faults planted on purpose
-say what the experiment could have found. GPU hours count a run's whole time, also where several shared a GPU.
-What was run is here, whatever came of it.
+claim that is tested, and not their figures: "as claimed" means the verdict that their claim would have here.
+GPU hours count a run's whole time, also where several shared a GPU. What was run is here, whatever came of
+it.
+
+MATCH: of every claim the 90 % interval of the paired difference lies inside its margin, which is less than
+identical, and neither the first step nor a guard fails ([verdict.md](verdict.md)). It is said of this
+recipe, these seeds and steps. Two controls run beside the arms: the baseline again (`controls.aa_reruns`),
+which is the machine's noise, and the baseline with a fault planted on purpose (`controls.faults`), which has
+to be a MISMATCH: it says what the experiment could have found, and where there is none, nothing does.
+
+To repeat one on a GPU (`smollm2-context-parallel`: two; several GPUs share the runs among them), with the
+model from the hub or, by `--set model.path=FOLDER`, from a folder:
+
+```sh
+abrun launch recipes/evidence/smollm2-grpo-fused.yaml --dry-run    # its runs, and what this machine lacks
+abrun launch recipes/evidence/smollm2-grpo-fused.yaml
+```
 """
 OF_INDEX = ("experiment", "they claimed", "verdict", "claims: difference, certified bound", "seeds")
 OF_INDEX += ("planted faults", "where and when", "GPU hours")

@@ -150,6 +150,8 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--name", "a/b", "--dry-run"], "--name: got 'a/b'"),
         (["memory-profile", SMALL, "--lengths", "9" * 5000], "--lengths: got"),
         (["memory-profile", SMALL, "--sequences", "0"], "--sequences: got '0'; allowed: numbers of at"),
+        (["memory-profile", SMALL, "--sequences", "0"], "at least 1, such as 1,2,4"),
+        (["memory-profile", SMALL, "--sweep", "steps=1", "--sweep", "steps=2"], "--sweep: got steps twice"),
         (["memory-profile", SMALL, "--hidden", "64"], "--hidden, --vocab: got 64 and None with a recipe"),
         (["memory-profile", SMALL, "--sweep", "stepz=1,2"], "did you mean 'steps'"),
         (["memory-profile", SMALL, "--max-seq-len"], "--budget-gib: got none with a search on CPU cores"),

@@ -178,3 +178,10 @@ def test_faults_md_is_what_its_script_prints() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "faults.py"))["page"]()
     written = (ROOT / "docs" / "faults.md").read_text()
     assert written == page + "\n", "print it again: python docs/faults.py > docs/faults.md"
+
+
+def test_faults_that_documents_and_helps_name_are_there() -> None:
+    texts = [path.read_text() for path in (*DOCUMENTS, *(ROOT / "abrun" / "cli").glob("*.py"))]
+    lists = [names for text in texts for names in re.findall(r"--faults ([a-z][a-z_0-9.,:]*)", text)]
+    named = {name.partition(":")[0] for names in lists for name in names.strip(".,").split(",")}
+    assert len(named) > 3 and named <= recipe.LIBRARY.keys()

@@ -183,7 +183,8 @@ def parse_lengths(text: str, option: str = "--lengths", least: int = 2) -> list[
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= least for part in parts):
         raise RecipeError(
-            f"{option}: got {text!r}; allowed: numbers of at least {least}, such as 512,1024,2048"
+            f"{option}: got {text!r}; allowed: numbers of at least {least}, such as "
+            + ",".join(str(least * factor) for factor in (1, 2, 4))
         )
     return sorted({int(part) for part in parts})
 

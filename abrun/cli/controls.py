@@ -29,7 +29,7 @@ def faults(
         abrun faults
         abrun faults flipped_advantages
     """
-    from abrun.compare.show.planted import details, library, library_json
+    from abrun.compare.show.planted import details, library, library_json, of_algorithms
     from abrun.recipe import FAULTS, LIBRARY, PlantedFault, validated
 
     chosen = FAULTS
@@ -42,7 +42,7 @@ def faults(
             console().print(line, soft_wrap=True, markup=False, highlight=False)
     else:
         console().print(library())
-        said = "All need algorithm.type grpo or ppo. With settings, sizes and sources: abrun faults NAME"
+        said = f"{of_algorithms()} With settings, sizes and sources: abrun faults NAME"
         console().print(said, soft_wrap=True)
 
 
@@ -109,7 +109,7 @@ def sensitivity(
 
     Examples:
         abrun sensitivity quickstart-faults
-        abrun sensitivity quickstart --faults flipped_advantages,stale_weights
+        abrun sensitivity quickstart --faults flipped_advantages,stale_rollout_weights
     """
     from abrun.launch import experiment_dir_of, make_scheduler
     from abrun.launch.controls import with_faults_alone

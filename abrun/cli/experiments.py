@@ -239,18 +239,18 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
 
 
 def _warn_of_memory(screen: "Terminal", plan: "Plan", asked: str | None, *, here: bool) -> None:
-    """Say which arms cannot fit a device: of `asked`, predicted; of this machine's, by their floor alone.
+    """Say what arms take of a device `asked`, as predicted; of this machine's, which cannot fit.
 
     Of arms that were predicted to decide what the recipe leaves open, the decision tells.
     """
-    from abrun.memory.predict import device_memory, too_large
+    from abrun.memory.predict import device_memory, fit_of
 
     if asked is None and not here:
         return
     device_bytes = device_memory(asked)
     if device_bytes is not None:
         told = {arm for one in plan.decided.values() for of in one["candidates"] for arm in of["peaks"]}
-        for line in too_large(plan.recipe, device_bytes, traced=asked is not None, besides=told):
+        for line in fit_of(plan.recipe, device_bytes, traced=asked is not None, besides=told):
             screen.print(f"[bold]Memory:[/] {shown(line)}", soft_wrap=True)
 
 

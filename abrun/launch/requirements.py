@@ -162,9 +162,10 @@ def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Ite
     if cluster.nodes > 1:
         yield f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
     if cluster.gpus_per_node and count > len(machine.gpus):
+        most = "use at most that many" if machine.gpus else "launch where there are"
         yield (
             f"cluster.gpus_per_node: got {sizes}; this machine has "
-            f"{_count(len(machine.gpus), 'visible GPU')}: use at most that many (0 trains on CPU cores)"
+            f"{_count(len(machine.gpus), 'visible GPU')}: {most} (0 trains on CPU cores)"
         )
     elif cluster.gpus_per_node and num_jobs and count * num_jobs > len(machine.gpus):
         yield (

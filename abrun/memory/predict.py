@@ -26,7 +26,7 @@ from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
 from abrun.memory.sweep import Plan, Variant
 from abrun.processes import end_all, processes_of
-from abrun.recipe import Declared, OwnRunConfig
+from abrun.recipe import CommandRunConfig, Declared, OwnRunConfig
 
 GIB = 2**30
 # Memory of cards in MiB, as nvidia-smi gives it.
@@ -239,21 +239,20 @@ def _scratch() -> Iterator[Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def too_large(
-    recipe: Declared, device_bytes: int, *, traced: bool, besides: Collection[str] = ()
-) -> list[str]:
-    """A line for each arm whose step does not fit a device: its floor, which takes no time, or, `traced`, its
-    predicted peak, in up to a minute an arm. Nothing of arms that neither can tell about, nor `besides`."""
+def fit_of(recipe: Declared, device_bytes: int, *, traced: bool, besides: Collection[str] = ()) -> list[str]:
+    """A line for each arm, but `besides`, whose step does not fit a device by its floor, which takes no time;
+    `traced`: for each its predicted peak, in up to a minute an arm, or why it has none, as silence would
+    read as if it fitted."""
     configs: dict[str, OwnRunConfig] = {}
     lengths: dict[str, int] = {}
+    lines = []
     for arm in (arm for arm in recipe.arms if arm not in besides):
         config = recipe.run_config(arm)
-        if not isinstance(config, OwnRunConfig) or config.policy.backend.type != "dtensor":
-            continue
-        length = _length_of(config) if config.cluster.gpus_per_node else None
-        if length is not None:
-            configs[arm], lengths[arm] = config, length
-    lines = []
+        why = _not_predicted(config)
+        if isinstance(config, OwnRunConfig) and why is None:
+            configs[arm], lengths[arm] = config, _length_of(config)
+        elif traced:
+            lines.append(f"arms.{arm}: its peak is not predicted: {why}")
     predicted = (
         {one.arm: one.highest for one in predict_steps(configs, device_bytes, lengths)} if traced else {}
     )
@@ -265,22 +264,32 @@ def too_large(
         else:
             peak = sum((floor_of(config, length=length, num_sequences=num_sequences) or {}).values())
             what = f"needs {peak / GIB:.1f} GiB at the least"
-        if peak > device_bytes:
+        if traced or peak > device_bytes:
             lines.append(
                 f"arms.{arm}: a step with microbatches of {num_sequences} x {length:,} tokens {what}, and a "
-                f"device has {device_bytes / GIB:.1f} GiB"
+                f"device has {device_bytes / GIB:.1f} GiB" + ": too much" * (peak > device_bytes)
             )
     return lines
 
 
-def _length_of(config: OwnRunConfig) -> int | None:
-    """Tokens of a sequence, as far as the recipe tells.
+def _not_predicted(config: OwnRunConfig | CommandRunConfig) -> str | None:
+    """Why an arm's peak is not told from its recipe alone; None: it is."""
+    if not isinstance(config, OwnRunConfig):
+        return "another trainer's"
+    if config.policy.backend.type != "dtensor":
+        return f"policy.backend.type is {config.policy.backend.type}"
+    if not config.cluster.gpus_per_node:
+        return "it trains on CPU cores (cluster.gpus_per_node: 0)"
+    if not config.policy.micro_batch_tokens and config.algorithm.type in ("sft", "dpo"):
+        return "its sequences are as long as the task has them; see abrun memory-profile --predict --lengths"
+    return None
 
-    Prompts, and completions from files, are as long as the task has them, which is not known here.
-    """
+
+def _length_of(config: OwnRunConfig) -> int:
+    """Tokens of a sequence, as far as the recipe tells: prompts are as long as the task has them."""
     if config.policy.micro_batch_tokens:
         return config.policy.micro_batch_tokens // own_sequences(config)
-    return None if config.algorithm.type in ("sft", "dpo") else config.rollout.max_new_tokens
+    return config.rollout.max_new_tokens
 
 
 def device_memory(asked: str | None) -> int | None:

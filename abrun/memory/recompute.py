@@ -48,6 +48,8 @@ def planned(
     refuse after it.
     """
     engine = scheduler or make_engine("local" if launcher is None else launcher, jobs)
+    if asked_memory is not None:
+        device_memory(asked_memory)  # refused before anything is shown
     if not recipe.is_open:
         if asked_memory is not None and not dry_run:
             raise RecipeError(

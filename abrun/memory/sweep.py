@@ -127,7 +127,11 @@ class Plan:
 def variants_of(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> list[Variant]:
     """The recipe at every combination of the values of `KEY=V1,V2,...`. Raises RecipeError, one line."""
     base = load_recipe(path, overrides)
-    keys = dict(_swept(sweep) for sweep in sweeps)
+    keys: dict[str, list[Any]] = {}
+    for key, values in map(_swept, sweeps):
+        if key in keys:
+            raise RecipeError(f"--sweep: got {key} twice; give all its values at once, such as {key}=A,B")
+        keys[key] = values
     for key in keys:
         for arm, change in base.arms.items():
             own = next((one for one in change if one == key or one.startswith(f"{key}.")), None)

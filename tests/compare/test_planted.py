@@ -130,6 +130,9 @@ def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
 def test_the_library_is_listed_and_one_of_it_told() -> None:
     listed = CliRunner().invoke(app, ["faults"]).output
     assert all(fault.name in listed for fault in LIBRARY_OF_FAULTS) and "what should show it" in listed
+    assert "SFT and DPO can have adam_step_ahead, last_microbatch_only, " in listed
+    assert "grpo or ppo" not in CliRunner().invoke(app, ["faults", "last_microbatch_only"]).output
+    assert "algorithm.type: grpo or ppo" in CliRunner().invoke(app, ["faults", "forced_eos"]).output
     told = CliRunner().invoke(app, ["faults", "rank_mean"]).output
     assert "https://github.com/PrimeIntellect-ai/prime-rl/issues/2358" in told
     assert "several data-parallel ranks; set cluster.cpu_ranks: 2" in told

@@ -13,7 +13,7 @@ from rich.console import Console
 from abrun.errors import LaunchError, RecipeError
 from abrun.memory import hollow
 from abrun.memory.cells import Point
-from abrun.memory.predict import Predicted, Prediction, device_memory, predict_recipe
+from abrun.memory.predict import Predicted, Prediction, device_memory, fit_of, predict_recipe
 from abrun.memory.profile import measure_recipe
 from abrun.memory.step import num_rows, of_size
 from abrun.memory.sweep import Plan, Variant
@@ -193,6 +193,20 @@ def test_the_table_can_be_read_at_80_columns() -> None:
 )
 def test_memory_of_a_device(asked: str, found: int) -> None:
     assert device_memory(asked) == found
+
+
+def test_a_dry_run_leaves_no_arm_out() -> None:
+    """Neither one that fits nor one that is not predicted: silence would read as if it fitted."""
+    arms = "arms={baseline: {}, megatron: {policy.backend.type: megatron}}"
+    recipe = load_recipe(RECIPE, [arms, "cluster.gpus_per_node=1"])
+    fits, other = sorted(fit_of(recipe, 80 * GIB, traced=True), reverse=True, key=len)
+    assert "arms.baseline: a step with microbatches of" in fits and fits.endswith("a device has 80.0 GiB")
+    assert other == "arms.megatron: its peak is not predicted: policy.backend.type is megatron"
+    (small,) = fit_of(recipe, GIB // 100, traced=False)
+    assert "at the least" in small and small.endswith("a device has 0.0 GiB: too much")
+    on_cores = load_recipe(RECIPE)
+    assert all("it trains on CPU cores" in line for line in fit_of(on_cores, 80 * GIB, traced=True))
+    assert fit_of(on_cores, GIB // 100, traced=False) == []
 
 
 @pytest.mark.parametrize("asked", ["h300", "0GiB", "-1", "80 TB", ""])

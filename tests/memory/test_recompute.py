@@ -265,6 +265,10 @@ def test_sensitivity_decides_for_the_baseline(
         (["memory-profile", SMALL, *sets(AUTO), "--predict"], "which abrun launch alone decides; give none,"),
         (["export", SMALL, *sets(AUTO), "--to", "jobset"], "which abrun launch alone decides; give none,"),
         (
+            ["launch", SMALL, "--dry-run", "--device-memory", "h201"],
+            "--device-memory: got 'h201'; allowed: a size such as 80GiB",
+        ),
+        (
             ["launch", SMALL, "--device-memory", "h200"],
             "--device-memory: got it without --dry-run, or policy.",
         ),

@@ -104,6 +104,12 @@ def library() -> "Table":
     return _table(("name", "what it does", "needs", "what should show it"), cells)
 
 
+def of_algorithms() -> str:
+    """Which of them an algorithm can have."""
+    general = ", ".join(fault.name for fault in FAULTS if fault.any_algorithm)
+    return f"SFT and DPO can have {general}; the others need algorithm.type grpo or ppo."
+
+
 def library_json(faults: Sequence[Fault] = FAULTS) -> list[dict[str, Any]]:
     """All that is known of each; `needs`: by what, the setting that gives it."""
     return [{**asdict(one), "needs": what_it_takes(one), "source": _link(one)} for one in faults]
@@ -117,9 +123,9 @@ def details(fault: Fault) -> Iterator[str]:
         most = "" if fault.most is None else f"; at most {fault.most:g}"
         yield f"  size     {fault.size:g} {fault.unit} where none is given{most}"
     needs = [how.removeprefix("needs ") for how in what_it_takes(fault).values()]
-    if not any(how.startswith("algorithm.type") for how in needs):
+    if not (fault.any_algorithm or any(how.startswith("algorithm.type") for how in needs)):
         needs.insert(0, "algorithm.type: grpo or ppo")
-    yield f"  needs    {needs[0]}"
+    yield f"  needs    {needs[0] if needs else '-'}"
     yield from (f"           {how}" for how in needs[1:])
     yield f"  shows    {fault.shows}"
     yield f"  after    {_link(fault)}"
