@@ -190,18 +190,16 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
     return prediction
 
 
-def predict_steps(
-    configs: Mapping[str, OwnRunConfig], device_bytes: int, lengths: Mapping[str, int] | None = None
-) -> list[Predicted]:
+def predict_steps(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
     """The step of each arm as its run has it, in up to a minute or two. Raises LaunchError.
 
-    `lengths`: tokens of a sequence; None: as many as tasks or budgets make them (abrun.memory.trace).
+    Its sequences are as long as tasks or budgets make them (abrun.memory.trace).
     """
     with _scratch() as folder:
 
         def of_arm(arm: str) -> Predicted:
             num_sequences = own_sequences(configs[arm])
-            job = {"lengths": [lengths[arm]] if lengths else None, "num_sequences": num_sequences}
+            job = {"lengths": None, "num_sequences": num_sequences}
             (row,) = probe_alone("abrun.memory.trace", folder / arm, configs[arm], job)
             point = Point(length=row["length"], num_sequences=num_sequences)
             return _predicted(arm, configs[arm], point, row, device_bytes)
@@ -244,52 +242,52 @@ def fit_of(recipe: Declared, device_bytes: int, *, traced: bool, besides: Collec
     `traced`: for each its predicted peak, in up to a minute an arm, or why it has none, as silence would
     read as if it fitted."""
     configs: dict[str, OwnRunConfig] = {}
-    lengths: dict[str, int] = {}
     lines = []
     for arm in (arm for arm in recipe.arms if arm not in besides):
         config = recipe.run_config(arm)
         why = _not_predicted(config)
         if isinstance(config, OwnRunConfig) and why is None:
-            configs[arm], lengths[arm] = config, _length_of(config)
+            configs[arm] = config
         elif traced:
             lines.append(f"arms.{arm}: its peak is not predicted: {why}")
-    predicted = (
-        {one.arm: one.highest for one in predict_steps(configs, device_bytes, lengths)} if traced else {}
-    )
-    for arm, config in configs.items():
-        length, num_sequences = lengths[arm], own_sequences(config)
-        if traced:
-            phase, peak = predicted[arm]
+
+    def line(arm: str, length: int, what: str, peak: int) -> str:
+        size = f"{own_sequences(configs[arm])} x {length:,} tokens"
+        return (
+            f"arms.{arm}: a step with microbatches of {size} {what}, and a device has {device_bytes / GIB:.1f} GiB"
+            + ": too much" * (peak > device_bytes)
+        )
+
+    if traced:
+        for one in predict_steps(configs, device_bytes) if configs else ():
+            phase, peak = one.highest
             what = f"is predicted to peak at {peak / GIB:.1f} GiB in {phase}"
-        else:
-            peak = sum((floor_of(config, length=length, num_sequences=num_sequences) or {}).values())
-            what = f"needs {peak / GIB:.1f} GiB at the least"
-        if traced or peak > device_bytes:
-            lines.append(
-                f"arms.{arm}: a step with microbatches of {num_sequences} x {length:,} tokens {what}, and a "
-                f"device has {device_bytes / GIB:.1f} GiB" + ": too much" * (peak > device_bytes)
-            )
+            lines.append(line(one.arm, one.point.length, what, peak))
+        return lines
+    for arm, config in configs.items():
+        length = _known_length(config)
+        floor = floor_of(config, length=length, num_sequences=own_sequences(config)) or {}
+        if (peak := sum(floor.values())) > device_bytes:
+            lines.append(line(arm, length, f"needs {peak / GIB:.1f} GiB at the least", peak))
     return lines
 
 
 def _not_predicted(config: OwnRunConfig | CommandRunConfig) -> str | None:
-    """Why an arm's peak is not told from its recipe alone; None: it is."""
+    """Why an arm's peak is not told; None: it is."""
     if not isinstance(config, OwnRunConfig):
         return "another trainer's"
     if config.policy.backend.type != "dtensor":
         return f"policy.backend.type is {config.policy.backend.type}"
     if not config.cluster.gpus_per_node:
         return "it trains on CPU cores (cluster.gpus_per_node: 0)"
-    if not config.policy.micro_batch_tokens and config.algorithm.type in ("sft", "dpo"):
-        return "its sequences are as long as the task has them; see abrun memory-profile --predict --lengths"
     return None
 
 
-def _length_of(config: OwnRunConfig) -> int:
-    """Tokens of a sequence, as far as the recipe tells: prompts are as long as the task has them."""
+def _known_length(config: OwnRunConfig) -> int:
+    """Tokens of a sequence at the least: what a task adds is not known without reading it."""
     if config.policy.micro_batch_tokens:
         return config.policy.micro_batch_tokens // own_sequences(config)
-    return config.rollout.max_new_tokens
+    return 1 if config.algorithm.type in ("sft", "dpo") else config.rollout.max_new_tokens
 
 
 def device_memory(asked: str | None) -> int | None:
