@@ -24,7 +24,7 @@ from abrun.launch.probe import probe_alone
 from abrun.memory.cells import Point
 from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
-from abrun.memory.sweep import Plan, Variant
+from abrun.memory.sweep import COMMAND, Plan, Variant
 from abrun.processes import end_all, processes_of
 from abrun.recipe import Declared, OwnRunConfig
 
@@ -157,7 +157,7 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
             _predicted(arm, config, point, row, device_bytes) for point, row in zip(points, rows, strict=True)
         ]
 
-    with _traces(directories) as several:
+    with store.folder_lock(output, COMMAND), _traces(directories) as several:
         found = [peaks for of in several.map(of_arm, range(len(jobs))) for peaks in of]
     places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
     found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
