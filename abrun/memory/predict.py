@@ -26,7 +26,7 @@ from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
 from abrun.memory.sweep import COMMAND, Plan, Variant
 from abrun.processes import end_all, processes_of
-from abrun.recipe import Declared, OwnRunConfig
+from abrun.recipe import Declared, OwnRunConfig, Ppo
 
 GIB = 2**30
 # Memory of cards in MiB, as nvidia-smi gives it.
@@ -41,6 +41,7 @@ CARDS = {
     "rtx4090": 24_564,
 }
 ERROR = 0.1  # of the predicted peak: what calibration allows (docs/memory-prediction.md)
+ERROR_BELOW = 0.15  # of PPO's value update and of experts, whose peaks are predicted too low
 NOT_IN_IT = (
     "the CUDA context and NCCL's buffers (outside of torch's allocator), fragmentation, rollouts, loading, "
     "ranks that have more to do than the first, and experts that are chosen more often than others"
@@ -56,6 +57,7 @@ class Predicted:
     by_phase: dict[str, dict[str, int]]
     floor: dict[str, int] | None  # see abrun.memory.floor; None: the model's shapes are not known here
     engine_bytes: int | None  # what a rollout engine on the same device takes while it samples
+    error_below: float = ERROR  # by how much it may be too low
 
     @property
     def highest(self) -> tuple[str, int]:
@@ -115,8 +117,8 @@ class Prediction:
     def notes(self) -> list[str]:
         """What the figures are, and what they are not."""
         return [
-            f"Within {ERROR:.0%} of measured peaks, of PPO's value update and of experts up to 15% too low. "
-            f"Not in it: {NOT_IN_IT}."
+            f"Within {ERROR:.0%} of measured peaks, of PPO's value update and of experts up to "
+            f"{ERROR_BELOW:.0%} too low. Not in it: {NOT_IN_IT}."
         ]
 
     @property
@@ -320,4 +322,5 @@ def _predicted(
         by_phase=row["by_phase"],
         floor=floor_of(config, length=point.length, num_sequences=point.num_sequences),
         engine_bytes=engine_bytes,
+        error_below=ERROR_BELOW if row["experts"] or isinstance(config.algorithm, Ppo) else ERROR,
     )
