@@ -6,7 +6,7 @@ themselves, so that nothing of another cell is in what they take. What is measur
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from abrun.memory.devices import Devices
 from abrun.memory.floor import floor_of
 from abrun.memory.search import search
 from abrun.memory.show import show, told
-from abrun.memory.sweep import Head, Plan, Variant
+from abrun.memory.sweep import COMMAND, Head, Plan, Variant
 from abrun.recipe import BASELINE, Dpo, OwnRunConfig
 
 MODULE, HEADS = "abrun.memory.measure", "abrun.memory.heads"
@@ -119,6 +119,20 @@ def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> Me
         plan.refuse_endless_search(configs[BASELINE])
     sizes = [plan.num_sequences(configs) for _, configs in of_variants]  # refused before anything is measured
     bench = Bench(plan.name, output, say)
+    with store.folder_lock(output, COMMAND):
+        _measure(plan, bench, of_variants, sizes, say)
+        show(bench.profile, output)
+    return bench.profile
+
+
+def _measure(
+    plan: Plan,
+    bench: Bench,
+    of_variants: Sequence[tuple[Variant, Mapping[str, OwnRunConfig]]],
+    sizes: Sequence[Sequence[int]],  # of each variant, sequences of a microbatch
+    say: Say,
+) -> None:
+    """The cells of the sweep, then the searches."""
     jobs, total = (
         list[Callable[[], None]](),
         sum(
@@ -148,9 +162,6 @@ def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> Me
         ]
         tasks = [partial(_search, plan, bench, number, *one) for number, one in enumerate(searches)]
         bench.devices.each(all_configs, tasks)
-    profile = bench.profile
-    show(profile, output)
-    return profile
 
 
 def measure_head(head: Head, plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:
@@ -178,10 +189,11 @@ def measure_head(head: Head, plan: Plan, output: Path, say: Say = lambda line: N
         bench.found(number, found)
 
     sizes = enumerate(itertools.product(plan.lengths, kernels), 1)
-    bench.devices.each([config], [partial(cell, number, *size) for number, size in sizes])
-    if plan.longest:
-        bench.devices.each([config], [partial(most, *one) for one in enumerate(kernels)])
-    show(bench.profile, output)
+    with store.folder_lock(output, COMMAND):
+        bench.devices.each([config], [partial(cell, number, *size) for number, size in sizes])
+        if plan.longest:
+            bench.devices.each([config], [partial(most, *one) for one in enumerate(kernels)])
+        show(bench.profile, output)
     return bench.profile
 
 

@@ -4,7 +4,7 @@ Decided once, before anything is stored, from predicted peaks, and the same for 
 value of their own. What a launch hands on, a plan and what is stored of it, has the value in its place.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,12 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.launch import experiment_dir_of, make_engine
 from abrun.launch.engine import Scheduler
 from abrun.launch.experiment import refuse_existing
-from abrun.launch.requirements import shape_of
 from abrun.launch.supervisor import refuse_impossible
-from abrun.memory.predict import ERROR, GIB, device_memory, predict_steps
+from abrun.memory.predict import ERROR, GIB, Predicted, device_memory, predict_steps
 from abrun.plan import Plan, make_draft, make_plan
-from abrun.recipe import CHECKPOINTING, Checkpointing, CommandRecipe, OwnRunConfig, Ppo, Recipe, dotted
+from abrun.recipe import CHECKPOINTING, Checkpointing, CommandRecipe, OwnRunConfig, Recipe, dotted
 
 ORDER: tuple[Checkpointing, ...] = ("none", "selective", "full")
-ERROR_BELOW = 0.15  # of PPO's value update and of experts, whose peaks are predicted too low
 ASLEEP_BYTES = GIB // 4  # of vLLM on the same device, while the trainer works (docs/measured.md)
 
 Say = Callable[[str], object]
@@ -49,7 +47,7 @@ def planned(
     """
     engine = scheduler or make_engine("local" if launcher is None else launcher, jobs)
     if asked_memory is not None:
-        device_memory(asked_memory)  # refused before anything is shown
+        device_memory(asked_memory)  # refused at once, also where it decides nothing
     if not recipe.is_open:
         if asked_memory is not None and not dry_run:
             raise RecipeError(
@@ -85,11 +83,11 @@ def decide(
             f"{recipe.name}: {CHECKPOINTING}: got 'auto', and {whose}; add --device-memory with what one "
             "has, such as 80GiB or h200, or give none, selective or full"
         )
-    margin = max(map(_error_below, configs.values()))
-    candidates: list[dict[str, Any]] = []
+    margin, candidates = ERROR, list[dict[str, Any]]()
     for value in _candidates(recipe, configs):
         say(f"{CHECKPOINTING}: auto: predicting the peaks of {', '.join(configs)} with {value}")
-        peaks = _peaks(_open_configs(recipe.checkpointing(value)), device_bytes)
+        found = predict_steps(_open_configs(recipe.checkpointing(value)), device_bytes)
+        peaks, margin = _peaks(found), max(one.error_below for one in found)
         highest = max(one["peak_bytes"] + one["asleep_bytes"] for one in peaks.values())
         fits = highest <= (1 - margin) * device_bytes
         candidates.append({"value": value, "fits": fits, "highest_bytes": highest, "peaks": peaks})
@@ -145,7 +143,7 @@ def _refuse_unpredictable(name: str, configs: Mapping[str, OwnRunConfig]) -> Non
             )
 
 
-def _peaks(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> dict[str, dict[str, Any]]:
+def _peaks(found: Sequence[Predicted]) -> dict[str, dict[str, Any]]:
     return {
         one.arm: {
             "num_sequences": one.point.num_sequences,
@@ -154,14 +152,8 @@ def _peaks(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> dict[str, 
             "peak_bytes": one.highest[1],
             "asleep_bytes": 0 if one.engine_bytes is None else ASLEEP_BYTES,
         }
-        for one in predict_steps(configs, device_bytes)
+        for one in found
     }
-
-
-def _error_below(config: OwnRunConfig) -> float:
-    """By how much of a device a prediction may be too low."""
-    experts = "num_experts" in shape_of(config.model)
-    return ERROR_BELOW if experts or isinstance(config.algorithm, Ppo) else ERROR
 
 
 def _told(candidates: list[dict[str, Any]]) -> str:

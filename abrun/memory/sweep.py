@@ -13,6 +13,7 @@ from abrun.launch.requirements import this_machine, triton_refusal
 from abrun.recipe import BASELINE, Declared, Dpo, OwnRunConfig, load_recipe, not_built, validated
 from abrun.recipe.reading import parse_yaml
 
+COMMAND = "abrun memory-profile"
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
 
 

@@ -59,7 +59,8 @@ class HollowPhases:
 
 
 def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Iterator[dict[str, Any]]:
-    """A row a length: `by_phase`, the bytes at each phase's peak by kind, of the first rank.
+    """A row a length: `by_phase`, the bytes at each phase's peak by kind, of the first rank, and `experts`,
+    whether layers have them.
 
     `num_sequences`: of a rank's microbatch.
     """
@@ -77,13 +78,14 @@ def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Itera
         if reference is not None:
             account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
         rows, device = num_rows(config, num_sequences), setup.ranks.device
+        experts = any(".experts." in name for name in setup.learner.local_state())
         for length in lengths:
             source = RandomBatches(rows, length, 100, device, rows_together=together)
             batch = source.collect(1)[0]
             if isinstance(config.algorithm, Sft | Dpo):
                 batch = batch.at(Sequences)
             algorithm.update(batch, step=1)
-            yield {"length": length, "by_phase": phases.collect()}
+            yield {"length": length, "experts": experts, "by_phase": phases.collect()}
 
 
 def _setup(config: OwnRunConfig, account: Account) -> Setup:

@@ -1,7 +1,6 @@
 """abrun mismatch: which run and weights, the processes that score, and the budget that comes of it."""
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -105,24 +104,13 @@ def _scratch(output: Path) -> Iterator[Path]:
 
     Raises StoreError where another one is at work there.
     """
-    with store.explained(output), contextlib.ExitStack() as stack:
-        store.make_folder(output)
-        lock = os.open(output, os.O_RDONLY)
-        stack.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreError(
-                f"{output}: another abrun mismatch is at work there; wait for it, or give another --output"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        for left in output.glob(f"{SCRATCH}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output))
-        kept = stack.pop_all()
-    with kept:
-        yield Path(folder)
+    with store.folder_lock(output, "abrun mismatch"):
+        with store.explained(output):
+            for left in output.glob(f"{SCRATCH}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            kept = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output)
+        with kept as folder:
+            yield Path(folder)
 
 
 def _of(

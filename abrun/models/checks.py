@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from abrun.errors import RecipeError
 from abrun.models.families import Facts, refused
@@ -28,6 +30,8 @@ def check_network(network: nn.Module, facts: Facts) -> None:
     it was published, in evaluation mode; and those of a token must not depend on later tokens.
     Leaves weights, buffers, modes and the random-number generator as they were. Raises RecipeError.
     """
+    if _publishes_several_as_one(network):
+        raise refused(network, "whose checkpoints hold several of its weights as one")
     tokens = _tokens(network, facts)
     with _undisturbed(network), torch.no_grad():
         expected, gain = _own_logits(network, facts, tokens)
@@ -56,6 +60,14 @@ def check_network(network: nn.Module, facts: Facts) -> None:
     first, second = found[:, :NUM_COMMON]
     if not _agree(first, second):
         raise refused(network, "where a token's logits depend on the tokens after it")
+
+
+def _publishes_several_as_one(network: Any) -> bool:
+    """Whether weights could not go out one after the other (`abrun.models.weights.published`)."""
+    conversions = getattr(network, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(network, add_legacy=False)
+    return any(isinstance(one, WeightConverter) and len(one.target_patterns) > 1 for one in conversions)
 
 
 def check_decoding(network: nn.Module, facts: Facts) -> bool:

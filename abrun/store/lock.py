@@ -213,6 +213,26 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
         lease.close()
 
 
+@contextlib.contextmanager
+def folder_lock(folder: Path, command: str) -> Iterator[None]:
+    """Be the only `command` that works in a folder of results, which is made. Raises Locked where one does.
+
+    By the kernel's lock alone, which nothing outlives: such work is done on one machine.
+    """
+    with explained(folder):
+        make_folder(folder)
+        lock = os.open(folder, os.O_RDONLY)
+    try:
+        if _kernel_lock(lock) is False:
+            raise Locked(
+                f"{folder}: another {command} is at work there; wait for it, or give another --output",
+                alive=True,
+            )
+        yield
+    finally:
+        os.close(lock)
+
+
 def launcher_of(directory: Path) -> str | None:
     """Who launches an experiment now, for people; None where nobody does, or its lease has run out."""
     owner = owner_of(directory)

@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import MixtralConfig
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.memory import hollow
 from abrun.memory.cells import Point
-from abrun.memory.predict import Predicted, Prediction, device_memory, fit_of, predict_recipe
+from abrun.memory.predict import (
+    Predicted,
+    Prediction,
+    _predicted,
+    device_memory,
+    fit_of,
+    predict_recipe,
+)
 from abrun.memory.profile import measure_recipe
 from abrun.memory.step import num_rows, of_size
 from abrun.memory.sweep import Plan, Variant
@@ -88,6 +96,31 @@ def test_steps_that_are_predicted_less_well(sets: list[str], monkeypatch: pytest
     assert isinstance(config, OwnRunConfig)
     (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
     assert seen_by_the_tracker(row["by_phase"]) == pytest.approx(live(config), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("sets", "too_low"),
+    [
+        (["model={path: MIXTRAL}"], 0.15),  # whose configuration has num_local_experts
+        (["model={preset: qwen3-moe-tiny}"], 0.15),
+        (["algorithm={type: ppo}"], 0.15),
+        ([], 0.1),
+    ],
+)
+def test_what_is_predicted_less_well_is_known_from_the_network(
+    sets: list[str], too_low: float, tmp_path: Path
+) -> None:
+    small = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {
+        "num_hidden_layers": 1,
+        "vocab_size": 128,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    MixtralConfig.from_dict({**small, **heads}).save_pretrained(tmp_path)
+    sets = [one.replace("MIXTRAL", str(tmp_path)) for one in sets]
+    config = load_recipe(RECIPE, sets).run_config("baseline")
+    assert isinstance(config, OwnRunConfig)
+    (row,) = trace(config, [16], 1)
+    assert _predicted("baseline", config, Point(length=16), row, None).error_below == too_low
 
 
 def plan(recipe: Any, lengths: list[int]) -> Plan:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from abrun.errors import LaunchError, RecipeError
+from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.launch.command import environment
 from abrun.launch.probe import _run as run_probe
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
+from abrun.memory.predict import predict_recipe
 from abrun.memory.profile import measure_head, measure_recipe
 from abrun.memory.show import page, tables, told
 from abrun.memory.sweep import Head, Plan, Variant, head_of, variants_of
@@ -88,6 +89,31 @@ def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pyt
     ]
     check_attribution(dense, "abrun/kernels/logits.py", at_least=2 * 255 * WIDE * 4)
     check_files(tmp_path, profile)
+
+
+def test_two_profiles_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second would end the first one's processes, whose folders are its own, and mix its cells in."""
+    refused: list[str] = []
+
+    def busy(*_: Any) -> list[dict[str, Any]]:
+        for work in (measure_recipe, predict_recipe):
+            with pytest.raises(StoreError) as raised:
+                work(plan(lengths=[32]), tmp_path)
+            refused.append(str(raised.value))
+        head = Head(hidden_size=8, vocab_size=16)
+        with pytest.raises(StoreError, match="at work there"):
+            measure_head(head, Plan(name="head", variants=(), lengths=[4]), tmp_path)
+        raise LaunchError("enough")
+
+    monkeypatch.setattr("abrun.memory.profile.probe", busy)
+    with pytest.raises(LaunchError, match="enough"):
+        measure_recipe(plan(lengths=[32]), tmp_path)
+    wanted = (
+        f"{tmp_path}: another abrun memory-profile is at work there; wait for it, or give another --output"
+    )
+    assert refused == [wanted] * 2
+    with pytest.raises(LaunchError, match="enough"):  # nothing of the first is left in the way
+        measure_recipe(plan(lengths=[32]), tmp_path)
 
 
 def test_large_random_weights_are_made_in_parts_where_they_are_needed() -> None:

@@ -18,7 +18,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.implementations import LAUNCHERS
 from abrun.memory import recompute
 from abrun.memory.cells import Point
-from abrun.memory.predict import GIB, Predicted
+from abrun.memory.predict import GIB, Predicted, _predicted
 from abrun.memory.recompute import ASLEEP_BYTES, decide, planned
 from abrun.memory.step import own_sequences
 from abrun.memory.trace import longest
@@ -44,9 +44,9 @@ def predicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[tuple[st
                 value = config.policy.activation_checkpointing
                 asked.append((value, arm))
                 by_phase = {"forward_backward": {"activations": int(peaks[value][arm] * GIB)}}
-                asleep = 1 if config.rollout.engine == "vllm" else None
+                row = {"by_phase": by_phase, "experts": "num_experts" in config.model.architecture}
                 at = Point(length=64, num_sequences=own_sequences(config))
-                found.append(Predicted(arm=arm, point=at, by_phase=by_phase, floor=None, engine_bytes=asleep))
+                found.append(_predicted(arm, config, at, row, device_bytes))
             return found
 
         monkeypatch.setattr(recompute, "predict_steps", predict_steps)
@@ -273,6 +273,10 @@ def test_sensitivity_decides_for_the_baseline(
             "--device-memory: got it without --dry-run, or policy.",
         ),
         (["sensitivity", SMALL, "--device-memory", "h200"], "--device-memory: got it without --dry-run, or"),
+        (
+            ["launch", SMALL, *sets(AUTO), "--device-memory", "lots"],
+            "--device-memory: got 'lots'; allowed: a",
+        ),
         (
             ["launch", SMALL, *sets(f"arms.treatment={{{CHECKPOINTING}: auto}}")],
             "got 'auto', which is decided for all arms alike; say it outside of arms",

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from abrun.errors import RecipeError
 from abrun.models import load_network, load_text, open_network, persistent_buffers, save_network, weights
+from abrun.models.checks import check_network
+from abrun.models.families import facts_of
 from abrun.recipe import Model
 from tests.models.architectures import tiny_network
 
@@ -167,6 +170,21 @@ def test_pickled_weights_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
     torch.save(from_path(checkpoint).state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(RecipeError):
         from_path(folder)
+
+
+def test_weights_that_a_checkpoint_holds_together_are_refused() -> None:
+    """As HrmText's: one by one each would be published under the name of all, and the last one win."""
+    network = tiny_network("llama")
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    network._weight_conversions = [
+        WeightConverter("mlp.gate_up_proj.weight", parts, operations=[Chunk(dim=0)])
+    ]
+    named = dict(network.named_parameters())
+    assert len(dict(weights.published(network, named.items()))) < len(named)
+    with pytest.raises(
+        RecipeError, match="got LlamaForCausalLM, whose checkpoints hold several of its weights"
+    ):
+        check_network(network, facts_of(network))
 
 
 def test_weights_that_are_published_as_they_are_cost_one_look_at_the_network(
