@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,10 @@ def test_a_dry_run_leaves_no_arm_out() -> None:
     arms = "arms={baseline: {}, megatron: {policy.backend.type: megatron}}"
     recipe = load_recipe(RECIPE, [arms, "cluster.gpus_per_node=1"])
     fits, other = sorted(fit_of(recipe, 80 * GIB, traced=True), reverse=True, key=len)
-    assert "arms.baseline: a step with microbatches of" in fits and fits.endswith("a device has 80.0 GiB")
+    size = re.match(r"arms.baseline: a step with microbatches of \d+ x ([\d,]+) tokens", fits)
+    assert size and fits.endswith("a device has 80.0 GiB")
+    rollout = recipe.run_config("baseline").rollout  # pyright: ignore[reportAttributeAccessIssue]
+    assert int(size[1].replace(",", "")) > rollout.max_new_tokens, "prompts are part of a sequence"
     assert other == "arms.megatron: its peak is not predicted: policy.backend.type is megatron"
     (small,) = fit_of(recipe, GIB // 100, traced=False)
     assert "at the least" in small and small.endswith("a device has 0.0 GiB: too much")
