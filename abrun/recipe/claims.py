@@ -5,11 +5,11 @@ import re
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
-from abrun.recipe.faults import ONE_ULP, PlantedFault, named
+from abrun.recipe.faults import NAMED, ONE_ULP, PlantedFault
 from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.section import Count, Positive, Section
 
@@ -182,7 +182,7 @@ class Controls(Section):
     # With initial weights moved by one ULP of policy.dtype: what so small a difference grows into
     ulp_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
     # Each planted at every seed: what the comparison would have caught. Names of docs/faults.md, or sections
-    faults: list[Annotated[PlantedFault, BeforeValidator(named)]] = Field(default=[], max_length=100)
+    faults: list[Annotated[PlantedFault, NAMED]] = Field(default=[], max_length=100)
 
     @field_validator("faults")
     @classmethod

@@ -7,7 +7,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Positive, Section
@@ -475,6 +475,10 @@ class PlantedFault(Section):
         return self.size or LIBRARY[self.name].size or 1.0
 
 
-def named(value: Any) -> Any:
+def _named(value: Any) -> Any:
     """`planted_fault: NAME` as the section that it stands for."""
     return {"name": value} if isinstance(value, str) else value
+
+
+NAMED = BeforeValidator(_named, json_schema_input_type=str | PlantedFault)
+NAMED_OR_NONE = BeforeValidator(_named, json_schema_input_type=str | PlantedFault | None)

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.environment import Env
 from abrun.recipe.fault_needs import lacking
-from abrun.recipe.faults import LIBRARY, PlantedFault, named
+from abrun.recipe.faults import LIBRARY, NAMED_OR_NONE, PlantedFault
 from abrun.recipe.policy import (
     LEAST_TEMPERATURE,
     NO_FILTERS,
@@ -164,7 +164,7 @@ class OwnRunConfig(RunConfig):
     wandb: Wandb | None = None
     keep_samples: KeptSamples | None = KeptSamples()  # of a policy gradient; null: none
     # Broken on purpose, for a verdict to find: a name of docs/faults.md, or a section
-    planted_fault: Annotated[PlantedFault | None, BeforeValidator(named)] = None
+    planted_fault: Annotated[PlantedFault | None, NAMED_OR_NONE] = None
 
     @property
     def engine_devices(self) -> int:
