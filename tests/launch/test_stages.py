@@ -104,6 +104,7 @@ def test_equal_arms_stop_at_the_first_look_and_the_report_says_what_that_saved(r
     assert code == 0 and begun() == {0, 1, 7} and "MATCH: staged" in output
 
 
+@pytest.mark.slow
 def test_open_looks_go_on_to_the_last(run: Run) -> None:
     code, output, _ = run(*STAGED, "--set", "trainer.parameters.own=0.05")
     assert code == 0 and begun() == {0, 1, 7, 2, 3}

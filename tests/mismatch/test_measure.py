@@ -129,6 +129,7 @@ def test_filters_that_are_not_scored_are_seen(measure: Measure) -> None:
     assert row(budget, "logprobs_chunked").reason == "min_p, top_k and top_p need whole logits"
 
 
+@pytest.mark.slow
 def test_the_sets_that_the_sampler_kept_are_no_part_of_the_engine_s_code(measure: Measure) -> None:
     """All score the recorded sets, the engine too, but where the user asks for other filters."""
     sets = ["rollout.exact_support=false", "rollout.top_p=0.3"]
@@ -150,6 +151,7 @@ def test_experts_that_tokens_go_to(measure: Measure) -> None:
     assert "engine_torch" not in shares
 
 
+@pytest.mark.slow
 def test_it_goes_on_as_the_run_did_with_a_floor(
     group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
