@@ -133,16 +133,10 @@ def _measure(
     say: Say,
 ) -> None:
     """The cells of the sweep, then the searches."""
-    jobs, total = (
-        list[Callable[[], None]](),
-        sum(
-            len(configs) * len(sequences) * len(plan.lengths)
-            for (_, configs), sequences in zip(of_variants, sizes, strict=True)
-        ),
-    )
+    jobs: list[Callable[[], None]] = []
 
     def cell(number: int, arm: str, config: OwnRunConfig, point: Point, ended: set[str]) -> None:
-        left = f"[{number}/{total}] "
+        left = f"[{number}/{len(jobs)}] "
         if arm in ended:
             say(f"{left}{arm}: left out, a shorter one ran out of memory")
         elif bench.measure(MODULE, arm, point, config, _job(plan, point), left).out_of_memory:
