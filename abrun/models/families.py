@@ -75,8 +75,13 @@ def refused(network: nn.Module, why: str) -> RecipeError:
 
 def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint that are not parameters, such as a router's correction bias."""
-    stored = network.state_dict().keys()
-    return ((name, buffer) for name, buffer in network.named_buffers() if name in stored)
+    # Not asked of `state_dict`, which wraps every parameter: this runs before every rollout.
+    transient = {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in network.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return ((name, buffer) for name, buffer in network.named_buffers() if name not in transient)
 
 
 def attends_to_all(config: Any) -> bool:

@@ -488,6 +488,16 @@ def test_a_parameter_that_never_had_a_gradient_is_restored_without_moments(group
         assert torch.equal(tensor, second.local_state()[name]), name
 
 
+def test_on_one_rank_weights_go_out_as_they_lie_there(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 340 weights before every rollout each would cost a turn through DTensor's bookkeeping."""
+    backend = make_backend()
+    whole = {name: parameter.full_tensor() for name, parameter in backend.module.network.named_parameters()}
+    monkeypatch.setattr(DTensor, "redistribute", None)
+    found = dict(backend.weights())
+    assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+    assert not any(weight.requires_grad for weight in found.values())
+
+
 def test_weights_hold_persistent_buffers(group: None) -> None:
     """A router's correction bias is none of the parameters, and part of the checkpoint."""
     network = tiny()

@@ -223,7 +223,10 @@ class ShardedParameters:
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """All weights, whole, one after the other. Collective."""
         for name, parameter in self._parameters.items():
-            yield name, whole(parameter.detach())
+            if isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1:
+                yield name, _local(parameter)  # as `whole` has it, without the 0.1 ms that DTensor takes
+            else:
+                yield name, whole(parameter.detach())
 
     def resident_tensors(self) -> Sequence[Tensor]:
         """See abrun.backends.Trained."""
