@@ -18,7 +18,7 @@ class GrpoAlgorithm(PolicyGradient[Grpo, PolicyBatch]):
         if penalties is None:
             penalties = torch.zeros_like(batch.inference_logprobs)
         else:
-            metrics = self._reward_metrics(rewards, penalties, batch.token_mask)
+            metrics = self._penalty_metrics(penalties, batch.token_mask)
         if family.kl_in == "reward_to_go":
             assert family.advantage_baseline in ("batch_mean", "none")
             advantages = reward_to_go_advantages(

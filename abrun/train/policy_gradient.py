@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from abrun.metric_names import REWARD
 from abrun.recipe import Grpo, Ppo
 from abrun.rl.batch import PolicyBatch, Sampled, Scored
 from abrun.rl.importance import importance_weights
@@ -54,11 +55,21 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
-        batch, rollout_metrics = self._source.collect(step)
+        batch, drawn = self._source.collect(step)
         self.samples = []
         if is_due(self._setup.config.keep_samples, step):
             self.samples = samples_of(self._setup, batch, self._settings.group_size)
-        return {**rollout_metrics, **self.update(batch, step)}
+        metrics = {**drawn, **self.update(batch, step)}
+        penalty = metrics.get("train/kl_penalty_sum_per_sequence")
+        if penalty is None:
+            return metrics
+        # Rewards are of all that was drawn, with a KL in them as without: what dynamic_sampling chooses of
+        # it depends on them. The KL is known of what is trained on.
+        before = metrics[REWARD]
+        return metrics | {
+            REWARD: before - self._settings.kl_coefficient * penalty,
+            "train/reward_before_kl": before,
+        }
 
     def update(self, batch: Sampled, step: int) -> dict[str, float]:
         """Everything after the rollouts: log-probs of this rank's `batch`, advantages, gradients, updates."""
@@ -147,17 +158,18 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
             batch.old_logprobs, batch.reference_logprobs, batch.token_mask, estimator=settings.kl_estimator
         )
 
-    def _reward_metrics(self, rewards: Tensor, penalties: Tensor, mask: Tensor) -> dict[str, float]:
-        """Means over sequences of the reward [B] with and without the penalties [B, S], and the KL before its
-        coefficient: the mean over tokens, as where it is in the loss, and that of the sequences' sums."""
-        penalty = penalties.sum(dim=1)
-        each = (rewards - penalty, rewards, penalty / self._settings.kl_coefficient)
-        num_tokens, count, *totals = self._setup.ranks.total(
-            float(mask.sum()), len(rewards), *(float(one.double().sum()) for one in each)
+    def _penalty_metrics(self, penalties: Tensor, mask: Tensor) -> dict[str, float]:
+        """The KL [B, S] that the reward has, before its coefficient: the mean over tokens, as where it is in
+        the loss, and that of the sequences' sums."""
+        num_tokens, num_sequences, total = self._setup.ranks.total(
+            float(mask.sum()),
+            len(mask),
+            float(penalties.sum(dtype=torch.float64)) / self._settings.kl_coefficient,
         )
-        keys = ("train/reward", "train/reward_before_kl", "train/kl_penalty_sum_per_sequence")
-        means = {key: total / count for key, total in zip(keys, totals, strict=True)}
-        return means | {"train/kl_penalty": totals[-1] / max(num_tokens, 1.0)}
+        return {
+            "train/kl_penalty": total / max(num_tokens, 1.0),
+            "train/kl_penalty_sum_per_sequence": total / num_sequences,
+        }
 
 
 def with_old_logprobs(batch: Stage, old_logprobs: Tensor, settings: Grpo | Ppo) -> Stage:

@@ -37,7 +37,7 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         with self._setup.phases("values"):
             values = self._value_model.values(batch)
         penalties = self._penalties(batch)
-        metrics = {} if penalties is None else self._reward_metrics(rewards, penalties, batch.token_mask)
+        metrics = {} if penalties is None else self._penalty_metrics(penalties, batch.token_mask)
         advantages, returns = generalized_advantages(
             token_rewards(rewards, mask, penalties),
             values,

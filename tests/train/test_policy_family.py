@@ -468,6 +468,22 @@ def test_dynamic_sampling_leaves_out_groups_without_signal(warm_weights: Path, g
     assert not torch.equal(second.token_ids, batch.token_ids)
 
 
+def test_a_kl_in_the_reward_leaves_it_of_all_that_was_drawn(warm_weights: Path, group: None) -> None:
+    settings = (
+        "task.max_operand=6",
+        "algorithm.prompts_per_step=8",
+        "algorithm.dynamic_sampling={max_tries: 2}",
+        "algorithm.kl_in=reward",
+        "algorithm.kl_coefficient=0.3",
+    )
+    setup, rollouts = collector(warm_weights, *settings)
+    batch, drawn = rollouts.collect(1)
+    assert isinstance(setup.config.algorithm, Grpo)
+    row = GrpoAlgorithm(setup, setup.config.algorithm).step(1)
+    assert row["train/reward"] == row["train/reward_before_kl"] == drawn["train/reward"]  # no KL in step one
+    assert row["train/reward"] != pytest.approx(float(batch.rewards.mean()), rel=0.05)
+
+
 def test_dynamic_sampling_ends_after_its_tries(warm_weights: Path, group: None) -> None:
     """Then groups without signal fill the batch up, after those that have one."""
     hard = ("task.max_operand=6", "algorithm.prompts_per_step=8")
