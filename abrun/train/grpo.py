@@ -15,6 +15,7 @@ class GrpoAlgorithm(PolicyGradient[Grpo, PolicyBatch]):
 
     def _with_advantages(self, batch: Scored, rewards: Tensor) -> tuple[PolicyBatch, dict[str, float]]:
         family, penalties, metrics = self._settings, self._penalties(batch), {}
+        rewards = rewards.double()  # float32 would lose a small penalty in a large reward
         if penalties is None:
             penalties = torch.zeros_like(batch.inference_logprobs)
         else:
@@ -28,10 +29,10 @@ class GrpoAlgorithm(PolicyGradient[Grpo, PolicyBatch]):
                 baseline=family.advantage_baseline,
                 normalize=family.normalize_advantages,
                 total=self._setup.ranks.total,
-            )
+            ).float()
         else:
-            advantages = self._advantages(rewards - penalties.sum(dim=1))
-            advantages = advantages[:, None].expand(batch.token_ids.shape)
+            advantages = self._advantages(rewards - penalties.sum(dim=1, dtype=rewards.dtype))
+            advantages = advantages.float()[:, None].expand(batch.token_ids.shape)
         return batch.at(PolicyBatch, advantages=advantages), metrics
 
     def _advantages(self, rewards: Tensor) -> Tensor:  # [B] -> [B]

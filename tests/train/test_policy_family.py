@@ -13,7 +13,7 @@ import torch
 from abrun import store
 from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe import Grpo
-from abrun.rl.batch import PolicyBatch, Sampled
+from abrun.rl.batch import PolicyBatch, Sampled, Scored
 from abrun.rl.losses import loss_weights
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
@@ -339,6 +339,35 @@ def test_kl_in_the_reward_shapes_it_and_leaves_the_loss(
         assert step == 1 or row["train/kl_penalty"] != 0
         of_tokens = row["train/kl_penalty_sum_per_sequence"] / row["train/mean_gen_tokens_per_sample"]
         assert row["train/kl_penalty"] == pytest.approx(of_tokens, rel=1e-9)
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "reward_to_go"])
+def test_a_small_kl_comes_off_a_large_reward(kl_in: str, warm_weights: Path, group: None) -> None:
+    """Rewards of 10,000, whose float32 neighbours are 0.001 away, and penalties that differ by less."""
+    setup, _ = collector(
+        warm_weights,
+        f"algorithm.kl_in={kl_in}",
+        "algorithm.advantage_baseline=batch_mean",
+        "algorithm.normalize_advantages=false",
+        "algorithm.kl_estimator=k1",
+        "algorithm.kl_coefficient=1.0",
+        "algorithm.group_size=4",
+    )
+    assert isinstance(setup.config.algorithm, Grpo)
+    zeros, kl = torch.zeros(4, 2), torch.tensor([0.0001, 0.0002, 0.0003, 0.0006])
+    scored = Scored(
+        token_ids=torch.ones(4, 2, dtype=torch.int64),
+        token_mask=torch.tensor([[False, True]] * 4),
+        inference_logprobs=zeros,
+        old_logprobs=zeros,
+        reference_logprobs=torch.stack([zeros[:, 0], -kl], dim=1),
+        importance_weights=None,
+        loss_weights=zeros.double(),
+    )
+    algorithm = GrpoAlgorithm(setup, setup.config.algorithm)
+    advantages = algorithm._with_advantages(scored, torch.full((4,), 1e4))[0].advantages
+    assert advantages.dtype == torch.float32
+    assert advantages[:, 1].tolist() == pytest.approx([0.0002, 0.0001, 0.0, -0.0003], abs=1e-8)
 
 
 def test_the_kl_to_go_comes_off_each_tokens_reward(
