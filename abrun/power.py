@@ -3,8 +3,11 @@
 Pulls in scipy: import it where it is needed.
 """
 
+import json
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +22,7 @@ from abrun.equivalence import (
     sd_upper_bound,
 )
 from abrun.recipe import Compare, Primary
-from abrun.sigmas import sigma_matches, sigma_pairs_needed, sigma_power
+from abrun.sigmas import Law, sigma_lower_bound, sigma_matches, sigma_pairs_needed, sigma_power
 
 ASSURANCE = 0.8  # how often the planned power is reached, where a pilot measured the sd
 
@@ -35,6 +38,16 @@ class Spread:
     source: str = "assumed"
     level: float | None = None  # of the baseline in the window, where measured
     climb: float | None = None  # of the baseline up to the window's end, where measured
+
+    @property
+    def law(self) -> Law:
+        """For a margin in sigmas. Of the ratios of both arms' sigmas that give the sd of the difference, the
+        larger one.
+        """
+        spread, rho = self.sd_difference / (self.sigma or 1.0), self.correlation
+        ratio = rho + math.sqrt(max(0.0, rho**2 - 1 + spread**2))
+        widened = self.planned_sd / self.sd_difference if self.sd_difference else 1.0
+        return Law(correlation=rho, ratio=ratio, widened=widened)
 
     @property
     def planned_sd(self) -> float:
@@ -82,14 +95,18 @@ def claim_power(
     if claim.margin is None:
         return None
     if claim.sigmas is not None and not compare.reference:
-        sigmas, correlation = claim.sigmas, spread.correlation if spread else claim.correlation
+        sigmas, law = claim.sigmas, spread.law if spread else Law(correlation=claim.correlation)
+        ends = None
+        if spread and spread.num_pairs:
+            low, high = (replace(law, widened=end) for end in sd_interval(1.0, spread.num_pairs))
+            ends = sigma_pairs_needed(sigmas, low, alpha=alpha), sigma_pairs_needed(sigmas, high, alpha=alpha)
         return ClaimPower(
-            power=lambda pairs: sigma_power(sigmas, pairs, correlation, alpha),
-            pairs_needed=sigma_pairs_needed(sigmas, correlation, alpha=alpha),
-            pairs_needed_range=None,
-            matches_at=lambda counts: sigma_matches(sigmas, counts, correlation, alpha),
+            power=lambda pairs: sigma_power(sigmas, pairs, law, alpha),
+            pairs_needed=sigma_pairs_needed(sigmas, law, alpha=alpha),
+            pairs_needed_range=ends,
+            matches_at=lambda counts: sigma_matches(sigmas, counts, law, alpha),
         )
-    margin = _margin(claim, spread)
+    margin = _margin(claim, compare, spread)
     if spread is None or margin is None:
         return None
     low_high, sd = None, spread.planned_sd
@@ -104,12 +121,23 @@ def claim_power(
     )
 
 
-def _margin(claim: Primary, spread: Spread | None) -> float | None:
+def _margin(claim: Primary, compare: Compare, spread: Spread | None) -> float | None:
     """A claim's margin in units of its metric; None where what it is a share of is not known."""
     number, unit = claim.margin_in
-    if unit == "sigma":
-        return number * ((spread.sigma if spread else None) or 1.0)
+    if unit == "sigma":  # of a reference: the verdict takes the lower bound of its sigma
+        known = _share_of_sigma(compare.reference)
+        return known and number * known * ((spread.sigma if spread else None) or 1.0)
     if unit in ("level", "climb"):
         size = (spread.level if unit == "level" else spread.climb) if spread else None
         return number * abs(size) if size else None
     return number
+
+
+def _share_of_sigma(reference: str | None) -> float | None:
+    """What the lower bound of a reference's sigma is of it, by its seeds; None: there is no such file."""
+    try:
+        runs = json.loads(Path(reference or "").expanduser().read_text())["runs"]
+        num_seeds = len({run["seed"] for run in runs})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a launch refuses it, and says why
+    return sigma_lower_bound(1.0, num_seeds) if num_seeds > 1 else None

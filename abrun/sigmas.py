@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.equivalence import ALPHA, MOST_PAIRS, fewest, mean_and_sd, welch
+from abrun.equivalence import ALPHA, MOST_PAIRS, fewest, least_error, mean_and_sd, welch
 
 _DRAWS = 8192  # of a power: its error is below 0.005
 _SMALLEST_P = 1e-12
@@ -32,10 +32,12 @@ class SigmaTest:
     equivalent: bool
 
 
-def sigma_test(baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA) -> SigmaTest:
+def sigma_test(
+    baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA, resolution: float = 0.0
+) -> SigmaTest:
     """Equivalent iff the upper 1 - alpha bound of |mean difference| - k sigma is below 0.
 
-    Raises ValueError as `abrun.equivalence.paired_tost`.
+    `resolution`, and the ValueError, as of `abrun.equivalence.paired_tost`.
     """
     left, right = np.asarray(baseline, float), np.asarray(treatment, float)
     if left.ndim != 1 or left.shape != right.shape or len(left) < 2:
@@ -43,12 +45,12 @@ def sigma_test(baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: 
     if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
         raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
     mean, sd = mean_and_sd(right - left)
-    error = sd / math.sqrt(len(left))
+    error = max(sd / math.sqrt(len(left)), least_error(resolution, len(left)))
     return _sigma_test(mean_and_sd(left)[1], len(left), (abs(mean), error, len(left) - 1), sigmas, alpha)
 
 
 def welch_sigma_test(
-    baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA
+    baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA, resolution: float = 0.0
 ) -> SigmaTest:
     """`sigma_test` of independent arms: the difference with Welch's error and degrees of freedom, the sigma
     with its own.
@@ -58,7 +60,7 @@ def welch_sigma_test(
         raise ValueError(f"got shapes {left.shape} and {right.shape}; two vectors of at least 2")
     if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
         raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
-    mean, error, freedom = welch(left, right)
+    mean, error, freedom = welch(left, right, resolution)
     return _sigma_test(mean_and_sd(left)[1], len(left), (abs(mean), error, freedom), sigmas, alpha)
 
 
@@ -90,8 +92,22 @@ def sigma_lower_bound(sigma: float, num_seeds: int, alpha: float = ALPHA) -> flo
     return sigma * math.sqrt((num_seeds - 1) / float(special.chdtri(num_seeds - 1, alpha)))
 
 
-def sigma_power(sigmas: float, num_pairs: int, correlation: float = 0.0, alpha: float = ALPHA) -> float:
-    """P(`sigma_test` passes) for equal normal arms of one sigma, paired with `correlation`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Law:
+    """Of arms with one mean, paired: what the power of a margin in sigmas depends on."""
+
+    correlation: float = 0.0
+    ratio: float = 1.0  # the treatment's sigma over the baseline's
+    widened: float = 1.0  # the sd of the difference, by this factor: towards an end of its interval
+
+    @property
+    def spread(self) -> float:
+        """Sd of the difference, in the baseline's sigmas."""
+        return self.widened * math.sqrt(max(0.0, 1 + self.ratio**2 - 2 * self.ratio * self.correlation))
+
+
+def sigma_power(sigmas: float, num_pairs: int, law: Law, alpha: float = ALPHA) -> float:
+    """P(`sigma_test` passes) for equal normal arms.
 
     The mean difference is integrated out; the sample variances are drawn (Bartlett), the same for every call.
     """
@@ -102,25 +118,24 @@ def sigma_power(sigmas: float, num_pairs: int, correlation: float = 0.0, alpha: 
     u = np.sqrt(rng.chisquare(freedom, _DRAWS))
     v = rng.standard_normal(_DRAWS)
     rest = rng.chisquare(freedom - 1, _DRAWS) if freedom > 1 else 0.0
-    own = math.sqrt(1 - correlation**2)
-    shared = correlation - 1
+    own = law.ratio * math.sqrt(1 - law.correlation**2)
+    shared = law.ratio * law.correlation - 1
     of_difference = shared**2 * u**2 + 2 * shared * own * u * v + own**2 * (v**2 + rest)
-    error = np.sqrt(np.maximum(of_difference, 0) / freedom / num_pairs)
+    error = law.widened * np.sqrt(np.maximum(of_difference, 0) / freedom / num_pairs)
     room = _room(u / math.sqrt(freedom), error, num_pairs, sigmas, alpha)
-    spread = max(math.sqrt(2 * (1 - correlation) / num_pairs), 1e-300)  # 0 where arms move as one
+    spread = max(law.spread / math.sqrt(num_pairs), 1e-300)  # 0 where arms move as one
     return float(np.mean(2 * special.ndtr(np.maximum(room, 0) / spread) - 1))
 
 
-def sigma_matches(
-    sigmas: float, counts: Sequence[int], correlation: float = 0.0, alpha: float = ALPHA
-) -> NDArray[np.bool_]:
+def sigma_matches(sigmas: float, counts: Sequence[int], law: Law, alpha: float = ALPHA) -> NDArray[np.bool_]:
     """Whether `sigma_test` passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
     rng = np.random.default_rng(0)
     left = rng.standard_normal((_DRAWS, counts[-1]))
-    right = correlation * left + math.sqrt(1 - correlation**2) * rng.standard_normal(left.shape)
+    own = math.sqrt(1 - law.correlation**2) * rng.standard_normal(left.shape)
+    differences = law.widened * (law.ratio * (law.correlation * left + own) - left)
     passes = []
     for count in counts:
-        difference = (right - left)[:, :count]
+        difference = differences[:, :count]
         error = difference.std(axis=1, ddof=1) / math.sqrt(count)
         room = _room(left[:, :count].std(axis=1, ddof=1), error, count, sigmas, alpha)
         passes.append(np.abs(difference.mean(axis=1)) < room)
@@ -128,10 +143,10 @@ def sigma_matches(
 
 
 def sigma_pairs_needed(
-    sigmas: float, correlation: float = 0.0, target: float = 0.8, alpha: float = ALPHA, most: int = MOST_PAIRS
+    sigmas: float, law: Law, target: float = 0.8, alpha: float = ALPHA, most: int = MOST_PAIRS
 ) -> int | None:
     """The fewest pairs for which `sigma_power` is at least `target`; None beyond `most`."""
-    return fewest(lambda pairs: sigma_power(sigmas, pairs, correlation, alpha), target, most)
+    return fewest(lambda pairs: sigma_power(sigmas, pairs, law, alpha), target, most)
 
 
 def _room(sigma, error, num_seeds: int, sigmas: float, alpha: float, freedom=None):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from abrun.sigmas import sigma_lower_bound, sigma_pairs_needed, sigma_power, sigma_test
+from abrun.sigmas import Law, sigma_lower_bound, sigma_pairs_needed, sigma_power, sigma_test
 
 
 def shifted(num_pairs, ratio, rho, sigmas, num, seed=0):
@@ -41,12 +41,15 @@ def test_arms_without_spread_are_decided_by_their_value():
 def test_power_is_how_often_equal_arms_pass(num_pairs, rho):
     left, right = shifted(num_pairs, 1.0, rho, 0.0, 1000, seed=1)
     passed = np.mean([sigma_test(*pair, 1.5).equivalent for pair in zip(left, right, strict=True)])
-    assert passed == pytest.approx(sigma_power(1.5, num_pairs, rho), abs=4 * np.sqrt(0.25 / 1000))
+    assert passed == pytest.approx(
+        sigma_power(1.5, num_pairs, Law(correlation=rho)), abs=4 * np.sqrt(0.25 / 1000)
+    )
 
 
 def test_pairs_needed_reach_the_power():
-    needed = sigma_pairs_needed(1.5, 0.5)
-    assert needed and sigma_power(1.5, needed, 0.5) >= 0.8 > sigma_power(1.5, needed - 1, 0.5)
+    law = Law(correlation=0.5)
+    needed = sigma_pairs_needed(1.5, law)
+    assert needed and sigma_power(1.5, needed, law) >= 0.8 > sigma_power(1.5, needed - 1, law)
 
 
 def test_the_lower_bound_covers_nineteen_of_twenty():

@@ -18,7 +18,7 @@ from abrun.equivalence import paired_tost, power
 from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
-from abrun.sigmas import sigma_power
+from abrun.sigmas import Law, sigma_power
 from tests.bench.bench_verdict import LAWS, STAGES, WIDE, check, rates, stopped, unpaired_rates
 
 EXPERIMENTS = 2000
@@ -143,7 +143,7 @@ def test_a_margin_in_sigmas_of_the_baseline_keeps_its_level(num_pairs, rho):
     shifted = verdicts(num_pairs, rho, 1.0, "1 sigma")
     assert shifted["MATCH"] <= at_most(0.05)
     equal = verdicts(num_pairs, rho, 0.0, "1 sigma")
-    assert equal["MATCH"] == near(sigma_power(1.0, num_pairs, rho))
+    assert equal["MATCH"] == near(sigma_power(1.0, num_pairs, Law(correlation=rho)))
     assert equal["MISMATCH"] <= at_most(0.05)
 
 

@@ -53,9 +53,7 @@ def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> str | N
     values = values[np.isfinite(values)]
     if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory need not move
         return f"it is {values[0]:.6g} at every step of every run of both arms"
-    return (
-        _one_run_as_two_seeds(sides) or cut_short(sides.runs) or (None if may_repeat else _untouched(sides))
-    )
+    return cut_short(sides.runs) or (None if may_repeat else _untouched(sides))
 
 
 def not_learned(baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float) -> str | None:
@@ -161,18 +159,14 @@ def _of_two_seeds(sides: Sides) -> Iterator[tuple[RecordedRun, RecordedRun]]:
             yield one, other
 
 
-def _one_run_as_two_seeds(sides: Sides) -> str | None:
-    """Two seeds with the same numbers, but for what a machine adds, are not two observations."""
+def one_run_as_two_seeds(sides: Sides, metric: str | None = None) -> str | None:
+    """Two seeds with the same numbers, but for what a machine adds, are not two observations; nor are two of
+    which a claim reads one curve, whatever else was logged beside it. Nothing can be tested over them.
+    """
     for one, other in _of_two_seeds(sides):
         if _same_numbers(one, other):
             return f"{other} holds the numbers of {one} at every step: {_ONE_RUN}"
-    return None
-
-
-def one_curve(sides: Sides, metric: str) -> str | None:
-    """Two seeds of which a claim reads one curve: of a run twice, whatever else was logged beside it."""
-    for one, other in _of_two_seeds(sides):
-        if _same_curve(one.series(metric), other.series(metric)):
+        if metric and _same_curve(one.series(metric), other.series(metric)):
             return f"{other} holds the {metric} of {one} at every step, but for rounding: {_ONE_RUN}"
     return None
 

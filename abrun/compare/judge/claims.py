@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
-from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_curve
+from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.compare.judge.margins import Margin, yardstick
-from abrun.compare.judge.summaries import climbs, outside_domain, summaries
+from abrun.compare.judge.summaries import climbs, outside_domain, resolution, summaries
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.equivalence import (
     ALPHA,
@@ -24,14 +24,18 @@ from abrun.equivalence import (
     skewness,
     t_interval,
     tost_power,
+    welch,
     welch_tost,
+)
+from abrun.equivalence import (
+    paired as paired_mean,
 )
 from abrun.errors import ComparisonError
 from abrun.metric_names import Transform, default_reduction, default_transform
 from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
 from abrun.series import Array, Steps, window_bounds
-from abrun.sigmas import sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
+from abrun.sigmas import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
 
 Test = Literal["paired TOST", "sigma test", "Welch TOST", "Welch sigma test", "limit", "ratio limit", "exact"]
 Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]
@@ -137,6 +141,7 @@ def judge_primary(
         baseline[[run in used.baselines for run in finished.baselines]],
         treatment[[run in used.treatments for run in finished.treatments]],
     )
+    repeated = one_run_as_two_seeds(finished, metric)
     result = PrimaryResult(
         arm=arm,
         metric=metric,
@@ -155,12 +160,12 @@ def judge_primary(
         num_pairs=len(used.baselines) if sides.paired else 0,
         seeds=tuple(run.name.seed for run in used.baselines) if sides.paired else (),
         num_runs=None if sides.paired else used.sizes,
-        problem=no_signal(finished, metric, may_repeat=may_repeat) or one_curve(finished, metric),
+        problem=no_signal(finished, metric, may_repeat=may_repeat) or repeated,
     )
     outside = outside_domain(np.concatenate(in_window), transform)
     if outside:
         return replace(result, problem=result.problem or f"{outside} (or declare another transform)")
-    if min(used.sizes) and bounds:
+    if min(used.sizes) and bounds and not repeated:
         result = _tested(result, used, primary, margin, [summaries(one, primary) for one in in_window])
     if used.sizes != sides.sizes and not result.problem:
         lacking = f"{used.sizes[0]} of {sides.sizes[0]} planned pairs are usable"
@@ -194,7 +199,8 @@ def _tested(
     if several and margin.unit == "sigma" and mean_and_sd(arms[0])[1] <= 1e-9 * np.abs(arms[0]).max():
         lacking = "the baseline has no spread over seeds to measure its sigma in: give an absolute margin"
         return replace(result, problem=result.problem or lacking)
-    result = with_statistics(result, *arms, yardstick=measured)
+    step = resolution(sides.runs, primary, result.num_steps)
+    result = with_statistics(result, *arms, yardstick=measured, resolution=step)
     climb = float(np.mean(climbs(baselines, primary, last)))
     result = replace(result, climb=climb if np.isfinite(climb) else None)
     if several and not result.problem and result.margin is not None:
@@ -207,12 +213,14 @@ def _tested(
 
 def _beside(result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Primary) -> Iterator[str]:
     """What a reader of the claim has to know of its margin and its baseline."""
-    assert result.steps is not None and result.margin is not None
+    assert result.steps is not None and result.margin is not None and result.standard_error is not None
     still = dead_seeds(baselines, primary, result.steps[1], result.margin)
     if still and not result.problem:
         yield f"{still} of {len(baselines)} baseline seeds did not climb by more than the margin"
     if result.certified_bound == 0:
         yield "the bound is 0 because the summaries of both arms are the same number in every pair"
+    elif result.differences and result.standard_error > 1.001 * paired_mean(np.array(result.differences))[1]:
+        yield "the metric moves in steps that are wide for so few pairs, and the interval allows for one"
     level = abs(result.baseline_mean or 0.0)
     if result.transform == "identity" and 0 < level < result.margin:
         yield f"the margin is wider than the baseline's level of {level:.3g}: an arm at 0 would pass"
@@ -234,7 +242,12 @@ def _in_window(sides: Sides, primary: Primary, bounds: tuple[int, int] | None) -
 
 
 def with_statistics(
-    result: PrimaryResult, baseline: Array, treatment: Array, *, yardstick: Array | None = None
+    result: PrimaryResult,
+    baseline: Array,
+    treatment: Array,
+    *,
+    yardstick: Array | None = None,
+    resolution: float = 0.0,
 ) -> PrimaryResult:
     """A result filled in from one summary a pair, or of each run; with fewer than two there is no test."""
     if min(len(baseline), len(treatment)) < 2:
@@ -242,7 +255,9 @@ def with_statistics(
     paired = result.num_runs is None
     # For a margin in sigmas only what does not depend on it is read: mean, intervals, correlation.
     number = 1.0 if result.margin_unit == "sigma" else result.margin_number
-    tost = (paired_tost if paired else welch_tost)(baseline, treatment, number, result.alpha, yardstick)
+    tost = (paired_tost if paired else welch_tost)(
+        baseline, treatment, number, result.alpha, yardstick, resolution
+    )
     reach = float(special.stdtrit(tost.freedom, 0.95)) * tost.standard_error
     result = replace(
         result,
@@ -259,14 +274,20 @@ def with_statistics(
         certified_bound=tost.certified_bound,
         p_difference=tost.p_difference,
         pair_correlation=tost.pair_correlation,
-        warning=_warning(treatment - baseline)
+        warning=skew_warning(treatment - baseline)
         if paired
-        else _warning(baseline, "the baseline's runs are", 2)
-        or _warning(treatment, "the treatment's runs are", 2),
+        else skew_warning(baseline, "the baseline's runs are", 2)
+        or skew_warning(treatment, "the treatment's runs are", 2),
     )
     if result.margin_unit == "sigma":
-        return _in_sigmas(result, baseline, treatment)
-    margin = number if yardstick is None else number * float(yardstick.mean())
+        return _in_sigmas(result, baseline, treatment, resolution)
+    margin, error = number, tost.standard_error
+    if yardstick is not None:
+        margin = number * float(yardstick.mean())
+        # The two tests are of treatment - (baseline ± margin), the margin measured: the wider error counts.
+        ends = [baseline + sign * number * yardstick for sign in (1, -1)]
+        errors = [(paired_mean(treatment - end) if paired else welch(end, treatment))[1] for end in ends]
+        error = max(error, *errors)
     result = replace(
         result,
         margin=margin,
@@ -274,12 +295,14 @@ def with_statistics(
         p_equivalence=tost.p_tost,
         p_tost=tost.p_tost,
         p_beyond=tost.p_beyond,
-        power_now=tost_power(margin, tost.standard_error, tost.freedom, result.alpha),
+        power_now=tost_power(margin, error, tost.freedom, result.alpha),
         result="equivalent" if tost.equivalent else "undecided",
     )
     if not paired:
-        return _runs_needed(result, margin, (mean_and_sd(baseline)[1], mean_and_sd(treatment)[1]))
-    sd, alpha = tost.sd_difference, result.alpha
+        wider = error / tost.standard_error if tost.standard_error else 1.0
+        sds = wider * mean_and_sd(baseline)[1], wider * mean_and_sd(treatment)[1]
+        return _runs_needed(result, margin, sds)
+    sd, alpha = error * math.sqrt(len(baseline)), result.alpha
     return replace(
         result,
         pairs_needed=pairs_needed(margin, sd, alpha=alpha),
@@ -303,9 +326,10 @@ def _runs_needed(result: PrimaryResult, margin: float, sds: tuple[float, float])
     )
 
 
-def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array) -> PrimaryResult:
+def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolution: float) -> PrimaryResult:
     number, paired = result.margin_number, result.num_runs is None
-    test = (sigma_test if paired else welch_sigma_test)(baseline, treatment, number, result.alpha)
+    test_of = sigma_test if paired else welch_sigma_test
+    test = test_of(baseline, treatment, number, result.alpha, resolution)
     result = replace(
         result,
         margin=number * test.sigma,
@@ -316,18 +340,23 @@ def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array) -> Prim
     )
     # Of independent arms: by as many pairs as the smaller has runs, of no correlation.
     num_pairs, correlation = min(len(baseline), len(treatment)), result.pair_correlation or 0.0
-    needed = sigma_pairs_needed(number, correlation, alpha=result.alpha)
-    shared = None if paired else sigma_pairs_needed(number, SHARED, alpha=result.alpha)
+    law = Law(correlation=correlation, ratio=mean_and_sd(treatment)[1] / test.sigma if test.sigma else 1.0)
+    assert result.freedom is not None
+    low, point, high = (
+        sigma_pairs_needed(number, replace(law, widened=end), alpha=result.alpha)
+        for end in (sd_interval(1.0, result.freedom + 1)[0], 1.0, sd_interval(1.0, result.freedom + 1)[1])
+    )
+    shared = replace(law, correlation=SHARED)
     return replace(
         result,
-        power_now=sigma_power(number, num_pairs, correlation, result.alpha),
-        pairs_needed=needed,
-        pairs_needed_range=(needed, needed),
-        pairs_if_shared=shared,
+        power_now=sigma_power(number, num_pairs, law, result.alpha),
+        pairs_needed=point,
+        pairs_needed_range=(low, high),
+        pairs_if_shared=None if paired else sigma_pairs_needed(number, shared, alpha=result.alpha),
     )
 
 
-def _warning(values: Array, what: str = "the differences are", num_tests: int = 1) -> str | None:
+def skew_warning(values: Array, what: str = "the differences are", num_tests: int = 1) -> str | None:
     """Where values are skewed beyond what normal ones are by chance (1 time in 20, of all tests)."""
     found = skewness(values)
     if found is None or found[1] >= 0.05 / num_tests:

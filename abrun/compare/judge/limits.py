@@ -5,13 +5,14 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.judge.assay import cut_short, no_signal
-from abrun.compare.judge.claims import PrimaryResult, sample_text
+from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
+from abrun.compare.judge.claims import PrimaryResult, sample_text, skew_warning
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
+from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides
 from abrun.equivalence import limit_test, welch_limit_test
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, default_reduction, find, unit_of
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, default_reduction, find, is_clock, unit_of
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, window_bounds
 
@@ -56,6 +57,10 @@ def judge_limit(
         num_runs=None if sides.paired else finished.sizes,
         problem=cut_short(finished.runs),
     )
+    metric = primary.metric
+    of_machine = metric == MEMORY_PEAK or is_clock(metric) or unit_of(metric) == "bytes"  # no seed moves it
+    if not (primary.exact or of_machine or result.problem):
+        result = replace(result, problem=one_run_as_two_seeds(finished, metric))
     if finished.sizes != sides.sizes and not result.problem:
         lacking = f"{finished.sizes[0]} of {sides.sizes[0]} planned pairs are usable"
         if not sides.paired:
@@ -70,7 +75,7 @@ def judge_limit(
 
 
 def _exact(result: PrimaryResult, sides: Sides, bounds: tuple[int, int]) -> PrimaryResult:
-    empty = no_signal(sides, result.metric, may_repeat=True)
+    empty = no_signal(sides, result.metric, may_repeat=True) or one_run_as_two_seeds(sides)
     for pair in zip(sides.baselines, sides.treatments, strict=True):
         problem, where = _first_difference(pair, result.metric, bounds)
         if problem:
@@ -121,7 +126,11 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
     left, right = (np.log(arms[0]), np.log(arms[1])) if of_ratio else (None, arms[1])
     if left is not None and sides.paired:
         left, right = None, right - left
-    return _tested(result, left, right, limit, is_log=of_ratio, below=primary.below is not None)
+    averaged = [len(_inside(run.series(primary.metric), bounds)) for run in sides.treatments]
+    num_steps = min(averaged) if result.reduction == "mean" else 1
+    scale = primary.model_copy(update={"transform": "log" if of_ratio else "identity"})
+    step, is_below = resolution_of(sides.runs, scale, num_steps), primary.below is not None
+    return _tested(result, left, right, limit, is_log=of_ratio, below=is_below, resolution=step)
 
 
 def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResult:
@@ -138,7 +147,14 @@ def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResu
 
 
 def _tested(
-    result: PrimaryResult, left: Array | None, right: Array, limit: float, *, is_log: bool, below: bool
+    result: PrimaryResult,
+    left: Array | None,
+    right: Array,
+    limit: float,
+    *,
+    is_log: bool,
+    below: bool,
+    resolution: float = 0.0,
 ) -> PrimaryResult:
     """Of one sample, or of the difference right - left of two that are not paired."""
     scale = np.exp if is_log else float
@@ -147,9 +163,9 @@ def _tested(
         mean = right.mean() - (0.0 if left is None else left.mean())
         return replace(result, limited=float(scale(mean)), result="undecided")
     if left is None:
-        test = limit_test(right, bound, result.alpha)
+        test = limit_test(right, bound, result.alpha, resolution)
     else:
-        test = welch_limit_test(left, right, bound, result.alpha)
+        test = welch_limit_test(left, right, bound, result.alpha, resolution)
     holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
     return replace(
         result,
@@ -157,6 +173,10 @@ def _tested(
         limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
         p_equivalence=holds,
         p_beyond=broken,
+        warning=skew_warning(right, "the values are")
+        if left is None
+        else skew_warning(left, "the baseline's runs are", 2)
+        or skew_warning(right, "the treatment's runs are", 2),
         result="holds" if holds < result.alpha else "undecided",
     )
 
@@ -201,10 +221,13 @@ def limit_sentence(result: PrimaryResult) -> str:
         return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; {needed}"
     level = f"{100 * (1 - 2 * result.alpha):.3g} %"
     found += f", {level} interval [{result.limited_interval[0]:.4g}, {result.limited_interval[1]:.4g}]"
+    warning = f"; {result.warning}" if result.warning else ""
     if result.result == "holds":
         confidence = f"{100 * (1 - result.alpha):.3g} %"
-        return f"{result.metric}: {result.margin_text} at {confidence} confidence {where} ({found})"
+        return f"{result.metric}: {result.margin_text} at {confidence} confidence {where} ({found}){warning}"
     if result.result == "different":
         p_value = f"Holm p = {result.p_beyond_holm:.2g}"
-        return f"{result.metric}: not {result.margin_text} {where} ({found}, {p_value})"
-    return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; more seeds narrow it"
+        return f"{result.metric}: not {result.margin_text} {where} ({found}, {p_value}){warning}"
+    return (
+        f"{result.metric}: {result.margin_text}: not decided {where}: {found}; more seeds narrow it{warning}"
+    )

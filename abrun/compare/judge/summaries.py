@@ -7,7 +7,14 @@ import numpy as np
 
 from abrun.compare.read.experiment import RecordedRun
 from abrun.errors import ComparisonError
-from abrun.metric_names import REWARD, Transform, default_reduction, default_transform, direction
+from abrun.metric_names import (
+    REWARD,
+    Transform,
+    default_reduction,
+    default_transform,
+    direction,
+    unit_of,
+)
 from abrun.recipe import Primary
 from abrun.series import Array
 
@@ -62,6 +69,26 @@ def difference_unit(transform: Transform) -> str:
 def summaries(values: Array, primary: Primary) -> Array:
     """One number a run [R] of a claim's values in its window [R, W]."""
     return reduced(transformed(values, _transform(primary), primary.metric), primary.metric)
+
+
+def resolution(runs: Sequence[RecordedRun], primary: Primary, num_steps: int) -> float:
+    """The step in which summaries of `num_steps` steps move, on the claim's scale; 0 of what is no count.
+
+    An accuracy over 16 prompts moves in sixteenths, its mean over 4 steps in 64ths. Bytes repeat themselves
+    for good reason: 0.
+    """
+    values = np.concatenate([run.series(primary.metric).values for run in runs])
+    distinct = np.unique(values[np.isfinite(values)])
+    gaps = np.diff(distinct)
+    gaps = gaps[gaps > 1e-6 * gaps.sum()]  # less is rounding
+    if unit_of(primary.metric) == "bytes" or not len(gaps):
+        return 0.0
+    step = float(gaps.min())
+    if np.abs(gaps / step - np.round(gaps / step)).max() > 0.01:
+        return 0.0
+    if _transform(primary) != "identity":
+        step /= float(np.abs(distinct).max())
+    return step if default_reduction(primary.metric) == "median" else step / max(num_steps, 1)
 
 
 def climbs(runs: Sequence[RecordedRun], primary: Primary, last: int) -> Array:

@@ -18,7 +18,7 @@ from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.untested import counted, not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
 from abrun.compare.read.experiment import Experiment, Sides
-from abrun.equivalence import ALPHA
+from abrun.equivalence import ALPHA, bound_text
 from abrun.looks import level_of_a_look
 from abrun.recipe import Primary
 
@@ -352,7 +352,7 @@ def _jointly(result: PrimaryResult) -> str:
     """The bound that holds for all claims at once, where that is another."""
     if result.certified_jointly is None or result.certified_jointly == result.certified_bound:
         return ""
-    return f", {result.certified_jointly:.3g} jointly with the other claims'"
+    return f", {bound_text(result.certified_jointly)} jointly with the other claims'"
 
 
 def _pairs_for_the_observed(result: PrimaryResult) -> str:
@@ -369,10 +369,12 @@ def _pairs_for_the_observed(result: PrimaryResult) -> str:
 
 def certified(result: PrimaryResult) -> str:
     """The smallest margin that would have passed, in the margin's own unit."""
-    if result.certified_number is None:
-        return "-" if result.certified_bound is None else f"{result.certified_bound:.3g}"
-    shown = {"": "{:.3g}", "sigma": "{:.3g} sigma", "level": "{:.3%}", "climb": "{:.3%} of climb"}
-    return shown[result.margin_unit].format(result.certified_number)
+    number = result.certified_bound if result.certified_number is None else result.certified_number
+    if number is None:
+        return "-"
+    if result.margin_unit in ("level", "climb") and result.certified_number is not None:
+        return f"{bound_text(100 * number)}%{' of climb' * (result.margin_unit == 'climb')}"
+    return f"{bound_text(number)}{' sigma' * (result.margin_unit == 'sigma')}"
 
 
 def step_one_open(one: StepOne) -> str:

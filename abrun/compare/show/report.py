@@ -17,6 +17,7 @@ from abrun.compare.show.context import Context, context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
+from abrun.equivalence import bound_text
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
@@ -310,7 +311,7 @@ def _described(one: Content) -> list[str]:
         count = one["runs_needed"] or "more than 1000"
         takes = f"±{one['margin']:.3g}: {count} {'pairs' if one['paired'] else 'runs of each arm'}"
     interval = f"[{one['interval'][0]:.3g}, {one['interval'][1]:.3g}]"
-    return [*cells, f"{one['difference']:+.3g} {interval}", f"±{one['certified_bound']:.3g}", takes]
+    return [*cells, f"{one['difference']:+.3g} {interval}", f"±{bound_text(one['certified_bound'])}", takes]
 
 
 def _headline(content: Content) -> str:
@@ -330,10 +331,12 @@ def claim_cells(one: Content) -> list[str]:
     steps = f"{one['steps'][0]}-{one['steps'][1]}" if one["steps"] else one["window"]
     interval = one["interval"]
     difference = f"{one['mean_difference']:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "-"
-    bound = "-" if one["certified_bound"] is None else f"{one['certified_bound']:.3g}"
+    bound = "-" if one["certified_bound"] is None else bound_text(one["certified_bound"])
     if one["margin_unit"] and one["certified_number"] is not None:
         number = one["certified_number"]
-        bound = f"{number:.3g} sigma" if one["margin_unit"] == "sigma" else f"{number:.3%}"
+        bound = (
+            f"{bound_text(number)} sigma" if one["margin_unit"] == "sigma" else f"{bound_text(100 * number)}%"
+        )
     if one["limited"] is not None:
         ends = one["limited_interval"]
         difference = f"{one['limited']:.4g}" + (f" [{ends[0]:.4g}, {ends[1]:.4g}]" if ends else "")
