@@ -11,6 +11,7 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
 from abrun.equivalence import (
+    bound_text,
     holm,
     mean_and_sd,
     paired_tost,
@@ -251,3 +252,16 @@ def test_runs_needed_is_what_simulation_finds():
 def test_no_skewness_is_impossible_among_normal_samples():
     found = skewness([0.0, 0.0, 0.0, 1.0])
     assert found is not None and 0 < found[1] < 0.001
+
+
+def test_a_bound_is_printed_no_smaller_than_it_is():
+    """What is printed must have passed as a margin: 0.0500 where 0.05 did not is an error by rounding."""
+    assert [bound_text(one) for one in (0.05002, 0.05, 0.04998, 0.0230001, 12.341, 0.0, float("inf"))] == [
+        "0.0501",
+        "0.05",
+        "0.05",
+        "0.0231",
+        "12.4",
+        "0",
+        "inf",
+    ]

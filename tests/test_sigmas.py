@@ -62,3 +62,14 @@ def test_the_lower_bound_covers_nineteen_of_twenty():
 def test_what_cannot_be_tested_is_refused(values, sigmas):
     with pytest.raises(ValueError, match="got"):
         sigma_test(values, values, sigmas)
+
+
+def test_pairs_needed_count_a_treatment_that_varies_more():
+    """Taken for arms of one sigma, the 80 % of a treatment of twice the sigma would be 28 %."""
+    rng, law = np.random.default_rng(1), Law(correlation=0.8, ratio=2.0)
+    needed = sigma_pairs_needed(1.5, law)
+    assert needed and needed > 2 * (sigma_pairs_needed(1.5, Law(correlation=0.8)) or 0)
+    left, own = rng.standard_normal((2, 1000, needed))
+    right = 2 * (0.8 * left + 0.6 * own)
+    passed = np.mean([sigma_test(*pair, 1.5).equivalent for pair in zip(left, right, strict=True)])
+    assert passed == pytest.approx(sigma_power(1.5, needed, law), abs=4 * np.sqrt(0.16 / 1000))

@@ -1,4 +1,4 @@
-"""Metrics that move in steps (an accuracy over few prompts), and runs that were copied: ties are no certainty."""
+"""Metrics that move in steps (an accuracy over few prompts), and copied runs: ties are no certainty."""
 
 import numpy as np
 import pytest
@@ -53,9 +53,9 @@ def test_ties_of_few_prompts_are_rarely_a_match_at_the_margin(num_pairs, num_pro
     rng, claim = np.random.default_rng(0), Primary(metric=ACCURACY, margin=0.05, climbs=False)
     found = [
         verdict(claim, ACCURACY, baseline=left, treatment=right).verdict
-        for left, right in (accuracies(rng, num_pairs, num_prompts, 0.05) for _ in range(200))
+        for left, right in (accuracies(rng, num_pairs, num_prompts, 0.05) for _ in range(60))
     ]
-    assert found.count("MATCH") <= 10
+    assert found.count("MATCH") <= 6
 
 
 @pytest.mark.parametrize("test", [paired_tost, welch_tost])

@@ -193,3 +193,14 @@ def test_a_limit_at_the_truth_is_claimed_and_broken_one_time_in_twenty(num_pairs
     for p in ("p_below", "p_above"):
         rate = np.mean([getattr(test, p) < 0.05 for test in tests])
         assert rate == pytest.approx(0.05, abs=4 * np.sqrt(0.05 * 0.95 / 1000))
+
+
+def test_a_limit_on_skewed_values_says_so(simulated, judged):
+    """Of a long tail towards the limit the t-test claims too much; margins said so, limits did not."""
+    experiment_dir = simulated(seeds=list(range(6)))
+    edit_rows(
+        experiment_dir / "treatment/seed-3",
+        lambda row: row.update({REWARD: row[REWARD] + 2.0 * (row["step"] > 1)}),
+    )
+    reason = outcome(judged(experiment_dir, primaries=[Primary(metric=REWARD, below=3.0)]))[2]
+    assert "the values are skewed (skewness +" in reason
