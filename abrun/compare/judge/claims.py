@@ -281,13 +281,10 @@ def with_statistics(
     )
     if result.margin_unit == "sigma":
         return _in_sigmas(result, baseline, treatment, resolution)
-    margin, error = number, tost.standard_error
+    margin = number if yardstick is None else number * float(yardstick.mean())
+    error = tost.standard_error
     if yardstick is not None:
-        margin = number * float(yardstick.mean())
-        # The two tests are of treatment - (baseline ± margin), the margin measured: the wider error counts.
-        ends = [baseline + sign * number * yardstick for sign in (1, -1)]
-        errors = [(paired_mean(treatment - end) if paired else welch(end, treatment))[1] for end in ends]
-        error = max(error, *errors)
+        error = max(error, *_errors_at_the_margin(baseline, treatment, number * yardstick, paired=paired))
     result = replace(
         result,
         margin=margin,
@@ -309,6 +306,12 @@ def with_statistics(
         pairs_needed_range=pairs_needed_range(margin, sd, len(baseline), alpha=alpha),
         pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=tost.mean_difference),
     )
+
+
+def _errors_at_the_margin(baseline: Array, treatment: Array, margin: Array, *, paired: bool) -> list[float]:
+    """Of treatment - (baseline ± margin), which a margin that is itself measured is two tests of."""
+    ends = [baseline + sign * margin for sign in (1, -1)]
+    return [(paired_mean(treatment - end) if paired else welch(end, treatment))[1] for end in ends]
 
 
 def _runs_needed(result: PrimaryResult, margin: float, sds: tuple[float, float]) -> PrimaryResult:
