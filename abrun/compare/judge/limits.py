@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
-from abrun.compare.judge.claims import PrimaryResult, sample_text, skew_warning
+from abrun.compare.judge.claims import PrimaryResult, sample_text, skew_of_arms, skew_warning
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
 from abrun.compare.judge.summaries import resolution as resolution_of
@@ -173,10 +173,7 @@ def _tested(
         limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
         p_equivalence=holds,
         p_beyond=broken,
-        warning=skew_warning(right, "the values are")
-        if left is None
-        else skew_warning(left, "the baseline's runs are", 2)
-        or skew_warning(right, "the treatment's runs are", 2),
+        warning=skew_warning(right, "the values are") if left is None else skew_of_arms(left, right),
         result="holds" if holds < result.alpha else "undecided",
     )
 
