@@ -279,9 +279,8 @@ def with_statistics(
     if result.margin_unit == "sigma":
         return _in_sigmas(result, baseline, treatment, resolution)
     margin = number if yardstick is None else number * float(yardstick.mean())
-    error = tost.standard_error
-    if yardstick is not None:
-        error = max(error, *_errors_at_the_margin(baseline, treatment, number * yardstick, paired=paired))
+    share = None if yardstick is None else number * yardstick
+    error = max([tost.standard_error, *_errors_at_the_margin(baseline, treatment, share, paired=paired)])
     result = replace(
         result,
         margin=margin,
@@ -305,9 +304,11 @@ def with_statistics(
     )
 
 
-def _errors_at_the_margin(baseline: Array, treatment: Array, margin: Array, *, paired: bool) -> list[float]:
-    """Of treatment - (baseline ± margin), which a margin that is itself measured is two tests of."""
-    ends = [baseline + sign * margin for sign in (1, -1)]
+def _errors_at_the_margin(
+    baseline: Array, treatment: Array, margin: Array | None, *, paired: bool
+) -> list[float]:
+    """Of treatment - (baseline ± margin), of which a margin that is itself measured has two tests."""
+    ends = [] if margin is None else [baseline + sign * margin for sign in (1, -1)]
     return [(paired_mean(treatment - end) if paired else welch(end, treatment))[1] for end in ends]
 
 
