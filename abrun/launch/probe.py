@@ -31,6 +31,10 @@ JOB, ROWS, LOG, TURN = "job.json", "rows", "output.log", "turn"
 WAITS = "waits"  # in a job: its ranks wait for their turn
 
 
+class ProbeRefused(LaunchError):
+    """With what a probe's module itself says: it cannot do here what it was asked."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Of a probe among several: its GPUs, and when it may use them. Its processes start before that."""
@@ -51,8 +55,8 @@ def probe(
 
     Without a `place` on the first of this machine's GPUs, at once; with one the module calls `await_turn`.
 
-    Raises LaunchError, one line, where this machine lacks the trainer or the devices, or with what the module
-    says on a line that begins with `error: `, or else with where its output is.
+    Raises LaunchError, one line, where this machine lacks the trainer or the devices, ProbeRefused with what
+    the module says on a line that begins with `error: `, or else LaunchError with where its output is.
     """
     machine, cluster = refuse_other_machines(config), config.cluster
     num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
@@ -87,8 +91,9 @@ def _rows(
     store.write_json(directory / JOB, whole)
     if _run(command, directory, environment(directory, gpus, config), place):
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
-        first = next(said, f"{directory.name}: could not be measured; see {log}")
-        raise LaunchError(first.removeprefix("error: "))
+        if first := next(said, None):
+            raise ProbeRefused(first.removeprefix("error: "))
+        raise LaunchError(f"{directory.name}: could not be measured; see {log}")
     return rows_of(directory)
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from abrun import store
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch.probe import probe_alone
+from abrun.launch.probe import ProbeRefused, probe_alone
 from abrun.memory.cells import Point
 from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
@@ -259,7 +259,11 @@ def fit_of(recipe: Declared, device_bytes: int, *, traced: bool, besides: Collec
         return f"arms.{arm}: a step with microbatches of {size} {what}, and a device has {has}{too_much}"
 
     if traced:
-        for one in predict_steps(configs, device_bytes) if configs else ():
+        try:
+            found = predict_steps(configs, device_bytes) if configs else []
+        except ProbeRefused as why:  # such as a hub's model without a network: a plan is a plan without it
+            return [*lines, f"no peak is predicted, as what decides it is not known on this machine: {why}"]
+        for one in found:
             phase, peak = one.highest
             what = f"is predicted to peak at {peak / GIB:.1f} GiB in {phase}"
             lines.append(line(one.arm, one.point.length, what, peak))

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from rich.console import Console
 from transformers import MixtralConfig
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.memory import hollow
+from abrun.launch.probe import probe_alone
+from abrun.memory import hollow, predict
 from abrun.memory.cells import Point
 from abrun.memory.predict import (
     Predicted,
@@ -244,6 +246,22 @@ def test_a_dry_run_leaves_no_arm_out() -> None:
     on_cores = load_recipe(RECIPE)
     assert all("it trains on CPU cores" in line for line in fit_of(on_cores, 80 * GIB, traced=True))
     assert fit_of(on_cores, GIB // 100, traced=False) == []
+
+
+def test_a_dry_run_without_the_model_is_still_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
+    why = "model.path: got 'nobody/nothing', which does not load: no network; give a folder"
+    script = tmp_path / "refusing.py"
+    monkeypatch.setattr(predict, "probe_alone", lambda _, *rest: probe_alone("refusing", *rest))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])
+    script.write_text(f"import sys\nprint({'error: ' + why!r})\nsys.exit(2)\n")
+    (said,) = fit_of(recipe, 80 * GIB, traced=True)
+    assert said == f"no peak is predicted, as what decides it is not known on this machine: {why}"
+    script.write_text("raise ValueError\n")
+    with pytest.raises(LaunchError, match=r"could not be measured; see .*output\.log"):
+        fit_of(recipe, 80 * GIB, traced=True)
 
 
 @pytest.mark.parametrize("asked", ["h300", "0GiB", "-1", "80 TB", ""])
