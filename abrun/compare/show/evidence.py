@@ -87,8 +87,8 @@ def _step_one(checks: Sequence[Content]) -> str:
     # The metric closest to its tolerance speaks for the rest.
     closest = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
     largest = (
-        f"{closest['metric']} deviates most: {closest['deviation']:.2g} of {closest['tolerance']:.2g} "
-        f"({closest['tolerance_from']})"
+        f"the arms differ most in {closest['metric']}: by {closest['deviation']:.2g} of its size, where "
+        f"{closest['tolerance']:.2g} is allowed ({closest['tolerance_from']})"
     )
     state = (
         f"fails for {', '.join(failed)}"

@@ -472,7 +472,9 @@ function stepOne() {
     el(
       "p",
       { class: "intro" },
-      "Before any treated update can have had an effect, both arms must agree up to rounding. Shown is the pair that deviates most.",
+      "Before any treated update can have had an effect, both arms must agree up to rounding. A deviation is a share of " +
+        "the metric's size (where that is a sum that cancels, of its terms'), of the pair that deviates most; what lies " +
+        "within the tolerance is taken for rounding.",
     ),
     list.length
       ? table(
