@@ -21,6 +21,7 @@ from abrun.processes import die_with_parent
 AGENT = "ABRUN_AGENT"  # the environment variable that names the process that watches
 FOLDER = "ABRUN_PROGRESS"  # and where the lines are
 SHOW_STACK = signal.SIGUSR2
+WAITING = "waiting for its turn"  # said while others use its devices: no time of its own
 PATIENCE, LEAST_PATIENCE_S = 10, 60.0  # a silence longer than that many steps, and than that, is unusual
 FEWEST_STEPS, LAST_STEPS = 3, 20  # to judge by: the first ones compile
 STUCK = {"T": "a process that a signal has stopped", "D": "a call of the system that does not return"}

@@ -158,7 +158,7 @@ def await_turn(directory: Path, job: dict[str, Any]) -> None:
     if not job.pop(WAITS, False):
         return
     while not (directory / TURN).exists():
-        progress.beat("waiting for its turn")
+        progress.beat(progress.WAITING)
         time.sleep(POLL_S)
 
 

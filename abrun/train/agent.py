@@ -312,12 +312,14 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not self.done.wait(POLL_S):
-            now = time.monotonic()
+            now, signs = time.monotonic(), progress.signs(self._lines)
+            if any(sign.doing == progress.WAITING for sign in signs.values()):
+                self._began_s = now
             if not self.ended_because and now - self._began_s > self._limits.run_s:
                 self.ended_because = f"limits.run_s: not finished after {self._limits.run_s:g} s"
             if self.ended_because or self._requests.first is not None:
                 self._ask_to_stop(now)
-            hanging = self._hanging(now)
+            hanging = self._hanging(now, signs)
             self.ended_because = hanging or self.ended_because
             if hanging or now > self._kill_at_s or self._requests.insisted:
                 end_all(lambda: below(os.getpid()))
@@ -330,12 +332,11 @@ class _Watch(threading.Thread):
                 os.kill(pid, signal.SIGTERM)
             self._told.add(pid)
 
-    def _hanging(self, now: float) -> str | None:
+    def _hanging(self, now: float, signs: Mapping[int, progress.Sign]) -> str | None:
         """Where the ranks are that have all been silent for too long, those first that wait for no other.
 
         Of a run on several nodes those of the others, too: while one of them works, these wait for it.
         """
-        signs = progress.signs(self._lines)
         begun = len(signs) == self._limits.ranks
         if begun:
             reap_adopted({sign.pid for sign in signs.values()})

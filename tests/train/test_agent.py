@@ -1,6 +1,7 @@
 """The agent around the ranks: it ends as they do, names who hangs, and leaves nothing."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from abrun import progress
 from abrun.errors import LaunchError
 from abrun.layout import RunName
 from abrun.processes import processes_of
@@ -235,6 +237,33 @@ def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_pa
     run.begin_attempt().interrupt(exit_code=3)
     conclude(run, 0, TIMED_OUT, "limits.run_s: not finished after 3 s", None)
     assert (run.attempt().status, run.attempt().message) == ("failed", "limits.run_s: not finished after 3 s")
+
+
+def test_a_rank_that_waits_for_its_turn_uses_up_none_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """limits.run_s: of a cell of memory-profile, whose GPU others have before it."""
+    monkeypatch.setattr(agents, "children", lambda pid: set())
+    asked: Any = SimpleNamespace(ranks=1, run_s=0.5, stalled_s=math.inf, grace_s=math.inf)
+    notes: Any = SimpleNamespace(write=lambda *_: None)
+    requests: Any = SimpleNamespace(first=None, insisted=False)
+    with progress.lines(tmp_path, range(1)) as lines:
+
+        def says(doing: str) -> None:
+            os.pwrite(lines[0], f"{os.getpid()} {time.monotonic():.3f} inf {doing}".ljust(200).encode(), 0)
+
+        says(progress.WAITING)
+        watch = agents._Watch(requests, asked, tmp_path, lines, notes)
+        watch.start()
+        try:
+            time.sleep(1.5)
+            assert watch.ended_because is None
+            says("training")
+            until(lambda: watch.ended_because)
+        finally:
+            watch.done.set()
+            watch.join()
+        assert watch.ended_because == "limits.run_s: not finished after 0.5 s"
 
 
 def test_daemons_that_have_ended_keep_no_ids(tmp_path: Path) -> None:
