@@ -2,16 +2,19 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
-from abrun.cli.app import BEGIN, app, console, print_json
+from abrun.cli.app import BEGIN, app, complain, console, print_json
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
 from abrun.redaction import shown
+
+Answer = TypeVar("Answer")
 
 
 @app.command(rich_help_panel=BEGIN)
@@ -34,7 +37,8 @@ def init(
 ) -> None:
     """Write a recipe to begin with: its file, the schema that editors check it by, and what it needs.
 
-    Asks for what no option says: what is compared, its name, and the model, trainer or recipe.
+    Asks for what no option says, until the answer is a good one: what is compared, its name, and the model,
+    trainer or recipe.
 
     Examples:
         abrun init
@@ -42,32 +46,57 @@ def init(
         abrun init --kind external --name mine --trainer other
         abrun init --kind regression --name convergence --recipe quickstart-regression
     """
-    from abrun.start.initial import KINDS, initial_files, next_commands, third_question, write_files
+    from abrun.start.initial import (
+        KINDS,
+        check_name,
+        initial_files,
+        next_commands,
+        third_question,
+        write_files,
+    )
 
-    if kind is None:
-        choices = "\n".join(f"  {key:<11}{text}" for key, text in KINDS.items())
-        kind = _asked("--kind", f"What do you compare?\n{choices}\nKind", "recipe")
-    third = third_question(kind)
-    name = name or _asked("--name", "Name of the recipe", "convergence" if kind == "regression" else "mine")
+    choices = "\n".join(f"  {key:<11}{text}" for key, text in KINDS.items())
+    what = f"What do you compare?\n{choices}\nKind"
+    kind, third = _answer("--kind", kind, what, "recipe", lambda kind: (kind, third_question(kind)))
+    usual = "convergence" if kind == "regression" else "mine"
+    name = _answer("--name", name, "Name of the recipe", usual, check_name)
     given = {"--model": model, "--trainer": trainer, "--recipe": recipe}
     for option, value in given.items():
         if value is not None and option != third.option:
             raise RecipeError(f"{option}: got {value!r} with --kind {kind}, which takes {third.option}")
-    answer = given[third.option] or _asked(third.option, third.text, third.default)
-    for path in write_files(initial_files(kind, name, answer), to):
+    files = _answer(
+        third.option,
+        given[third.option],
+        third.text,
+        third.default,
+        lambda answer: initial_files(kind, name, answer),
+    )
+    for path in write_files(files, to):
         print(shown(f"wrote {path}"))
     where = "" if to == Path() else f"cd {to} && "
     for line in next_commands(kind, name):
         print(shown(f"next:  {where}{line}"))
 
 
-def _asked(option: str, question: str, default: str) -> str:
+def _answer(
+    option: str, given: str | None, question: str, default: str, check: Callable[[str], Answer]
+) -> Answer:
+    """What `check` makes of an option's value, or else of the first good answer of somebody at a terminal.
+
+    Raises RecipeError for an option that is not, or missing where nobody can be asked.
+    """
+    if given is not None:
+        return check(given)
     if not sys.stdin.isatty():
         raise RecipeError(
             f"{option}: missing, and nobody is there to be asked; give one, such as {option} {default} (all: "
             "abrun init --help)"
         )
-    return str(typer.prompt(question, default=default))
+    while True:
+        try:
+            return check(str(typer.prompt(question, default=default)))
+        except RecipeError as error:
+            complain(str(error))
 
 
 @app.command(rich_help_panel=BEGIN)

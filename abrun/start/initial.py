@@ -74,10 +74,16 @@ def third_question(kind: str) -> Question:
     return THIRD[kind]
 
 
-def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
-    """Paths below the folder that they go into, and what each holds. Raises RecipeError for a bad answer."""
+def check_name(name: str) -> str:
+    """Raises RecipeError where no file can be called so."""
     if not re.fullmatch(NAME, name):
         raise RecipeError(f"--name: got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100")
+    return name
+
+
+def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
+    """Paths below the folder that they go into, and what each holds. Raises RecipeError for a bad answer."""
+    check_name(name)
     files = {"recipe": _recipe, "external": _external, "regression": _regression}[kind](name, answer)
     return {**files, SCHEMA: json.dumps(recipe_schema(), indent=1) + "\n"}
 

@@ -91,6 +91,23 @@ def test_the_questions_are_asked_of_a_terminal_and_have_answers(
     assert load_recipe(tmp_path / "mine.yaml").name == "mine"
 
 
+def test_a_bad_answer_at_a_terminal_is_said_and_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter(["recipes", "external", "a/b", "mine", "x", "other"])
+    monkeypatch.setattr(cli.starting.sys, "stdin", type("Tty", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr(cli.starting.typer, "prompt", lambda text, default: next(answers))
+    cli.starting.init(to=tmp_path)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(";")[0] for line in said] == [
+        f"abrun: --{option}: got {bad!r}"
+        for option, bad in (("kind", "recipes"), ("name", "a/b"), ("trainer", "x"))
+    ]
+    assert next(answers, None) is None and (tmp_path / "mine.yaml").is_file()
+    with pytest.raises(RecipeError, match="--kind: got 'recipes'"):  # an option is nobody's answer
+        cli.starting.init(kind="recipes", to=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
