@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from abrun.compare.read.stored import load_experiment
-from abrun.compare.show.planning import measured_spread, plan_report
+from abrun.compare.show.planning import measured_spread, plan_json, plan_report
 from abrun.equivalence import power
 from abrun.power import assumed_spread, claim_power
 from abrun.recipe import Compare, Primary
@@ -76,6 +76,14 @@ def test_several_claims_must_all_pass():
     text = shown(plan_report("next", Compare(primary=claims), 6))
     least = sum(power(1.0, sigma, 0.8, 6) for sigma in (1.0, 0.8)) - 1
     assert f"All 2 claims must pass: at least {least:.0%} with 6 pairs" in text
+
+
+def test_a_limit_is_named_and_not_planned():
+    claims = [claim(metric="train/reward", margin=None, above=0.6), claim(sigma=1.0)]
+    text, content = (plan("next", Compare(primary=claims), 6) for plan in (plan_report, plan_json))
+    assert "above 0.6: not planned" in shown(text) and "sd of a difference" in shown(text)
+    assert "sigma unknown" not in shown(text) and "All 2 claims" not in shown(text)
+    assert [one["power_now"] is None for one in content["claims"]] == [True, False]
 
 
 def test_looks_cost_power():

@@ -1,7 +1,7 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -48,6 +48,26 @@ def _where(steps: tuple[int, int] | None) -> str:
     return f", steps {steps[0]}-{steps[1]}" if steps else ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A claim, the spread that it is planned with, and what that gives; None: not known, or no margin."""
+
+    claim: Primary
+    spread: Spread | None
+    power: ClaimPower | None
+
+
+def _planned(
+    compare: Compare, earlier: Experiment | None, sigma: float | None, correlation: float | None
+) -> Iterator[Planned]:
+    alpha = level_of_a_look(compare.looks)
+    for claim in compare.primary:
+        spread = _spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
+        measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
+        power = None if measured_nothing else claim_power(claim, compare, spread, alpha)
+        yield Planned(claim=claim, spread=spread, power=power)
+
+
 def plan_report(
     name: str,
     compare: Compare,
@@ -66,17 +86,18 @@ def plan_report(
             f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
         )
     alpha = level_of_a_look(compare.looks)
-    equivalences = [claim for claim in compare.primary if claim.margin is not None]
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} pairs planned", style="bold"), Text("")]
-    powers, stops = [], []
+    powers, stops, num_equivalences = [], [], 0
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     counts = sorted({*COUNTS, num_pairs, *compare.looks})
     for heading in ("claim", "margin", *(f"n={count}" for count in counts), "80 % at"):
         table.add_column(heading, justify="left" if heading in ("claim", "margin") else "right")
-    for claim in equivalences:
-        spread = _spread(claim, compare, earlier, sigma, correlation)
-        measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
-        expected = None if measured_nothing else claim_power(claim, compare, spread, alpha)
+    for one in _planned(compare, earlier, sigma, correlation):
+        claim, spread, expected = one.claim, one.spread, one.power
+        if claim.margin is None:
+            lines.append(Text(f"{claim.metric} over {claim.window}: {claim_text(claim)}: not planned"))
+            continue
+        num_equivalences += 1
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
         if earlier is not None:
             lines += [
@@ -88,9 +109,6 @@ def plan_report(
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
             table.add_row(claim.metric, margin, *cells, _needed(expected))
-    for claim in compare.primary:
-        if claim.margin is None:
-            lines.append(Text(f"{claim.metric} over {claim.window}: {claim_text(claim)}: not planned"))
     if powers:
         lines += [Text("\nP(match) if the arms are truly equal, by number of pairs", style="bold"), table]
     if len(powers) > 1:
@@ -108,7 +126,7 @@ def plan_report(
             )
             for claim, pairs, chance in stops
         ]
-    if len(powers) < len(equivalences):
+    if len(powers) < num_equivalences:
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
 
@@ -123,13 +141,10 @@ def plan_json(
     correlation: float | None = None,
 ) -> dict[str, Any]:
     """The same for machines; what is not known, or cannot be planned, is None."""
-    alpha = level_of_a_look(compare.looks)
     counts = sorted({*COUNTS, num_pairs, *compare.looks})
     claims = []
-    for claim in compare.primary:
-        spread = _spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
-        measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
-        expected = None if measured_nothing else claim_power(claim, compare, spread, alpha)
+    for one in _planned(compare, earlier, sigma, correlation):
+        claim, spread, expected = one.claim, one.spread, one.power
         claims.append(
             {
                 "metric": claim.metric,
@@ -146,7 +161,7 @@ def plan_json(
         "recipe": name,
         "num_pairs": num_pairs,
         "looks": list(compare.looks),
-        "alpha": alpha,
+        "alpha": level_of_a_look(compare.looks),
         "claims": claims,
     }
 
