@@ -41,7 +41,7 @@ class Place:
 
     gpus: Sequence[str]
     turn: AbstractContextManager[Any]  # entered for as long as it uses them
-    stopped: Callable[[], bool]  # whether all probes are to end
+    stopped: Callable[[], str | None]  # why all probes are to end; None: they are not
 
 
 def probe(
@@ -137,7 +137,7 @@ def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | N
                 (directory / TURN).touch()
                 status = wait(process, math.inf, place.stopped)
             if status is None:
-                raise LaunchError(f"{directory.name}: ended, as another could not be measured")
+                raise LaunchError(f"{directory.name}: ended, as {place.stopped()}")
             return status
         except BaseException:
             end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove

@@ -20,7 +20,8 @@ class Devices:
         self._gpus = gpus
         self._locks = {gpu: threading.Lock() for gpu in gpus}
         self._asked = Counter[str]()  # cells that have, or wait for, a GPU
-        self._choosing, self._stopped = threading.Lock(), threading.Event()
+        self._choosing = threading.Lock()
+        self._stopped: str | None = None  # why all that measures is to end
 
     @contextlib.contextmanager
     def place(self, config: OwnRunConfig) -> Iterator[Place | None]:
@@ -32,7 +33,7 @@ class Devices:
             mine = min(self._groups(config), key=lambda gpus: sum(self._asked[gpu] for gpu in gpus))
             self._asked.update(mine)
         try:
-            yield Place(gpus=mine, turn=self._turn(mine), stopped=self._stopped.is_set)
+            yield Place(gpus=mine, turn=self._turn(mine), stopped=lambda: self._stopped)
         finally:
             with self._choosing:
                 self._asked.subtract(mine)
@@ -52,8 +53,9 @@ class Devices:
             try:
                 for done in as_completed(doing):
                     done.result()
-            except BaseException:
-                self._stopped.set()
+            except BaseException as error:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                self._stopped = "somebody interrupted" if interrupted else "another could not be measured"
                 several.shutdown(wait=False, cancel_futures=True)
                 raise
 

@@ -121,6 +121,29 @@ def test_processes_start_wait_for_their_turn_and_end_where_another_fails(tmp_pat
     assert not processes_of(tmp_path / "long") and not processes_of(tmp_path / "ahead")
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(LaunchError, "another could not be measured"), (KeyboardInterrupt, "somebody interrupted")],
+)
+def test_cells_that_are_ended_know_why(error: type[BaseException], why: str) -> None:
+    devices, said, begun = Devices(("0",)), list[str | None](), threading.Event()
+
+    def watches() -> None:
+        with devices.place(config(1)) as place:
+            assert place is not None and place.stopped() is None
+            begun.set()
+            until(place.stopped)
+            said.append(place.stopped())
+
+    def ends() -> None:
+        until(begun.is_set)
+        raise error
+
+    with pytest.raises(error):
+        devices.each([config(1)], [watches, ends])
+    assert said == [why]
+
+
 def until(there: Any) -> None:
     deadline = time.monotonic() + 20
     while not there() and time.monotonic() < deadline:
