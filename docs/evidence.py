@@ -27,7 +27,7 @@ from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.planted import COLUMNS
 from abrun.errors import AbrunError, ComparisonError
 from abrun.recipe import BASELINE, load_recipe
-from abrun.store import write_file
+from abrun.store import read_json, write_file
 
 ROOT = Path(__file__).parents[1]
 INDEX, PAGES, SITE = "docs/evidence.md", "docs/evidence", ".mkdocs.yml"
@@ -115,7 +115,9 @@ def pages(root: Path) -> dict[str, str]:
     records = {
         name: read_record(root / PAGES / name) for name in recipes if (root / PAGES / name / RECORD).is_file()
     }
-    written = {f"{PAGES}/{name}.md": "\n".join(_page(one, recipes[name])) for name, one in records.items()}
+    written = {
+        f"{PAGES}/{name}.md": "\n".join(_page(one, recipes[name], root)) for name, one in records.items()
+    }
     return {
         INDEX: "\n".join(_index(recipes, records)),
         SITE: _contents((root / SITE).read_text(), records),
@@ -157,7 +159,7 @@ def _row(record: Record, arm: Arm) -> Iterator[str]:
     yield _hours(record) + ("" if record.device == "GPU" else f" ({record.device})")
 
 
-def _page(record: Record, recipe: Path) -> Iterator[str]:
+def _page(record: Record, recipe: Path, root: Path) -> Iterator[str]:
     """The text of docs/evidence/NAME.md, line by line."""
     name = record.name
     yield f"# {name}: {_verdicts(record)}"
@@ -172,8 +174,11 @@ def _page(record: Record, recipe: Path) -> Iterator[str]:
     for arm in record.arms:
         yield from _open(arm)
     yield from ("## What it rests on", "", "| | |", "|---|---|")
-    yield from (table_row([label, text]) for label, text in record.evidence)
-    yield from ("", *_distances(record))
+    yield from (table_row([label, text]) for label, text in record.evidence if label != "not tested")
+    not_tested = read_json(root / PAGES / name / VERDICT)["not_tested"]
+    yield from ("", *["Not tested:", ""] * bool(not_tested), *(f"- {escaped(one)}" for one in not_tested))
+    yield from ([""] if not_tested else [])
+    yield from _distances(record)
     yield from ("## Positive control", "", *_planted(record))
     yield from ("## What the arms said", "", *_completions(record))
 
