@@ -19,15 +19,17 @@ from evidence_record import (
     Arm,
     Record,
     read_record,
+    read_verdict,
     title,
     write_record,
 )
 
+from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.planted import COLUMNS
 from abrun.errors import AbrunError, ComparisonError
 from abrun.recipe import BASELINE, load_recipe
-from abrun.store import read_json, write_file
+from abrun.store import write_file
 
 ROOT = Path(__file__).parents[1]
 INDEX, PAGES, SITE = "docs/evidence.md", "docs/evidence", ".mkdocs.yml"
@@ -174,10 +176,10 @@ def _page(record: Record, recipe: Path, root: Path) -> Iterator[str]:
     for arm in record.arms:
         yield from _open(arm)
     yield from ("## What it rests on", "", "| | |", "|---|---|")
-    yield from (table_row([label, text]) for label, text in record.evidence if label != "not tested")
-    not_tested = read_json(root / PAGES / name / VERDICT)["not_tested"]
-    yield from ("", *["Not tested:", ""] * bool(not_tested), *(f"- {escaped(one)}" for one in not_tested))
-    yield from ([""] if not_tested else [])
+    content = read_verdict(root / PAGES / name)
+    beside = evidence({**content, "sensitivity": None, "not_tested": []})  # which have lists of their own
+    yield from (table_row([label, text]) for label, text in beside)
+    yield from ("", "Not tested:", "", *(f"- {escaped(one)}" for one in content["not_tested"]), "")
     yield from _distances(record)
     yield from ("## Positive control", "", *_planted(record))
     yield from ("## What the arms said", "", *_completions(record))

@@ -20,7 +20,6 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import Completions
 from abrun.compare.show.context import context
-from abrun.compare.show.evidence import evidence
 from abrun.compare.show.next_step import NextStep, next_steps
 from abrun.compare.show.planted import advice, rows
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
@@ -69,7 +68,6 @@ class Record:
     device_hours: float | None  # None: some run does not say how long it took
     arms: list[Arm]
     claim_columns: list[str]
-    evidence: list[tuple[str, str]]
     apart: list[list[str]]  # in the order of OF_METRICS
     faults: list[list[str]]  # planted by `controls.faults`, in the order of the report's columns
     missed: list[str]  # of those that were not caught, what could show them
@@ -83,6 +81,11 @@ class Record:
 def read_record(folder: Path) -> Record:
     """Raises StoreError where there is none."""
     return TypeAdapter(Record).validate_python(_decoded(read_json(folder / RECORD)))
+
+
+def read_verdict(folder: Path) -> dict[str, Any]:
+    """The verdict file beside the record. Raises StoreError where there is none."""
+    return _decoded(read_json(folder / VERDICT))
 
 
 def write_record(directory: Path, recipe: Path, folder: Path) -> Record:
@@ -104,7 +107,6 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> Record:
         device_hours=sum(seconds) / 3600 if len(seconds) == len(runs) else None,
         arms=[_arm(recipe.stem, arm, experiment, content, command) for arm in content["arms"]],
         claim_columns=claim_columns(content) if content["primaries"] else [],
-        evidence=list(evidence({**content, "sensitivity": None})),
         apart=[_apart(one, several=len(content["arms"]) > 1) for one in content["divergence"]],
         faults=[list(row) for row in rows(content["sensitivity"])] if content["sensitivity"] else [],
         missed=list(advice(content["sensitivity"])) if content["sensitivity"] else [],
