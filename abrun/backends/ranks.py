@@ -18,6 +18,8 @@ from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
     DistError,
     HashStore,  # pyright: ignore[reportPrivateImportUsage]
     ProcessGroup,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -26,6 +28,7 @@ from abrun.errors import LaunchError
 from abrun.recipe import DIMENSIONS
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a hang is noticed sooner by the agents: see abrun.train.agent
+MEETING_TIMEOUT = timedelta(minutes=5)  # from one rank's start to the last one's: imports differ in time
 LOST = r"[Tt]imed out|Connection closed by peer|Connection reset by peer|Broken pipe|unreachable"
 
 T = TypeVar("T")
@@ -187,13 +190,40 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
         torch.set_num_threads(1)  # the order of float sums, and so every metric's last bits, depend on it
     backend = "nccl" if on_gpu else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if on_gpu else None)
+        dist.init_process_group(
+            backend,
+            store=_meet(timeout),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     expected = cluster["nodes"] * (cluster["gpus_per_node"] or cluster["cpu_ranks"])
     if dist.get_world_size() != expected:
         raise LaunchError(f"cluster: asks for {expected} ranks and {dist.get_world_size()} were started")
     return device
+
+
+def _meet(timeout: timedelta) -> Store:
+    """The store of all ranks: the first one's, where an agent has given it a socket, or else torchrun's."""
+    listening = os.environ.pop(progress.LISTENING, None)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(
+            address,
+            port,
+            int(os.environ["WORLD_SIZE"]),
+            is_master=listening is not None,
+            timeout=MEETING_TIMEOUT,
+            master_listen_fd=None if listening is None else int(listening),
+        )
+    except DistError as error:
+        rank, said = os.environ["RANK"], " ".join(str(error).split())[:300]
+        raise LaunchError(f"rank {rank} does not find all others at {address}:{port}: {said}") from None
+    store.set_timeout(timeout)
+    return store
 
 
 def lost_ranks(error: RuntimeError, timeout: timedelta) -> str | None:

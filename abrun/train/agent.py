@@ -1,32 +1,29 @@
 """`python -m abrun.train.agent MODULE DIRECTORY`: the ranks of a run on this node, watched to their end.
 
-torchrun in a process of ours, which ends as the first failed rank did, says so in the run directory, and
-leaves nothing behind. A rank that gives no sign of life is named and ends the run.
+Starts them with torchrun's variables, ends as the first failed rank did, says so in the run directory, and
+leaves nothing behind. A rank that gives no sign of life is named and ends the run. It imports no torch, which
+would take seconds before a rank starts.
 """
 
 import argparse
 import contextlib
-import datetime
 import fcntl
+import json
 import math
 import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import Any
 
 from abrun import progress
 from abrun.capture import capped
@@ -35,6 +32,7 @@ from abrun.processes import (
     PYTHON_ERROR,
     RUN_DIR,
     Awake,
+    Popen,
     StopRequests,
     adopt_orphans,
     below,
@@ -49,14 +47,16 @@ from abrun.processes import (
     reap_adopted,
     shell_code,
     stopping_signals,
+    wait,
 )
 from abrun.store import NODE_EVERY_S, NODE_LOST_S, Node, RunDir, SilentRank
 
 GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
-LOOPBACK = "loopback"
+LOOPBACK = "127.0.0.1"
+BACKLOG = 4096  # of connections; the kernel allows that many
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's `record` writes why a rank fails
 SCRATCH = "abrun-ranks-"
 NEW_S = 60.0
-MEETING_S = 180  # that a node waits for the others of a run
 POLL_S = 0.1
 LOOK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to the next
 MOST_SHOWN = 4
@@ -111,7 +111,7 @@ def _watched(
     watch = _Watch(requests, asked, scratch, lines, notes)
     watch.start()
     try:
-        status, message = _run_ranks(asked, str(scratch))
+        status, message = _run_ranks(asked, scratch)
     finally:
         watch.done.set()
         watch.join()
@@ -153,51 +153,133 @@ def _remove_unused(folder: Path) -> None:
         os.close(file)
 
 
-def _run_ranks(asked: argparse.Namespace, scratch: str) -> tuple[int, str | None]:
+def _run_ranks(asked: argparse.Namespace, scratch: Path) -> tuple[int, str | None]:
     """The exit status of the first rank that failed, as `subprocess` gives it, and a line on it; or 0."""
-    config = LaunchConfig(
-        min_nodes=asked.nodes,
-        max_nodes=asked.nodes,
-        nproc_per_node=asked.ranks,
-        run_id="abrun",
-        rdzv_backend="static" if asked.meet else LOOPBACK,
-        rdzv_endpoint=asked.meet or "",
-        rdzv_configs={"rank": asked.node, "timeout": MEETING_S},
-        max_restarts=0,
-        monitor_interval=POLL_S,
-        logs_specs=DefaultLogsSpecs(log_dir=scratch),
-        signals_to_handle="SIGURG",  # none of those that _Watch passes on
-    )
-    rendezvous_handler_registry.register(LOOPBACK, Loopback)
     oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", asked.module, str(asked.directory))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        ranks = f"{asked.nodes * asked.ranks}" + (f" (on {socket.gethostname()})" if asked.meet else "")
-        printed = RunDir(asked.directory).printed(log_start)
-        return failure.exitcode, f"rank {rank} of {ranks}: {_words(failure, printed, oom_kills_before)}"
+        failure = _first_failure(_start_ranks(asked, scratch), scratch)
+    except OSError as error:
+        raise LaunchError(f"node {asked.node} cannot start its ranks: {error}") from None
     except ValueError as error:  # a rank was killed as it wrote its error file
         return FAILED, f"a rank failed, and its error file is damaged: {error}"
-    except DistError as error:
-        raise LaunchError(f"node {asked.node} does not reach {asked.meet}: {str(error)[:200]}") from None
-    return 0, None
+    if failure is None:
+        return 0, None
+    ranks = f"{asked.nodes * asked.ranks}" + (f" (on {socket.gethostname()})" if asked.meet else "")
+    printed = RunDir(asked.directory).printed(log_start)
+    return failure.status, f"rank {failure.rank} of {ranks}: {_words(failure, printed, oom_kills_before)}"
 
 
-def _words(failure: ProcessFailure, printed: str, oom_kills_before: int | None) -> str:
+def _start_ranks(asked: argparse.Namespace, scratch: Path) -> dict[int, Popen]:
+    """This node's ranks, as processes. The first of all inherits the socket where they meet."""
+    host, _, port = (asked.meet or f"{LOOPBACK}:0").rpartition(":")
+    ranks, inherited = _ranks_here(asked), dict[int, int]()
+    with contextlib.ExitStack() as stack:
+        if 0 in ranks:
+            listening = stack.enter_context(_listen(int(port), everywhere=bool(asked.meet)))
+            port, inherited[0] = listening.getsockname()[1], listening.fileno()
+        return {
+            rank: subprocess.Popen(
+                [sys.executable, "-u", "-m", asked.module, str(asked.directory)],
+                env={
+                    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+                    **os.environ,
+                    **_variables(asked, rank, host.strip("[]"), port, inherited.get(rank)),
+                    ERROR_FILE: str(_error_file(scratch, rank)),
+                },
+                pass_fds=[inherited[rank]] if rank in inherited else [],
+            )
+            for rank in ranks
+        }
+
+
+def _variables(
+    asked: argparse.Namespace, rank: int, host: str, port: int | str, listening: int | None
+) -> dict[str, str]:
+    """Of a rank, as torchrun has them, where a store that is served already is called its agent's."""
+    found = {
+        "RANK": rank,
+        "WORLD_SIZE": asked.nodes * asked.ranks,
+        "LOCAL_RANK": rank % asked.ranks,
+        "LOCAL_WORLD_SIZE": asked.ranks,
+        "GROUP_RANK": asked.node,
+        "GROUP_WORLD_SIZE": asked.nodes,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "abrun",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        **({} if listening is None else {progress.LISTENING: listening}),
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def _listen(port: int, *, everywhere: bool) -> socket.socket:
+    """A socket that the ranks of a large run reach before the first of them has done its imports."""
+    if not everywhere:
+        return socket.create_server((LOOPBACK, port), backlog=BACKLOG)
+    with contextlib.suppress(OSError, ValueError):  # a machine without IPv6
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def _error_file(scratch: Path, rank: int) -> Path:
+    return scratch / f"rank-{rank}.error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How a rank failed."""
+
+    rank: int
+    pid: int
+    status: int  # as `subprocess` gives it
+    said: Mapping[str, Any]  # of torch's `record`; empty where it could say nothing any more
+    time_s: int
+
+
+def _first_failure(processes: Mapping[int, Popen], scratch: Path) -> Failure | None:
+    """Returns once all ranks have ended. The first that fails ends the others, with time for a checkpoint."""
+    failures = dict[int, Failure]()
+    while not failures and any(process.poll() is None for process in processes.values()):
+        time.sleep(POLL_S)
+        _note_failures(processes, scratch, failures)
+    if failures:
+        for process in processes.values():
+            process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for process in processes.values():
+            wait(process, deadline - time.monotonic(), lambda: False)
+            process.kill()
+        _note_failures(processes, scratch, failures)  # the cause may take longer to end than its effects
+    return min(failures.values(), key=lambda failure: failure.time_s, default=None)
+
+
+def _note_failures(processes: Mapping[int, Popen], scratch: Path, failures: dict[int, Failure]) -> None:
+    """Raises ValueError for what a rank has said, and is not whole."""
+    for rank, process in processes.items():
+        status = process.poll()
+        if not status or rank in failures:
+            continue
+        said: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            said = json.loads(_error_file(scratch, rank).read_text())["message"]
+        time_s = int(said["extraInfo"]["timestamp"] if said else time.time())
+        failures[rank] = Failure(rank=rank, pid=process.pid, status=status, said=said, time_s=time_s)
+
+
+def _words(failure: Failure, printed: str, oom_kills_before: int | None) -> str:
     late = re.search(WATCHDOG, printed)
-    if late and killed_by(failure.exitcode) == "SIGABRT":
+    if late and killed_by(failure.status) == "SIGABRT":
         work, waited_s = late[1], int(late[2]) / 1000
         return f"waited in vain for {waited_s:.0f} s for other ranks, in a collective of NCCL ({work})"
-    said = failure.error_file_data.get("message")
-    if isinstance(said, dict) and not killed_by(failure.exitcode):  # else there was no file
-        message = " ".join(str(said.get("message")).split())
+    if failure.said and not killed_by(failure.status):
+        message = " ".join(str(failure.said["message"]).split())
         if message.startswith(("ImportError", "ModuleNotFoundError")):  # transformers' own say nothing
-            printed = str((said.get("extraInfo") or {}).get("py_callstack"))
+            printed = str(failure.said["extraInfo"]["py_callstack"])
             causes = re.findall(PYTHON_ERROR, first_cause(printed), re.MULTILINE)
             message += f" (from {causes[-1]})" if causes and causes[-1] not in message else ""
         return message
-    return ending_of(failure.exitcode, "", oom_kills_before, failure.pid)
+    return ending_of(failure.status, "", oom_kills_before, failure.pid)
 
 
 def _conclude(run: RunDir | None, known: int, status: int, message: str | None, asked: int | None) -> None:
@@ -217,22 +299,6 @@ def _conclude(run: RunDir | None, known: int, status: int, message: str | None, 
             writer.fail(message, exit_code=shell_code(status))
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
-
-
-class Loopback(StaticTCPRendezvous):
-    """The rendezvous of one node: its store listens on the loopback interface alone."""
-
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        listening = socket.create_server(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        super().__init__("127.0.0.1", port, 0, 1, parameters.run_id, 60)
-        timeout = datetime.timedelta(seconds=60)
-        self._store = TCPStore(
-            "127.0.0.1", port, 1, True, timeout, multi_tenant=True, master_listen_fd=listening.detach()
-        )
-
-    def get_backend(self) -> str:
-        return LOOPBACK
 
 
 class _Notes:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from abrun.layout import RunName
 from abrun.processes import processes_of
 from abrun.store import Node, RunDir, RunRecord
 from abrun.train import agent as agents
-from abrun.train.agent import SCRATCH, TIMED_OUT
+from abrun.train.agent import SCRATCH, TIMED_OUT, Failure
 from abrun.train.agent import _conclude as conclude
 from abrun.train.agent import _Notes as Notes
 from abrun.train.agent import _scratch as scratch
@@ -195,10 +194,9 @@ def test_what_nccl_said_of_a_collective_is_told(tmp_path: Path) -> None:
     assert f"error: rank 1 of 2: {expected}" in said
 
 
-def test_it_ends_as_the_first_rank_that_failed_and_listens_to_nobody(tmp_path: Path) -> None:
+def test_it_ends_as_the_first_rank_that_failed(tmp_path: Path) -> None:
     agent = start(tmp_path, rank_0="orphan", rank_1="wait")
     until(lambda: started(tmp_path))
-    assert set(listening(agent.pid)) == {"0100007F"}
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
     said, _ = agent.communicate(timeout=60)
     assert agent.returncode == -signal.SIGKILL
@@ -216,8 +214,8 @@ def test_what_a_failed_import_hides_is_told() -> None:
     )
 
     def told(message: str) -> str:
-        said = {"message": {"message": message, "extraInfo": {"py_callstack": callstack}}}
-        return words(SimpleNamespace(error_file_data=said, exitcode=1), "", None)  # pyright: ignore
+        said = {"message": message, "extraInfo": {"py_callstack": callstack}}
+        return words(Failure(rank=0, pid=1, status=1, said=said, time_s=0), "", None)
 
     message = "ModuleNotFoundError: Could not import module 'X'"
     assert told(message) == f"{message} (from RuntimeError: operator torchvision::nms does not exist)"
@@ -333,6 +331,8 @@ def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
 def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) -> None:
     agent = start(tmp_path)
     until(lambda: started(tmp_path))
+    pids = [agent.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
+    assert [listening(pid) for pid in pids] == [[], ["0100007F"], []], "the network hears of no rank"
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
         agent.send_signal(number)
     agent.communicate(timeout=60)
