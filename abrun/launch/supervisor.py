@@ -35,7 +35,7 @@ from abrun.store import STOPPED, Lease, Status, run_state
 
 POLL_S = 0.2
 MOST_ERRORS = 3
-GRACE_S = 35.0  # torchrun gives its workers 30 s between SIGTERM and SIGKILL
+GRACE_S = 35.0  # an agent gives its ranks 30 s between SIGTERM and SIGKILL
 
 
 class Observer(Protocol):

@@ -1,4 +1,4 @@
-"""`python -m abrun.train RUN_DIR`: one rank of one run, started by torchrun or by hand."""
+"""`python -m abrun.train RUN_DIR`: one rank of one run, started by its agent, torchrun or hand."""
 
 import os
 import re

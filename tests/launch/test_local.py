@@ -1,4 +1,4 @@
-"""The local launcher, with a fake trainer that speaks the trainer's protocol (and once under torchrun)."""
+"""The local launcher, with a fake trainer that speaks the trainer's protocol (and once under an agent)."""
 
 import errno
 import itertools
@@ -746,10 +746,10 @@ def test_limits_may_change_between_launches(tmp_path: Path) -> None:
     assert len(list((tmp_path / "warm-starts").iterdir())) == 1
 
 
-# --- the real torchrun ---
+# --- the real agent ---
 
 
-def test_torchrun_passes_signals_on_and_reports_the_worker(
+def test_an_agent_passes_signals_on_and_reports_the_rank(
     tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LAUNCHERS, "fake", "tests.launch.fakes:FakesUnderAgent")
