@@ -64,7 +64,7 @@ def started(directory: Path) -> bool:
 
 
 def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
-    agent = start(tmp_path, "--stalled-s", "1.5", rank_1="hang")
+    agent = start(tmp_path, "--stalled-s", "4", rank_1="hang")
     said, _ = agent.communicate(timeout=60)
     assert agent.returncode == 124
     assert "error: limits.stalled_s: no sign of life for" in said
