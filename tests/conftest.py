@@ -12,6 +12,17 @@ if not torch.cuda.is_available():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)  # this process has read its environment
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite runs on two workers (`-n 0`: on none). A folder's tests do not, for which a second
+    one's imports do not pay, nor do those of a GPU, whose memory they measure."""
+    whole = config.args_source is config.ArgsSource.TESTPATHS and "not gpu" in config.option.markexpr
+    may = getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb
+    if whole and may and not hasattr(config, "workerinput"):  # which one of the two has
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
+
+
 TRITON_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 needs_interpreter = pytest.mark.skipif(
     not TRITON_ON_CPU,

@@ -80,9 +80,10 @@ def test_several_claims_must_all_pass():
 
 def test_a_limit_is_named_and_not_planned():
     claims = [claim(metric="train/reward", margin=None, above=0.6), claim(sigma=1.0)]
-    text, content = (plan("next", Compare(primary=claims), 6) for plan in (plan_report, plan_json))
-    assert "above 0.6: not planned" in shown(text) and "sd of a difference" in shown(text)
-    assert "sigma unknown" not in shown(text) and "All 2 claims" not in shown(text)
+    text = shown(plan_report("next", Compare(primary=claims), 6))
+    content = plan_json("next", Compare(primary=claims), 6)
+    assert "above 0.6: not planned" in text and "sd of a difference" in text
+    assert "sigma unknown" not in text and "All 2 claims" not in text
     assert [one["power_now"] is None for one in content["claims"]] == [True, False]
 
 
