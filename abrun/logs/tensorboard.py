@@ -52,7 +52,10 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
     points: dict[str, tuple[list[int], list[float]]] = {}
     config: dict[str, Any] = {}
     notes: list[str] = []
+    num_anew = 0  # files that do not go on where those before them were
     for path in files:
+        first = {tag: min(steps) for tag, (steps, _) in points.items()}
+        anew = False
         for event in _events(path, notes):
             for value in event.summary.value:
                 number = _scalar(value)
@@ -60,9 +63,11 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
                     config.update(_hparams(value))
                 else:
                     check_step(event.step, printable(str(path)), value.tag)
+                    anew = anew or event.step <= first.get(value.tag, -1)
                     steps, values = points.setdefault(value.tag, ([], []))
                     steps.append(event.step)
                     values.append(number)
+        num_anew += anew
     check_number_of_metrics(len(points), printable(str(place)))
     merged = {tag: by_step(*one) for tag, one in points.items()}
     metrics: dict[str, Series] = {tag: series for tag, (series, _) in merged.items()}
@@ -72,8 +77,18 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
         place=printable(str(place)),
         metrics=metrics,
         config=config or None,
+        guesses=tuple(_begun_anew(printable(str(place)), len(files), num_anew)),
         notes=tuple(notes if metrics or notes else [EMPTY]),
     )
+
+
+def _begun_anew(place: str, num_files: int, num_anew: int) -> Iterator[str]:
+    """Two runs in one folder, and one that was started over, look alike."""
+    if num_anew:
+        yield (
+            f"{place}: its {num_files} event files are one run, begun anew {num_anew} time(s), whose last "
+            "values count; were they several runs, each needs a folder of its own"
+        )
 
 
 def begun(path: Path) -> tuple[int, str]:

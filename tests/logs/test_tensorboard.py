@@ -76,6 +76,15 @@ def test_files_of_a_resumed_run_are_one_run(tmp_path: Path) -> None:
     assert log.notes == ("1 point was recorded again at the same step; the last counts",)
 
 
+def test_files_that_each_begin_at_the_first_step_are_said_to_be_read_as_one_run(tmp_path: Path) -> None:
+    folder = tmp_path / "baseline-s0"
+    write(folder, [1.0, 2.0, 3.0]).rename(folder / "events.out.tfevents.100.host")
+    write(folder, [9.0, 9.0]).rename(folder / "events.out.tfevents.200.host")
+    (log,) = read_logs(str(tmp_path))
+    assert log.metrics["train/reward"].values.tolist() == [9.0, 9.0, 3.0]
+    assert "its 2 event files are one run, begun anew 1 time(s)" in log.guesses[0]
+
+
 def test_hyperparameters_are_the_configuration(tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path / "run"))
     writer.add_scalar("loss", 1.5, 1)
