@@ -95,15 +95,16 @@ def test_help_imports_nothing_slow() -> None:
         assert done.stderr.strip() == "[]"
 
 
-def test_help_answers_within_half_a_second() -> None:
-    fastest = float("inf")
-    for _ in range(6):
-        started = time.perf_counter()
+def test_help_takes_less_than_half_a_second_of_cpu() -> None:
+    """Of CPU, not of the clock: how long it waits for a busy machine is not its doing."""
+
+    def cpu_s() -> float:
+        before = os.times()
         subprocess.run([sys.executable, "-m", "abrun", "--help"], capture_output=True, check=True)
-        fastest = min(fastest, time.perf_counter() - started)
-        if fastest < 0.5:
-            return
-    pytest.fail(f"{fastest:.2f} s at best")
+        after = os.times()
+        return sum(after[2:4]) - sum(before[2:4])
+
+    assert any(cpu_s() < 0.5 for _ in range(6))
 
 
 def test_nothing_before_compare_needs_torch(tmp_path: Path) -> None:

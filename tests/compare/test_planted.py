@@ -127,7 +127,8 @@ def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
     assert written["not_planted"] == lacks and (written["num_pairs"], written["num_steps"]) == (5, 40)
 
 
-def test_the_library_is_listed_and_one_of_it_told() -> None:
+def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     listed = CliRunner().invoke(app, ["faults"]).output
     assert all(fault.name in listed for fault in LIBRARY_OF_FAULTS) and "what should show it" in listed
     assert "SFT and DPO can have adam_step_ahead, last_microbatch_only, " in listed
