@@ -207,20 +207,26 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
 
 
 def _meet(timeout: timedelta) -> Store:
-    """The store of all ranks: the first one's, where an agent has given it a socket, or else torchrun's."""
+    """The store of all ranks: torchrun's, where it says so, or else the first one's.
+
+    That one serves it at the socket that an agent has given it, if any.
+    """
     listening = os.environ.pop(progress.LISTENING, None)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if listening is not None:
+        os.set_inheritable(int(listening), False)  # what this rank starts does not keep the port
+    torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = TCPStore(
             address,
             port,
             int(os.environ["WORLD_SIZE"]),
-            is_master=listening is not None,
+            is_master=listening is not None or (rank == 0 and not torchruns),
             timeout=MEETING_TIMEOUT,
             master_listen_fd=None if listening is None else int(listening),
         )
     except DistError as error:
-        rank, said = os.environ["RANK"], " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())[:300]
         raise LaunchError(f"rank {rank} does not find all others at {address}:{port}: {said}") from None
     store.set_timeout(timeout)
     return store

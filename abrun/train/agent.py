@@ -62,6 +62,7 @@ LOOK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to 
 MOST_SHOWN = 4
 # Of a rank that NCCL has ended: which collective took too long, and how long
 WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\((.*?)\) ran for (\d+) milliseconds"
+LOST_OTHERS = r"LaunchError: (waited in vain|rank \d+ does not find all others)"
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
 
 
@@ -158,10 +159,8 @@ def _run_ranks(asked: argparse.Namespace, scratch: Path) -> tuple[int, str | Non
     oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
     try:
         failure = _first_failure(_start_ranks(asked, scratch), scratch)
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:  # the latter two of a port that is none
         raise LaunchError(f"node {asked.node} cannot start its ranks: {error}") from None
-    except ValueError as error:  # a rank was killed as it wrote its error file
-        return FAILED, f"a rank failed, and its error file is damaged: {error}"
     if failure is None:
         return 0, None
     ranks = f"{asked.nodes * asked.ranks}" + (f" (on {socket.gethostname()})" if asked.meet else "")
@@ -187,6 +186,8 @@ def _start_ranks(asked: argparse.Namespace, scratch: Path) -> dict[int, Popen]:
                     ERROR_FILE: str(_error_file(scratch, rank)),
                 },
                 pass_fds=[inherited[rank]] if rank in inherited else [],
+                # Whoever signals the agent's group, as Ctrl-C does, asks the agent alone: see _Watch
+                start_new_session=True,
             )
             for rank in ranks
         }
@@ -236,35 +237,54 @@ class Failure:
     said: Mapping[str, Any]  # of torch's `record`; empty where it could say nothing any more
     time_s: int
 
+    @property
+    def lost_others(self) -> bool:
+        """Whether it is the effect of another's end, by the words of abrun.backends.ranks."""
+        return bool(re.match(LOST_OTHERS, str(self.said.get("message"))))
+
 
 def _first_failure(processes: Mapping[int, Popen], scratch: Path) -> Failure | None:
-    """Returns once all ranks have ended. The first that fails ends the others, with time for a checkpoint."""
-    failures = dict[int, Failure]()
-    while not failures and any(process.poll() is None for process in processes.values()):
+    """Returns once all ranks have ended. The first that fails ends the others, with time for a checkpoint.
+
+    What a rank says that has lost others is an effect, whenever it says so.
+    """
+    failures, running = dict[int, Failure](), True
+    while running and not failures:
         time.sleep(POLL_S)
+        running = any(process.poll() is None for process in processes.values())  # and ends are noted after it
         _note_failures(processes, scratch, failures)
     if failures:
+        by_themselves = set(failures)
         for process in processes.values():
             process.terminate()
         deadline = time.monotonic() + GRACE_S
         for process in processes.values():
             wait(process, deadline - time.monotonic(), lambda: False)
-            process.kill()
         _note_failures(processes, scratch, failures)  # the cause may take longer to end than its effects
-    return min(failures.values(), key=lambda failure: failure.time_s, default=None)
+        for rank, process in processes.items():
+            process.kill()
+            if rank not in by_themselves and process.returncode == -signal.SIGTERM:
+                failures.pop(rank, None)
+    return min(failures.values(), key=lambda failure: (failure.lost_others, failure.time_s), default=None)
 
 
 def _note_failures(processes: Mapping[int, Popen], scratch: Path, failures: dict[int, Failure]) -> None:
-    """Raises ValueError for what a rank has said, and is not whole."""
     for rank, process in processes.items():
         status = process.poll()
         if not status or rank in failures:
             continue
-        said: dict[str, Any] = {}
-        with contextlib.suppress(FileNotFoundError):
-            said = json.loads(_error_file(scratch, rank).read_text())["message"]
-        time_s = int(said["extraInfo"]["timestamp"] if said else time.time())
+        said, time_s = _said(_error_file(scratch, rank)) or ({}, int(time.time()))
         failures[rank] = Failure(rank=rank, pid=process.pid, status=status, said=said, time_s=time_s)
+
+
+def _said(error_file: Path) -> tuple[dict[str, Any], int] | None:
+    """What a rank has said of its failure, and when; None where it could not, or not to the end."""
+    try:
+        said = json.loads(error_file.read_text())["message"]
+        more = said["extraInfo"]
+        return {"message": said["message"], "py_callstack": more["py_callstack"]}, int(more["timestamp"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _words(failure: Failure, printed: str, oom_kills_before: int | None) -> str:
@@ -275,7 +295,7 @@ def _words(failure: Failure, printed: str, oom_kills_before: int | None) -> str:
     if failure.said and not killed_by(failure.status):
         message = " ".join(str(failure.said["message"]).split())
         if message.startswith(("ImportError", "ModuleNotFoundError")):  # transformers' own say nothing
-            printed = str(failure.said["extraInfo"]["py_callstack"])
+            printed = str(failure.said["py_callstack"])
             causes = re.findall(PYTHON_ERROR, first_cause(printed), re.MULTILINE)
             message += f" (from {causes[-1]})" if causes and causes[-1] not in message else ""
         return message
@@ -441,7 +461,7 @@ class _Watch(threading.Thread):
 
 def is_waiting(place: str) -> bool:
     """Whether a rank is in torch's own code, as one that waits for the others is."""
-    return "torch/" in place
+    return "torch/" in place or place.startswith("_meet ")  # of abrun.backends.ranks
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """Which ranks share what: samples go to replicas, and each sample counts once, whatever a replica's shape."""
 
+import os
+import socket
 import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from abrun import progress
-from abrun.backends.ranks import lost_ranks, make_ranks
+from abrun.backends.ranks import _meet, lost_ranks, make_ranks
+from abrun.train.agent import is_waiting
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -116,3 +120,31 @@ def test_other_errors_are_not_taken_for_lost_ranks() -> None:
         RuntimeError("[gloo/pair.cc:9] Connection closed by peer [10.0.0.1]:9"), timedelta(seconds=1)
     )
     assert lost and lost.startswith("waited in vain for other ranks")
+
+
+@pytest.mark.parametrize("by_agent", [True, False])
+def test_the_first_rank_serves_the_store_unless_torchrun_does(
+    by_agent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an agent it inherits the socket, which none of its own children shall keep."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        inherited = os.dup(listening.fileno())
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if by_agent:
+        os.set_inheritable(inherited, True)
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, progress.LISTENING: inherited}
+    else:
+        os.close(inherited)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    store = _meet(SECOND)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert progress.LISTENING not in os.environ
+    assert not by_agent or not os.get_inheritable(inherited)
+
+
+def test_a_rank_that_meets_the_others_waits_for_them() -> None:
+    assert is_waiting(f"{_meet.__name__} (abrun/backends/ranks.py:1)")

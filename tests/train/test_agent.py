@@ -49,6 +49,7 @@ def start(
         stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -215,7 +216,7 @@ def test_what_a_failed_import_hides_is_told() -> None:
     )
 
     def told(message: str) -> str:
-        said = {"message": message, "extraInfo": {"py_callstack": callstack}}
+        said = {"message": message, "py_callstack": callstack}
         return words(Failure(rank=0, pid=1, status=1, said=said, time_s=0), "", None)
 
     message = "ModuleNotFoundError: Could not import module 'X'"
@@ -229,6 +230,56 @@ def test_a_rank_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path) -> No
     assert agent.returncode == 7
     assert said.splitlines()[-1] == "error: rank 1 of 2: exit code 7"
     assert "Traceback" not in said
+
+
+class Ends:
+    """A process that has ended, with a status, when it is looked at the last time."""
+
+    pid = 1
+
+    def __init__(self, *polls: int | None) -> None:
+        self._polls = list(polls)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self.returncode = self._polls.pop(0) if len(self._polls) > 1 else self._polls[0]
+        return self.returncode
+
+    def terminate(self) -> None:
+        pass
+
+    kill = terminate
+
+
+def first_failure(directory: Path, said: dict[int, Any], *ranks: Ends) -> tuple[int, int]:
+    """The rank that is taken for the first one that failed, and its status."""
+    for rank, content in said.items():
+        (directory / f"rank-{rank}.error").write_text(content)
+    found = agents._first_failure(dict(enumerate(ranks)), directory)  # pyright: ignore[reportArgumentType]
+    assert found is not None
+    return found.rank, found.status
+
+
+@pytest.mark.parametrize("polls", [[7], [None, 7], [None, None, 7], [None, None, None, 7]])
+def test_a_failure_is_noted_whenever_it_happens(tmp_path: Path, polls: list[int | None]) -> None:
+    assert first_failure(tmp_path, {}, Ends(*polls)) == (0, 7)
+
+
+def test_who_has_lost_others_is_not_the_first_that_failed(tmp_path: Path) -> None:
+    """It says when, in whole seconds; when another was killed is known only once somebody looks."""
+    words = "LaunchError: waited in vain for other ranks, in a collective"
+    said = {"message": words, "extraInfo": {"py_callstack": "", "timestamp": "100"}}
+    lost = {0: json.dumps({"message": said})}
+    assert first_failure(tmp_path, lost, Ends(None, None, None, 2), Ends(-9)) == (1, -9)
+    assert first_failure(tmp_path, lost, Ends(2), Ends(None, None, None, 1)) == (1, 1)
+    assert first_failure(tmp_path, lost, Ends(2), Ends(None, None, None, -15)) == (0, 2), "by the agent"
+
+
+@pytest.mark.parametrize(
+    "said", ["", '{"mess', "[]", "{}", '{"message": "x"}', '{"message": {"message": 1}}']
+)
+def test_what_a_rank_could_not_say_to_the_end_is_told_by_its_status(tmp_path: Path, said: str) -> None:
+    assert first_failure(tmp_path, {0: said}, Ends(7)) == (0, 7)
 
 
 def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_path: Path) -> None:
@@ -334,6 +385,7 @@ def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) 
     until(lambda: started(tmp_path))
     pids = [agent.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
     assert [listening(pid) for pid in pids] == [[], ["0100007F"], []], "the network hears of no rank"
+    os.killpg(agent.pid, signal.SIGINT)  # as a terminal does: the agent's to pass on, as SIGTERM
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
         agent.send_signal(number)
     agent.communicate(timeout=60)
