@@ -158,7 +158,8 @@ def _run_ranks(asked: argparse.Namespace, scratch: Path) -> tuple[int, str | Non
     """The exit status of the first rank that failed, as `subprocess` gives it, and a line on it; or 0."""
     oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
     try:
-        failure = _first_failure(_start_ranks(asked, scratch), scratch)
+        with _started_ranks(asked, scratch) as processes:
+            failure = _first_failure(processes, scratch)
     except (OSError, OverflowError, ValueError) as error:  # the latter two of a port that is none
         raise LaunchError(f"node {asked.node} cannot start its ranks: {error}") from None
     if failure is None:
@@ -168,15 +169,20 @@ def _run_ranks(asked: argparse.Namespace, scratch: Path) -> tuple[int, str | Non
     return failure.status, f"rank {failure.rank} of {ranks}: {_words(failure, printed, oom_kills_before)}"
 
 
-def _start_ranks(asked: argparse.Namespace, scratch: Path) -> dict[int, Popen]:
-    """This node's ranks, as processes. The first of all inherits the socket where they meet."""
+@contextlib.contextmanager
+def _started_ranks(asked: argparse.Namespace, scratch: Path) -> Iterator[dict[int, Popen]]:
+    """This node's ranks, as processes. The first of all inherits the socket where they meet.
+
+    It stays open here, too: where the first rank dies before it serves, the others wait to be ended, and
+    torch does not print what a connection that was reset means.
+    """
     host, _, port = (asked.meet or f"{LOOPBACK}:0").rpartition(":")
     ranks, inherited = _ranks_here(asked), dict[int, int]()
     with contextlib.ExitStack() as stack:
         if 0 in ranks:
             listening = stack.enter_context(_listen(int(port), everywhere=bool(asked.meet)))
             port, inherited[0] = listening.getsockname()[1], listening.fileno()
-        return {
+        yield {
             rank: subprocess.Popen(
                 [sys.executable, "-u", "-m", asked.module, str(asked.directory)],
                 env={

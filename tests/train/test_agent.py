@@ -384,7 +384,8 @@ def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) 
     agent = start(tmp_path)
     until(lambda: started(tmp_path))
     pids = [agent.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
-    assert [listening(pid) for pid in pids] == [[], ["0100007F"], []], "the network hears of no rank"
+    own = ["0100007F"]  # the network hears of no rank
+    assert [listening(pid) for pid in pids] == [own, own, []]
     os.killpg(agent.pid, signal.SIGINT)  # as a terminal does: the agent's to pass on, as SIGTERM
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
         agent.send_signal(number)
