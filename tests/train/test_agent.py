@@ -49,7 +49,6 @@ def start(
         stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
 
 
@@ -260,7 +259,7 @@ def first_failure(directory: Path, said: dict[int, Any], *ranks: Ends) -> tuple[
     return found.rank, found.status
 
 
-@pytest.mark.parametrize("polls", [[7], [None, 7], [None, None, 7], [None, None, None, 7]])
+@pytest.mark.parametrize("polls", [[7], [None, 7], [None, None, 7]])
 def test_a_failure_is_noted_whenever_it_happens(tmp_path: Path, polls: list[int | None]) -> None:
     assert first_failure(tmp_path, {}, Ends(*polls)) == (0, 7)
 
@@ -386,7 +385,7 @@ def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) 
     pids = [agent.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
     own = ["0100007F"]  # the network hears of no rank
     assert [listening(pid) for pid in pids] == [own, own, []]
-    os.killpg(agent.pid, signal.SIGINT)  # as a terminal does: the agent's to pass on, as SIGTERM
+    assert [os.getpgid(pid) for pid in pids[1:]] == pids[1:], "Ctrl-C asks the agent alone"
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
         agent.send_signal(number)
     agent.communicate(timeout=60)
