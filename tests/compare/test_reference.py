@@ -111,6 +111,14 @@ def test_windows_are_those_of_the_reference(tmp_path, frozen):
     assert "of steps 33-40 of train/reward the reference holds 8, the later runs 4" in content.reasons[0]
 
 
+def test_a_window_is_the_same_one_where_the_reference_has_left_out_steps_before_it(tmp_path):
+    freeze(load_experiment(write_experiment(tmp_path / "long", steps=200)), "baseline", tmp_path / "ref.json")
+    found = later(tmp_path, tmp_path / "ref.json", steps=200)
+    assert found.verdict == "MATCH" and found.primaries[0].steps == (161, 200)
+    assert later(tmp_path / "longer", tmp_path / "ref.json", steps=250).primaries[0].steps == (161, 200)
+    assert later(tmp_path / "shorter", tmp_path / "ref.json", steps=180).verdict == "INVALID"
+
+
 def test_windows_are_whole_and_the_rest_is_thinned(tmp_path):
     experiment_dir = write_experiment(tmp_path / "long", steps=1000, seeds=[0, 1])
     freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")

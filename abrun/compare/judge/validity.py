@@ -392,7 +392,8 @@ def _other_windows(
         if not np.array_equal(held[True], held[False]):
             yield (
                 f"step grids differ: of steps {first}-{last} of {primary.metric} the reference holds "
-                f"{len(held[True])}, the later runs {len(held[False])}: train as long, and log as often"
+                f"{len(held[True])}, the later runs {len(held[False])}: train as long, and log as often, or "
+                "freeze the reference with this claim, whose window it then keeps whole"
             )
 
 

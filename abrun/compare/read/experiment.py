@@ -195,9 +195,15 @@ class Experiment:
         ]
 
     def all_steps(self) -> Steps:
-        """Every step that any finished run reached, or any of the reference: what windows are read on."""
-        of = [run for run in self.runs.values() if run.finished and run.thinned == self.regression]
-        return union(run.steps for run in of)
+        """Every step that any finished run reached, of a reference up to its end: what windows are read on.
+
+        A reference has left out steps before its claims' windows. Later runs hold them; without them "last
+        20%" of the steps would be fewer than it was.
+        """
+        finished = [run for run in self.runs.values() if run.finished]
+        steps = union(run.steps for run in finished)
+        ends = [int(run.steps[-1]) for run in finished if run.thinned and len(run.steps)]
+        return steps[steps <= max(ends)] if self.regression and ends else steps
 
     def metrics(self) -> list[str]:
         """Every metric that some run recorded, sorted."""

@@ -211,7 +211,7 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
         )
     if spread is None:
         return (
-            "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.primary.sigma"
+            "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.primary.0.sigma"
         )
     sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
     difference = f"sd of a difference {spread.sd_difference:.3g}"
