@@ -9,6 +9,14 @@ from abrun.mismatch.budget import Array, Resampling, binned, contributions, erro
 from abrun.mismatch.findings import rerouted
 
 RNG = np.random.default_rng(5)
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each test, whichever others have run in its process."""
+    monkeypatch.setitem(globals(), "RNG", np.random.default_rng(5))
+
+
 N = 200_000
 
 

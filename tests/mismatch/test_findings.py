@@ -21,7 +21,13 @@ SEQUENCES = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
 POSITIONS = np.concatenate([np.arange(length) for length in LENGTHS])
 N = len(SEQUENCES)
 NOT_MEASURED = {"tensor_parallel_2": "one core here"}
-RNG = np.random.default_rng(4)
+RNG = np.random.default_rng(5)
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each test, whichever others have run in its process."""
+    monkeypatch.setitem(globals(), "RNG", np.random.default_rng(5))
 
 
 def off(logprobs: Array, by: float) -> Array:
