@@ -153,8 +153,9 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
 def test_a_launcher_submits_again_what_a_head_took_along(
     cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
 ) -> None:
+    steps = 160  # more than ranks make in the minute by which they may outlive their head
     experiment_dir, log = tmp_path / "beheaded", tmp_path / "launcher.log"
-    command = [sys.executable, "-m", "abrun", *launching(tmp_path, experiment_dir.name, 40, *SETTINGS)]
+    command = [sys.executable, "-m", "abrun", *launching(tmp_path, experiment_dir.name, steps, *SETTINGS)]
     with log.open("wb") as output:
         launcher = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -172,7 +173,7 @@ def test_a_launcher_submits_again_what_a_head_took_along(
     finally:
         launcher.kill()
         launcher.wait()
-    check_end(experiment_dir, undisturbed(40))
+    check_end(experiment_dir, undisturbed(steps))
     lost = lost_steps(experiment_dir, reached)
     table_row("head killed, and started again", noticed_s, resumed_s, lost)
     assert lost <= 5 + 3
