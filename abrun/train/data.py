@@ -40,12 +40,18 @@ class Data:
     def encoded(self, texts: Sequence[tuple[str, str]]) -> Sequences:
         """This rank's prompts and completions as a batch. Collective.
 
-        Raises RecipeError, on every rank, where one is too long for the model.
+        Raises RecipeError, on every rank, where one is too long for the model, or no completion has a token.
         """
         prompts = [self.text.encode_prompt(prompt) for prompt, _ in texts]
         completions = [self.text.encode_completion(completion) for _, completion in texts]
         batch = collate(prompts, completions, pad_id=self.text.pad_id).to(self.ranks.device)
-        check_length(self.text, max(self.ranks.gather([batch.token_ids.shape[1]])), "task: got an example")
+        sizes = self.ranks.gather([(batch.token_ids.shape[1], sum(map(len, completions)))])
+        check_length(self.text, max(length for length, _ in sizes), "task: got an example")
+        if not any(num_tokens for _, num_tokens in sizes):
+            raise RecipeError(
+                "task: got a batch of completions without a token, and this model's tokenizer has none that "
+                "ends a text: leave empty completions out"
+            )
         return batch
 
     def rewards(self, examples: list[Example], completions: list[Completion]) -> list[float]:

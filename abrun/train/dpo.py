@@ -71,7 +71,7 @@ class DpoAlgorithm:
             settings=self._settings,
             num_pairs=num_pairs,
             num_tokens=num_tokens,
-            num_chosen_tokens=num_chosen_tokens,
+            num_chosen_tokens=max(num_chosen_tokens, 1.0),  # they may be empty
         )
 
 

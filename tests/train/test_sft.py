@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from abrun.backends.ranks import make_ranks
+from abrun.errors import RecipeError
 from abrun.models import load_network, load_text
 from abrun.recipe import Model
 from abrun.rl.batch import Sequences
+from abrun.train.data import make_data
 from abrun.train.sft import SupervisedObjective
 from tests.conftest import TRITON_ON_CPU
 from tests.train.runs import make_run, metrics_by_step, run_config, train_here
@@ -81,6 +84,16 @@ def test_the_loss_is_the_mean_over_completion_tokens(tmp_path: Path, group: None
         total, count = total + float(loss) * len(completion), count + len(completion)
     assert row["train/global_valid_toks"] == count
     assert row["train/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_batch_without_a_token_to_learn_is_refused(tmp_path: Path, group: None) -> None:
+    """Empty completions, and a tokenizer that has no token to end them: the loss would be 0 / 0."""
+    text = load_text(Model(preset="qwen2-tiny"), weights=None)
+    text.tokenizer.eos_token = None
+    data = make_data(sft(), text, make_ranks(torch.device("cpu"), {}), seed=0)
+    assert data.encoded([("1+2=", ""), ("1+2=", "3")]).token_mask.sum() == 1
+    with pytest.raises(RecipeError, match="completions without a token"):
+        data.encoded([("1+2=", ""), ("2+2=", "")])
 
 
 def test_microbatches_change_only_rounding(tmp_path: Path, group: None) -> None:
