@@ -121,6 +121,31 @@ class Prediction:
             f"{ERROR_BELOW:.0%} too low. Not in it: {NOT_IN_IT}."
         ]
 
+    def content(self) -> dict[str, Any]:
+        """What prediction.json says."""
+        return {
+            "schema_version": store.SCHEMA_VERSION,
+            "name": self.name,
+            "counter": "predicted peak_allocated_bytes",
+            "device_bytes": self.device_bytes,
+            "not_in_it": NOT_IN_IT,
+            "cells": [
+                {
+                    "arm": peaks.arm,
+                    "length": peaks.point.length,
+                    "num_sequences": peaks.point.num_sequences,
+                    "swept": dict(peaks.point.swept),
+                    "highest_phase": peaks.highest[0],
+                    "highest_bytes": peaks.highest[1],
+                    "by_phase": peaks.by_phase,
+                    "floor": peaks.floor,
+                    "engine_bytes": peaks.engine_bytes,
+                    "fits": self.fits(peaks),
+                }
+                for peaks in self.peaks
+            ],
+        }
+
     @property
     def _most(self) -> int:
         return max(peaks.highest[1] for peaks in self.peaks)
@@ -164,31 +189,7 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
     places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
     found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
     prediction = Prediction(name=plan.name, peaks=found, device_bytes=device_bytes)
-    store.write_json(
-        output / "prediction.json",
-        {
-            "schema_version": store.SCHEMA_VERSION,
-            "name": plan.name,
-            "counter": "predicted peak_allocated_bytes",
-            "device_bytes": device_bytes,
-            "not_in_it": NOT_IN_IT,
-            "cells": [
-                {
-                    "arm": peaks.arm,
-                    "length": peaks.point.length,
-                    "num_sequences": peaks.point.num_sequences,
-                    "swept": dict(peaks.point.swept),
-                    "highest_phase": peaks.highest[0],
-                    "highest_bytes": peaks.highest[1],
-                    "by_phase": peaks.by_phase,
-                    "floor": peaks.floor,
-                    "engine_bytes": peaks.engine_bytes,
-                    "fits": prediction.fits(peaks),
-                }
-                for peaks in prediction.peaks
-            ],
-        },
-    )
+    store.write_json(output / "prediction.json", prediction.content())
     return prediction
 
 
