@@ -1,6 +1,6 @@
 """What a model earns on reasoning-gym's tasks at temperature 1: as it is, and after some supervised steps.
 
-    python tests/bench/bench_reasoning_gym.py --model FOLDER                 # one GPU, bfloat16
+    python tests/bench/bench_reasoning_gym.py --model FOLDER                 # one GPU
     python tests/bench/bench_reasoning_gym.py --device cpu --only gcd lcm    # a tiny model without --model
 
 Every task starts from the same weights. Rewards are the scorer's of the whole completion, the mean over so
@@ -46,9 +46,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", help="a checkpoint's folder")
     parser.add_argument("--only", nargs="*", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--steps", type=int, default=40, help="supervised")
+    parser.add_argument("--steps", type=int, default=20, help="supervised")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--problems", type=int, default=64)
     asked = parser.parse_args()
@@ -62,13 +63,12 @@ def main() -> None:
     dist.init_process_group(
         "nccl" if asked.device == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
     )
-    on_gpu = asked.device == "cuda"
     config = OwnRunConfig.model_validate(
         {
             "algorithm": {"type": "grpo"},
             "model": {"path": asked.model} if asked.model else {"preset": "qwen2-tiny"},
             "policy": {
-                "dtype": "bfloat16" if on_gpu else "float32",
+                "dtype": asked.dtype,
                 "packing": True,
                 "optimizer": {"learning_rate": asked.learning_rate},
             },
