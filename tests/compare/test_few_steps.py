@@ -95,3 +95,14 @@ def test_copied_runs_are_no_mismatch():
         treatment=np.array([right, right]),
     )
     assert limit.verdict == "INCONCLUSIVE" and "holds the numbers of" in limit.reasons[0]
+
+
+def test_pairs_needed_of_margins_in_sigmas_count_a_treatment_that_varies_more():
+    rng, claim = np.random.default_rng(0), Primary(metric=ACCURACY, margin="1 sigma", climbs=False)
+    left, own = rng.normal(0, 1, (2, 5, 1)) + rng.normal(0, 0.01, (2, 5, 20))
+    needed = []
+    for ratio in (1.0, 3.0):
+        right = ratio * (0.6 * left + 0.8 * own)
+        (found,) = verdict(claim, ACCURACY, baseline=left, treatment=right).primaries
+        needed.append(found.pairs_needed)
+    assert needed[1] > 2 * needed[0], needed
