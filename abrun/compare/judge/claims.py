@@ -358,12 +358,15 @@ def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolut
 
 
 def skew_warning(values: Array, what: str = "the differences are", num_tests: int = 1) -> str | None:
-    """Where values are skewed beyond what normal ones are by chance (1 time in 20, of all tests)."""
+    """Where values are skewed beyond what normal ones are by chance (1 time in 20, of all tests).
+
+    Nothing of those that move in steps too wide to tell: see `skewness`.
+    """
     found = skewness(values)
     if found is None or found[1] >= 0.05 / num_tests:
         return None
     return (
-        f"{what} skewed (skewness {found[0]:+.2g}, p = {found[1]:.2g}), which the t-test "
+        f"{what} skewed (skewness {found[0]:+.2g}, p = {found[1]:.2g} of normal ones), which the t-test "
         "assumes they are not: it may err more often than it says"
     )
 
