@@ -295,13 +295,7 @@ def with_statistics(
         wider = error / tost.standard_error if tost.standard_error else 1.0
         sds = wider * mean_and_sd(baseline)[1], wider * mean_and_sd(treatment)[1]
         return _runs_needed(result, margin, sds)
-    sd, alpha = error * math.sqrt(len(baseline)), result.alpha
-    return replace(
-        result,
-        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
-        pairs_needed_range=pairs_needed_range(margin, sd, len(baseline), alpha=alpha),
-        pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=tost.mean_difference),
-    )
+    return _pairs_needed(result, margin, error * math.sqrt(len(baseline)))
 
 
 def _errors_at_the_margin(
@@ -310,6 +304,18 @@ def _errors_at_the_margin(
     """Of treatment - (baseline ± margin), of which a margin that is itself measured has two tests."""
     ends = [] if margin is None else [baseline + sign * margin for sign in (1, -1)]
     return [(paired_mean(treatment - end) if paired else welch(end, treatment))[1] for end in ends]
+
+
+def _pairs_needed(result: PrimaryResult, margin: float, sd: float) -> PrimaryResult:
+    """By the sd of a paired difference."""
+    assert result.mean_difference is not None
+    alpha = result.alpha
+    return replace(
+        result,
+        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
+        pairs_needed_range=pairs_needed_range(margin, sd, result.num_pairs, alpha=alpha),
+        pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=result.mean_difference),
+    )
 
 
 def _runs_needed(result: PrimaryResult, margin: float, sds: tuple[float, float]) -> PrimaryResult:
