@@ -13,7 +13,7 @@ from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
 from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.step_one import StepOne, named_otherwise, step_one
+from abrun.compare.judge.step_one import StepOne, named_otherwise, share_of_scale, step_one
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.untested import counted, not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
@@ -380,7 +380,7 @@ def certified(result: PrimaryResult) -> str:
 def step_one_open(one: StepOne) -> str:
     """A first step that neither agrees nor shows a fault, and what would settle it."""
     return (
-        f"step one of {one.metric}: it deviates by {one.deviation:.2g} (seed {one.seed}), beyond "
+        f"step one of {one.metric}: it deviates by {_share(one)} (seed {one.seed}), beyond "
         f"{one.tolerance:.2g} ({one.tolerance_from}), and nothing says how far rounding takes it here: give "
         "compare.step_one_tolerance, or controls.aa_reruns where reruns differ"
     )
@@ -389,9 +389,13 @@ def step_one_open(one: StepOne) -> str:
 def _step_one_sentence(one: StepOne) -> str:
     return (
         f"step one: {one.metric} is {one.baseline:.6g} in the baseline and {one.treatment:.6g} in the "
-        f"treatment at step {one.step} (seed {one.seed}): relative deviation {one.deviation:.2g}, tolerance "
+        f"treatment at step {one.step} (seed {one.seed}): a deviation by {_share(one)}, tolerance "
         f"{one.tolerance:.2g} ({one.tolerance_from})"
     )
+
+
+def _share(one: StepOne) -> str:
+    return share_of_scale(one.deviation, one.scale, one.scale_from)
 
 
 def _pairs_needed(result: PrimaryResult) -> str:

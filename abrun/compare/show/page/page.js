@@ -473,8 +473,8 @@ function stepOne() {
       "p",
       { class: "intro" },
       "Before any treated update can have had an effect, both arms must agree up to rounding. A deviation is a share of " +
-        "the metric's size (where that is a sum that cancels, of its terms'), of the pair that deviates most; what lies " +
-        "within the tolerance is taken for rounding.",
+        "the scale beside it: the metric's size, or that of the terms that cancel in it. It is of the pair that deviates " +
+        "most; what lies within the tolerance is taken for rounding.",
     ),
     list.length
       ? table(
@@ -496,7 +496,7 @@ function stepOne() {
             chip({ pass: "agrees", fail: "deviates" }[one.result] || one.result),
             number(one.baseline, 6),
             number(one.treatment, 6),
-            number(one.deviation, 2),
+            [number(one.deviation, 2), muted(`of ${one.scale_from} (${number(one.scale, 3)})`)],
             [number(one.tolerance, 2), muted(one.tolerance_from)],
             meter(one),
             number(one.aa_deviation, 2),
