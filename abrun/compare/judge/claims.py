@@ -113,6 +113,12 @@ def sample_text(result: PrimaryResult) -> str:
     return f"{result.num_runs[0]} and {result.num_runs[1]} unpaired runs{how}"
 
 
+def setting_text(result: PrimaryResult, *, has_recipe: bool) -> str:
+    """What an outcome is said of and no more: `5 pairs, this recipe, steps 33-40`."""
+    steps = f"{result.steps[0]}-{result.steps[1]}" if result.steps else result.window
+    return f"{sample_text(result)}, {'this recipe, ' * has_recipe}steps {steps}"
+
+
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 

@@ -178,7 +178,8 @@ def _scale(baseline: RecordedRun, metric: str, left: float, right: float) -> tup
         first = first_step(baseline)
         ends = [baseline.series(end).at(first) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
         known = [abs(end) for end in ends if end is not None and math.isfinite(end)]
-        least, least_from = max(known, default=1.0), "the largest advantage" if known else "the least scale of a loss"
+        least = max(known, default=1.0)
+        least_from = "the largest advantage" if known else "the least scale of a loss"
     return (size, "its size") if size >= least else (least, least_from)
 
 
@@ -197,19 +198,19 @@ def _tolerance(
     """
     if compare.step_one_tolerance is not None:
         return compare.step_one_tolerance, "recipe", True
-    # A foreign framework's precision is not known, and is most often bfloat16.
-    dtypes = {
-        str((run.config or {}).get("policy.dtype", "bfloat16")) for run in (pair.baseline, pair.treatment)
-    }
-    coarsest = max(dtypes, key=lambda dtype: ROUNDING.get(dtype, 0.0))
-    rounding = ROUNDING.get(coarsest, ROUNDING["float32"])
+    dtypes = {(run.config or {}).get("policy.dtype") for run in (pair.baseline, pair.treatment)}
+    if None in dtypes:  # a foreign framework's, which is most often the coarsest
+        rounding, rounding_of = ROUNDING["bfloat16"], "rounding in a precision that the runs do not say"
+    else:
+        coarsest = max(map(str, dtypes), key=lambda dtype: ROUNDING.get(dtype, 0.0))
+        rounding, rounding_of = ROUNDING.get(coarsest, ROUNDING["float32"]), f"rounding of {coarsest}"
     repeated = [one for one in again if math.isfinite(one)]
     if repeated and max(repeated) > 0:
         factor = factor_of_maxima(num_pairs, len(repeated), alpha)
         if factor * max(repeated) > rounding:
             what = f"{factor:.3g}x the largest A/A deviation of {len(repeated)}"
             return factor * max(repeated), what, True
-    return rounding, f"rounding of {coarsest}", rounding <= ROUNDING["float32"]
+    return rounding, rounding_of, rounding <= ROUNDING["float32"]
 
 
 def factor_of_maxima(num_pairs: int, num_reruns: int, alpha: float) -> float:

@@ -50,19 +50,15 @@ def _launched(experiment: Experiment) -> bool:
     return experiment.launched_compare_sha256 is not None
 
 
-def _of_commands(experiment: Experiment) -> bool:
-    """Whether another trainer made the runs, in which nothing can be planted."""
-    return any((run.config or {}).get("trainer.type") == "command" for run in experiment.runs.values())
-
-
 def _name(experiment: Experiment) -> str:
     return shlex.quote(experiment.name)
 
 
 def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if content["post_hoc"]:
-        yield _with_fresh_seeds(experiment, "Declare the claim in the recipe, and test it on fresh seeds")
-    elif content["sensitivity"] is None and not (experiment.regression or _of_commands(experiment)):
+        declare = "Declare the claim in the recipe" if experiment.has_recipe else "Settle on the claim now"
+        yield _with_fresh_seeds(experiment, f"{declare}, and test it on fresh seeds")
+    elif content["sensitivity"] is None and experiment.can_plant:
         yield NextStep(
             text="Measure what this comparison would have caught: faults planted in the baseline",
             command="abrun sensitivity RECIPE",
