@@ -238,12 +238,14 @@ def _limit(mean_error_freedom: tuple[float, float, float], limit: float, alpha: 
 
 
 def skewness(values: ArrayLike) -> tuple[float, float] | None:
-    """The sample skewness and its two-sided p among normal samples of that size, simulated; None below four.
+    """The sample skewness and its two-sided p among normal samples of that size, simulated.
 
-    Of three values every skewness below 0.71 is as likely: they cannot show any.
+    None below four: of three values every skewness below 0.71 is as likely. And None where no more than half
+    of the values are distinct, as of counts: among those samples are often skewed, though the law is not.
     """
     sample = np.asarray(values, float)
-    if len(sample) < 4 or mean_and_sd(sample)[1] == 0:
+    gaps = np.diff(np.sort(sample))
+    if len(sample) < 4 or 1 + np.sum(gaps > 1e-9 * np.ptp(sample)) <= len(sample) / 2:
         return None
     found, others = float(_skewness(sample)), _skewness_of_normal(len(sample))
     beyond = len(others) - int(np.searchsorted(others, abs(found)))

@@ -250,8 +250,17 @@ def test_runs_needed_is_what_simulation_finds():
 
 
 def test_no_skewness_is_impossible_among_normal_samples():
-    found = skewness([0.0, 0.0, 0.0, 1.0])
+    found = skewness([0.0, 0.001, 0.002, 1.0])
     assert found is not None and 0 < found[1] < 0.001
+
+
+@pytest.mark.parametrize("size", [4, 6, 10])
+@pytest.mark.parametrize("sd", [0.4, 0.7, 1.0, 4.0])
+def test_symmetric_counts_are_rarely_called_skewed(sd, size):
+    """Taken for normal ones, those of few steps were in up to .43."""
+    counts = np.round(sd * np.random.default_rng(size).standard_normal((1000, size))) / 16
+    found = [skewness(values) for values in 0.3 + counts]
+    assert np.mean([one is not None and one[1] < 0.05 for one in found]) <= 0.07
 
 
 def test_a_bound_is_printed_no_smaller_than_it_is():

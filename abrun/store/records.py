@@ -147,6 +147,11 @@ def attempt_numbers(folder: Path) -> list[int]:
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))
 
 
+def last_attempt(folder: Path) -> int:
+    """The number of the newest start of the job, 0 before the first."""
+    return max(attempt_numbers(folder), default=0)
+
+
 def read_attempt(path: Path, number: int) -> Attempt:
     """An attempt that begins just now, or whose process was killed as it did, has an empty file."""
     known = path.stat() if path.is_file() else None

@@ -54,6 +54,7 @@ from abrun.store.records import (
     attempt_file,
     attempt_numbers,
     ending_of,
+    last_attempt,
     read_as,
     read_attempt,
     record_in,
@@ -214,7 +215,7 @@ class RunDir:
                     break
         attempt = Attempt(number=number, started_s=time.time(), **this_process())
         write_json(attempt_file(folder, number), asdict(attempt))
-        writer = RunWriter(self, attempt)
+        writer = RunWriter(self.path, attempt)
         bad = bad_lines(self.path / layout.METRICS, is_row)
         if bad:
             blank_lines(self.path / layout.METRICS, bad.values())
@@ -236,7 +237,8 @@ class RunDir:
         """
         attempt = self.attempt()
         unfinished = ("running", "interrupted") if interrupted else ("running",)
-        return RunWriter(self, attempt) if attempt.number > known and attempt.status in unfinished else None
+        is_it = attempt.number > known and attempt.status in unfinished
+        return RunWriter(self.path, attempt) if is_it else None
 
     def write_node(self, node: Node) -> None:
         """What a node's agent says of its ranks; of a run that is there, and that no later attempt owns."""
@@ -290,7 +292,7 @@ class RunDir:
     @property
     def last_attempt(self) -> int:
         """The number of the newest start of the job, 0 before the first."""
-        return max(attempt_numbers(self.path / layout.ATTEMPTS), default=0)
+        return last_attempt(self.path / layout.ATTEMPTS)
 
     def launches(self) -> list[Launch]:
         return list(read_as(Launches, self.path / layout.LAUNCH).launches)

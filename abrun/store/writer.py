@@ -5,18 +5,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from abrun import layout
 from abrun.errors import StoreError
 from abrun.redaction import redacted, told
 from abrun.store.files import write_file, write_json
 from abrun.store.lines import LineWriter
-from abrun.store.records import Attempt, Status, attempt_file
+from abrun.store.records import Attempt, Status, attempt_file, last_attempt
 from abrun.store.samples import MOST_BYTES, Sample, row_of
-
-if TYPE_CHECKING:
-    from abrun.store.rundir import RunDir
 
 STOPPED = "stopped by a signal; continue with --resume"
 
@@ -31,12 +29,12 @@ class RunWriter:
     Where one does, FencedError is raised instead. Which attempt this is, `attempt` counts from 1.
     """
 
-    def __init__(self, run: "RunDir", attempt: Attempt) -> None:
-        self.run = run
+    def __init__(self, path: Path, attempt: Attempt) -> None:
+        self.path = path
         self.attempt = attempt.number
         self._mine = attempt
-        self._metrics = LineWriter(run.path / layout.METRICS)
-        self._events = LineWriter(run.path / layout.EVENTS)
+        self._metrics = LineWriter(path / layout.METRICS)
+        self._events = LineWriter(path / layout.EVENTS)
         self._validations: LineWriter | None = None
         self._samples: LineWriter | None = None
 
@@ -51,7 +49,7 @@ class RunWriter:
         """Append what a validation found, prompt by prompt."""
         self.check_fence()
         if self._validations is None:
-            self._validations = LineWriter(self.run.path / layout.VALIDATION)
+            self._validations = LineWriter(self.path / layout.VALIDATION)
         content = {"prompts_sha256": prompts_sha256, "rewards": rewards, "lengths": lengths}
         self._validations.write({"step": step, "attempt": self.attempt, **content})
 
@@ -59,7 +57,7 @@ class RunWriter:
         """Append some of a step's completions, as long as the file is not too large."""
         self.check_fence()
         if self._samples is None:
-            self._samples = LineWriter(self.run.path / layout.SAMPLES)
+            self._samples = LineWriter(self.path / layout.SAMPLES)
         if self._samples.path.stat().st_size < MOST_BYTES:
             self._samples.write(row_of(step, self.attempt, samples))
 
@@ -68,7 +66,7 @@ class RunWriter:
         self.check_fence()
         content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt}
         content |= {} if patience_s is None else {"patience_s": patience_s}
-        write_json(self.run.path / layout.HEARTBEAT, content, durable=False)
+        write_json(self.path / layout.HEARTBEAT, content, durable=False)
 
     def event(self, event: str, **details: Any) -> None:
         """Append to events.jsonl, and to stdout.log for whoever reads along; without secrets."""
@@ -80,7 +78,7 @@ class RunWriter:
     def environment(self, content: Mapping[str, Any]) -> None:
         """What the run depends on besides its configuration."""
         self.check_fence()
-        write_json(self.run.path / layout.ENVIRONMENT, {"attempt": self.attempt, **content})
+        write_json(self.path / layout.ENVIRONMENT, {"attempt": self.attempt, **content})
 
     def sync(self) -> None:
         """Bring all lines to the disk: what is written after this may claim them."""
@@ -91,12 +89,12 @@ class RunWriter:
     def initial_sample(self, content: bytes) -> None:
         """Some of the initial weights, as `final_sample`; its metadata has the whole tensors' `sizes`."""
         self.check_fence()
-        write_file(self.run.path / layout.INITIAL_SAMPLE, content)
+        write_file(self.path / layout.INITIAL_SAMPLE, content)
 
     def final_sample(self, content: bytes) -> None:
         """Some of the final weights, by tensor, as safetensors."""
         self.check_fence()
-        write_file(self.run.path / layout.FINAL_SAMPLE, content)
+        write_file(self.path / layout.FINAL_SAMPLE, content)
 
     def finish(self, step: int, weights: Mapping[str, Any] | None = None, /, **details: Any) -> None:
         """Write result.json: from now on the run is finished.
@@ -106,7 +104,7 @@ class RunWriter:
         self.event("finished", step=step, **details)
         self.sync()
         result = {"step": step, "attempt": self.attempt, **(weights or {})}
-        write_json(self.run.path / layout.RESULT, result)
+        write_json(self.path / layout.RESULT, result)
         self._end_attempt("finished", None, 0)
 
     def fail(self, message: str, *, exit_code: int, **details: Any) -> None:
@@ -126,16 +124,16 @@ class RunWriter:
 
     def check_fence(self) -> None:
         """Raises FencedError where a newer attempt has begun, or the record of this one is gone."""
-        newest = self.run.last_attempt
+        newest = last_attempt(self.path / layout.ATTEMPTS)
         if not newest:
-            raise FencedError(f"{self.run.path}: was removed; attempt {self.attempt} stops")
+            raise FencedError(f"{self.path}: was removed; attempt {self.attempt} stops")
         if newest != self.attempt:
             raise FencedError(
-                f"{self.run.path}: attempt {newest} owns this run now; attempt {self.attempt} stops"
+                f"{self.path}: attempt {newest} owns this run now; attempt {self.attempt} stops"
             )
 
     def _end_attempt(self, status: Status, message: str | None, exit_code: int) -> None:
         self.check_fence()
         end = {"status": status, "message": message, "ended_s": time.time(), "exit_code": exit_code}
-        path = attempt_file(self.run.path / layout.ATTEMPTS, self.attempt)
+        path = attempt_file(self.path / layout.ATTEMPTS, self.attempt)
         write_json(path, {**asdict(self._mine), **end})

@@ -29,7 +29,7 @@ from abrun import store
 from abrun.backends.pieces import Held, as_metadata
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, StoreError
-from abrun.store import SAVED_STATE, RunWriter, SavedState
+from abrun.store import SAVED_STATE, RunDir, RunWriter, SavedState
 
 
 class Stateful(Protocol):
@@ -68,7 +68,7 @@ def save(
         if writer:
             files = {name: of for by_name in shared.of_all for name, of in by_name.items()}
             content = SavedState(
-                run=writer.run.identity(),
+                run=RunDir(writer.path).identity(),
                 step=step,
                 num_ranks=ranks.size,
                 attempt=writer.attempt,
@@ -96,7 +96,8 @@ def restore(
     with _together(ranks, directory) as shared:
         if writer:
             _remove_partial(directory)
-            shared.mine = _complete(directory), writer.run.step_attempts(), writer.run.identity()
+            here = RunDir(writer.path)
+            shared.mine = _complete(directory), here.step_attempts(), here.identity()
     complete, recorded, run = shared.of_all[0]
     damages: list[str] = []
     for step in sorted(complete, reverse=True):

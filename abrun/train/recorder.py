@@ -18,7 +18,7 @@ from torch import Tensor
 from abrun.backends import Backend
 from abrun.models import content_of, sample_of, weights_hash
 from abrun.recipe import OwnRunConfig, Policy
-from abrun.store import RunWriter, Sample
+from abrun.store import RunDir, RunWriter, Sample
 from abrun.train.wandb_mirror import WandbMirror
 
 RECORDED_PACKAGES = (
@@ -42,7 +42,7 @@ class Recorder:
         self._writer = writer
         self._mirror: WandbMirror | None = None
         if writer and config.wandb:
-            self._mirror = WandbMirror(writer.run, lambda text: self.event("wandb", message=text))
+            self._mirror = WandbMirror(RunDir(writer.path), lambda text: self.event("wandb", message=text))
 
     def environment(
         self,

@@ -1,10 +1,12 @@
 """Runs of other trainers as they lie on disk: one command, no flags, and what was guessed is said."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from abrun.compare import compare_sources
 from abrun.compare.read.sources import Reading
@@ -68,6 +70,35 @@ def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
     for name in ("Reward/mean", "reward"):
         again = described(sources, tmp_path / "again", claim.replace(one.metric, name))
         assert again.content.primaries == decided.content.primaries
+
+
+@pytest.mark.parametrize(
+    ("claim", "shift", "verdict"),
+    [
+        (None, 0.0, "INCONCLUSIVE"),
+        ("train/reward:last 20%:0.1", 0.0, "MATCH"),
+        ("train/reward:last 20%:0.1", 0.5, "MISMATCH"),
+        ("train/reward:last 20%:<9", 0.0, "MATCH"),
+    ],
+)
+def test_where_nothing_was_launched_no_settings_are_spoken_of(
+    tmp_path: Path, claim: str | None, shift: float, verdict: str
+) -> None:
+    """There is no recipe to set them in, and no one has said a precision."""
+    for arm, moved, norm in zip(ARMS, (0.0, shift), (1.0, 1.02), strict=True):
+        for seed in SEEDS:
+            first, *later = rows(arm, seed)
+            changed = [{**row, "reward": row["reward"] + moved} for row in later]
+            write_csv(tmp_path / arm / f"s{seed}.csv", [{**first, "grad_norm": norm**seed}, *changed])
+    found = described([str(tmp_path / arm) for arm in ARMS], tmp_path / "report", claim)
+    assert found.verdict == verdict
+    screen = io.StringIO()
+    Console(file=screen, width=1000).print(found.summary())
+    text = json.dumps(found.as_json()) + screen.getvalue()
+    said = next(one for one in found.content.not_tested if one.startswith("step one of train/grad_norm"))
+    assert "(rounding in a precision that the runs do not say)" in said and "-aa1" in said
+    for word in ("recipe", "bfloat16", "controls.", "compare.", "environment.json"):
+        assert word not in text, word
 
 
 def test_the_suggested_margin_owes_nothing_to_the_treatment(tmp_path: Path) -> None:

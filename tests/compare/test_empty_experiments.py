@@ -153,7 +153,7 @@ def test_a_claim_on_what_has_no_direction_needs_a_baseline_that_learns_something
     ("empty", "metric", "reason"),
     [
         (lambda row: row.update({"train/entropy": 1.0}), "train/entropy", "it is 1 at every step"),
-        (lambda row: row.update({"train/lr": 1e-3}), "train/lr", "it follows from recipe and seed"),
+        (lambda row: row.update({"train/lr": 1e-3}), "train/lr", "it follows from configuration and seed"),
         (lambda row: row.update({"train/grad_norm": 0.0}), "train/entropy", "train/grad_norm is 0"),
     ],
 )

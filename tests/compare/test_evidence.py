@@ -124,8 +124,17 @@ def test_the_recipe_s_tolerance_rules(simulated, judged):
     assert (one.tolerance, one.tolerance_from, one.result) == (0.5, "recipe", "pass")
 
 
-@pytest.mark.parametrize(("advantage", "passes"), [(None, True), (2.0, True), (0.01, False)])
-def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(simulated, judged, advantage, passes):
+@pytest.mark.parametrize(
+    ("advantage", "passes", "said"),
+    [
+        (None, True, "5e-05 of the least scale of a loss (1)"),
+        (2.0, True, "2.5e-05 of the largest advantage (2)"),
+        (0.01, False, "0.005 of the largest advantage (0.01)"),
+    ],
+)
+def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(
+    simulated, judged, advantage, passes, said
+):
     experiment_dir = simulated()
     for arm, loss in (("baseline", 1e-9), ("treatment", 5e-5)):
         directory = experiment_dir / f"{arm}/seed-3"  # seeds 0 and 1 have reruns
@@ -133,7 +142,14 @@ def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(simulated, j
         if advantage is not None:
             edit_rows(directory, lambda row: row.update({"train/advantages/min": -advantage}))
             edit_rows(directory, lambda row: row.update({"train/advantages/max": 0.0}))
-    assert check(judged(experiment_dir), "train/loss").result == ("pass" if passes else "fail")
+    found = judged(experiment_dir)
+    one = check(found, "train/loss")
+    assert one.result == ("pass" if passes else "fail")
+    assert one.deviation == pytest.approx(abs(one.treatment - one.baseline) / one.scale)
+    report = (experiment_dir / "report/report.md").read_text()
+    assert f"differ most in train/loss: by {said}, where 0.0001 is allowed" in report
+    if not passes:
+        assert f": a deviation by {said}, tolerance 0.0001 (rounding" in found.content.reasons[0]
 
 
 @pytest.mark.parametrize(("kl_error", "passes"), [(4e-13, True), (3e-9, True), (8e-9, False)])
@@ -299,6 +315,8 @@ def make_step_one():
         baseline=1.0,
         treatment=1.0,
         deviation=0.0,
+        scale=1.0,
+        scale_from="its size",
         tolerance=1e-4,
         tolerance_from="recipe",
         aa_deviation=None,

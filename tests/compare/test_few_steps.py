@@ -5,7 +5,7 @@ import pytest
 
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun
-from abrun.equivalence import limit_test, paired_tost, welch_tost
+from abrun.equivalence import limit_test, paired_tost, pairs_needed, welch_tost
 from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
@@ -15,8 +15,9 @@ STEPS = np.arange(10, 60, 10)
 ACCURACY = "validation/accuracy"
 
 
-def verdict(claim: Primary, metric: str, **arms: np.ndarray) -> ArmVerdict:
-    """Of curves [P, S]."""
+def verdict(claim: Primary | None, metric: str, **arms: np.ndarray) -> ArmVerdict:
+    """Of curves [P, S]; without a claim they are described."""
+    claims = [claim] if claim else []
     steps = np.arange(1, next(iter(arms.values())).shape[1] + 1)
     runs = [
         RecordedRun(
@@ -31,10 +32,10 @@ def verdict(claim: Primary, metric: str, **arms: np.ndarray) -> ArmVerdict:
     experiment = Experiment(
         name="simulated",
         arms=tuple(arms),
-        compare=Compare(primary=[claim], step_one=False),
+        compare=Compare(primary=claims, step_one=False),
         runs={run.name: run for run in runs},
     )
-    return judge(experiment, [claim])[0]
+    return judge(experiment, claims)[0]
 
 
 def accuracies(rng, num_pairs: int, num_prompts: int, lost: float) -> tuple[np.ndarray, np.ndarray]:
@@ -77,24 +78,31 @@ def test_many_pairs_in_steps_are_tested_as_ever():
     assert paired_tost(left, right, 0.1, resolution=1 / 256) == paired_tost(left, right, 0.1)
 
 
-def test_copied_runs_are_no_mismatch():
+@pytest.mark.parametrize(("num_pairs", "share"), [(3, 0.0), (6, 0.1)])
+def test_a_description_s_interval_is_that_of_a_claim(num_pairs, share):
+    """Without what a step may do it said ±0, and that 2 pairs would do."""
+    rng = np.random.default_rng(0)
+    left = np.round((np.linspace(0.1, 0.8, 20) + 0.1 * rng.standard_normal((num_pairs, 20))) * 16) / 16
+    right = left + (rng.random(left.shape) < share) / 16
+    claim = Primary(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
+    (tested,) = verdict(claim, ACCURACY, baseline=left, treatment=right).primaries
+    (described,) = verdict(None, ACCURACY, baseline=left, treatment=right).descriptions
+    assert described.interval == tested.interval and described.certified_bound == tested.certified_bound
+    assert described.certified_bound is not None and described.certified_bound > 0
+    assert described.margin and tested.standard_error is not None
+    sd = tested.standard_error * np.sqrt(num_pairs)
+    assert described.runs_needed == pairs_needed(described.margin, sd)
+
+
+@pytest.mark.parametrize("allowed", [{"margin": 0.02}, {"above": 0.5}])
+def test_copied_runs_are_no_mismatch(allowed):
     """Two seeds of one run have a spread of 0: any difference would exceed any margin."""
     rng, climb = np.random.default_rng(0), 1 - np.exp(-np.arange(30) / 8)
     left, right = climb + 0.1 * rng.standard_normal(30), climb + 0.2 + 0.1 * rng.standard_normal(30)
-    found = verdict(
-        Primary(metric="train/reward", margin=0.02),
-        "train/reward",
-        baseline=np.array([left, left]),
-        treatment=np.array([right, right]),
-    )
+    arms = {"baseline": np.array([left, left]), "treatment": np.array([right, right])}
+    found = verdict(Primary(metric="train/reward", **allowed), "train/reward", **arms)
     assert found.verdict == "INCONCLUSIVE" and "holds the numbers of baseline/seed-0" in found.reasons[0]
-    limit = verdict(
-        Primary(metric="train/reward", above=0.5),
-        "train/reward",
-        baseline=np.array([left, left]),
-        treatment=np.array([right, right]),
-    )
-    assert limit.verdict == "INCONCLUSIVE" and "holds the numbers of" in limit.reasons[0]
+
 
 
 def test_pairs_needed_of_margins_in_sigmas_count_a_treatment_that_varies_more():

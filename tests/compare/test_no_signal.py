@@ -124,7 +124,7 @@ def test_a_metric_that_follows_from_the_recipe_certifies_nothing(simulated, judg
             edit_rows(directory, lambda row: row.update({"train/lr": row["step"] * 1e-7}))
     comparison = judged(experiment_dir, primaries=[Primary(metric="train/lr", margin=1e-3)])
     verdict, _, _, reason = outcome(comparison)
-    assert verdict == "INCONCLUSIVE" and "follows from recipe and seed" in reason
+    assert verdict == "INCONCLUSIVE" and "follows from configuration and seed" in reason
 
 
 def test_a_dead_run_with_a_claim_on_its_gradients_gets_a_verdict(simulated, judged):

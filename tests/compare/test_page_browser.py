@@ -351,6 +351,8 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
         ran=None,
         environment=None,
         levels=[],
+        has_recipe=True,
+        planted_faults=None,
         next_steps=[],
         completions=found,
         by_prompt=[],

@@ -103,10 +103,13 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged):
     foreign_runs = {name: replace(run, config={"trainer.type": "command"}) for name, run in own.runs.items()}
     (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be planted in those
     assert only.command == "abrun freeze simulated --output simulated.json"
-    foreign = replace(own, launched_compare_sha256=None)
+    foreign = replace(own, launched_compare_sha256=None, has_recipe=False)
     (again, *_) = next_steps(foreign, content | {"verdict": "INVALID"}, "abrun compare A B --alias x=y")
     assert again.command == "abrun compare A B --alias x=y"
     assert next_steps(foreign, content | {"verdict": "INVALID"})[0].command == "abrun compare RUNS"
+    held = replace(foreign, launched_compare_sha256="of the reference's claims", regression=True)
+    assert next_steps(held, content)[0].command == "abrun compare NEW --reference FILE"
+    assert next_steps(held, content | {"verdict": "MISMATCH"})[0].command == "abrun compare RUNS"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.compare.judge.planted import sensitivity
 from abrun.compare.read.stored import load_experiment
-from abrun.compare.show.planted import rows, sentence, write_sensitivity
+from abrun.compare.show.planted import in_short, rows, sentence, write_sensitivity
 from abrun.errors import RecipeError
 from abrun.launch.controls import with_faults_alone
 from abrun.plan import make_plan, pairs
@@ -125,6 +126,47 @@ def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
     assert page.endswith("## Not planted\n\n- value_unshifted, which needs algorithm.type: ppo\n")
     written = json.loads((tmp_path / "report" / "sensitivity.json").read_text())
     assert written["not_planted"] == lacks and (written["num_pairs"], written["num_steps"]) == (5, 40)
+
+
+def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
+    simulated: Callable[..., Path], judged: Callable[..., Any]
+) -> None:
+    directory = simulated(controls=FAULTS)
+    shutil.rmtree(directory / "fault-misgrouped/seed-0")
+    found = judged(directory).as_json()["sensitivity"]
+    assert sentence(found).endswith(
+        "; would have passed as a match: late_half_batch (0.25 of the rows); not "
+        "judged: misgrouped (1 rows off)"
+    )
+    shutil.rmtree(directory / f"{LATE}/seed-0")
+    found = judged(directory).as_json()["sensitivity"]
+    said = "could judge none of 2 planted faults: fault-misgrouped/seed-0 is not finished (its directory is "
+    assert sentence(found).startswith(said) and "0 of 0" not in (directory / "report/report.md").read_text()
+    assert in_short(load_experiment(directory), found) == "could judge none of 2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "short"),
+    [
+        (
+            {"arms": {"baseline": {}, "treatment": {"planted_fault": "misgrouped"}}},
+            "no fault was planted beside misgrouped in treatment (abrun sensitivity)",
+            "misgrouped in treatment; none as a control (controls.faults)",
+        ),
+        (
+            {"planted_fault": "misgrouped"},
+            "no fault was planted beside misgrouped in baseline and treatment",
+            "misgrouped in baseline and treatment; none as a control",
+        ),
+        ({}, "no fault was planted (abrun sensitivity)", "none planted (controls.faults)"),
+    ],
+)
+def test_a_fault_that_is_part_of_an_arm_is_said(
+    simulated: Callable[..., Path], judged: Callable[..., Any], changes: dict[str, Any], said: str, short: str
+) -> None:
+    directory = simulated(**changes)
+    assert f"what it would have caught: {said}" in judged(directory).as_json()["not_tested"]
+    assert in_short(load_experiment(directory), None) == short
 
 
 def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatch) -> None:

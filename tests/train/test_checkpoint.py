@@ -54,7 +54,7 @@ class OneTensor:
 def save(run: RunDir, trained: OneTensor, step: int, writer: RunWriter | None = None) -> None:
     """A step as the loop takes it: its row, then the checkpoint."""
     writer = writer or run.begin_attempt()
-    recorded = writer.run.step_attempts()
+    recorded = run.step_attempts()
     for each in range(1, step + 1):
         if each not in recorded:
             writer.metrics(each, {"x": float(each)})

@@ -38,7 +38,7 @@ def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> str | N
     """
     found = find(metric)
     if found and "given" in found.roles:
-        return "it follows from recipe and seed, whatever the arms learn"
+        return "it follows from configuration and seed, whatever the arms learn"
     baselines, treatments = sides.baselines, sides.treatments
     for runs, arm in ((baselines, "baseline"), (treatments, "treatment")):
         for driver in DRIVERS:

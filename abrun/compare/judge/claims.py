@@ -113,6 +113,12 @@ def sample_text(result: PrimaryResult) -> str:
     return f"{result.num_runs[0]} and {result.num_runs[1]} unpaired runs{how}"
 
 
+def setting_text(result: PrimaryResult, *, has_recipe: bool) -> str:
+    """What an outcome is said of and no more: `5 pairs, this recipe, steps 33-40`."""
+    steps = f"{result.steps[0]}-{result.steps[1]}" if result.steps else result.window
+    return f"{sample_text(result)}, {'this recipe, ' * has_recipe}steps {steps}"
+
+
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 
@@ -295,13 +301,7 @@ def with_statistics(
         wider = error / tost.standard_error if tost.standard_error else 1.0
         sds = wider * mean_and_sd(baseline)[1], wider * mean_and_sd(treatment)[1]
         return _runs_needed(result, margin, sds)
-    sd, alpha = error * math.sqrt(len(baseline)), result.alpha
-    return replace(
-        result,
-        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
-        pairs_needed_range=pairs_needed_range(margin, sd, len(baseline), alpha=alpha),
-        pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=tost.mean_difference),
-    )
+    return _pairs_needed(result, margin, error * math.sqrt(len(baseline)))
 
 
 def _errors_at_the_margin(
@@ -310,6 +310,18 @@ def _errors_at_the_margin(
     """Of treatment - (baseline ± margin), of which a margin that is itself measured has two tests."""
     ends = [] if margin is None else [baseline + sign * margin for sign in (1, -1)]
     return [(paired_mean(treatment - end) if paired else welch(end, treatment))[1] for end in ends]
+
+
+def _pairs_needed(result: PrimaryResult, margin: float, sd: float) -> PrimaryResult:
+    """By the sd of a paired difference."""
+    assert result.mean_difference is not None
+    alpha = result.alpha
+    return replace(
+        result,
+        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
+        pairs_needed_range=pairs_needed_range(margin, sd, result.num_pairs, alpha=alpha),
+        pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=result.mean_difference),
+    )
 
 
 def _runs_needed(result: PrimaryResult, margin: float, sds: tuple[float, float]) -> PrimaryResult:
@@ -358,12 +370,15 @@ def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolut
 
 
 def skew_warning(values: Array, what: str = "the differences are", num_tests: int = 1) -> str | None:
-    """Where values are skewed beyond what normal ones are by chance (1 time in 20, of all tests)."""
+    """Where values are skewed beyond what normal ones are by chance (1 time in 20, of all tests).
+
+    Nothing of those that move in steps too wide to tell: see `skewness`.
+    """
     found = skewness(values)
     if found is None or found[1] >= 0.05 / num_tests:
         return None
     return (
-        f"{what} skewed (skewness {found[0]:+.2g}, p = {found[1]:.2g}), which the t-test "
+        f"{what} skewed (skewness {found[0]:+.2g}, p = {found[1]:.2g} of normal ones), which the t-test "
         "assumes they are not: it may err more often than it says"
     )
 

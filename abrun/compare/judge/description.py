@@ -12,9 +12,9 @@ from functools import reduce
 
 import numpy as np
 
-from abrun.compare.judge.summaries import climbs, direction_in, reduced
+from abrun.compare.judge.summaries import climbs, direction_in, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
-from abrun.equivalence import mean_and_sd, paired_tost, pairs_needed, runs_needed, welch_tost
+from abrun.equivalence import Tost, mean_and_sd, paired_tost, pairs_needed, runs_needed, welch_tost
 from abrun.errors import ComparisonError
 from abrun.metric_names import REWARD, STEP_ONE, is_clock, with_role
 from abrun.recipe import Primary
@@ -119,7 +119,8 @@ def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) 
     distance = np.abs(values[-1] - values[0])
     tost = None
     if min(sides.sizes) > 1:
-        tost = paired_tost(left, right, 1.0) if sides.paired else welch_tost(left, right, 1.0)
+        test, plain = paired_tost if sides.paired else welch_tost, _plain(metric)
+        tost = test(left, right, 1.0, resolution=resolution(sides.runs, plain, int(inside.sum())))
     margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)
     return Description(
         arm=arm,
@@ -138,15 +139,18 @@ def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) 
         certified_bound=tost.certified_bound if tost else None,
         margin=margin,
         margin_is=margin_is,
-        runs_needed=_needed(sides, margin, left, right) if tost and margin else None,
+        runs_needed=_needed(tost, margin, left, right, paired=sides.paired) if tost and margin else None,
     )
+
+
+def _plain(metric: str) -> Primary:
+    """A claim on the metric as it is recorded: no logarithm is taken of what is described."""
+    return Primary(metric=metric, margin=1.0, transform="identity")
 
 
 def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, str]:
     """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
-    climb = float(
-        np.mean(climbs(sides.baselines, Primary(metric=metric, margin=1.0, transform="identity"), last))
-    )
+    climb = float(np.mean(climbs(sides.baselines, _plain(metric), last)))
     if math.isfinite(climb) and climb > 0:
         return _one_digit(SHARE_OF_CLIMB * climb), f"a tenth of the {climb:.3g} that the baseline learned"
     if math.isfinite(level) and level:
@@ -159,7 +163,7 @@ def _one_digit(value: float) -> float:
     return float(f"{math.ceil(round(value / digit, 6)) * digit:.1g}")
 
 
-def _needed(sides: Sides, margin: float, left: Array, right: Array) -> int | None:
-    if sides.paired:
-        return pairs_needed(margin, mean_and_sd(right - left)[1])
+def _needed(tost: Tost, margin: float, left: Array, right: Array, *, paired: bool) -> int | None:
+    if paired:
+        return pairs_needed(margin, tost.standard_error * math.sqrt(len(left)))
     return runs_needed(margin, (mean_and_sd(left)[1], mean_and_sd(right)[1]))

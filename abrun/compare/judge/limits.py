@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
-from abrun.compare.judge.claims import PrimaryResult, sample_text, skew_of_arms, skew_warning
+from abrun.compare.judge.claims import PrimaryResult, setting_text, skew_of_arms, skew_warning
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
 from abrun.compare.judge.summaries import resolution as resolution_of
@@ -201,10 +201,9 @@ def _reduction(metric: str) -> Reduction:
     return "minimum" if found and found.combined == "minimum" else default_reduction(metric)
 
 
-def limit_sentence(result: PrimaryResult) -> str:
+def limit_sentence(result: PrimaryResult, *, has_recipe: bool) -> str:
     """The outcome of a limit or an exact claim, in words that promise no more than was tested."""
-    steps = f"{result.steps[0]}-{result.steps[1]}" if result.steps else result.window
-    where = f"over {sample_text(result)}, this recipe, steps {steps}"
+    where = f"over {setting_text(result, has_recipe=has_recipe)}"
     if result.test == "exact":
         if result.result == "holds":
             return f"{result.metric}: the same bit for bit {where}"

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.step_one import share_of_scale
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, certified, judge
 from abrun.compare.read.experiment import Experiment, Pair
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
@@ -106,7 +107,8 @@ def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str
     differing = [one for one in judged.step_one if one.result == "fail"]
     if differing:
         worst = max(differing, key=lambda one: one.deviation / one.tolerance)
-        figures = f"deviates by {worst.deviation:.2g}, tolerance {worst.tolerance:.2g}"
+        share = share_of_scale(worst.deviation, worst.scale, worst.scale_from)
+        figures = f"deviates by {share}, tolerance {worst.tolerance:.2g}"
         return "step one", worst.metric, worst.step, figures
     failing = next((one for one in judged.guards if one.result == "fail"), None)
     if failing is not None:

@@ -36,7 +36,11 @@ ENTROPY_SCALE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOne:
-    """T1 for one metric: the pair that deviates most, before any treated update can have had an effect."""
+    """T1 for one metric: the pair that deviates most, before any treated update can have had an effect.
+
+    `deviation` is |treatment - baseline| / scale (of train/gen_kl_error both as sqrt(2 KL)), and `scale_from`
+    says what the scale is.
+    """
 
     arm: str
     metric: str
@@ -45,7 +49,9 @@ class StepOne:
     num_pairs: int
     baseline: float
     treatment: float
-    deviation: float  # |treatment - baseline| / scale
+    deviation: float
+    scale: float
+    scale_from: str
     tolerance: float
     tolerance_from: str
     aa_deviation: float | None  # the largest among same-seed baseline reruns
@@ -76,6 +82,7 @@ def _step_one(arm: str, pairs: Sequence[Pair], metric: str, compare: Compare, al
     if not deviations:
         return None
     deviation, pair, (baseline, treatment) = max(deviations, key=lambda one: one[0])
+    scale, scale_from = _scale(pair.baseline, metric, baseline, treatment)
     again = [
         _deviation(pair.baseline, metric, *values)
         for pair in pairs
@@ -100,6 +107,8 @@ def _step_one(arm: str, pairs: Sequence[Pair], metric: str, compare: Compare, al
         baseline=baseline,
         treatment=treatment,
         deviation=deviation,
+        scale=scale,
+        scale_from=scale_from,
         tolerance=tolerance,
         tolerance_from=source,
         aa_deviation=aa_deviation,
@@ -152,22 +161,31 @@ def _deviation(baseline: RecordedRun, metric: str, left: float, right: float) ->
         # k3(x) is x^2 / 2 for small x: as the log-prob error x that it stands for, whose scale is 1. Below 0
         # it is the rounding of a trainer that computes it in float32.
         return abs(math.sqrt(2 * max(right, 0.0)) - math.sqrt(2 * max(left, 0.0)))
-    return abs(right - left) / _scale(baseline, metric, left, right)
+    return abs(right - left) / _scale(baseline, metric, left, right)[0]
 
 
-def _scale(baseline: RecordedRun, metric: str, left: float, right: float) -> float:
-    """What a rounding error of this metric is proportional to."""
-    size = max(abs(left), abs(right))
+def _scale(baseline: RecordedRun, metric: str, left: float, right: float) -> tuple[float, str]:
+    """What a rounding error of this metric is proportional to, and what that is."""
+    if metric == GEN_KL_ERROR:
+        return 1.0, "a nat of log-prob error, sqrt(2 KL)"
+    size = max(abs(left), abs(right)) if math.isfinite(right) else abs(left)
+    least, least_from = 0.0, ""
     if metric.endswith("entropy"):
-        return max(size, ENTROPY_SCALE)
+        least, least_from = ENTROPY_SCALE, "the least scale of an entropy"
     if metric == LOSS:
         # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel: what was rounded are the
         # terms, as large as the largest advantage (about 1 where they are normalised).
         first = first_step(baseline)
         ends = [baseline.series(end).at(first) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
-        terms = max((abs(end) for end in ends if end is not None and math.isfinite(end)), default=1.0)
-        return max(size, terms)
-    return size
+        known = [abs(end) for end in ends if end is not None and math.isfinite(end)]
+        least = max(known, default=1.0)
+        least_from = "the largest advantage" if known else "the least scale of a loss"
+    return (size, "its size") if size >= least else (least, least_from)
+
+
+def share_of_scale(deviation: float, scale: float, scale_from: str) -> str:
+    """`0.047 of the largest advantage (2.47)`: with what it is divided by, for whoever divides again."""
+    return f"{deviation:.2g} of {scale_from} ({scale:.3g})"
 
 
 def _tolerance(
@@ -180,19 +198,19 @@ def _tolerance(
     """
     if compare.step_one_tolerance is not None:
         return compare.step_one_tolerance, "recipe", True
-    # A foreign framework's precision is not known, and is most often bfloat16.
-    dtypes = {
-        str((run.config or {}).get("policy.dtype", "bfloat16")) for run in (pair.baseline, pair.treatment)
-    }
-    coarsest = max(dtypes, key=lambda dtype: ROUNDING.get(dtype, 0.0))
-    rounding = ROUNDING.get(coarsest, ROUNDING["float32"])
+    dtypes = {(run.config or {}).get("policy.dtype") for run in (pair.baseline, pair.treatment)}
+    if None in dtypes:  # a foreign framework's, which is most often the coarsest
+        rounding, rounding_of = ROUNDING["bfloat16"], "rounding in a precision that the runs do not say"
+    else:
+        coarsest = max(map(str, dtypes), key=lambda dtype: ROUNDING.get(dtype, 0.0))
+        rounding, rounding_of = ROUNDING.get(coarsest, ROUNDING["float32"]), f"rounding of {coarsest}"
     repeated = [one for one in again if math.isfinite(one)]
     if repeated and max(repeated) > 0:
         factor = factor_of_maxima(num_pairs, len(repeated), alpha)
         if factor * max(repeated) > rounding:
             what = f"{factor:.3g}x the largest A/A deviation of {len(repeated)}"
             return factor * max(repeated), what, True
-    return rounding, f"rounding of {coarsest}", rounding <= ROUNDING["float32"]
+    return rounding, rounding_of, rounding <= ROUNDING["float32"]
 
 
 def factor_of_maxima(num_pairs: int, num_reruns: int, alpha: float) -> float:

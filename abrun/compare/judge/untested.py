@@ -17,7 +17,7 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     if not experiment.compare.paired:
         return "runs that are not paired have no first step in common"
     if not experiment.compare.step_one:
-        return "switched off (compare.step_one: false)"
+        return f"switched off ({'compare.step_one: false' if experiment.has_recipe else '--no-step-one'})"
     if other_machine(experiment, arm):
         return "the reference was made with other package versions or devices"
     if not first_steps and experiment.launched_compare_sha256 is None:
@@ -26,11 +26,12 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     if not differing or shares_prompts(experiment.pairs(arm)):
         return None
     worst_one = max(differing, key=lambda one: one.deviation)
+    hashes = " (environment.json: prompts_sha256)" if experiment.has_recipe else ""
     return (
         f"{worst_one.metric} is {worst_one.baseline:.6g} in {experiment.baseline} and "
         f"{worst_one.treatment:.6g} in {arm} at step {worst_one.step} (seed {worst_one.seed}), and nothing "
-        "says that the arms saw the same prompts (environment.json: prompts_sha256), so that this tells "
-        "nothing of the treatment; --no-step-one leaves it out"
+        f"says that the arms saw the same prompts{hashes}, so that this tells nothing of the treatment; "
+        "--no-step-one leaves it out"
     )
 
 
@@ -59,7 +60,10 @@ def not_tested(
             f"how the arms part step by step, and from their first one: they are unpaired{shared}"
         )
     if any(one.noise_floor == "unknown" for one in diverged):
-        sentences.append("divergence against the noise floor: no A/A reruns (controls.aa_reruns)")
+        sentences.append(
+            "divergence against the noise floor: no A/A reruns "
+            + ("(controls.aa_reruns)" if experiment.has_recipe else "(names that end in -aa1)")
+        )
     if not learning_metrics([run for run in runs if run.name.arm == experiment.baseline]) and primaries:
         sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
     clean = len(sides.finished.treatments)
@@ -79,11 +83,14 @@ def not_tested(
         )
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
     if primaries and launched and all(planted.name == ONE_ULP for planted in experiment.planted.values()):
-        sentences.append("what it would have caught: no fault was planted (abrun sensitivity)")
+        own, how = experiment.faults_of_arms(), " (abrun sensitivity)" * experiment.can_plant
+        beside = f" beside {', '.join(own)}" if own else ""
+        sentences.append(f"what it would have caught: no fault was planted{beside}{how}")
     if primaries and others > 0:
         sentences.append(f"{counted(others, 'other metric')}: recorded, without a claim")
     if len(steps):
-        sentences.append(f"anything but this recipe, these seeds and steps {steps[0]}-{steps[-1]}")
+        made = "this recipe, these seeds" if experiment.has_recipe else "these runs' configurations, seeds"
+        sentences.append(f"anything but {made} and steps {steps[0]}-{steps[-1]}")
     return sentences
 
 

@@ -3,17 +3,18 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from abrun.compare.judge.by_prompt import ByPrompt, by_prompt
-from abrun.compare.judge.claims import SHARED, PrimaryResult, judge_primary, sample_text, with_holm
+from abrun.compare.judge.claims import SHARED, PrimaryResult, judge_primary, setting_text, with_holm
 from abrun.compare.judge.description import Description, descriptions, nothing_shared, num_metrics
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
 from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.step_one import StepOne, named_otherwise, step_one
+from abrun.compare.judge.step_one import StepOne, named_otherwise, share_of_scale, step_one
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.untested import counted, not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
@@ -193,6 +194,7 @@ def judge_arm(
         results,
         reads_step_one=unread is None,
         recorded=experiment.metrics(),
+        has_recipe=experiment.has_recipe,
     )
     described = descriptions(experiment, arm, primaries)
     if described or not (primaries or experiment.launched_compare_sha256):
@@ -204,7 +206,11 @@ def judge_arm(
         verdict=verdict,
         reasons=reasons,
         not_tested=[
-            *(step_one_open(one) for one in first_steps if one.result == "not tested"),
+            *(
+                step_one_open(one, has_recipe=experiment.has_recipe)
+                for one in first_steps
+                if one.result == "not tested"
+            ),
             *not_tested(experiment, sides, primaries, diverged, unread),
         ],
         num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
@@ -250,6 +256,7 @@ def decide(
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
+    has_recipe: bool = True,
 ) -> tuple[Verdict, list[str]]:
     """The verdict of one arm and why: invalid before mismatch before inconclusive before match."""
     if invalid:
@@ -260,10 +267,11 @@ def decide(
             "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms "
             f"at step 0 or 1, so step one cannot be read{named_otherwise(recorded)}; or say --no-step-one"
         ]
+    sentence = partial(primary_sentence, has_recipe=has_recipe)
     wrong = [
         *(_step_one_sentence(one) for one in first_steps if one.result == "fail"),
         *(f"guard {guard.guard} fails: {guard.text}" for guard in guards if guard.result == "fail"),
-        *(primary_sentence(one) for one in primaries if one.result == "different"),
+        *(sentence(one) for one in primaries if one.result == "different"),
     ]
     if wrong:
         return "MISMATCH", wrong
@@ -273,27 +281,27 @@ def decide(
             for guard in guards
             if guard.result in _OPEN_GUARDS
         ),
-        *(primary_sentence(one) for one in primaries if one.result not in ("equivalent", "holds")),
+        *(sentence(one) for one in primaries if one.result not in ("equivalent", "holds")),
     ]
     if not primaries:
         open_questions.append(_NOT_DECLARED)
     if open_questions:
         return "INCONCLUSIVE", open_questions
-    return "MATCH", [primary_sentence(one) for one in primaries]
+    return "MATCH", [sentence(one) for one in primaries]
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=_WORST_FIRST.index)
 
 
-def primary_sentence(result: PrimaryResult) -> str:
+def primary_sentence(result: PrimaryResult, *, has_recipe: bool = True) -> str:
     """One claim's outcome, in words that promise no more than was tested."""
     unit = difference_unit(result.transform)
     margin = f"{result.margin_text}{unit if result.margin_unit == '' else ''}"
     if result.problem and result.result != "different":
         return f"{result.metric}: not tested over {result.window}: {result.problem}"
     if result.test in ("limit", "ratio limit", "exact"):
-        return limit_sentence(result)
+        return limit_sentence(result, has_recipe=has_recipe)
     if result.mean_difference is None or result.interval is None or result.steps is None:
         if result.num_runs is not None:
             return f"{result.metric}: not tested: equivalence needs two runs of each arm, or more"
@@ -301,7 +309,7 @@ def primary_sentence(result: PrimaryResult) -> str:
             f"{result.metric}: {counted(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
             "at least two: only step one, the guards and the divergence were looked at"
         )
-    where = f"{sample_text(result)}, this recipe, steps {result.steps[0]}-{result.steps[1]}"
+    where = setting_text(result, has_recipe=has_recipe)
     level = f"{100 * (1 - 2 * result.alpha):.3g} %"
     interval = f"{level} interval [{result.interval[0]:.3g}, {result.interval[1]:.3g}]"
     bound = f"certified bound {certified(result)}"
@@ -377,21 +385,28 @@ def certified(result: PrimaryResult) -> str:
     return f"{bound_text(number)}{' sigma' * (result.margin_unit == 'sigma')}"
 
 
-def step_one_open(one: StepOne) -> str:
+def step_one_open(one: StepOne, *, has_recipe: bool) -> str:
     """A first step that neither agrees nor shows a fault, and what would settle it."""
+    settles = "give compare.step_one_tolerance, or controls.aa_reruns where reruns differ"
+    if not has_recipe:
+        settles = "add reruns of the baseline's seeds (names that end in -aa1), where those differ"
     return (
-        f"step one of {one.metric}: it deviates by {one.deviation:.2g} (seed {one.seed}), beyond "
-        f"{one.tolerance:.2g} ({one.tolerance_from}), and nothing says how far rounding takes it here: give "
-        "compare.step_one_tolerance, or controls.aa_reruns where reruns differ"
+        f"step one of {one.metric}: in seed {one.seed} it deviates by {_share(one)}, beyond "
+        f"{one.tolerance:.2g} ({one.tolerance_from}), and nothing says how far rounding takes it here: "
+        f"{settles}"
     )
 
 
 def _step_one_sentence(one: StepOne) -> str:
     return (
         f"step one: {one.metric} is {one.baseline:.6g} in the baseline and {one.treatment:.6g} in the "
-        f"treatment at step {one.step} (seed {one.seed}): relative deviation {one.deviation:.2g}, tolerance "
+        f"treatment at step {one.step} (seed {one.seed}): a deviation by {_share(one)}, tolerance "
         f"{one.tolerance:.2g} ({one.tolerance_from})"
     )
+
+
+def _share(one: StepOne) -> str:
+    return share_of_scale(one.deviation, one.scale, one.scale_from)
 
 
 def _pairs_needed(result: PrimaryResult) -> str:

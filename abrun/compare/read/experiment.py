@@ -144,6 +144,7 @@ class Experiment:
     )
     launched_compare_sha256: str | None = None
     launched_pairs: int = 0
+    has_recipe: bool = False  # False: other trainers' logs, for which nothing can be set in one
     decided: tuple[str, ...] = ()  # what the recipe left to its launch, a line each with the reason
     reference: Reference | None = None
     # Baselines in which something was planted: what by arm, and their runs, which no verdict is about.
@@ -204,6 +205,25 @@ class Experiment:
         steps = union(run.steps for run in finished)
         ends = [int(run.steps[-1]) for run in finished if run.thinned and len(run.steps)]
         return steps[steps <= max(ends)] if self.regression and ends else steps
+
+    def faults_of_arms(self) -> list[str]:
+        """The faults that arms have as part of them, each with its arms: `misgrouped in treatment`."""
+        found: dict[str, dict[str, None]] = {}
+        for run in self.runs.values():
+            fault = (run.config or {}).get("planted_fault.name")
+            if fault not in (None, ONE_ULP):
+                found.setdefault(str(fault), {})[run.name.arm] = None
+        return [f"{fault} in {' and '.join(arms)}" for fault, arms in found.items()]
+
+    @property
+    def can_plant(self) -> bool:
+        """Whether `abrun sensitivity` can plant faults in the baseline."""
+        configs = [run.config or {} for run in self.arm(self.baseline).values()]
+        refused = any(
+            one.get("trainer.type") == "command" or one.get("planted_fault.name") is not None
+            for one in configs
+        )
+        return self.has_recipe and not (self.regression or refused)
 
     def metrics(self) -> list[str]:
         """Every metric that some run recorded, sorted."""

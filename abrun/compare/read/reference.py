@@ -175,6 +175,7 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
         compare=reference.compare,
         launched_compare_sha256=compare_hash(reference.compare),  # declared when the reference was frozen
         launched_pairs=len(reference.runs),
+        has_recipe=experiment.has_recipe,
         runs=runs,
         reference=reference,
         regression=True,

@@ -10,6 +10,7 @@ from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.completions import Completions, completions
 from abrun.compare.show.levels import Levels, levels
 from abrun.compare.show.next_step import NextStep, next_steps
+from abrun.compare.show.planted import in_short
 from abrun.compare.show.spent import spent_sentence
 from abrun.redaction import shown
 
@@ -28,6 +29,8 @@ class Context:
     completions: Completions | None
     by_prompt: list[list[str]]  # what validation says, for each entry of verdict.json
     spent: str | None  # of what was planned, where looks were declared
+    has_recipe: bool  # in which what the report lacks can be asked for
+    planted_faults: str | None  # in a few words; None: without a recipe there can be none
 
 
 def context(experiment: Experiment, content: Mapping[str, Any], command: str | None) -> Context:
@@ -41,6 +44,8 @@ def context(experiment: Experiment, content: Mapping[str, Any], command: str | N
         completions=completions(experiment),
         by_prompt=[by_prompt_facts(one) for one in content["by_prompt"]],
         spent=spent_sentence(content["spent"]) if content["spent"] else None,
+        has_recipe=experiment.has_recipe,
+        planted_faults=in_short(experiment, content["sensitivity"]),
     )
 
 

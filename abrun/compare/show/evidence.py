@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from abrun.compare.judge.step_one import share_of_scale
 from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.levels import levels
 from abrun.compare.show.planted import sentence
@@ -86,8 +87,9 @@ def _step_one(checks: Sequence[Content]) -> str:
     checks = [one for one in checks if one["result"] != "not tested"] or checks
     # The metric closest to its tolerance speaks for the rest.
     closest = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
+    share = share_of_scale(closest["deviation"], closest["scale"], closest["scale_from"])
     largest = (
-        f"the arms differ most in {closest['metric']}: by {closest['deviation']:.2g} of its size, where "
+        f"the arms differ most in {closest['metric']}: by {share}, where "
         f"{closest['tolerance']:.2g} is allowed ({closest['tolerance_from']})"
     )
     state = (

@@ -46,42 +46,38 @@ def _filled(command: str, typed: str) -> str:
     return command
 
 
-def _launched(experiment: Experiment) -> bool:
-    return experiment.launched_compare_sha256 is not None
-
-
-def _of_commands(experiment: Experiment) -> bool:
-    """Whether another trainer made the runs, in which nothing can be planted."""
-    return any((run.config or {}).get("trainer.type") == "command" for run in experiment.runs.values())
-
-
 def _name(experiment: Experiment) -> str:
     return shlex.quote(experiment.name)
 
 
 def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if content["post_hoc"]:
-        yield _with_fresh_seeds(experiment, "Declare the claim in the recipe, and test it on fresh seeds")
-    elif content["sensitivity"] is None and not (experiment.regression or _of_commands(experiment)):
+        declare = "Declare the claim in the recipe" if experiment.has_recipe else "Settle on the claim now"
+        yield _with_fresh_seeds(experiment, f"{declare}, and test it on fresh seeds")
+    elif content["sensitivity"] is None and experiment.can_plant:
         yield NextStep(
             text="Measure what this comparison would have caught: faults planted in the baseline",
             command="abrun sensitivity RECIPE",
         )
     if not experiment.regression:
-        of = _name(experiment) if _launched(experiment) else "RUNS"
+        of = _name(experiment) if experiment.has_recipe else "RUNS"
         yield NextStep(
             text="Hold later versions to these runs",
             command=f"abrun freeze {of} --output {_name(experiment)}.json",
         )
-    else:
+    elif experiment.has_recipe:
         yield NextStep(text="Launch it again after the next change", command="abrun launch RECIPE --name NEW")
+    else:
+        yield NextStep(
+            text="Compare later runs with the same reference", command="abrun compare NEW --reference FILE"
+        )
 
 
 def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     failing = [one for one in content["guards"] if one["result"] == "fail"]
     deviating = [one for one in content["step_one"] if one["result"] == "fail"]
     differing = [one for one in content["primaries"] if one["result"] == "different"]
-    if not _launched(experiment):
+    if not experiment.has_recipe:
         if deviating and not (failing or differing):
             yield NextStep(
                 text="If the arms saw other prompts, step one says nothing: leave it out",
@@ -114,7 +110,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     looks = [look for section in content["arms"].values() for look in section["looks"]]
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
-    if not _launched(experiment):
+    if not experiment.has_recipe:
         yield from _inconclusive_of_others(content)
         return
     if content["descriptions"]:
@@ -199,7 +195,7 @@ def _fewer_pairs(one: Content) -> bool:
 
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
-    if not _launched(experiment):
+    if not experiment.has_recipe:
         shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
         if apart and shared:
@@ -248,7 +244,7 @@ def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int
 
 def _with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = None) -> NextStep:
     """Seeds that no look has been taken at, as many as there were unless more are needed."""
-    if not _launched(experiment):
+    if not experiment.has_recipe:
         return NextStep(text=text, command="abrun compare RUNS")
     seeds = [seed for arm in experiment.treatments for seed in experiment.arm(arm)]
     first, count = max(seeds, default=-1) + 1, num_pairs or max(1, len(set(seeds)))

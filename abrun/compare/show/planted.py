@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.planted import Sensitivity
+from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.markup import escaped, table_row
 from abrun.recipe import FAULTS, Fault, Primary, claim_text, what_it_takes
 from abrun.store import write_file, write_json
@@ -36,13 +37,30 @@ def write_sensitivity(
 
 def sentence(content: Mapping[str, Any]) -> str:
     """Of `verdict.json`'s section. It says both sizes: the experiment's, and that of each fault missed."""
-    missed = [one for one in content["faults"] if one["advice"] is not None]
+    if not content["num_judged"]:
+        planted = _count(len(content["faults"]), "planted fault")
+        return f"could judge none of {planted}: {content['faults'][0]['reason']}"
     runs = f"{_count(content['num_pairs'], 'pair')} of {_count(content['num_steps'], 'step')}"
     said = f"would have caught {content['num_caught']} of {content['num_judged']} planted faults ({runs})"
-    for verdict, outcome in (("MATCH", "would have passed as a match"), ("INCONCLUSIVE", "left open")):
-        names = [_with_size(one) for one in missed if one["verdict"] == verdict]
+    for verdict, outcome in (
+        ("MATCH", "would have passed as a match"),
+        ("INCONCLUSIVE", "left open"),
+        ("INVALID", "not judged"),
+    ):
+        names = [_with_size(one) for one in content["faults"] if one["verdict"] == verdict]
         said += f"; {outcome}: {', '.join(names)}" if names else ""
     return said
+
+
+def in_short(experiment: Experiment, content: Mapping[str, Any] | None) -> str | None:
+    """In a few words; None of runs without a recipe, in which nothing could be planted."""
+    if content is None:
+        own, how = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_plant
+        none = f"none {'as a control' if own else 'planted'}{how}"
+        return "; ".join([*own, none]) if experiment.has_recipe else None
+    if not content["num_judged"]:
+        return f"could judge none of {len(content['faults'])}"
+    return f"would have caught {content['num_caught']} of {content['num_judged']}"
 
 
 def advice(content: Mapping[str, Any]) -> Iterator[str]:

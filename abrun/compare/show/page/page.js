@@ -67,7 +67,7 @@ function banner() {
     ["exit code", String(content.exit_code)],
   ];
   if (content.reference) facts.push(["reference", content.reference]);
-  facts.push(["planted faults", caughtText()], ["drift against one ULP", grownText()]);
+  if (beside.has_recipe) facts.push(["planted faults", caughtText()], ["drift against one ULP", grownText()]);
   if (beside.ran) facts.push(["runs", beside.ran]);
   if (beside.environment) facts.push(["on", beside.environment]);
   const looks = Object.entries(content.arms || {}).flatMap(([arm, one]) =>
@@ -139,9 +139,8 @@ function banner() {
 
 // What the experiment could have seen, and how its drift compares: in the head, each a link to its table.
 function caughtText() {
-  const found = content.sensitivity;
-  if (!found) return "none planted (controls.faults)";
-  return el("a", { href: "#sensitivity" }, `would have caught ${found.num_caught} of ${found.num_judged}`);
+  const text = beside.planted_faults;
+  return content.sensitivity ? el("a", { href: "#sensitivity" }, text) : text;
 }
 
 function grownText() {
@@ -154,6 +153,7 @@ function grownText() {
 
 const baselineName = () => content.baseline || arms[0];
 const beside = report.beside || {};
+const asked = (key) => (beside.has_recipe ? ` (${key})` : ""); // where a recipe could ask for it
 const levels = beside.levels || [];
 const MOST_DETAILED = 3; // levels in the head
 
@@ -473,8 +473,8 @@ function stepOne() {
       "p",
       { class: "intro" },
       "Before any treated update can have had an effect, both arms must agree up to rounding. A deviation is a share of " +
-        "the metric's size (where that is a sum that cancels, of its terms'), of the pair that deviates most; what lies " +
-        "within the tolerance is taken for rounding.",
+        "the scale beside it: the metric's size, or that of the terms that cancel in it. It is of the pair that deviates " +
+        "most; what lies within the tolerance is taken for rounding.",
     ),
     list.length
       ? table(
@@ -496,7 +496,7 @@ function stepOne() {
             chip({ pass: "agrees", fail: "deviates" }[one.result] || one.result),
             number(one.baseline, 6),
             number(one.treatment, 6),
-            number(one.deviation, 2),
+            [number(one.deviation, 2), muted(`of ${one.scale_from} (${number(one.scale, 3)})`)],
             [number(one.tolerance, 2), muted(one.tolerance_from)],
             meter(one),
             number(one.aa_deviation, 2),
@@ -634,9 +634,9 @@ function divergence() {
     el(
       "p",
       { class: "intro" },
-      "How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor), against what one ULP of the initial weights grows into (controls.ulp_reruns), and against the spread over seeds. This is a diagnosis; no verdict hangs on it.",
+      `How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor), against what one ULP of the initial weights grows into${asked("controls.ulp_reruns")}, and against the spread over seeds. This is a diagnosis; no verdict hangs on it.`,
     ),
-    unknown ? el("p", {}, "Noise floor unknown: there are no A/A reruns (controls.aa_reruns).") : null,
+    unknown ? el("p", {}, `Noise floor unknown: there are no A/A reruns${asked("controls.aa_reruns")}.`) : null,
     list.some((one) => one.noise_floor === "zero")
       ? el("p", {}, "Where no ratio stands, the baseline repeats itself bit for bit: its reruns are no distance away.")
       : null,
@@ -680,7 +680,10 @@ function sensitivity() {
     el(
       "p",
       { class: "intro" },
-      `Faults planted in the baseline, each judged as a treatment is: ${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} pairs of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`,
+      "Faults planted in the baseline, each judged as a treatment is: " +
+        (found.num_judged
+          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} pairs of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`
+          : "none of them could be judged."),
     ),
     table(
       "Planted faults",
@@ -1174,7 +1177,7 @@ const body = [
     "not-tested",
     "What was not tested",
     content.not_tested,
-    "The report lists nothing here; still, only the claims above were tested, on this recipe and these steps.",
+    `The report lists nothing here; still, only the claims above were tested, on ${beside.has_recipe ? "this recipe" : "these runs"} and these steps.`,
   ),
   configuration(),
   versions(),
