@@ -10,22 +10,21 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from pydantic import TypeAdapter
 
 from abrun.compare import REPORT, freeze_arm
+from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
-from abrun.compare.show.completions import Completions
 from abrun.compare.show.context import context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped
-from abrun.compare.show.next_step import NextStep, next_steps
-from abrun.compare.show.planted import COLUMNS, advice, rows
+from abrun.compare.show.next_step import next_steps
+from abrun.compare.show.planted import COLUMNS, advice, rows, sentence
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
 from abrun.recipe import BASELINE, dotted, load_recipe, stored_recipe
@@ -36,25 +35,12 @@ RECIPES, PAGES, INDEX, SITE = "recipes/evidence", "docs/evidence", "docs/evidenc
 RECORD, VERDICT, REFERENCE = "record.json", "verdict.json", "reference.json"
 PUBLIC = 0o644
 NUM_COLORS = 64  # of a picture of lines and bands
+ROUNDING = 1e-6  # a mean distance that float32 makes of what is about 1
 ALIKE = 2 / math.sqrt(math.pi)  # how far apart two runs of unlike seeds are on average, in their sd
 # In a recipe's comment: what others said, of one arm or of all, and the verdict that would say so here.
 CLAIMED = r"Claimed elsewhere(?: of (\S+))?: (.+?)(?:, which would be a (\w+) here)?\."
 OF_METRICS = ("metric", "arms", "A/A", "one ULP", "seeds", "apart from step")
 Content = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """What a page says of an experiment that its verdict file, reference and pictures do not."""
-
-    command: str
-    ran: str
-    hardware: str
-    spent: str
-    seeds: list[int]
-    next_steps: dict[str, list[NextStep]]  # by treatment
-    completions: Completions | None  # of the first and the last step that kept any
-    no_reference: str | None  # why none could be frozen
 
 
 def write_record(directory: Path, recipe: Path, folder: Path) -> None:
@@ -66,27 +52,24 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     beside = context(experiment, content, command)
     runs = [*experiment.runs.values(), *experiment.controls.values()]
     hours = sum(math.nan if run.device_s is None else run.device_s for run in runs) / 3600
-    no_reference, kept = None, beside.completions
+    kept = beside.completions and asdict(beside.completions)
+    record = {  # what a page says that its verdict file, reference and pictures do not
+        "command": command,
+        "ran": beside.ran or "unknown",
+        "hardware": beside.environment or "unknown",
+        "spent": f"{hours:.2g} {runs[0].device} hours, {len(runs)} runs".replace("nan", "unknown"),
+        "seeds": list(experiment.arm(BASELINE)),
+        "next_steps": {arm: _next_steps(experiment, content, arm, command) for arm in content["arms"]},
+        "completions": kept and {**kept, "steps": kept["steps"][:1] + kept["steps"][1:][-1:]},
+        "no_reference": None,
+    }
     try:
         freeze_arm(experiment, BASELINE, folder / REFERENCE)
     except ComparisonError as error:
         (folder / REFERENCE).unlink(missing_ok=True)  # of an earlier run
-        no_reference = str(error)
-    record = Record(
-        command=command,
-        ran=beside.ran or "unknown",
-        hardware=beside.environment or "unknown",
-        spent=f"{hours:.2g} {runs[0].device} hours, {len(runs)} runs".replace("nan", "unknown"),
-        seeds=list(experiment.arm(BASELINE)),
-        next_steps={
-            arm: next_steps(replace(experiment, arms=(BASELINE, arm)), _of_arm(content, arm), command)
-            for arm in content["arms"]
-        },
-        completions=replace(kept, steps=kept.steps[:1] + kept.steps[1:][-1:]) if kept else None,
-        no_reference=no_reference,
-    )
+        record["no_reference"] = str(error)
     write_json(folder / VERDICT, content, mode=PUBLIC)
-    write_json(folder / RECORD, asdict(record), mode=PUBLIC)
+    write_json(folder / RECORD, record, mode=PUBLIC)
     for path in folder.glob("*.png"):
         path.unlink()  # of an earlier run
     for path in (directory / REPORT).glob("*.png"):
@@ -104,12 +87,14 @@ def _verdict(path: Path) -> dict[str, Any]:
     return json.loads(text)
 
 
-def _of_arm(content: Content, arm: str) -> dict[str, Any]:
-    """What next steps follow from, as if there were no other treatment."""
+def _next_steps(experiment: Experiment, content: Content, arm: str, command: str) -> list[dict[str, str]]:
+    """As if there were no other treatment."""
     lists = ("primaries", "descriptions", "guards", "step_one", "by_prompt")
     alone = {key: [one for one in content[key] if one["arm"] == arm] for key in lists}
     section = content["arms"][arm]
-    return {**content, **alone, "arms": {arm: section}, "verdict": section["verdict"]}
+    alone = {**content, **alone, "arms": {arm: section}, "verdict": section["verdict"]}
+    found = next_steps(replace(experiment, arms=(BASELINE, arm)), alone, command)
+    return [asdict(one) for one in found]
 
 
 def _command(directory: Path, recipe: Path) -> str:
@@ -151,42 +136,45 @@ def pages(root: Path) -> dict[str, str]:
         they = "<br>".join(f"{arm}: {text}" if arm else text for arm, text, _ in claimed(recipe)) or "-"
         row = [name, they, "not run yet", "-", "-", "-", "-", "-"]
         if (folder / RECORD).is_file():
-            record = TypeAdapter(Record).validate_python(read_json(folder / RECORD))
-            content = _verdict(folder / VERDICT)
+            record, content = read_json(folder / RECORD), _verdict(folder / VERDICT)
             written[f"{PAGES}/{name}.md"] = _page(recipe, folder, record, content)
             row = [f"[{name}](evidence/{name}.md)", they, *_row(recipe, record, content)]
         index += f"| {' | '.join(row)} |\n"
     entries = "".join(f"      - {Path(path).stem}: evidence/{Path(path).name}\n" for path in written)
-    for path, above, lines in ((INDEX, r"\|---.*\n", index), (SITE, r"- All experiments: .*\n", entries)):
+    for path, above, lines in (
+        (INDEX, r"\| experiment .*\n.*\n", index),
+        (SITE, r"- All experiments: .*\n", entries),
+    ):
         text, made = (root / path).read_text(), lines.replace("\\", r"\\")
         written[path] = re.sub(rf"({above})(?:\| .*\n|      - .*\n)*", rf"\g<1>{made}", text)
     return written
 
 
-def _row(recipe: Path, record: Record, content: Content) -> Iterator[str]:
+def _row(recipe: Path, record: Content, content: Content) -> Iterator[str]:
     """Of the index, from the verdict on."""
     of, claims, planted = _of(content), content["primaries"], content["sensitivity"]
     needed = [one["pairs_needed"] for one in claims if one["result"] == "undecided"]
     yield _lines(of[arm] + _against(recipe, arm, one["verdict"]) for arm, one in content["arms"].items())
     yield _lines(of[one["arm"]] + "{0} {4}: {3}, bound {5}, {6}".format(*claim_cells(one)) for one in claims)
-    yield f"{len(record.seeds)}{f'; {max(needed)} would decide' if needed and None not in needed else ''}"
+    decide = f"; {max(needed)} decide it with 80 % power" if needed and None not in needed else ""
+    yield f"{len(record['seeds'])}{decide}"
     yield _lines(f"{one[0]}: {one[2]} ({one[3]})" for one in (rows(planted) if planted else ())) or "none"
-    yield _lines((record.hardware, record.ran))
-    yield record.spent
+    yield _lines((record["hardware"], record["ran"]))
+    yield record["spent"]
 
 
-def _page(recipe: Path, folder: Path, record: Record, content: Content) -> str:
+def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
     name, arms, of, planted = recipe.stem, content["arms"], _of(content), content["sensitivity"]
     files = ", ".join(f"[{one}]({name}/{one})" for one in (VERDICT, REFERENCE) if (folder / one).is_file())
     repeated = f"abrun compare {name} --reference {PAGES}/{name}/{REFERENCE}    # yours with these"
-    if record.no_reference is not None:
-        repeated = f"# no reference to compare yours with: {record.no_reference}"
+    if record["no_reference"] is not None:
+        repeated = f"# no reference to compare yours with: {record['no_reference']}"
     facts = (
         ("recipe", f"`{RECIPES}/{recipe.name}`"),
-        ("hardware", escaped(record.hardware)),
-        ("ran", record.ran),
-        ("spent", f"{record.spent}: the wall time of each, whether or not others shared its devices"),
-        ("seeds", ", ".join(map(str, record.seeds))),
+        ("hardware", escaped(record["hardware"])),
+        ("ran", record["ran"]),
+        ("spent", f"{record['spent']}: the wall time of each, whether or not others shared its devices"),
+        ("seeds", ", ".join(map(str, record["seeds"]))),
         ("files", files),
     )
     claims = [[one["arm"], *claim_cells(one)] for one in content["primaries"]]
@@ -196,7 +184,7 @@ def _page(recipe: Path, folder: Path, record: Record, content: Content) -> str:
         "Written by `python docs/evidence.py`. All experiments: [evidence.md](../evidence.md).",
         *paragraphs(recipe),
         _table(("", ""), facts, cell=str),
-        f"```sh\n{record.command}\n{repeated}\n```",
+        f"```sh\n{record['command']}\n{repeated}\n```",
         "## Verdict",
         _list(of[arm] + reason for arm, one in arms.items() for reason in one["reasons"]),
         _table(["arm", *claim_columns(content)], claims) if claims else "",
@@ -211,23 +199,25 @@ def _page(recipe: Path, folder: Path, record: Record, content: Content) -> str:
         "Where the baseline repeats bit for bit, the last column says from which step on the arms differ.",
         _table(OF_METRICS, (_distances(one, of) for one in content["divergence"])),
         "## Positive control",
-        "Faults planted in the baseline, each judged as a treatment is. What can be seen is a MISMATCH."
+        f"Each planted in the baseline and judged as a treatment is: it {escaped(sentence(planted))}."
         if planted
         else "No fault was planted beside it: nothing says what this experiment could have found.",
         _table(COLUMNS, rows(planted)) if planted else "",
         _list(f"Not caught: {one}" for one in (advice(planted) if planted else ())),
         "## What the arms said",
-        *_completions(record.completions, [BASELINE, *arms]),
+        *_completions(record["completions"], [BASELINE, *arms]),
     ]
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
-def _open(recipe: Path, record: Record, content: Content, arm: str) -> Iterator[str]:
+def _open(recipe: Path, record: Content, content: Content, arm: str) -> Iterator[str]:
     """What could be done next, where the verdict decides nothing or is not what was claimed."""
     said = _against(recipe, arm, content["arms"][arm]["verdict"])
     if said in ("INCONCLUSIVE", "INVALID") or "not as" in said:
         yield f"{arm}: {said}, for the reasons above. What could be done next:"
-        yield "\n".join(f"- {escaped(step.text)}: {code(step.command)}" for step in record.next_steps[arm])
+        yield "\n".join(
+            f"- {escaped(step['text'])}: {code(step['command'])}" for step in record["next_steps"][arm]
+        )
 
 
 def _unclaimed(content: Content, of: Mapping[str, str]) -> Iterator[str]:
@@ -236,7 +226,7 @@ def _unclaimed(content: Content, of: Mapping[str, str]) -> Iterator[str]:
     firsts = {(one["arm"], one["metric"]): one for one in content["step_one"]}
     for one in content["divergence"]:
         share, first = one["share_of_seed_spread"] or 0, firsts.get((one["arm"], one["metric"]))
-        if (one["arm"], one["metric"]) not in claimed and share > ALIKE:
+        if (one["arm"], one["metric"]) not in claimed and share > ALIKE and one["mean_difference"] > ROUNDING:
             said = (
                 f"{of[one['arm']]}{one['metric']}: no claim, and on average over steps {share:.2g} times the "
             )
@@ -255,14 +245,15 @@ def _distances(one: Content, of: Mapping[str, str]) -> list[str]:
     return [of[one["arm"]] + one["metric"], *numbers, str(one["first_step_apart"] or "-")]
 
 
-def _completions(kept: Completions | None, arms: Sequence[str]) -> Iterator[str]:
-    if kept is None or not kept.steps:
-        yield escaped((kept and kept.problem) or "No completions were kept.")
+def _completions(kept: Content | None, arms: Sequence[str]) -> Iterator[str]:
+    if not (kept and kept["steps"]):
+        yield escaped(kept["problem"] if kept and kept["problem"] else "No completions were kept.")
         return
-    for step, prompts in kept.steps:
-        yield f"Step {step}, seed {kept.seed}:"
-        cells = ([_text(one.prompt), *map(_completion, one.said)] for one in prompts)
-        yield _table(["prompt", *(arms[index] for index in kept.arms)], cells, cell=str)
+    for step, prompts in kept["steps"]:
+        yield f"Step {step}, seed {kept['seed']}:"
+        cells = ([_text(one["prompt"]), *map(_completion, one["said"])] for one in prompts)
+        said = [arm for index, arm in enumerate(arms) if index in kept["arms"]]
+        yield _table(["prompt", *said], cells, cell=str)
 
 
 def _completion(said: Content | None) -> str:
