@@ -5,7 +5,6 @@ python docs/evidence.py runs    # first that, of the experiments in runs/ that w
 """
 
 import json
-import math
 import re
 import shlex
 import sys
@@ -36,7 +35,7 @@ RECORD, VERDICT, REFERENCE = "record.json", "verdict.json", "reference.json"
 PUBLIC = 0o644
 NUM_COLORS = 64  # of a picture of lines and bands
 ROUNDING = 1e-6  # a mean distance that float32 makes of what is about 1
-ALIKE = 2 / math.sqrt(math.pi)  # how far apart two runs of unlike seeds are on average, in their sd
+FAR = 2.0  # times the sd over seeds; another seed is 1.1 to 1.4 of it away, by how many the sd is of
 # In a recipe's comment: what others said, of one arm or of all, and the verdict that would say so here.
 CLAIMED = r"Claimed elsewhere(?: of (\S+))?: (.+?)(?:, which would be a (\w+) here)?\."
 OF_METRICS = ("metric", "arms", "A/A", "one ULP", "seeds", "apart from step")
@@ -51,7 +50,7 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     experiment, content, command = load_experiment(directory), _verdict(judged), _command(directory, recipe)
     beside = context(experiment, content, command)
     runs = [*experiment.runs.values(), *experiment.controls.values()]
-    hours = sum(math.nan if run.device_s is None else run.device_s for run in runs) / 3600
+    hours = sum(float("nan") if run.device_s is None else run.device_s for run in runs) / 3600
     kept = beside.completions and asdict(beside.completions)
     record = {  # what a page says that its verdict file, reference and pictures do not
         "command": command,
@@ -188,7 +187,7 @@ def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
         "## Verdict",
         _list(of[arm] + reason for arm, one in arms.items() for reason in one["reasons"]),
         _table(["arm", *claim_columns(content)], claims) if claims else "",
-        *(f"![{path.stem}, both arms]({name}/{path.name})" for path in pictures),
+        *(f"![{path.stem} by arm]({name}/{path.name})" for path in pictures),
         *(part for arm in arms for part in _open(recipe, record, content, arm)),
         "## What it leaves open",
         _list([*_unclaimed(content, of), *content["not_tested"]]),
@@ -223,19 +222,15 @@ def _open(recipe: Path, record: Content, content: Content, arm: str) -> Iterator
 def _unclaimed(content: Content, of: Mapping[str, str]) -> Iterator[str]:
     """What no claim is about, and is further apart than other seeds would be."""
     claimed = {(one["arm"], one["metric"]) for one in content["primaries"]}
-    firsts = {(one["arm"], one["metric"]): one for one in content["step_one"]}
+    at = "; at step {step}, in seed {seed}, {treatment:.4g} for {baseline:.4g}"
+    firsts = {(one["arm"], one["metric"]): at.format(**one) for one in content["step_one"]}
     for one in content["divergence"]:
-        share, first = one["share_of_seed_spread"] or 0, firsts.get((one["arm"], one["metric"]))
-        if (one["arm"], one["metric"]) not in claimed and share > ALIKE and one["mean_difference"] > ROUNDING:
+        arm, metric, share = one["arm"], one["metric"], one["share_of_seed_spread"] or 0
+        if (arm, metric) not in claimed and share > FAR and one["mean_difference"] > ROUNDING:
             said = (
-                f"{of[one['arm']]}{one['metric']}: no claim, and on average over steps {share:.2g} times the "
+                f"{of[arm]}{metric}: no claim; {share:.2g} times the seeds' sd from the baseline on average"
             )
-            said += f"seeds' sd from the baseline (another seed: {ALIKE:.2g} times)"
-            if first:
-                said += (
-                    f"; at step {first['step']} up to {first['treatment']:.4g} for {first['baseline']:.4g}"
-                )
-            yield said
+            yield said + firsts.get((arm, metric), "")
 
 
 def _distances(one: Content, of: Mapping[str, str]) -> list[str]:
