@@ -35,9 +35,12 @@ RECORD, VERDICT, REFERENCE = "record.json", "verdict.json", "reference.json"
 PUBLIC = 0o644
 NUM_COLORS = 64  # of a picture of lines and bands
 ROUNDING = 1e-6  # a mean distance that float32 makes of what is about 1
-FAR = 2.0  # times the sd over seeds; another seed is 1.1 to 1.4 of it away, by how many the sd is of
+FAR = 2.0  # sd over seeds: runs of unlike seeds lie 1.1 to 1.4 of them apart, the more the fewer seeds
 # In a recipe's comment: what others said, of one arm or of all, and the verdict that would say so here.
 CLAIMED = r"Claimed elsewhere(?: of (\S+))?: (.+?)(?:, which would be a (\w+) here)?\."
+APART = """How far apart runs lie, as a mean over steps: a treatment from its baseline; the baseline from
+itself, run again (A/A), and from first weights moved by one ULP; the baseline's seeds (their sd). Where the
+baseline repeats bit for bit, the last column says from which step on the arms differ."""
 OF_METRICS = ("metric", "arms", "A/A", "one ULP", "seeds", "apart from step")
 Content = Mapping[str, Any]
 
@@ -176,6 +179,7 @@ def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
         ("seeds", ", ".join(map(str, record["seeds"]))),
         ("files", files),
     )
+    distances = [_distances(one, of) for one in content["divergence"]]
     claims = [[one["arm"], *claim_cells(one)] for one in content["primaries"]]
     pictures = sorted(folder.glob("*.png"), key=lambda path: (path.stem in OWN_FIGURES, path.stem))
     parts = [
@@ -193,10 +197,7 @@ def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
         _list([*_unclaimed(content, of), *content["not_tested"]]),
         "## What it rests on",
         _table(("", ""), evidence({**content, "sensitivity": None, "not_tested": []})),  # said elsewhere
-        "How far apart runs lie, as a mean over steps: a treatment from its baseline; the baseline from "
-        "itself, run again (A/A), and from first weights moved by one ULP; the baseline's seeds (their sd). "
-        "Where the baseline repeats bit for bit, the last column says from which step on the arms differ.",
-        _table(OF_METRICS, (_distances(one, of) for one in content["divergence"])),
+        *([APART, _table(OF_METRICS, distances)] if distances else []),
         "## Positive control",
         f"Each planted in the baseline and judged as a treatment is: it {escaped(sentence(planted))}."
         if planted
@@ -214,9 +215,8 @@ def _open(recipe: Path, record: Content, content: Content, arm: str) -> Iterator
     said = _against(recipe, arm, content["arms"][arm]["verdict"])
     if said in ("INCONCLUSIVE", "INVALID") or "not as" in said:
         yield f"{arm}: {said}, for the reasons above. What could be done next:"
-        yield "\n".join(
-            f"- {escaped(step['text'])}: {code(step['command'])}" for step in record["next_steps"][arm]
-        )
+        steps = record["next_steps"][arm]
+        yield "\n".join(f"- {escaped(step['text'])}: {code(step['command'])}" for step in steps)
 
 
 def _unclaimed(content: Content, of: Mapping[str, str]) -> Iterator[str]:
@@ -227,10 +227,8 @@ def _unclaimed(content: Content, of: Mapping[str, str]) -> Iterator[str]:
     for one in content["divergence"]:
         arm, metric, share = one["arm"], one["metric"], one["share_of_seed_spread"] or 0
         if (arm, metric) not in claimed and share > FAR and one["mean_difference"] > ROUNDING:
-            said = (
-                f"{of[arm]}{metric}: no claim; {share:.2g} times the seeds' sd from the baseline on average"
-            )
-            yield said + firsts.get((arm, metric), "")
+            far = f"{share:.2g} times the seeds' sd from the baseline on average"
+            yield f"{of[arm]}{metric}: no claim; {far}{firsts.get((arm, metric), '')}"
 
 
 def _distances(one: Content, of: Mapping[str, str]) -> list[str]:
