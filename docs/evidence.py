@@ -1,109 +1,114 @@
-"""Writes docs/evidence.md, and a page for every recipe of recipes/evidence/ that has been run.
+"""Writes a page of every recipe of recipes/evidence/ that has been run, and the table of docs/evidence.md.
 
-python docs/evidence.py         # all pages again, from docs/evidence/*/record.json
-python docs/evidence.py runs    # first the records, pictures and references, of the experiments in runs/
+python docs/evidence.py         # from what is committed in docs/evidence/*/
+python docs/evidence.py runs    # first that, of the experiments in runs/ that were judged
 """
 
+import json
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from evidence_record import (
-    PUBLIC,
-    RECIPES,
-    RECORD,
-    REFERENCE,
-    VERDICT,
-    Arm,
-    Record,
-    read_record,
-    read_verdict,
-    title,
-    write_record,
-)
+from PIL import Image
 
+from abrun.compare import REPORT, freeze_arm
+from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.stored import load_experiment
+from abrun.compare.show.context import context
 from abrun.compare.show.evidence import evidence
-from abrun.compare.show.markup import code, escaped, table_row
-from abrun.compare.show.planted import COLUMNS
+from abrun.compare.show.markup import code, escaped
+from abrun.compare.show.next_step import next_steps
+from abrun.compare.show.planted import COLUMNS, advice, rows, sentence
+from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
-from abrun.recipe import BASELINE, load_recipe
-from abrun.store import write_file
+from abrun.recipe import BASELINE, dotted, load_recipe, stored_recipe
+from abrun.store import open_experiment, read_json, write_file, write_json
 
 ROOT = Path(__file__).parents[1]
-INDEX, PAGES, SITE = "docs/evidence.md", "docs/evidence", ".mkdocs.yml"
-MOST_CHARACTERS = 400  # of a prompt or completion in a table
-
-# What the pull requests claimed, and the verdict that would say the same here (None: they claimed nothing),
-# by what the experiment's name ends with, and of one of several treatments its arm's.
-CLAIMED: dict[str, tuple[str, str | None]] = {
-    "grpo-fused": (
-        "step one equal, generation KL equal step for step, and less between the arms than between seeds",
-        "MATCH",
-    ),
-    "sft-fused": ("the same curves", "MATCH"),
-    "dpo-fused": ("the same curves", "MATCH"),
-    "gspo-microbatches": ("identical", "MATCH"),
-    "context-parallel": ("identical", "MATCH"),
-    "fp32-head": ("`token_mult_prob_error` goes down", "MATCH"),
-    "megatron-ppo": ("rewards side by side to the end", "MATCH"),
-    "ppo-values: no-right-shift": (
-        "reward 0.89 on GSM8K after 100 steps, and 0.79 without the shift "
-        "([NeMo-RL 2837](https://github.com/NVIDIA-NeMo/RL/issues/2837))",
-        "MISMATCH",
-    ),
-    "ppo-values: bfloat16-value-head": ("suspected of a difference; no figure", None),
-    "vllm-engine": ("nothing", None),
-    "levers": ("nothing", None),
-}
-HEAD = """# Evidence
-
-Written by `python docs/evidence.py`, from the record of every experiment; a test compares the two.
-
-Pull requests of NeMo-RL, SkyRL, Fast-LLM and torchtitan changed what the recipes below change, and said of
-it what stands in the second column. Here each change is made again in abrun's own trainer, with a small
-pretrained model, both arms over the same seeds, and judged by equivalence: a verdict, and the certified
-bound, which is the smallest margin that would have passed. Model and task are not theirs, so that it is the
-claim that is tested, and not their figures: "as claimed" means the verdict that their claim would have here.
-GPU hours count a run's whole time, also where several shared a GPU. What was run is here, whatever came of
-it.
-
-MATCH: of every claim the 90 % interval of the paired difference lies inside its margin, which is less than
-identical, and neither the first step nor a guard fails ([verdict.md](verdict.md)). It is said of this
-recipe, these seeds and steps. Two controls run beside the arms: the baseline again (`controls.aa_reruns`),
-which is the machine's noise, and the baseline with a fault planted on purpose (`controls.faults`), which has
-to be a MISMATCH: it says what the experiment could have found, and where there is none, nothing does.
-
-To repeat one on a GPU (`smollm2-context-parallel`: two; several GPUs share the runs among them), with the
-model from the hub or, by `--set model.path=FOLDER`, from a folder:
-
-```sh
-abrun launch recipes/evidence/smollm2-grpo-fused.yaml --dry-run    # its runs, and what this machine lacks
-abrun launch recipes/evidence/smollm2-grpo-fused.yaml
-```
-"""
-OF_INDEX = ("experiment", "they claimed", "verdict", "claims: difference, certified bound", "seeds")
-OF_INDEX += ("planted faults", "where and when", "GPU hours")
-OF_METRICS = (
-    "metric",
-    "the arms",
-    "the baseline again (A/A)",
-    "from one ULP away",
-    "the seeds",
-    "apart from step",
-)
+RECIPES, PAGES, INDEX, SITE = "recipes/evidence", "docs/evidence", "docs/evidence.md", ".mkdocs.yml"
+RECORD, VERDICT, REFERENCE = "record.json", "verdict.json", "reference.json"
+PUBLIC = 0o644
+NUM_COLORS = 64  # of a picture of lines and bands
+ROUNDING = 1e-6  # a mean distance that float32 makes of what is about 1
+FAR = 2.0  # sd over seeds: runs of unlike seeds lie 1.1 to 1.4 of them apart, the more the fewer seeds
+# In a recipe's comment: what others said, of one arm or of all, and the verdict that would say so here.
+CLAIMED = r"Claimed elsewhere(?: of (\S+))?: (.+?)(?:, which would be a (\w+) here)?\."
+APART = """How far apart runs lie, as a mean over steps: a treatment from its baseline; the baseline from
+itself, run again (A/A), and from first weights moved by one ULP; the baseline's seeds (their sd). Where the
+baseline repeats bit for bit, the last column says from which step on the arms differ."""
+OF_METRICS = ("metric", "arms", "A/A", "one ULP", "seeds", "apart from step")
+Content = Mapping[str, Any]
 
 
-def record_all(runs: Path, root: Path) -> list[Record]:
-    """Of every recipe whose experiment is in `runs`; writes what its page is made of into docs/evidence/."""
-    recipes = [path for path in recipes_of(root) if (runs / path.stem / "experiment.json").is_file()]
-    if not recipes:
-        raise ComparisonError(
-            f"{runs}: got no experiment of {RECIPES}; expected is a folder named as a recipe, such as "
-            f"{recipes_of(root)[0].stem}: launch one, or name the folder that holds them"
-        )
-    return [write_record(runs / path.stem, path, root / PAGES / path.stem) for path in recipes]
+def write_record(directory: Path, recipe: Path, folder: Path) -> None:
+    """Of an experiment that was judged, all that its page is made of."""
+    judged = directory / REPORT / VERDICT
+    if not judged.is_file():
+        raise ComparisonError(f"{judged}: no such file; first: abrun compare {directory}")
+    experiment, content, command = load_experiment(directory), _verdict(judged), _command(directory, recipe)
+    beside = context(experiment, content, command)
+    runs = [*experiment.runs.values(), *experiment.controls.values()]
+    hours = sum(float("nan") if run.device_s is None else run.device_s for run in runs) / 3600
+    kept = beside.completions and asdict(beside.completions)
+    record = {  # what a page says that its verdict file, reference and pictures do not
+        "command": command,
+        "ran": beside.ran or "unknown",
+        "hardware": beside.environment or "unknown",
+        "spent": f"{hours:.2g} {runs[0].device} hours, {len(runs)} runs".replace("nan", "unknown"),
+        "seeds": list(experiment.arm(BASELINE)),
+        "next_steps": {arm: _next_steps(experiment, content, arm, command) for arm in content["arms"]},
+        "completions": kept and {**kept, "steps": kept["steps"][:1] + kept["steps"][1:][-1:]},
+        "no_reference": None,
+    }
+    try:
+        freeze_arm(experiment, BASELINE, folder / REFERENCE)
+    except ComparisonError as error:
+        (folder / REFERENCE).unlink(missing_ok=True)  # of an earlier run
+        record["no_reference"] = str(error)
+    write_json(folder / VERDICT, content, mode=PUBLIC)
+    write_json(folder / RECORD, record, mode=PUBLIC)
+    for path in folder.glob("*.png"):
+        path.unlink()  # of an earlier run
+    for path in (directory / REPORT).glob("*.png"):
+        image = Image.open(path).convert("RGB").quantize(NUM_COLORS, dither=Image.Dither.NONE)
+        image.save(folder / path.name, optimize=True)
+
+
+def _verdict(path: Path) -> dict[str, Any]:
+    """Its content, with the numbers that JSON has none for, and without the names of hosts."""
+    content = read_json(path)
+    hosts = {host for one in content["environments"] for host in one["environment"].pop("hosts", ())}
+    text = re.sub(r'"(NaN|-?Infinity)"(?=[],}])', r"\1", json.dumps(content))
+    for number, host in enumerate(sorted(hosts), 1):
+        text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w.-])", f"host-{number}", text)
+    return json.loads(text)
+
+
+def _next_steps(experiment: Experiment, content: Content, arm: str, command: str) -> list[dict[str, str]]:
+    """As if there were no other treatment."""
+    lists = ("primaries", "descriptions", "guards", "step_one", "by_prompt")
+    alone = {key: [one for one in content[key] if one["arm"] == arm] for key in lists}
+    section = content["arms"][arm]
+    alone = {**content, **alone, "arms": {arm: section}, "verdict": section["verdict"]}
+    found = next_steps(replace(experiment, arms=(BASELINE, arm)), alone, command)
+    return [asdict(one) for one in found]
+
+
+def _command(directory: Path, recipe: Path) -> str:
+    """What launches it: the recipe, and what it was told to do otherwise. A folder is whoever's it is."""
+    ran = dotted(stored_recipe(open_experiment(directory)["recipe"]).model_dump(mode="json"))
+    written = dotted(load_recipe(recipe).model_dump(mode="json"))
+    words = ["abrun", "launch", f"{RECIPES}/{recipe.name}"]
+    for key, value in ran.items():
+        if key not in written or written[key] != value:
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += ["--set", f"{key}={'FOLDER' if text.startswith('/') else text}"]
+    return shlex.join(words)
 
 
 def recipes_of(root: Path) -> list[Path]:
@@ -111,243 +116,188 @@ def recipes_of(root: Path) -> list[Path]:
     return sorted((root / RECIPES).glob("*.yaml"))
 
 
-def pages(root: Path) -> dict[str, str]:
-    """Every file that is written from the records, by its path."""
-    recipes = {path.stem: path for path in recipes_of(root)}
-    records = {
-        name: read_record(root / PAGES / name) for name in recipes if (root / PAGES / name / RECORD).is_file()
-    }
-    written = {
-        f"{PAGES}/{name}.md": "\n".join(_page(one, recipes[name], root)) for name, one in records.items()
-    }
-    return {
-        INDEX: "\n".join(_index(recipes, records)),
-        SITE: _contents((root / SITE).read_text(), records),
-        **written,
-    }
-
-
-def claim(recipe: Path) -> list[str]:
-    """The paragraphs of a recipe's leading comment, with the commands in it as code."""
+def paragraphs(recipe: Path) -> list[str]:
+    """Of a recipe's leading comment, with the commands in it as code."""
     comment = takewhile(lambda line: line.startswith("#"), recipe.read_text().splitlines())
     text = "\n".join(line.removeprefix("#").strip() for line in comment)
     text = re.sub(r"^abrun .*$", r"`\g<0>`", text, flags=re.MULTILINE)
     return [" ".join(part.split()) for part in re.split(r"\n\n+", text) if part.strip()]
 
 
-def _index(recipes: Mapping[str, Path], records: Mapping[str, Record]) -> Iterator[str]:
-    yield HEAD
-    yield table_row(OF_INDEX)
-    yield "|" + "---|" * len(OF_INDEX)
-    for name, recipe in recipes.items():
-        if name in records:
-            yield from (f"| {' | '.join(_row(records[name], arm))} |" for arm in records[name].arms)
-            continue
-        treatments = [arm for arm in load_recipe(recipe).arms if arm != BASELINE]
-        for arm in treatments:
-            result = title(name, arm, treatments)
-            yield f"| {result} | {claimed(result)[0]} | not run yet{' | -' * (len(OF_INDEX) - 3)} |"
-    yield ""
+def claimed(recipe: Path) -> list[tuple[str | None, str, str | None]]:
+    """Of an arm (None: of all) what others said, and the verdict that would say so here, if they did."""
+    return [(one[1], one[2], one[3]) for text in paragraphs(recipe) if (one := re.fullmatch(CLAIMED, text))]
 
 
-def _row(record: Record, arm: Arm) -> Iterator[str]:
-    yield f"[{arm.title}](evidence/{record.name}.md)"
-    yield claimed(arm.title)[0]
-    yield ", ".join(filter(None, (arm.verdict, _as_claimed(arm))))
-    yield _lines(map(_in_short, arm.claims))
-    yield str(len(record.seeds))
-    yield _lines(f"{fault}: {verdict} ({by})" for fault, _, verdict, by, *_ in record.faults) or "-"
-    yield _lines(filter(None, (record.hardware, record.ran)))
-    yield _hours(record) + ("" if record.device == "GPU" else f" ({record.device})")
+def pages(root: Path) -> dict[str, str]:
+    """Every file that is written from the records, by its path."""
+    written: dict[str, str] = {}
+    index = ""
+    for recipe in recipes_of(root):
+        name, folder = recipe.stem, root / PAGES / recipe.stem
+        they = "<br>".join(f"{arm}: {text}" if arm else text for arm, text, _ in claimed(recipe)) or "-"
+        row = [name, they, "not run yet", "-", "-", "-", "-", "-"]
+        if (folder / RECORD).is_file():
+            record, content = read_json(folder / RECORD), _verdict(folder / VERDICT)
+            written[f"{PAGES}/{name}.md"] = _page(recipe, folder, record, content)
+            row = [f"[{name}](evidence/{name}.md)", they, *_row(recipe, record, content)]
+        index += f"| {' | '.join(row)} |\n"
+    entries = "".join(f"      - {Path(path).stem}: evidence/{Path(path).name}\n" for path in written)
+    for path, above, lines in (
+        (INDEX, r"\| experiment .*\n.*\n", index),
+        (SITE, r"- All experiments: .*\n", entries),
+    ):
+        text, made = (root / path).read_text(), lines.replace("\\", r"\\")
+        written[path] = re.sub(rf"({above})(?:\| .*\n|      - .*\n)*", rf"\g<1>{made}", text)
+    return written
 
 
-def _page(record: Record, recipe: Path, root: Path) -> Iterator[str]:
-    """The text of docs/evidence/NAME.md, line by line."""
-    name = record.name
-    yield f"# {name}: {_verdicts(record)}"
-    yield ""
-    yield "Written by `python docs/evidence.py`. All experiments: [evidence.md](../evidence.md)."
-    for paragraph in claim(recipe):
-        yield from ("", paragraph)
-    yield from ("", *_facts(record, recipe), "")
-    yield from ("```sh", record.command, f"{_against_reference(record)}```", "")
-    yield from ("## Verdict", "", *_claims(record))
-    yield from (f"![{Path(one).stem}, both arms]({name}/{one})\n" for one in record.pictures)
-    for arm in record.arms:
-        yield from _open(arm)
-    yield from ("## What it rests on", "", "| | |", "|---|---|")
-    content = read_verdict(root / PAGES / name)
-    beside = evidence({**content, "sensitivity": None, "not_tested": []})  # which have lists of their own
-    yield from (table_row([label, text]) for label, text in beside)
-    yield from ("", "Not tested:", "", *(f"- {escaped(one)}" for one in content["not_tested"]), "")
-    yield from _distances(record)
-    yield from ("## Positive control", "", *_planted(record))
-    yield from ("## What the arms said", "", *_completions(record))
+def _row(recipe: Path, record: Content, content: Content) -> Iterator[str]:
+    """Of the index, from the verdict on."""
+    of, claims, planted = _of(content), content["primaries"], content["sensitivity"]
+    needed = [one["pairs_needed"] for one in claims if one["result"] == "undecided"]
+    yield _lines(of[arm] + _against(recipe, arm, one["verdict"]) for arm, one in content["arms"].items())
+    yield _lines(of[one["arm"]] + "{0} {4}: {3}, bound {5}, {6}".format(*claim_cells(one)) for one in claims)
+    decide = f"; {max(needed)} decide it with 80 % power" if needed and None not in needed else ""
+    yield f"{len(record['seeds'])}{decide}"
+    yield _lines(f"{one[0]}: {one[2]} ({one[3]})" for one in (rows(planted) if planted else ())) or "none"
+    yield _lines((record["hardware"], record["ran"]))
+    yield record["spent"]
 
 
-def _facts(record: Record, recipe: Path) -> Iterator[str]:
-    files = [f"[{one}]({record.name}/{one})" for one in (VERDICT, REFERENCE)]
-    if record.no_reference is not None:
-        files[1] = f"no reference: {escaped(record.no_reference)}"
-    yield "| | |"
-    yield "|---|---|"
-    yield from (f"| claimed elsewhere | {_of(arm, record)}{claimed(arm.title)[0]} |" for arm in record.arms)
-    yield f"| recipe | `{RECIPES}/{recipe.name}` |"
-    yield f"| hardware | {escaped(record.hardware or 'unknown')} |"
-    yield f"| ran | {escaped(record.ran or 'unknown')} |"
-    yield (
-        f"| {record.device} hours | {_hours(record)}: the wall time of each of {record.num_runs} runs times "
-        f"its {record.device}s, whether or not others shared them |"
+def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
+    name, arms, of, planted = recipe.stem, content["arms"], _of(content), content["sensitivity"]
+    files = ", ".join(f"[{one}]({name}/{one})" for one in (VERDICT, REFERENCE) if (folder / one).is_file())
+    repeated = f"abrun compare {name} --reference {PAGES}/{name}/{REFERENCE}    # yours with these"
+    if record["no_reference"] is not None:
+        repeated = f"# no reference to compare yours with: {record['no_reference']}"
+    facts = (
+        ("recipe", f"`{RECIPES}/{recipe.name}`"),
+        ("hardware", escaped(record["hardware"])),
+        ("ran", record["ran"]),
+        ("spent", f"{record['spent']}: the wall time of each, whether or not others shared its devices"),
+        ("seeds", ", ".join(map(str, record["seeds"]))),
+        ("files", files),
     )
-    yield f"| seeds | {', '.join(map(str, record.seeds))} |"
-    yield f"| files | {', '.join(files)} |"
+    distances = [_distances(one, of) for one in content["divergence"]]
+    claims = [[one["arm"], *claim_cells(one)] for one in content["primaries"]]
+    pictures = sorted(folder.glob("*.png"), key=lambda path: (path.stem in OWN_FIGURES, path.stem))
+    parts = [
+        f"# {name}: {', '.join(of[arm] + one['verdict'] for arm, one in arms.items())}",
+        "Written by `python docs/evidence.py`. All experiments: [evidence.md](../evidence.md).",
+        *paragraphs(recipe),
+        _table(("", ""), facts, cell=str),
+        f"```sh\n{record['command']}\n{repeated}\n```",
+        "## Verdict",
+        _list(of[arm] + reason for arm, one in arms.items() for reason in one["reasons"]),
+        _table(["arm", *claim_columns(content)], claims) if claims else "",
+        *(f"![{path.stem} by arm]({name}/{path.name})" for path in pictures),
+        *(part for arm in arms for part in _open(recipe, record, content, arm)),
+        "## What it leaves open",
+        _list([*_unclaimed(content, of), *content["not_tested"]]),
+        "## What it rests on",
+        _table(("", ""), evidence({**content, "sensitivity": None, "not_tested": []})),  # said elsewhere
+        *([APART, _table(OF_METRICS, distances)] if distances else []),
+        "## Positive control",
+        f"Each planted in the baseline and judged as a treatment is: it {escaped(sentence(planted))}."
+        if planted
+        else "No fault was planted beside it: nothing says what this experiment could have found.",
+        _table(COLUMNS, rows(planted)) if planted else "",
+        _list(f"Not caught: {one}" for one in (advice(planted) if planted else ())),
+        "## What the arms said",
+        *_completions(record["completions"], [BASELINE, *arms]),
+    ]
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
-def _against_reference(record: Record) -> str:
-    """The line that compares a repetition with these runs."""
-    if record.no_reference is not None:
-        return ""
-    return (
-        f"abrun compare {record.name} --reference {PAGES}/{record.name}/{REFERENCE}    # yours with these\n"
-    )
-
-
-def _claims(record: Record) -> Iterator[str]:
-    several = len(record.arms) > 1
-    for arm in record.arms:
-        yield from (f"- {_of(arm, record)}{escaped(reason)}" for reason in arm.reasons)
-    yield ""
-    if record.claim_columns:
-        yield table_row(["arm"] * several + record.claim_columns)
-        yield "|" + "---|" * (several + len(record.claim_columns))
-        for arm in record.arms:
-            yield from (table_row([arm.name] * several + cells) for cells in arm.claims)
-        yield ""
-
-
-def _open(arm: Arm) -> Iterator[str]:
+def _open(recipe: Path, record: Content, content: Content, arm: str) -> Iterator[str]:
     """What could be done next, where the verdict decides nothing or is not what was claimed."""
-    if _as_claimed(arm) == "not as claimed":
-        yield f"{arm.title}: {arm.verdict} is not what was claimed, which would be {claimed(arm.title)[1]}."
-    elif arm.verdict in ("INCONCLUSIVE", "INVALID"):
-        yield f"{arm.title} is {arm.verdict}, for the reasons above."
-    else:
+    said = _against(recipe, arm, content["arms"][arm]["verdict"])
+    if said in ("INCONCLUSIVE", "INVALID") or "not as" in said:
+        yield f"{arm}: {said}, for the reasons above. What could be done next:"
+        steps = record["next_steps"][arm]
+        yield "\n".join(f"- {escaped(step['text'])}: {code(step['command'])}" for step in steps)
+
+
+def _unclaimed(content: Content, of: Mapping[str, str]) -> Iterator[str]:
+    """What no claim is about, and is further apart than other seeds would be."""
+    claimed = {(one["arm"], one["metric"]) for one in content["primaries"]}
+    at = "; at step {step}, in seed {seed}, {treatment:.4g} for {baseline:.4g}"
+    firsts = {(one["arm"], one["metric"]): at.format(**one) for one in content["step_one"]}
+    for one in content["divergence"]:
+        arm, metric, share = one["arm"], one["metric"], one["share_of_seed_spread"] or 0
+        if (arm, metric) not in claimed and share > FAR and one["mean_difference"] > ROUNDING:
+            far = f"{share:.2g} times the seeds' sd from the baseline on average"
+            yield f"{of[arm]}{metric}: no claim; {far}{firsts.get((arm, metric), '')}"
+
+
+def _distances(one: Content, of: Mapping[str, str]) -> list[str]:
+    ulp = one["ulp"] or {"mean_difference": None}
+    means = (one["mean_difference"], one["aa_mean_difference"], ulp["mean_difference"], one["seed_spread"])
+    numbers = ("-" if mean is None else f"{mean:.3g}" for mean in means)
+    return [of[one["arm"]] + one["metric"], *numbers, str(one["first_step_apart"] or "-")]
+
+
+def _completions(kept: Content | None, arms: Sequence[str]) -> Iterator[str]:
+    if not (kept and kept["steps"]):
+        yield escaped(kept["problem"] if kept and kept["problem"] else "No completions were kept.")
         return
-    yield from ("What could be done next:", "")
-    yield from (f"- {escaped(step.text)}: {code(step.command)}" for step in arm.next_steps)
-    yield ""
+    for step, prompts in kept["steps"]:
+        yield f"Step {step}, seed {kept['seed']}:"
+        cells = ([_text(one["prompt"]), *map(_completion, one["said"])] for one in prompts)
+        said = [arm for index, arm in enumerate(arms) if index in kept["arms"]]
+        yield _table(["prompt", *said], cells, cell=str)
 
 
-def _distances(record: Record) -> Iterator[str]:
-    if not record.apart:
-        return
-    yield (
-        "How far apart runs lie, as a mean over steps: a treatment from its baseline; the baseline from "
-        "itself, run again, and run from first weights moved by one ULP; the baseline's seeds (their sd). "
-        "Where the baseline repeats bit for bit, the last column says from which step on the arms differ."
-    )
-    yield from ("", table_row(OF_METRICS), "|" + "---|" * len(OF_METRICS))
-    yield from (table_row(cells) for cells in record.apart)
-    yield ""
-
-
-def _planted(record: Record) -> Iterator[str]:
-    if not record.faults:
-        yield from ("No fault was planted beside it.", "")
-        return
-    yield "Faults planted in the baseline, each judged as a treatment is. What can be seen is a MISMATCH."
-    yield from ("", table_row(COLUMNS), "|" + "---|" * len(COLUMNS))
-    yield from (table_row(cells) for cells in record.faults)
-    yield from ("", *(f"- Not caught: {escaped(one)}" for one in record.missed), *[""] * bool(record.missed))
-
-
-def _completions(record: Record) -> Iterator[str]:
-    if not record.said:
-        yield "No completions were kept."
-        yield ""
-    for said in record.said:
-        yield f"Step {said.step}, seed {record.samples_seed}:"
-        yield ""
-        yield table_row(["prompt", *record.samples_arms])
-        yield "|" + "---|" * (1 + len(record.samples_arms))
-        for prompt, of_arms in said.prompts:
-            yield f"| {' | '.join([_text(prompt), *map(_completion, of_arms)])} |"
-        yield ""
-
-
-def _completion(said: tuple[str, float | None] | None) -> str:
-    if said is None:
-        return "not kept"
-    text, reward = said
-    return f"{_text(text)}<br>*reward {'unknown' if reward is None else f'{reward:.3g}'}*"
+def _completion(said: Content | None) -> str:
+    return f"{_text(said['text'])}<br>*reward {said['reward']}*" if said else "not kept"
 
 
 def _text(text: str) -> str:
-    """In a cell of a table: a long one by its beginning and its end."""
-    if len(text) > MOST_CHARACTERS:
-        text = f"{text[: MOST_CHARACTERS * 2 // 3]} [...] {text[-MOST_CHARACTERS // 3 :]}"
     return _lines(text.strip().splitlines()) or "(nothing)"
 
 
-def _contents(site: str, names: Iterable[str]) -> str:
-    """.mkdocs.yml with the pages that there are."""
-    lines = "".join(f"      - {name}: evidence/{name}.md\n" for name in names)
-    return re.sub(r"(?<=      - All experiments: evidence\.md\n)(?:      - .*\n)*", lines, site)
+def _against(recipe: Path, arm: str, verdict: str) -> str:
+    """The verdict, and whether it is what was claimed, where something was and the verdict decides."""
+    expected = next((verdict for of, _, verdict in claimed(recipe) if of in (None, arm)), None)
+    if expected is None or verdict in ("INCONCLUSIVE", "INVALID"):
+        return verdict
+    return f"{verdict}, {'as' if verdict == expected else 'not as'} claimed elsewhere"
 
 
-# --- in few words ---
-
-
-def _verdicts(record: Record) -> str:
-    """`MATCH`, or of several treatments `fused MATCH, fp32-head MISMATCH`."""
-    if len(record.arms) == 1:
-        return record.arms[0].verdict
-    return ", ".join(f"{arm.name} {arm.verdict}" for arm in record.arms)
-
-
-def claimed(title: str) -> tuple[str, str | None]:
-    """A name in CLAIMED is part of an experiment's, or of an arm's title."""
-    return next((said for name, said in CLAIMED.items() if name in title), ("-", None))
-
-
-def _as_claimed(arm: Arm) -> str:
-    """Empty where nothing was claimed, or the verdict decides nothing."""
-    expected = claimed(arm.title)[1]
-    if expected is None or arm.verdict in ("INCONCLUSIVE", "INVALID"):
-        return ""
-    return "as claimed" if arm.verdict == expected else "not as claimed"
-
-
-def _in_short(claim: Sequence[str]) -> str:
-    """`train/reward ±0.05: -0.003 [-0.02, 0.02], bound 0.02, equivalent`, as far as it has them."""
-    metric, _, _, difference, margin, bound, result = claim
-    said = [*[difference] * (difference != "-"), *[f"bound {bound}"] * (bound != "-"), result]
-    return f"{metric} {margin}: {', '.join(said)}"
-
-
-def _of(arm: Arm, record: Record) -> str:
-    return f"{escaped(arm.name)}: " if len(record.arms) > 1 else ""
-
-
-def _hours(record: Record) -> str:
-    return "unknown" if record.device_hours is None else f"{record.device_hours:.2g}"
+def _of(content: Content) -> dict[str, str]:
+    """Before what is said of one of several treatments, its name."""
+    return {arm: f"{arm}: " * (len(content["arms"]) > 1) for arm in content["arms"]}
 
 
 def _lines(texts: Iterable[str]) -> str:
-    return "<br>".join(escaped(text) for text in texts)
+    return "<br>".join(map(escaped, texts))
+
+
+def _list(texts: Iterable[str]) -> str:
+    return "\n".join(f"- {escaped(text)}" for text in texts)
+
+
+def _table(head: Sequence[str], body: Iterable[Iterable[str]], cell: Callable[[str], str] = escaped) -> str:
+    cells = [head, ["---"] * len(head), *(map(cell, row) for row in body)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 2 for bad input, with one line."""
-    try:
-        for record in record_all(Path(arguments[0]), ROOT) if arguments else ():
-            print(f"{record.name}: {_verdicts(record)}")
-        for path, text in pages(ROOT).items():
-            write_file(ROOT / path, text.encode(), mode=PUBLIC)
-    except AbrunError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    """Exit code 2 where something could not be recorded, with a line on each; all else is written."""
+    problems: list[str] = []
+    for runs in map(Path, arguments):
+        found = [recipe for recipe in recipes_of(ROOT) if (runs / recipe.stem / "experiment.json").is_file()]
+        problems += [] if found else [f"{runs}: got no experiment of {RECIPES}; name the folder of them"]
+        for recipe in found:
+            try:
+                write_record(runs / recipe.stem, recipe, ROOT / PAGES / recipe.stem)
+            except AbrunError as error:
+                problems.append(str(error))
+    for path, text in pages(ROOT).items():
+        write_file(ROOT / path, text.encode(), mode=PUBLIC)
+    print("\n".join(problems), end="\n" * bool(problems), file=sys.stderr)
+    return 2 if problems else 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ python tests/bench/bench_evidence.py --model FOLDER --output ARCHIVES [--only NA
 
 Experiments share the GPUs: the next one is launched while places are free, and the one that comes first in
 the list gets what becomes free. At the limit runs save a checkpoint and stop; the same command goes on where
-that was left, as long as --work is there. ARCHIVES gets NAME.tar.xz of each experiment that a call has ended:
-report, metrics and completions, no weights. On CPU cores (--gpus 0): --set makes the recipes small.
+that was left, as long as --work is there. ARCHIVES gets NAME.tar.xz of each experiment that a call has begun,
+finished or not: report, metrics, completions and the launch's log, no weights. On CPU cores (--gpus 0): --set
+makes the recipes small.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,7 @@ from abrun.implementations import LAUNCHERS
 from abrun.launch import launch
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine
+from abrun.launch.requirements import find_gpus
 from abrun.launch.supervisor import GRACE_S, Printed
 from abrun.plan import make_plan
 from abrun.processes import Popen
@@ -58,10 +60,10 @@ YIELD_S = 1.5  # how long a launch that waits for a place keeps those after it f
 class SharedPlaces:
     """The places of several launches: a file each, locked by the launch whose run is there."""
 
-    def __init__(self, folder: Path, gpus: int, rank: int, needed: int) -> None:
+    def __init__(self, folder: Path, gpus: Sequence[str], rank: int, needed: int) -> None:
         self._folder, self._rank, self._needed = folder, rank, needed
-        self._gpus = range(max(gpus, 1))
-        self._on_gpus = gpus > 0
+        self._names = gpus  # none: on CPU cores
+        self._gpus = range(max(len(gpus), 1))
         self._held: list[tuple[Place, list[IO[str]]]] = []
         self._offered: tuple[Place, list[IO[str]]] | None = None
 
@@ -80,7 +82,8 @@ class SharedPlaces:
         if len(found) < min(config.cluster.ranks_per_node, len(self._gpus)):
             _close(files)
             return None
-        place = tuple(map(str, sorted(found))) if self._on_gpus else ("cpu",) * config.devices_per_node
+        named = tuple(self._names[gpu] for gpu in sorted(found)) if self._names else ()
+        place = named or ("cpu",) * config.devices_per_node
         self._offered = place, files
         return place
 
@@ -122,7 +125,8 @@ class SharingEngine(LocalEngine):
         super().__init__(num_jobs)
         asked = self.asked
         needed = PLACES.get(asked.name, 1)
-        self._slots: Any = SharedPlaces(asked.work / "places", asked.gpus, asked.rank, needed)
+        gpus = self._machine.gpus[: asked.gpus]
+        self._slots: Any = SharedPlaces(asked.work / "places", gpus, asked.rank, needed)
 
     def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return self._slots.find(config)
@@ -136,7 +140,6 @@ class Asked:
     rank: int
     gpus: int
     work: Path
-    model: str
     overrides: list[str]
 
     @property
@@ -157,8 +160,7 @@ def launch_one(asked: Asked) -> int:
     """The process of one experiment: launch or resume it, and judge it once all of its runs have ended."""
     SharingEngine.asked = asked
     LAUNCHERS["sharing"] = "__main__:SharingEngine"
-    overrides = [*([f"model.path={asked.model}"] if asked.model else []), *asked.overrides]
-    plan = make_plan(load_recipe(asked.recipe, overrides))
+    plan = make_plan(load_recipe(asked.recipe, asked.overrides))
     for _ in range(TRIES):
         try:
             outcome = launch(
@@ -194,7 +196,7 @@ def start(asked: Asked) -> Launch:
     asked.work.mkdir(parents=True, exist_ok=True)
     # 16 runs would otherwise have as many threads each as there are cores
     env = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONUNBUFFERED": "1"}
-    with (asked.work / f"{asked.name}.log").open("ab") as log:
+    with log_of(asked).open("ab") as log:
         process = start_tied(asked.command, env, dies_by=signal.SIGTERM, stdout=log, stderr=log)
     return Launch(asked=asked, process=process)
 
@@ -216,7 +218,7 @@ def run_all(todo: list[Asked], output: Path, deadline: float) -> None:
         each.process.send_signal(signal.SIGTERM)
     for each in live:
         each.process.wait()
-        print(f"{each.asked.name}: stopped by --limit; {progress(each.asked)}", flush=True)
+        ended(each, output)
     for asked in waiting:
         print(f"{asked.name}: not begun", flush=True)
 
@@ -231,15 +233,21 @@ def progress(asked: Asked) -> str:
 
 
 def ended(one: Launch, output: Path) -> None:
-    seconds, verdict_file = time.time() - one.started, one.asked.directory / "report" / "verdict.json"
-    if one.process.returncode or not verdict_file.exists():
-        log = (one.asked.work / f"{one.asked.name}.log").read_text(errors="replace").strip().splitlines()
-        print(f"{one.asked.name}: no verdict, {progress(one.asked)}; its log ends:", flush=True)
+    """Say how, and pack what there is: what a machine that is given back would lose."""
+    asked, seconds = one.asked, time.time() - one.started
+    verdict_file, verdict = asked.directory / "report" / "verdict.json", "none"
+    if one.process.returncode == 0 and verdict_file.exists():
+        content = json.loads(verdict_file.read_text())
+        verdict = content["verdict"]
+        for line in verdict_lines(content):
+            print(f"{asked.name}: {line}", flush=True)
+    else:
+        print(f"{asked.name}: no verdict, {progress(asked)}; its log ends:", flush=True)
+        log = log_of(asked).read_text(errors="replace").strip().splitlines()
         print("\n".join(f"    {line}" for line in log[-8:]), flush=True)
-        return
-    for line in verdict_lines(json.loads(verdict_file.read_text())):
-        print(f"{one.asked.name}: {line}", flush=True)
-    print(f"{one.asked.name}: {seconds:.0f} s beside others, {pack(one.asked, output)}", flush=True)
+    print(f"{asked.name}: {seconds:.0f} s beside others, {pack(asked, output)}", flush=True)
+    if verdict not in ("none", "INVALID"):  # which a later call may mend
+        done_mark(asked).touch()
 
 
 def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
@@ -265,15 +273,20 @@ def pack(asked: Asked, output: Path) -> str:
         return None if weights else found
 
     with tarfile.open(archive, "w:xz") as packed:
-        packed.add(asked.directory, asked.recipe.stem, filter=is_small)
+        packed.add(log_of(asked), f"{asked.name}.log")
+        if asked.directory.exists():
+            packed.add(asked.directory, asked.recipe.stem, filter=is_small)
     size = archive.stat().st_size
-    packed_mark(asked).touch()
     wrong = ": TOO LARGE to be brought back" if size > SMALL[1] else ""
     return f"{archive.name} {size / 2**20:.1f} MiB{wrong}"
 
 
-def packed_mark(asked: Asked) -> Path:
-    return asked.work / f"{asked.name}.packed"
+def done_mark(asked: Asked) -> Path:
+    return asked.work / f"{asked.name}.done"
+
+
+def log_of(asked: Asked) -> Path:
+    return asked.work / f"{asked.name}.log"
 
 
 def places_of(folder: Path, gpu: int) -> list[Path]:
@@ -308,18 +321,23 @@ def main() -> None:
     )
     parser.add_argument("--model", default="", help="folder of SmolLM2-135M-Instruct; else from the hub")
     parser.add_argument("--only", nargs="*", choices=ORDER, help="these alone, in the order of the list")
-    parser.add_argument("--gpus", type=int, default=2, help="0: on CPU cores, --slots-per-gpu runs at once")
+    visible = len(find_gpus())
+    parser.add_argument("--gpus", type=int, default=visible, help="0: on CPU cores, --slots-per-gpu at once")
     parser.add_argument("--slots-per-gpu", type=int, default=8, help="runs on a GPU at once")
     parser.add_argument("--work", type=Path, default=Path("/tmp/evidence"), help="where experiments lie")
     parser.add_argument("--output", type=Path, default=Path("archives"), help="where archives go")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds, and up to 40 more to save")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds, and a minute to save and pack")
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="of every recipe")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         content = json.loads(asked.one)
         raise SystemExit(launch_one(Asked(**{**content, "work": Path(content["work"])})))
+    if asked.gpus > visible:
+        parser.error(f"--gpus: got {asked.gpus}; this machine has {visible} visible")
     deadline = time.time() + asked.limit
+    overrides = [f"model.path={asked.model}"] * bool(asked.model)
+    overrides += ["cluster.gpus_per_node=0"] * (asked.gpus == 0) + asked.overrides
     places = asked.work / "places"
     places.mkdir(parents=True, exist_ok=True)
     for gpu in range(max(asked.gpus, 1)):
@@ -328,18 +346,11 @@ def main() -> None:
         for slot in range(asked.slots_per_gpu):
             (places / f"gpu-{gpu}-{slot:02d}").touch()
     every = [
-        Asked(
-            name=name,
-            rank=rank,
-            gpus=asked.gpus,
-            work=asked.work,
-            model=asked.model,
-            overrides=asked.overrides,
-        )
+        Asked(name=name, rank=rank, gpus=asked.gpus, work=asked.work, overrides=overrides)
         for rank, name in enumerate(ORDER)
         if name in (asked.only or ORDER)
     ]
-    run_all([one for one in every if not packed_mark(one).exists()], asked.output, deadline)
+    run_all([one for one in every if not done_mark(one).exists()], asked.output, deadline)
 
 
 if __name__ == "__main__":

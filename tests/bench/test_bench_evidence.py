@@ -1,14 +1,17 @@
 """Experiments that share GPUs: who gets which place, and what of one is packed."""
 
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 
 from abrun.recipe import OwnRunConfig, load_recipe
+from abrun.store import write_json
 from tests.bench import bench_evidence
-from tests.bench.bench_evidence import Asked, SharedPlaces, num_free, pack
+from tests.bench.bench_evidence import Asked, SharedPlaces, done_mark, num_free, run_all
 
+GPUS = ("2", "5")  # as CUDA_VISIBLE_DEVICES may name them
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
@@ -31,36 +34,55 @@ def test_runs_get_the_emptiest_gpu_and_all_that_they_need_of_it(
     places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_evidence, "YIELD_S", 0.0)
-    large, small = (SharedPlaces(places, gpus=2, rank=rank, needed=2 - rank) for rank in range(2))
-    assert small.find(config(1)) == ("0",)
-    small.take(("0",))
+    large, small = (SharedPlaces(places, gpus=GPUS, rank=rank, needed=2 - rank) for rank in range(2))
+    assert small.find(config(1)) == GPUS[:1]
+    small.take(GPUS[:1])
     assert large.find(config(2)) is None, "one GPU has no room for it"
-    taken = ("1",)
+    taken = GPUS[1:]
     assert large.find(config(1)) == taken
     large.take(taken)
     assert [num_free(places, gpu) for gpu in range(2)] == [1, 0]
-    assert small.find(config(2)) is None and small.find(config(1)) == ("0",)
+    assert small.find(config(2)) is None and small.find(config(1)) == GPUS[:1]
     large.give_back(taken)
-    assert small.find(config(2)) == ("0", "1")
-    assert small.find(config(1)) == ("1",), "what was offered and not taken is free again"
+    assert small.find(config(2)) == GPUS
+    assert small.find(config(1)) == GPUS[1:], "what was offered and not taken is free again"
 
 
 def test_a_later_launch_waits_while_an_earlier_one_looks_for_a_place(
     places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    earlier, later = (SharedPlaces(places, gpus=2, rank=rank, needed=1) for rank in range(2))
+    earlier, later = (SharedPlaces(places, gpus=GPUS, rank=rank, needed=1) for rank in range(2))
     assert earlier.find(config(1)) and later.find(config(1)) is None
     monkeypatch.setattr(bench_evidence, "YIELD_S", 0.0)
     assert later.find(config(1))
 
 
-def test_an_archive_has_all_but_weights(tmp_path: Path) -> None:
-    asked = Asked(name="demo", rank=0, gpus=0, work=tmp_path, model="", overrides=[])
+@pytest.mark.parametrize(
+    ("command", "verdict", "done"),
+    [
+        ("exit 0", "MATCH", True),
+        ("exit 0", "INVALID", False),  # a later call may end what was not finished
+        ("exit 1", None, False),
+        ("sleep 60", None, False),  # beyond the limit
+    ],
+)
+def test_whatever_was_begun_is_packed_without_weights(
+    command: str, verdict: str | None, done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(name="demo", rank=0, gpus=0, work=tmp_path, overrides=[])
     run = asked.directory / "baseline" / "seed-0"
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     for name in ("metrics.jsonl", "initial-sample.safetensors", "checkpoints/step-1/weights"):
         (run / name).write_text("...")
-    assert pack(asked, tmp_path / "archives").startswith("smollm2-demo.tar.xz ")
+    if verdict is not None:
+        judged = {"verdict": verdict, "arms": {}, "primaries": [], "sensitivity": None}
+        write_json(asked.directory / "report" / "verdict.json", judged)
+    monkeypatch.setattr(Asked, "command", ["sh", "-c", f"echo said; {command}"])
+    run_all([asked], tmp_path / "archives", deadline=time.time() + 2)
     with tarfile.open(tmp_path / "archives" / "smollm2-demo.tar.xz") as packed:
         names = {member.name for member in packed if member.isfile()}
-    assert names == {"smollm2-demo/baseline/seed-0/metrics.jsonl"}
+        log = packed.extractfile("demo.log")
+        assert log is not None and log.read() == b"said\n"
+    report = {"smollm2-demo/report/verdict.json"} if verdict else set[str]()
+    assert names == {"demo.log", "smollm2-demo/baseline/seed-0/metrics.jsonl"} | report
+    assert done_mark(asked).exists() == done
