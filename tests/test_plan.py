@@ -93,7 +93,7 @@ def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
         ),
         (
             ["steps=5", "compare.primary.0.window=steps 2-4", "arms.treatment.steps=3"],
-            "window: got 'steps 2-4', and the runs end at step 3",
+            "window: got 'steps 2-4', and the runs end at step 3; use a window inside them, or 'last 20%'",
         ),
     ],
 )
@@ -106,7 +106,8 @@ def test_a_claim_that_could_not_be_judged_is_refused_before_the_runs(
 
 
 def test_claims_that_can_be_judged_are_planned() -> None:
-    assert plan_of("compare.primary.0.window=steps 2-3").runs
+    for window in ("all", "last 50%", "steps 2-3"):
+        assert plan_of(f"compare.primary.0.window={window}").runs
     assert plan_of(
         "compare.primary.0.metric=validation/accuracy", "validation={every: 1, num_prompts: 8}"
     ).runs
