@@ -177,12 +177,13 @@ class Queue:
             waiting = [job for job in self.jobs if job.needs is need and not job.done]
             if waiting and need.done and need.status != "finished":
                 message = need.run.state(WARM_START).message
-                yield waiting, f"the {need.label} {need.status}", str(message)
+                yield waiting, f"the warm start in {need.run.path} {need.status}", str(message)
         tried = [] if self.running else self.failed_alike()
         left = [job for job in self.jobs if not job.done]
         if tried and left:
-            why = f"{len(tried)} runs, of several seeds, failed alike before their first step"
-            yield left, why, str(tried[0].failure)
+            first, num_more = tried[0], len(tried) - 1
+            why = f"{first.label} and {num_more} more, of several seeds, failed alike before their first step"
+            yield left, why, str(first.failure)
 
     def failed_alike(self) -> list[Job]:
         """All runs that have ended, where they failed in the same words before their first step, whatever

@@ -253,7 +253,7 @@ def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
     assert list(outcome.statuses.values()) == ["failed"] * 8
     tried = [run for run in map(str, outcome.statuses) if launches_of(tmp_path / "small", run)[-1].pid]
     assert tried == ["baseline/seed-0", "treatment/seed-0", "baseline/seed-1"]
-    why = "not started: 3 runs, of several seeds, failed alike before their first step"
+    why = "not started: baseline/seed-0 and 2 more, of several seeds, failed alike before their first step"
     assert observer.said == [f"treatment/seed-1 and 4 more: {why}"]
     assert state_of(tmp_path / "small", "baseline/seed-3").message == f"{why}: the planned failure"
     behave()
@@ -323,9 +323,10 @@ def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..
     assert outcome.statuses[RunName(arm="baseline", seed=0)] == "failed"
     assert launches_of(tmp_path / "small", "baseline/seed-0")[-1].pid is None
     message = str(state_of(tmp_path / "small", "baseline/seed-0").message)
-    assert message.startswith("not started: the warm") and message.endswith("failed: the planned failure")
-    (said,) = observer.said
-    assert said.startswith("baseline/seed-0 and 3 more: not started: the warm start ")
+    (made,) = (tmp_path / "warm-starts").iterdir()
+    why = f"not started: the warm start in {made} failed"
+    assert message == f"{why}: the planned failure"
+    assert observer.said == [f"baseline/seed-0 and 3 more: {why}"]
     behave()
     assert (
         launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}", resume=True).exit_code == 0
