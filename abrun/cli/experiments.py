@@ -212,7 +212,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print on until the run has ended.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Print what a run has printed.
+    """Print what a run has printed, or what is recorded of it where that is nothing.
 
     Examples:
         abrun logs quickstart/baseline/seed-0 --follow

@@ -173,11 +173,13 @@ class Queue:
 
     def hopeless(self) -> Iterator[tuple[list[Job], str, str]]:
         """What shall not start any more; because of what, and why that failed."""
-        for need in self.jobs:
-            waiting = [job for job in self.jobs if job.needs is need and not job.done]
-            if waiting and need.done and need.status != "finished":
-                message = need.run.state(WARM_START).message
-                yield waiting, f"the warm start in {need.run.path} {need.status}", str(message)
+        waiting: dict[Job, list[Job]] = {}
+        for job in self.jobs:
+            if not job.done and job.needs and job.needs.done and job.needs.status != "finished":
+                waiting.setdefault(job.needs, []).append(job)
+        for need, jobs in waiting.items():
+            message = need.run.state(WARM_START).message
+            yield jobs, f"the warm start in {need.run.path} {need.status}", str(message)
         tried = [] if self.running else self.failed_alike()
         left = [job for job in self.jobs if not job.done]
         if tried and left:
@@ -187,9 +189,11 @@ class Queue:
 
     def failed_alike(self) -> list[Job]:
         """All runs that have ended, where they failed in the same words before their first step, whatever
-        their seed, and no other has taken one: what fails them is no single run's."""
+        their seed, and no other has taken one or waits for a warm start: what fails them is no single run's.
+        """
         ended = [job for job in self.jobs if job.done and not job.shared]
         alike = len({job.failure for job in ended}) == 1 and ended[0].failure is not None
         if not alike or len({job.seed for job in ended}) == 1:
             return []
-        return [] if any(job.run.heartbeat().step for job in self.running if not job.shared) else ended
+        others = any(job.run.heartbeat().step for job in self.running)
+        return [] if others or any(job.shared and not job.done for job in self.jobs) else ended
