@@ -26,7 +26,6 @@ from abrun.recipe import (
 )
 from abrun.recipe.policy import PRESET_EXPERTS
 from abrun.recipe.refusals import shortened
-from abrun.series import window_problem
 
 MOST_RUNS = 100_000  # each is a folder
 
@@ -167,13 +166,20 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
     """
     for index, claim in enumerate(recipe.compare.primary):
         for config in configs.values():
-            field, problem = "window", window_problem(claim.window, config.steps)
+            field, problem = "window", _window_problem(claim.window, config.steps)
             if not problem and isinstance(config, OwnRunConfig):
                 field, problem = "metric", _unrecorded(claim.metric, config)
             elif not problem and claim.metric == FINAL_WEIGHTS:
                 field, problem = "metric", "got 'final_weights' of a command, whose weights abrun never sees"
             if problem:
                 raise RecipeError(f"{recipe.name}: compare.primary.{index}.{field}: {problem}")
+
+
+def _window_problem(window: str, num_steps: int) -> str | None:
+    """Why a claim's window cannot be read on runs of `num_steps` steps; None: it can."""
+    if not window.startswith("steps") or int(window.split("-")[1]) <= num_steps:
+        return None
+    return f"got {window!r}, and the runs end at step {num_steps}; use a window inside them, or 'last 20%'"
 
 
 def _unrecorded(metric: str, config: OwnRunConfig) -> str | None:

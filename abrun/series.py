@@ -72,25 +72,10 @@ def window_bounds(window: str, steps: Steps, metric: str) -> tuple[int, int]:
         percent = int(window.removeprefix("last ").removesuffix("%"))
         num_steps = -(-percent * len(steps) // 100)  # rounded up, in whole numbers: at least one step
         return int(steps[-num_steps]), last
-    start, end = _named_steps(window)
+    start, end = (int(part) for part in window.removeprefix("steps ").split("-"))
     if start < first or end > last:
         raise ComparisonError(
             f"{metric}: window: got {window!r}, the runs hold steps {first}-{last}; "
             f"use a window inside them, such as 'last 20%'"
         )
-    return start, end
-
-
-def window_problem(window: str, num_steps: int) -> str | None:
-    """Why a claim's window cannot be read on runs of `num_steps` steps, known before them; None: it can.
-
-    One line without the field's name: `got 'steps 50-80', and the runs end at step 60; ...`
-    """
-    if not window.startswith("steps") or _named_steps(window)[1] <= num_steps:
-        return None
-    return f"got {window!r}, and the runs end at step {num_steps}; use a window inside them, or 'last 20%'"
-
-
-def _named_steps(window: str) -> tuple[int, int]:
-    start, end = (int(part) for part in window.removeprefix("steps ").split("-"))
     return start, end

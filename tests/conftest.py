@@ -1,5 +1,6 @@
 """Without a GPU the Triton kernels run in Triton's interpreter: said before anything imports triton, and
-inherited by every process that a test starts. So is that each has one thread: ranks share few cores."""
+inherited by every process that a test starts. So is that each has one thread: ranks share few cores; and that
+nobody asks a model hub."""
 
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # this process has read its environment
 
 

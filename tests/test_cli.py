@@ -17,6 +17,7 @@ import abrun.compare
 from abrun import cli, store
 from abrun.errors import ComparisonError
 from abrun.implementations import LAUNCHERS
+from abrun.launch import requirements
 from abrun.memory import profile
 from abrun.memory.cells import MemoryProfile
 from tests.launch.fakes import FAKE
@@ -107,12 +108,15 @@ def test_help_takes_less_than_half_a_second_of_cpu() -> None:
     assert any(cpu_s() < 0.5 for _ in range(6))
 
 
-def test_nothing_before_compare_needs_torch(tmp_path: Path) -> None:
-    for arguments in (["launch", str(SMALL), "--dry-run"], ["status", "--runs-dir", str(tmp_path)]):
+def test_only_what_computes_imports_what_computes(tmp_path: Path) -> None:
+    """A dry run's expected power takes scipy, and a look at runs nothing."""
+    for arguments, slow in (
+        (["launch", str(SMALL), "--dry-run"], ["scipy", "numpy"]),
+        (["status", "--runs-dir", str(tmp_path)], []),
+    ):
         done = abrun_process(*arguments)
         assert done.returncode == 0, done.stderr
-        loaded = done.stderr.strip().splitlines()[-1]
-        assert "torch" not in loaded and "transformers" not in loaded and "pandas" not in loaded
+        assert done.stderr.strip().splitlines()[-1] == str(slow)
 
 
 def test_every_command_has_help(run: Run) -> None:
@@ -237,13 +241,29 @@ def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run:
     ]
     code, output, _ = run("launch", SMALL, "--dry-run", *changes)
     lines = output.splitlines()
-    assert code == 0 and [line.split(": got ")[0] for line in lines[-3:-1]] == [
+    assert code == 2 and [line.split(": got ")[0] for line in lines[-3:-1]] == [  # of the model's folder
         "- arm treatment: model.path",
         "- arms baseline, treatment: cluster.nodes",
     ]
     assert lines[-1] == "This machine cannot run small: 2 reasons, listed above."
     assert lines[-4].startswith("What this machine (") and lines[-4].endswith(") lacks")
     assert any(line.split() == ["treatment", "policy.backend.type", "dtensor", "megatron"] for line in lines)
+
+
+def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(requirements, "hub_refusal", lambda name: asked.append(name) or "the hub sleeps")
+    change = ("--set", "model={path: some/hub-name}")
+    line = "arms baseline, treatment: model.path: got 'some/hub-name', no folder here, and the hub sleeps; "
+    code, output, _ = run("launch", SMALL, "--dry-run", *change)
+    assert code == 0 and f"- {line}" in output and asked == ["some/hub-name"]
+    code, output, errors = run("launch", SMALL, *change)
+    assert (code, output) == (2, "") and errors.startswith(f"abrun: small: {line}")
+    assert errors.count("\n") == 1 and list(tmp_path.iterdir()) == []
+    of_another_hub = "trainer={env: {HF_ENDPOINT: http://mirror}}"  # of which nothing is known here
+    assert run("launch", SMALL, "--dry-run", *change, "--set", of_another_hub)[1].endswith(" at once.\n")
 
 
 def test_a_launch_runs_compares_and_exits_with_0_whatever_the_verdict(

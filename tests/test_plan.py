@@ -1,7 +1,6 @@
 """Plans: which runs, in which order, what differs, and which share their initial weights."""
 
 import io
-import time
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,7 @@ def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
         ),
         (
             ["steps=5", "compare.primary.0.window=steps 2-4", "arms.treatment.steps=3"],
-            "window: got 'steps 2-4', and the runs end at step 3",
+            "window: got 'steps 2-4', and the runs end at step 3; use a window inside them, or 'last 20%'",
         ),
     ],
 )
@@ -106,7 +105,8 @@ def test_a_claim_that_could_not_be_judged_is_refused_before_the_runs(
 
 
 def test_claims_that_can_be_judged_are_planned() -> None:
-    assert plan_of("compare.primary.0.window=steps 2-3").runs
+    for window in ("all", "last 50%", "steps 2-3"):
+        assert plan_of(f"compare.primary.0.window={window}").runs
     assert plan_of(
         "compare.primary.0.metric=validation/accuracy", "validation={every: 1, num_prompts: 8}"
     ).runs
@@ -125,14 +125,13 @@ def test_claims_that_can_be_judged_are_planned() -> None:
         make_plan(load_recipe(FOREIGN, ["compare.primary=[{metric: final_weights, below: 0.05}]"]))
 
 
-def test_large_plans_are_made_and_shown_in_seconds() -> None:
+def test_a_large_plan_resolves_its_arms_once_and_shows_its_first_rows() -> None:
     arms = ", ".join(f"a{number}: {{steps: {number + 4}}}" for number in range(199))
     many = [f"arms={{baseline: {{}}, {arms}}}", f"seeds={list(range(500))}"]
-    started = time.perf_counter()
     plan = plan_of(*many)
+    assert len(plan.runs) == 100_000 and len({id(run.config) for run in plan.runs}) == 200
     shown = dry_run(plan)
-    assert time.perf_counter() - started < 20
-    assert len(plan.runs) == 100_000 and "... and 99800 more" in shown
+    assert "... and 99800 more" in shown and len(shown.splitlines()) < 1000
     with pytest.raises(RecipeError, match="200 arms x 500 seeds, 100001 runs; allowed: at most 100000"):
         plan_of(*many, "controls.aa_reruns=1")
 

@@ -4,7 +4,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -237,9 +236,8 @@ def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> No
     )
     endless.chmod(0o755)
     monkeypatch.setenv("PATH", f"{endless.parent}:{os.environ['PATH']}")
-    begin = time.monotonic()
     state = git.record_checkout(tmp_path, diff=True)
-    assert time.monotonic() - begin < 10 and state and state["sha"] == "0123"
+    assert state and state["sha"] == "0123"
     text = (tmp_path / state["diff"]).read_text()
     assert len(text) < 2 * git.MOST_DIFF and text.endswith("bytes of it]\n") and "hf_" not in text
     with pytest.raises(ProcessLookupError):
@@ -249,14 +247,13 @@ def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> No
 def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch) -> None:
     hanging = tmp_path / "bin" / "git"
     hanging.parent.mkdir()
-    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) echo x; sleep 60;; esac\n')
+    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) echo x; sleep 3600;; esac\n')
     hanging.chmod(0o755)
     monkeypatch.setenv("PATH", f"{hanging.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(git, "LIMIT_S", 0.3)
-    begin = time.monotonic()
+    monkeypatch.setattr(git, "LIMIT_S", 1.0)  # in which a shell has printed its line
     state = git.record_checkout(tmp_path, diff=True)
-    assert state and state["dirty"] and time.monotonic() - begin < 10
+    assert state and state["dirty"]
     assert "git took over" in (tmp_path / state["diff"]).read_text()
-    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) sleep 60;; esac\n')
+    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) sleep 3600;; esac\n')
     state = git.record_checkout(tmp_path, diff=True)
     assert state == {"sha": "0123", "dirty": None, "diff": None}, "nobody knows that nothing was changed"

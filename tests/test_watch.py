@@ -337,6 +337,25 @@ def test_the_log_of_a_run_whose_turn_comes_is_waited_for(tmp_path: Path) -> None
     assert list(watch.log_of(run.path, lambda experiment_dir: None, follow=True)) == ["step 1\n"]
 
 
+def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=0)
+    run, name = store.RunDir(experiment_dir / "baseline" / "seed-0"), RunName(arm="baseline", seed=0)
+    run.write_record(
+        store.RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60})
+    )
+
+    def said() -> list[str]:
+        return list(watch.log_of(run.path, lambda experiment_dir: None, follow=False))
+
+    assert said() == [f"baseline/seed-0: pending; nothing is printed in {run.log}\n"]
+    run.begin_launch((), None)
+    run.end_launch("failed", "not started: no \x1b[31mreason")
+    why = "not started: no \\x1b[31mreason"
+    assert said() == [f"baseline/seed-0: failed: {why}; nothing is printed in {run.log}\n"]
+    run.log.write_text("a line\n")
+    assert said() == ["a line\n"]
+
+
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=60)
     parsed: list[str] = []

@@ -65,8 +65,9 @@ def launch(
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
-    Exit code: 0 when every run finished, 1 when one did not, 2 for bad input (of a dry run also where the
-    cluster would refuse the jobs), 130 after Ctrl-C; with --fail-on the verdict's, where that is named.
+    Exit code: 0 when every run finished, 1 when one did not, 2 for bad input (of a dry run also where
+    model.path is a folder that does not load, or the cluster would refuse the jobs), 130 after Ctrl-C; with
+    --fail-on the verdict's, where that is named.
 
     Examples:
         abrun launch quickstart
@@ -211,7 +212,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print on until the run has ended.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Print what a run has printed.
+    """Print what a run has printed, or what is recorded of it where that is nothing.
 
     Examples:
         abrun logs quickstart/baseline/seed-0 --follow
@@ -271,16 +272,18 @@ def _dry_run(
     jobs: int | None,
     as_json: bool,
 ) -> int:
-    """Show what a launch would do; returns the exit code, 2 where the scheduler asked would refuse it."""
+    """Show what a launch would do; returns the exit code, 2 where the model's folder does not load, or the
+    scheduler asked would refuse it."""
     from abrun.launch.preview import preview, preview_json, preview_of_jobs
+    from abrun.launch.requirements import lacks_model_folder
 
     if as_json:
         content = preview_json(plan, jobs, scheduler)
         print_json(content)
-        return 2 if scheduler and content["refusals"] else 0
+        return 2 if (content["refusals"] if scheduler else lacks_model_folder(plan)) else 0
     if scheduler is None:
         screen.print(preview(plan, jobs))
-        return 0  # what this machine lacks, another may have
+        return 2 if lacks_model_folder(plan) else 0  # what else this machine lacks, another may have
     show, possible = preview_of_jobs(plan, scheduler, experiment_dir)
     screen.print(show)
     return 0 if possible else 2

@@ -25,6 +25,7 @@ class Job:
     run: RunDir
     config: RunConfig
     needs: "Job | None" = None  # the warm start to wait for
+    seed: int = 0
     shared: bool = False  # a warm start: other experiments may want it, too
     said_waiting: bool = False
     leave_until_s: float | None = None  # when processes of an earlier launcher are killed
@@ -36,6 +37,7 @@ class Job:
     stopping: bool = False
     asked_s: float = 0.0  # when it was asked to stop
     status: Status = "pending"
+    failure: str | None = None  # why it failed before its first step, in the words of all that did so
     lock: Lease = field(init=False)  # a warm start's: the runs of an experiment are owned with it
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class Queue:
         warm_starts: dict[str, Job] = {}
         for planned in plan.runs:
             run = RunDir(run_dir(experiment_dir, planned.name))
-            job = Job(label=str(planned.name), run=run, config=planned.config)
+            job = Job(label=str(planned.name), run=run, config=planned.config, seed=planned.name.seed)
             key = planned.warm_start
             if run.finished and not incomplete(job):
                 job.status = "finished"
@@ -159,13 +161,39 @@ class Queue:
         return [job for job in self.jobs if job.started and not job.done]
 
     def ready(self) -> Iterator[Job]:
-        """What waits for a place alone, in order: a later run that would fit must not starve an earlier."""
+        """What waits for a place alone, in order: a later run that would fit must not starve an earlier.
+
+        Nothing while `failed_alike` waits for the runs at work.
+        """
+        if self.running and self.failed_alike():
+            return
         for job in self.jobs:
             if not (job.started or job.done) and (job.needs is None or job.needs.status == "finished"):
                 yield job
 
-    def hopeless(self) -> Iterator[tuple[Job, Job]]:
-        """What cannot start any more, and the warm start that it needs."""
+    def hopeless(self) -> Iterator[tuple[list[Job], str, str]]:
+        """What shall not start any more; because of what, and why that failed."""
+        waiting: dict[Job, list[Job]] = {}
         for job in self.jobs:
             if not job.done and job.needs and job.needs.done and job.needs.status != "finished":
-                yield job, job.needs
+                waiting.setdefault(job.needs, []).append(job)
+        for need, jobs in waiting.items():
+            message = need.run.state(WARM_START).message
+            yield jobs, f"the warm start in {need.run.path} {need.status}", str(message)
+        tried = [] if self.running else self.failed_alike()
+        left = [job for job in self.jobs if not job.done]
+        if tried and left:
+            first, num_more = tried[0], len(tried) - 1
+            why = f"{first.label} and {num_more} more, of several seeds, failed alike before their first step"
+            yield left, why, str(first.failure)
+
+    def failed_alike(self) -> list[Job]:
+        """All runs that have ended, where they failed in the same words before their first step, whatever
+        their seed, and no other has taken one or waits for a warm start: what fails them is no single run's.
+        """
+        ended = [job for job in self.jobs if job.done and not job.shared]
+        alike = len({job.failure for job in ended}) == 1 and ended[0].failure is not None
+        if not alike or len({job.seed for job in ended}) == 1:
+            return []
+        others = any(job.run.heartbeat().step for job in self.running)
+        return [] if others or any(job.shared and not job.done for job in self.jobs) else ended

@@ -6,14 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.extras import lacking
+from abrun.launch.hub import hub_refusal
 from abrun.launch.model_folder import config_of, folder_damage
 from abrun.plan import Plan, PlannedRun
 from abrun.recipe import (
@@ -86,7 +87,8 @@ def refusals(plan: Plan, machine: Machine, num_jobs: int | None) -> list[str]:
     """Why this machine cannot run the plan, a line a reason; first what no machine could run."""
     configs = {run.name.arm: run.config for run in plan.runs}
     arms_of: dict[str, list[str]] = {}
-    for reasons in (_unbuilt, _missing, partial(_too_large, machine=machine, num_jobs=num_jobs)):
+    missing = partial(_missing, ask=cache(hub_refusal))  # once a model, whichever arms have it
+    for reasons in (_unbuilt, missing, partial(_too_large, machine=machine, num_jobs=num_jobs)):
         for arm, config in configs.items():
             for reason in reasons(config):
                 arms_of.setdefault(reason, []).append(arm)
@@ -109,6 +111,12 @@ def anywhere_refusals(plan: Plan) -> list[str]:
     configs = {run.name.arm: run.config for run in plan.runs}
     lines = [f"arm {arm}: {reason}" for arm, config in configs.items() for reason in _unbuilt(config)]
     return lines + reference_refusals(plan)
+
+
+def lacks_model_folder(plan: Plan) -> bool:
+    """Whether an arm's model is a folder that does not load."""
+    models = {run.config.model.path for run in plan.runs if isinstance(run.config, OwnRunConfig)}
+    return any(path and _is_folder(path) and _unloadable_folder(path) for path in models)
 
 
 def node_refusals(config: RunConfig, machine: Machine) -> list[str]:
@@ -140,12 +148,13 @@ def _unbuilt(config: RunConfig) -> Iterable[str]:
     return not_built(config) if isinstance(config, OwnRunConfig) else ()
 
 
-def _missing(config: RunConfig) -> Iterator[str]:
-    """What a run needs besides devices and is not on this machine."""
+def _missing(config: RunConfig, ask: Callable[[str], str | None] = hub_refusal) -> Iterator[str]:
+    """What a run needs besides devices and is not on this machine; `ask`: of a hub's model."""
     if isinstance(config, CommandRunConfig):
         yield from _missing_command(config)
     elif isinstance(config, OwnRunConfig):
         yield from filter(None, [lacking("train"), lacking("wandb") if config.wandb else None])
+        yield from _missing_model(config, ask)
         yield from _missing_files(config)
         yield from _missing_kernel(config)
         yield from _misfit(config)
@@ -191,8 +200,8 @@ def _missing_command(config: CommandRunConfig) -> Iterator[str]:
 
 
 def _missing_files(config: OwnRunConfig) -> Iterator[str]:
-    """Files of the recipe that are not on this machine; a model without a leading / . or ~ is a hub's."""
-    task, weights = config.task, config.model.path
+    """Files of the recipe, but the model's, that are not on this machine."""
+    task = config.task
     if isinstance(task, ReasoningGym) and importlib.util.find_spec("reasoning_gym") is None:
         yield "task.type: got 'reasoning_gym' without the package; pip install 'abrun[reasoning]'"
     if not isinstance(task, GENERATED):
@@ -200,22 +209,38 @@ def _missing_files(config: OwnRunConfig) -> Iterator[str]:
         for field, path in (("task.path", task.path), ("validation.path", held_out)):
             yield from _unreadable_problems(task, path, field) if path else ()
         yield from _missing_verifier(getattr(task, "verifier", None))
-    if weights:
-        yield from _not_to_load(weights)
     if config.checkpoint.start_from is not None:
         yield from _not_to_start_from(config.checkpoint.start_from, config.steps)
 
 
-def _not_to_load(weights: str) -> Iterator[str]:
+def _missing_model(config: OwnRunConfig, ask: Callable[[str], str | None]) -> Iterator[str]:
+    weights = config.model.path
+    if not weights:
+        return
+    if _is_folder(weights):
+        wrong = _unloadable_folder(weights)
+        yield from [wrong] if wrong else []
+    elif not any(name.startswith("HF_") for name in config.trainer.env) and (why := ask(weights)):
+        yield (
+            f"model.path: got {weights!r}, no folder here, and {why}; give a checkpoint's folder, or a hub "
+            "name that can be reached or was fetched before (hf download)"
+        )
+
+
+def _is_folder(weights: str) -> bool:
+    """Where no such folder is here, NAME and OWNER/NAME are a hub's."""
+    return weights[0] in "/.~" or weights.count("/") > 1 or Path(weights).is_dir()
+
+
+def _unloadable_folder(weights: str) -> str | None:
     folder = Path(weights).expanduser()
-    if folder.is_dir():
-        if wrong := folder_damage(folder):
-            yield (
-                f"model.path: got {weights!r}, which cannot load: {wrong}; give a folder with config.json, "
-                "whole safetensors files and a tokenizer"
-            )
-    elif weights[0] in "/.~":
-        yield f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
+    if not folder.is_dir():
+        return f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
+    wrong = folder_damage(folder)
+    return wrong and (
+        f"model.path: got {weights!r}, which cannot load: {wrong}; give a folder with config.json, "
+        "whole safetensors files and a tokenizer"
+    )
 
 
 def _not_to_start_from(folder: str, num_steps: int) -> Iterator[str]:

@@ -18,7 +18,7 @@ from abrun.errors import AbrunError, LaunchError
 from abrun.launch.engine import Engine, Place, make_engine
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
-from abrun.launch.queue import WARM_START, Job, Queue
+from abrun.launch.queue import Job, Queue
 from abrun.plan import Plan, RunName
 from abrun.processes import (
     STARVED,
@@ -191,9 +191,11 @@ class Supervisor:
             lock.refresh()
 
     def _start_ready(self) -> None:
-        for job, cause in self._queue.hopeless():
-            message = cause.run.state(WARM_START).message
-            self._give_up(job, f"not started: its {cause.label} {cause.status}: {message}")
+        for jobs, cause, message in self._queue.hopeless():
+            more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+            self._observer.say(f"{jobs[0].label}{more}: not started: {cause}")
+            for job in jobs:
+                self._end_unstarted(job, f"not started: {cause}: {message}")
         for job in self._queue.ready():
             place = self._engine.place(job.run, job.config)
             if place is None:
@@ -216,9 +218,12 @@ class Supervisor:
     def _give_up(self, job: Job, why: str) -> None:
         """A job that has no process, or whose process cannot be recorded."""
         self._kill([job])
+        self._observer.say(f"{job.label}: {why}")
+        self._end_unstarted(job, why)
+
+    def _end_unstarted(self, job: Job, why: str) -> None:
         job.status = "failed"
         job.lock.close()
-        self._observer.say(f"{job.label}: {why}")
         with contextlib.suppress(AbrunError):
             if job.run.exists:
                 job.run.begin_launch((), self._git)
@@ -243,6 +248,8 @@ class Supervisor:
         job.lock.close()
         out_of_time = (message or "").startswith("limits.run_s")  # it would take as long again
         lost = job.started is not None and job.started.lost  # which is no fault of the run's
+        if job.status == "failed" and status >= 0 and not (lost or job.run.heartbeat().step):
+            job.failure = str(message).replace(str(job.run.path), "RUN_DIR")
         if job.status == "failed" and (lost or (job.may_retry and not out_of_time)):
             self._observer.say(f"{job.label}: {message}: starting it again")
             job.begin_again(is_retry=not lost)

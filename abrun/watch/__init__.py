@@ -18,7 +18,7 @@ from abrun.redaction import shown
 from abrun.watch.log import log_of
 from abrun.watch.overview import status_json, status_of_experiments
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun
-from abrun.watch.showing import progress_line, render, status_line, summary
+from abrun.watch.showing import progress_line, render, said_once, status_line, summary
 
 __all__ = [
     "ExperimentReader",
@@ -149,14 +149,19 @@ class _PlainLines:
         self._shown: dict[Path, tuple[int, float]] = {}  # the step of the last line, and when it was printed
 
     def show(self, runs: Iterable[WatchedRun]) -> None:
+        failed: list[tuple[str, str]] = []
         for run in runs:
             key, status = run.state.directory, run.state.status
             before = self._status.get(key, "pending")
             self._status[key] = status
-            if status != before:
+            if status != before and status == "failed":
+                failed.append((run.label, status_line(run)))
+            elif status != before:
                 self._print(run, status_line(run))
             elif status == "running" and self._is_time(run):
                 self._print(run, progress_line(run))
+        for line in said_once(failed):
+            self._say(line)
 
     def _is_time(self, run: WatchedRun) -> bool:
         step, shown_s = self._shown[run.state.directory]
@@ -166,5 +171,8 @@ class _PlainLines:
 
     def _print(self, run: WatchedRun, text: str) -> None:
         self._shown[run.state.directory] = (run.step, time.monotonic())
-        line = f"{time.strftime('%H:%M:%S')} {run.label}: {text}"
+        self._say(f"{run.label}: {text}")
+
+    def _say(self, line: str) -> None:
+        line = f"{time.strftime('%H:%M:%S')} {line}"
         self._console.print(shown(line), soft_wrap=True, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""What a run prints, line by line, as it comes."""
+"""What a run prints, line by line, as it comes, or why it has printed nothing."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
-from abrun.store import RunDir, launcher_of
+from abrun.store import RunDir, RunState, launcher_of
 from abrun.watch.reading import FindJobs
 
 POLL_S = 0.5
@@ -14,7 +14,8 @@ AT_WORK = ("waiting", "running", "stalled")
 
 
 def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[str]:
-    """The lines of a run's log; with `follow` those to come, too, until it has ended.
+    """The lines of a run's log, with `follow` also those to come until it has ended; where there are none,
+    what is recorded of the run.
 
     Raises StoreError where the folder holds no run.
     """
@@ -23,9 +24,11 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
     experiment_dir = directory.parent.parent
     jobs = find_jobs(experiment_dir)
 
+    def state() -> RunState:
+        return jobs.state_of(run.state(name)) if jobs else run.state(name)
+
     def at_work() -> bool:
-        state = run.state(name)
-        status = jobs.state_of(state).status if jobs else state.status
+        status = state().status
         return status in AT_WORK or (status == "pending" and launcher_of(experiment_dir) is not None)
 
     position, rest = 0, b""
@@ -36,6 +39,8 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
         yield from (_text(line) for line in lines)
         if ended:
             yield from [_text(rest)] if rest else []
+            if not position:
+                yield _recorded(state(), run.log)
             return
         time.sleep(POLL_S)
 
@@ -48,6 +53,11 @@ def _read(run: RunDir, position: int) -> tuple[int, bytes]:
             return file.tell(), content
     except OSError:
         return position, b""
+
+
+def _recorded(state: RunState, log: Path) -> str:
+    why = f": {state.message}" if state.message else ""
+    return shown(f"{state.name}: {state.status}{why}; nothing is printed in {log}") + "\n"
 
 
 def _text(line: bytes) -> str:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def render(
     over = ("finished", "pending") if begun else ("finished",)
     listed = [run for run in runs if not (run.is_warm_start and run.state.status in over)]
     listed = _by_pair(listed)
-    troubles = [run for run in listed if run.state.message and run.state.status != "interrupted"]
+    troubles = _troubles(listed)
     # Lines that are not rows: title, two of headings, bar, and the notes on rows left out and skimmed.
     told = sum(-(-len(line) // width) for line in so_far)
     room = None if height is None else max(3, height - 6 - min(len(troubles), 5) - told)
@@ -62,9 +62,7 @@ def render(
         left_out = Counter(run.status for run in listed if run not in fitting)
         counts = ", ".join(f"{count} {status}" for status, count in left_out.items())
         parts.append(Text(f"and {counts}", style="dim"))
-    for run in troubles[:5]:
-        text = f"{run.label}: {shown(run.state.message or '')}"
-        parts.append(Text(text, style=_trouble(run), overflow="ellipsis", no_wrap=True))
+    parts += troubles[:5]
     if any(run.skimmed for run in fitting):
         parts.append(Text("curve, peak memory: of some steps of long runs", style="dim"))
     parts += [Text(shown(line), overflow="fold") for line in so_far]
@@ -78,8 +76,18 @@ def _by_pair(runs: Sequence[WatchedRun]) -> list[WatchedRun]:
     return sorted(runs, key=lambda run: (not run.is_warm_start, seeds.index(run.state.name.seed)))
 
 
-def _trouble(run: WatchedRun) -> str:
-    return "dim" if run.state.status == "waiting" else "red"
+def _troubles(runs: Sequence[WatchedRun]) -> list[Text]:
+    """What failed, then what is waited for; a reason once."""
+    reasons: dict[str, list[tuple[str, str]]] = {"red": [], "dim": []}
+    for run in runs:
+        if run.state.message and run.state.status != "interrupted":
+            style = "dim" if run.state.status == "waiting" else "red"
+            reasons[style].append((run.label, run.state.message))
+    return [
+        Text(shown(line), style=style, overflow="ellipsis", no_wrap=True)
+        for style, of in reasons.items()
+        for line in said_once(of)
+    ]
 
 
 def _most_telling(runs: Sequence[WatchedRun], room: int | None) -> list[WatchedRun]:
@@ -275,6 +283,17 @@ def elapsed(runs: Sequence[WatchedRun]) -> float | None:
 
 
 # --- a run in a line ---
+
+
+def said_once(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """`run: text`, and for several runs with the same text the first and how many more."""
+    labels: dict[str, list[str]] = {}
+    for label, text in lines:
+        labels.setdefault(text, []).append(label)
+    return [
+        f"{first}{f' and {len(more)} more' if more else ''}: {text}"
+        for text, (first, *more) in labels.items()
+    ]
 
 
 def status_line(run: WatchedRun) -> str:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -356,7 +355,7 @@ def test_little_data_still_has_a_page(values):
     assert page.data("report")["content"]["verdict"] == "INVALID"
 
 
-def test_a_large_experiment_is_small_and_quick():
+def test_a_large_experiment_is_a_small_page():
     random = np.random.default_rng(2)
     metrics = [f"train/metric-{index:02d}" for index in range(40)]
     values = {
@@ -366,12 +365,7 @@ def test_a_large_experiment_is_small_and_quick():
     }
     large = experiment(values)
     claims = [claim(metric=metric, steps=(8001, 10_000)) for metric in metrics[:3]]
-    start = time.perf_counter()
-    page = render_page(large, verdict(claims))
-    seconds = time.perf_counter() - start
-    assert len(page.encode()) < 10e6
-    assert seconds < 5  # 1 s on an idle machine of 2024
-    print(f"{len(page.encode()) / 1e6:.2f} MB in {seconds:.2f} s")
+    assert len(render_page(large, verdict(claims)).encode()) < 10e6
 
 
 def test_a_claim_s_last_step_is_on_the_axis_of_many_steps():

@@ -145,12 +145,13 @@ def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
 def test_even_a_broken_experiment_has_a_short_report(simulated, judged):
     experiment_dir = simulated(seeds=list(range(12)), controls={"aa_reruns": 0})
     for seed in range(12):
-        fail(experiment_dir / f"baseline/seed-{seed}", after_steps=2)
+        fail(experiment_dir / f"baseline/seed-{seed}", after_steps=2, message=f"reason {max(seed, 2)}")
     judged(experiment_dir, formats=("markdown", "png", "svg"))
     lines = (experiment_dir / "report/report.md").read_text().splitlines()
     assert lines[0] == "# INVALID: simulated"
     assert len([line for line in lines if not line.startswith("![")]) <= 25
-    assert any("and 6 more" in line for line in lines)
+    assert any("baseline/seed-0 and 2 more failed (" in line for line in lines)
+    assert any("and 4 more" in line for line in lines)
 
 
 def test_the_terminal_says_verdict_and_why_first(simulated, judged):

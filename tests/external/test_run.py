@@ -263,16 +263,14 @@ def test_a_trainer_that_begins_anew_rewrites_only_what_changed(tmp_path: Path) -
 def test_a_deaf_command_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_run, "GRACE_S", 0.3)
     monkeypatch.setattr(external_run, "POLL_S", 0.1)
-    directory = prepared(tmp_path, "trainer.parameters.behaviour=deaf", "trainer.parameters.step_s=5")
+    directory = prepared(tmp_path, "trainer.parameters.behaviour=deaf", "trainer.parameters.step_s=3600")
 
     def stopped(self: object, *, ended: bool = False) -> None:
         if not ended and (directory / "logs" / "metrics.jsonl").is_file():
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(external_run._Run, "_copy_metrics", stopped)
-    began = time.monotonic()
     assert external_run.run(directory) == external_run.INTERRUPTED
-    assert time.monotonic() - began < 10
     assert events(directory)[-1]["event"] == "interrupted"
 
 

@@ -243,6 +243,33 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, behave: Callable[
         assert (launch_of_it.exit_code, launch_of_it.signal) == (exit_code, killed_by)
 
 
+def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
+    tmp_path: Path, behave: Callable[..., None]
+) -> None:
+    seeds = "seeds=[0, 1, 2, 3]"
+    behave(**{f"{arm}_{seed}": "fail" for arm in ("baseline", "treatment") for seed in range(4)})
+    observer = Silent()
+    outcome = launch(tmp_path, seeds, jobs=1, observer=observer)
+    assert list(outcome.statuses.values()) == ["failed"] * 8
+    tried = [run for run in map(str, outcome.statuses) if launches_of(tmp_path / "small", run)[-1].pid]
+    assert tried == ["baseline/seed-0", "treatment/seed-0", "baseline/seed-1"]
+    why = "not started: baseline/seed-0 and 2 more, of several seeds, failed alike before their first step"
+    assert observer.said == [f"treatment/seed-1 and 4 more: {why}"]
+    assert state_of(tmp_path / "small", "baseline/seed-3").message == f"{why}: the planned failure"
+    behave()
+    assert launch(tmp_path, seeds, resume=True).exit_code == 0
+
+
+def test_what_fails_one_arm_is_tried_with_all_seeds_of_it(
+    tmp_path: Path, behave: Callable[..., None]
+) -> None:
+    """Two of it have failed before the other arm's first step: what comes next waits for that."""
+    behave(step_s=0.5, **{f"treatment_{seed}": "fail" for seed in range(4)})
+    outcome = launch(tmp_path, "steps=1", "seeds=[0, 1, 2, 3]", jobs=3)
+    assert list(outcome.statuses.values()) == ["finished", "failed"] * 4
+    assert all(launches_of(tmp_path / "small", f"treatment/seed-{seed}")[0].pid for seed in range(4))
+
+
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_run_that_came_further_is_started_again(
     tmp_path: Path, behave: Callable[..., None], retries: int
@@ -290,12 +317,16 @@ def test_a_run_whose_directory_is_removed_does_not_stop_the_others(
 
 def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..., None]) -> None:
     behave(**{"warm-start_0": "fail"})
-    outcome = launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}")
+    observer = Silent()
+    outcome = launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}", observer=observer)
     assert outcome.statuses[RunName(arm="cold", seed=0)] == "finished"
     assert outcome.statuses[RunName(arm="baseline", seed=0)] == "failed"
     assert launches_of(tmp_path / "small", "baseline/seed-0")[-1].pid is None
     message = str(state_of(tmp_path / "small", "baseline/seed-0").message)
-    assert message.startswith("not started: its warm") and message.endswith("failed: the planned failure")
+    (made,) = (tmp_path / "warm-starts").iterdir()
+    why = f"not started: the warm start in {made} failed"
+    assert message == f"{why}: the planned failure"
+    assert observer.said == [f"baseline/seed-0 and 3 more: {why}"]
     behave()
     assert (
         launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}", resume=True).exit_code == 0

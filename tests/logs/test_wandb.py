@@ -22,7 +22,7 @@ KEY = "a" * 40
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Three runs of the real client: whole, failed, and one of 3000 steps whose records span blocks."""
+    """Three runs of the real client: whole, failed, and one of 300 steps whose records span blocks."""
     import wandb
 
     folder = tmp_path_factory.mktemp("offline")
@@ -60,6 +60,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for step in range(300):
         long.log({f"metric/{index}": step + index / 7 for index in range(60)}, step=step)
     long.finish()
+    wandb.teardown()  # finish returns while the client's other process still writes the file
     yield folder
 
 

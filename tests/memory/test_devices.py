@@ -108,16 +108,15 @@ def test_processes_start_wait_for_their_turn_and_end_where_another_fails(tmp_pat
         assert not (tmp_path / "ahead" / TURN).exists()
         raise LaunchError("the first that failed")
 
-    jobs = [partial(process, "long", "sleep 60"), fails, lambda: later()]
+    jobs = [partial(process, "long", "sleep 3600"), fails, lambda: later()]
 
     def later() -> None:
         until((tmp_path / "long" / TURN).exists)
-        process("ahead", "sleep 60")
+        process("ahead", "sleep 3600")
 
-    began = time.monotonic()
     with pytest.raises(LaunchError, match="the first that failed"):
         devices.each(configs, jobs)
-    assert started == ["long", "ahead"] and time.monotonic() - began < 30
+    assert started == ["long", "ahead"]
     assert not processes_of(tmp_path / "long") and not processes_of(tmp_path / "ahead")
 
 

@@ -287,12 +287,10 @@ def test_dpo_is_measured_in_pairs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_that_run_out_of_memory_are_a_result_and_leave_no_process(tmp_path: Path) -> None:
     recipe = load_recipe(SMALL, ["cluster.cpu_ranks=2"])
-    started = time.monotonic()
     profile = measure_recipe(plan(recipe, lengths=[512], budget_bytes=200 * 2**20), tmp_path)
     assert (tmp_path / "memory.html").exists()
     dense, fused = profile.cells
     assert dense.out_of_memory == "forward" and fused.out_of_memory is None
-    assert time.monotonic() - started < 200
     assert not processes_of(tmp_path)
 
 

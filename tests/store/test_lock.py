@@ -96,7 +96,10 @@ def test_a_lock_of_a_machine_that_is_gone_runs_out(tmp_path: Path) -> None:
         assert took == "took over the lock of process 1 on host elsewhere, which shows no life"
 
 
-def test_a_launcher_elsewhere_that_shows_life_keeps_its_lock(tmp_path: Path) -> None:
+def test_a_launcher_elsewhere_that_shows_life_keeps_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 3600.0)  # which nobody waits for, once there is life
     leave(tmp_path, ELSEWHERE)
     said: list[str] = []
 
@@ -104,11 +107,10 @@ def test_a_launcher_elsewhere_that_shows_life_keeps_its_lock(tmp_path: Path) -> 
         said.append(line)
         os.utime(tmp_path / store.LOCK)
 
-    start = time.monotonic()
     words = "stop it there, or claim its place with --take-over"
     with pytest.raises(store.Locked, match=words), store.launcher_lock(tmp_path, say=say):
         pass
-    assert time.monotonic() - start < lock.LEASE_S and len(said) == 1
+    assert len(said) == 1
     assert store.launcher_of(tmp_path) == "process 1 on host elsewhere"
     os.utime(tmp_path / store.LOCK, (0, 0))
     assert store.launcher_of(tmp_path) is None

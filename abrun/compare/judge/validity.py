@@ -148,13 +148,18 @@ def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
 
 
 def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[str]:
+    failed: dict[str, list[RecordedRun]] = {}
+    for run in baselines:
+        if run.status == "failed":
+            failed.setdefault(run.failure, []).append(run)
+    for failure, runs in failed.items():
+        more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        yield (
+            f"{runs[0]}{more} failed ({failure}): without its baseline a seed says nothing about "
+            "the treatment; mend the cause and launch with --resume"
+        )
     for run in [*baselines, *treatments]:
-        if run.status == "failed" and run in baselines:
-            yield (
-                f"{run} failed ({run.failure}): without its baseline a seed says nothing about "
-                "the treatment; mend the cause and launch with --resume"
-            )
-        elif run.status == "unreadable":
+        if run.status == "unreadable":
             yield f"{run} cannot be read ({run.failure}): mend or remove what is damaged there"
         elif not run.finished and run.status != "failed":
             state = "its directory is missing" if run.status == "missing" else run.status

@@ -42,7 +42,7 @@ down)
   ;;
 esac
 
-"$0" down
+"$0" down  # what a killed one has left
 mkdir -p "$D"
 printf '127.0.0.1 localhost\n10.78.0.10 head\n10.78.0.11 n1\n10.78.0.12 n2\n' >"$D/hosts"
 ip netns add abrayhead

@@ -41,6 +41,7 @@ down)
   ;;
 esac
 
+"$0" down  # what a killed one has left
 mkdir -p "$D"/{state,spool.n1,spool.n2,log,dev,bin}
 printf '127.0.0.1 localhost\n10.77.0.10 ctl\n10.77.0.11 n1\n10.77.0.12 n2\n' >"$D/hosts"
 ip netns add abctl

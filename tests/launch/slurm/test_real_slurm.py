@@ -55,6 +55,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
         patch.setenv("PYTHONPATH", str(ROOT))
         try:
+            sh(CLUSTER, "up", D=str(folder / "killed"))  # whose end nobody waited for
             sh(CLUSTER, "up")
             yield folder
         finally:

@@ -583,7 +583,9 @@ def test_a_detached_launch_and_what_can_be_asked_of_it(slurm: Path, tmp_path: Pa
         and "abrun watch" in said
     )
     code, said, _ = run("status", "small")
-    assert code == 0 and "4 waiting" in said and "baseline/seed-0: job 101_0 waits: Priority" in said
+    assert (
+        code == 0 and "4 waiting" in said and "baseline/seed-0 and 1 more: job 101_0 waits: Priority" in said
+    )
     log = tmp_path / "runs" / "small" / "baseline" / "seed-0" / "stdout.log"
     log.write_text("one\ntwo\x1b[2J\nthree")
     assert run("logs", "small/baseline/seed-0") == (0, "one\ntwo\\x1b[2J\nthree\n", "")
