@@ -104,7 +104,6 @@ def test_copied_runs_are_no_mismatch(allowed):
     assert found.verdict == "INCONCLUSIVE" and "holds the numbers of baseline/seed-0" in found.reasons[0]
 
 
-
 def test_pairs_needed_of_margins_in_sigmas_count_a_treatment_that_varies_more():
     rng, claim = np.random.default_rng(0), Primary(metric=ACCURACY, margin="1 sigma", climbs=False)
     left, own = rng.normal(0, 1, (2, 5, 1)) + rng.normal(0, 0.01, (2, 5, 20))
