@@ -42,7 +42,7 @@ def test_a_few_steps_give_finite_metrics_and_real_peaks(arm: str, tmp_path: Path
     for row in rows.values():
         assert all(math.isfinite(value) for value in row.values())
         assert 1 <= row["train/token_mult_prob_error"] < 1.01 and row["train/grad_norm"] > 0
-        for phase in ("generation", "logprobs", "reference_logprobs", "forward_backward", "optimizer"):
+        for phase in ("generation", "reference_logprobs", "forward_backward", "optimizer"):
             allocated = row[f"memory/{phase}/peak_allocated_bytes"]
             assert 1_000_000 < allocated <= row[f"memory/{phase}/peak_reserved_bytes"]
         assert not any("live_tensor" in key for key in row)
