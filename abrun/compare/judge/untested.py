@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
-from abrun.compare.judge.step_one import StepOne, shares_prompts, unreadable
+from abrun.compare.judge.step_one import StepOne, share_of_scale, shares_prompts, unreadable
 from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
@@ -39,6 +39,7 @@ def not_tested(
     experiment: Experiment,
     sides: Sides,
     primaries: Sequence[Primary],
+    first_steps: Sequence[StepOne],
     diverged: Sequence[Divergence],
     step_one_unread: str | None,
 ) -> list[str]:
@@ -47,7 +48,9 @@ def not_tested(
     runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
     others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
-    sentences = _unsaid(runs, sides)
+    unsettled = [one for one in first_steps if one.result == "not tested"]
+    sentences = [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
+    sentences += _unsaid(runs, sides)
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
     if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
@@ -92,6 +95,19 @@ def not_tested(
         made = "this recipe, these seeds" if experiment.has_recipe else "these runs' configurations, seeds"
         sentences.append(f"anything but {made} and steps {steps[0]}-{steps[-1]}")
     return sentences
+
+
+def _step_one_open(one: StepOne, *, has_recipe: bool) -> str:
+    """A first step that neither agrees nor shows a fault, and what would settle it."""
+    share = share_of_scale(one.deviation, one.scale, one.scale_from)
+    settles = "give compare.step_one_tolerance, or controls.aa_reruns where reruns differ"
+    if not has_recipe:
+        settles = "add reruns of the baseline's seeds (names that end in -aa1), where those differ"
+    return (
+        f"step one of {one.metric}: in seed {one.seed} it deviates by {share}, beyond "
+        f"{one.tolerance:.2g} ({one.tolerance_from}), and nothing says how far rounding takes it here: "
+        f"{settles}"
+    )
 
 
 def _unsaid(runs: Sequence[RecordedRun], sides: Sides) -> list[str]:
