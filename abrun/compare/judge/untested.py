@@ -63,10 +63,8 @@ def not_tested(
             f"how the arms part step by step, and from their first one: they are unpaired{shared}"
         )
     if any(one.noise_floor == "unknown" for one in diverged):
-        sentences.append(
-            "divergence against the noise floor: no A/A reruns "
-            + ("(controls.aa_reruns)" if experiment.has_recipe else "(names that end in -aa1)")
-        )
+        reruns = _how_to_rerun(has_recipe=experiment.has_recipe)
+        sentences.append(f"divergence against the noise floor: no A/A reruns ({reruns})")
     if not learning_metrics([run for run in runs if run.name.arm == experiment.baseline]) and primaries:
         sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
     clean = len(sides.finished.treatments)
@@ -100,14 +98,17 @@ def not_tested(
 def _step_one_open(one: StepOne, *, has_recipe: bool) -> str:
     """A first step that neither agrees nor shows a fault, and what would settle it."""
     share = share_of_scale(one.deviation, one.scale, one.scale_from)
-    settles = "give compare.step_one_tolerance, or controls.aa_reruns where reruns differ"
-    if not has_recipe:
-        settles = "add reruns of the baseline's seeds (names that end in -aa1), where those differ"
-    return (
-        f"step one of {one.metric}: in seed {one.seed} it deviates by {share}, beyond "
-        f"{one.tolerance:.2g} ({one.tolerance_from}), and nothing says how far rounding takes it here: "
-        f"{settles}"
-    )
+    found = f"step one of {one.metric}: in seed {one.seed} it deviates by {share}"
+    limit = f"{one.tolerance:.2g} ({one.tolerance_from})"
+    reruns = _how_to_rerun(has_recipe=has_recipe)
+    if one.tolerance >= 1:
+        return f"{found}, and {limit} allows anything: more reruns narrow it ({reruns})"
+    settles = f"{'compare.step_one_tolerance, or ' * has_recipe}reruns where they differ ({reruns})"
+    return f"{found}, beyond {limit}, and nothing says how far rounding takes it here: give {settles}"
+
+
+def _how_to_rerun(*, has_recipe: bool) -> str:
+    return "controls.aa_reruns" if has_recipe else "names that end in -aa1"
 
 
 def _unsaid(runs: Sequence[RecordedRun], sides: Sides) -> list[str]:
