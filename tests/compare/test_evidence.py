@@ -79,6 +79,17 @@ def test_what_the_machine_s_own_reruns_do_is_tolerated(simulated, judged, treatm
     assert one.result == result
 
 
+def test_reruns_too_few_to_bound_anything_are_said(simulated, judged):
+    experiment_dir = simulated(controls={"aa_reruns": 1})
+    edit_rows(experiment_dir / "baseline/seed-0-aa1", first_step("train/grad_norm", 0.5))
+    edit_rows(experiment_dir / "treatment/seed-0", first_step("train/grad_norm", 0.6))
+    (said,) = judged(experiment_dir).content.not_tested[:1]
+    assert said.startswith("step one of train/grad_norm: in seed 0 it deviates by ")
+    assert said.endswith(
+        "x the largest A/A deviation of 1) allows anything: more reruns narrow it (controls.aa_reruns)"
+    )
+
+
 @pytest.mark.parametrize(("num_pairs", "num_reruns"), [(3, 1), (5, 3), (10, 2)])
 def test_the_factor_of_maxima_is_the_quantile_of_drawn_ones(num_pairs, num_reruns):
     rng = np.random.default_rng(3)

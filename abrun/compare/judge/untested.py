@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
-from abrun.compare.judge.step_one import StepOne, shares_prompts, unreadable
+from abrun.compare.judge.step_one import StepOne, share_of_scale, shares_prompts, unreadable
 from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
@@ -39,6 +39,7 @@ def not_tested(
     experiment: Experiment,
     sides: Sides,
     primaries: Sequence[Primary],
+    first_steps: Sequence[StepOne],
     diverged: Sequence[Divergence],
     step_one_unread: str | None,
 ) -> list[str]:
@@ -47,7 +48,9 @@ def not_tested(
     runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
     others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
-    sentences = _unsaid(runs, sides)
+    unsettled = [one for one in first_steps if one.result == "not tested"]
+    sentences = [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
+    sentences += _unsaid(runs, sides)
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
     if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
@@ -60,10 +63,8 @@ def not_tested(
             f"how the arms part step by step, and from their first one: they are unpaired{shared}"
         )
     if any(one.noise_floor == "unknown" for one in diverged):
-        sentences.append(
-            "divergence against the noise floor: no A/A reruns "
-            + ("(controls.aa_reruns)" if experiment.has_recipe else "(names that end in -aa1)")
-        )
+        reruns = _how_to_rerun(has_recipe=experiment.has_recipe)
+        sentences.append(f"divergence against the noise floor: no A/A reruns ({reruns})")
     if not learning_metrics([run for run in runs if run.name.arm == experiment.baseline]) and primaries:
         sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
     clean = len(sides.finished.treatments)
@@ -92,6 +93,22 @@ def not_tested(
         made = "this recipe, these seeds" if experiment.has_recipe else "these runs' configurations, seeds"
         sentences.append(f"anything but {made} and steps {steps[0]}-{steps[-1]}")
     return sentences
+
+
+def _step_one_open(one: StepOne, *, has_recipe: bool) -> str:
+    """A first step that neither agrees nor shows a fault, and what would settle it."""
+    share = share_of_scale(one.deviation, one.scale, one.scale_from)
+    found = f"step one of {one.metric}: in seed {one.seed} it deviates by {share}"
+    limit = f"{one.tolerance:.2g} ({one.tolerance_from})"
+    reruns = _how_to_rerun(has_recipe=has_recipe)
+    if one.tolerance >= 1:
+        return f"{found}, and {limit} allows anything: more reruns narrow it ({reruns})"
+    settles = f"{'compare.step_one_tolerance, or ' * has_recipe}reruns where they differ ({reruns})"
+    return f"{found}, beyond {limit}, and nothing says how far rounding takes it here: give {settles}"
+
+
+def _how_to_rerun(*, has_recipe: bool) -> str:
+    return "controls.aa_reruns" if has_recipe else "names that end in -aa1"
 
 
 def _unsaid(runs: Sequence[RecordedRun], sides: Sides) -> list[str]:

@@ -205,14 +205,7 @@ def judge_arm(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        not_tested=[
-            *(
-                step_one_open(one, has_recipe=experiment.has_recipe)
-                for one in first_steps
-                if one.result == "not tested"
-            ),
-            *not_tested(experiment, sides, primaries, diverged, unread),
-        ],
+        not_tested=not_tested(experiment, sides, primaries, first_steps, diverged, unread),
         num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
         num_planned_pairs=len(pairs),
         num_runs=None if sides.paired else sides.finished.sizes,
@@ -385,28 +378,13 @@ def certified(result: PrimaryResult) -> str:
     return f"{bound_text(number)}{' sigma' * (result.margin_unit == 'sigma')}"
 
 
-def step_one_open(one: StepOne, *, has_recipe: bool) -> str:
-    """A first step that neither agrees nor shows a fault, and what would settle it."""
-    settles = "give compare.step_one_tolerance, or controls.aa_reruns where reruns differ"
-    if not has_recipe:
-        settles = "add reruns of the baseline's seeds (names that end in -aa1), where those differ"
-    return (
-        f"step one of {one.metric}: in seed {one.seed} it deviates by {_share(one)}, beyond "
-        f"{one.tolerance:.2g} ({one.tolerance_from}), and nothing says how far rounding takes it here: "
-        f"{settles}"
-    )
-
-
 def _step_one_sentence(one: StepOne) -> str:
+    share = share_of_scale(one.deviation, one.scale, one.scale_from)
     return (
         f"step one: {one.metric} is {one.baseline:.6g} in the baseline and {one.treatment:.6g} in the "
-        f"treatment at step {one.step} (seed {one.seed}): a deviation by {_share(one)}, tolerance "
+        f"treatment at step {one.step} (seed {one.seed}): a deviation by {share}, tolerance "
         f"{one.tolerance:.2g} ({one.tolerance_from})"
     )
-
-
-def _share(one: StepOne) -> str:
-    return share_of_scale(one.deviation, one.scale, one.scale_from)
 
 
 def _pairs_needed(result: PrimaryResult) -> str:

@@ -87,46 +87,42 @@ def plan_report(
         )
     alpha = level_of_a_look(compare.looks)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} pairs planned", style="bold"), Text("")]
-    powers, stops, num_equivalences = [], [], 0
+    planned = list(_planned(compare, earlier, sigma, correlation))
+    powers = [one.power for one in planned if one.power]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     counts = sorted({*COUNTS, num_pairs, *compare.looks})
     for heading in ("claim", "margin", *(f"n={count}" for count in counts), "80 % at"):
         table.add_column(heading, justify="left" if heading in ("claim", "margin") else "right")
-    for one in _planned(compare, earlier, sigma, correlation):
+    for one in planned:
         claim, spread, expected = one.claim, one.spread, one.power
         if claim.margin is None:
             lines.append(Text(f"{claim.metric} over {claim.window}: {claim_text(claim)}: not planned"))
             continue
-        num_equivalences += 1
         lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
         if earlier is not None:
             lines += [
                 Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim, compare, spread, alpha)
             ]
         if expected:
-            powers.append(expected.power(num_pairs))
-            stops += [(claim, *expected.of_looks(compare.looks))] if compare.looks else []
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
             table.add_row(claim.metric, margin, *cells, _needed(expected))
     if powers:
         lines += [Text("\nP(match) if the arms are truly equal, by number of pairs", style="bold"), table]
     if len(powers) > 1:
-        least = max(0.0, 1 - sum(1 - one for one in powers))
+        least = max(0.0, 1 - sum(1 - one.power(num_pairs) for one in powers))
         lines.append(
             Text(f"All {len(powers)} claims must pass: at least {least:.0%} with {num_pairs} pairs.")
         )
     if compare.looks:
         looks = ", ".join(map(str, compare.looks))
         lines.append(Text(f"Looks at {looks} pairs: each tests at level {alpha:.3g} instead of {ALPHA:g}."))
-        lines += [
-            Text(
-                f"  {claim.metric}: stopped at a match, {pairs:.1f} pairs are expected if the arms are truly "
-                f"equal; P(match at some look) {chance:.0%}"
-            )
-            for claim, pairs, chance in stops
-        ]
-    if len(powers) < num_equivalences:
+        for one in planned:
+            if one.power:
+                pairs, chance = one.power.of_looks(compare.looks)
+                stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
+                lines.append(Text(f"  {one.claim.metric}: {stopped}; P(match at some look) {chance:.0%}"))
+    if any(one.claim.margin is not None and one.power is None for one in planned):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
 
