@@ -272,10 +272,12 @@ def pack(asked: Asked, output: Path) -> str:
         weights = found.name.endswith(".safetensors") or Path(found.name).name == "checkpoints"
         return None if weights else found
 
-    with tarfile.open(archive, "w:xz") as packed:
+    partial = archive.with_name(f"{archive.name}.partial")
+    with tarfile.open(partial, "w:xz") as packed:
         packed.add(log_of(asked), f"{asked.name}.log")
         if asked.directory.exists():
             packed.add(asked.directory, asked.recipe.stem, filter=is_small)
+    partial.replace(archive)  # what an earlier call has packed stays whole until then
     size = archive.stat().st_size
     wrong = ": TOO LARGE to be brought back" if size > SMALL[1] else ""
     return f"{archive.name} {size / 2**20:.1f} MiB{wrong}"
