@@ -2,8 +2,9 @@
 
 import importlib.util
 
+from abrun.launch.model_folder import CONFIG
+
 PATIENCE_S = 10.0
-CONFIG = "config.json"  # which every model has
 
 
 def hub_refusal(name: str) -> str | None:

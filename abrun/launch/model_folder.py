@@ -10,12 +10,12 @@ from abrun.regular_files import open_regular, read_regular
 LARGEST_CONFIG = 2**24  # bytes of a model's config.json
 # Bytes of a list of tensors: an index, or the header of a file, to which the format allows less.
 LARGEST_INDEX = 2**27
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 def config_of(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises ValueError or OSError where it is no JSON object, or too large."""
-    found = _json(folder / "config.json", LARGEST_CONFIG)
+    found = _json(folder / CONFIG, LARGEST_CONFIG)
     if not isinstance(found, dict):
         raise ValueError(f"config.json holds a {type(found).__name__}, not a JSON object")
     return found
