@@ -108,7 +108,8 @@ NoStepOne = Annotated[
     typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
 ]
 ReportFolder = Annotated[
-    Path | None, typer.Option(help="Where the report goes; default: the experiment, or <name>-report.")
+    Path | None,
+    typer.Option("--output", "-o", help="Where the report goes; default: the experiment, or <name>-report."),
 ]
 Formats = Annotated[
     str | None,
