@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from abrun.cli.app import JUDGE, app, console, print_json
+from abrun.cli.app import JUDGE, app, complain, console, print_json
 from abrun.cli.arguments import (
     MOST_SEEDS,
     Aliases,
@@ -240,7 +240,7 @@ def plan(
         abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.planning import plan_json, plan_report
+    from abrun.compare.show.planning import other_than_measured, plan_json, plan_report
     from abrun.plan import make_draft
     from abrun.recipe import load_recipe
     from abrun.store import find_experiment
@@ -259,6 +259,8 @@ def plan(
     make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     measured = load_experiment(find_experiment(earlier, runs_dir)) if earlier else None
+    if otherwise := measured and other_than_measured(loaded, measured):
+        complain(otherwise)
     if as_json:
         print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
         return

@@ -63,9 +63,7 @@ Hidden = Annotated[int | None, typer.Option(min=1, help="Without a recipe: the s
 Vocab = Annotated[int | None, typer.Option(min=2, help="Without a recipe: the size of the vocabulary.")]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--output", "-o", help="Where tables and pictures go; default: <runs-dir>/<recipe>-memory."
-    ),
+    typer.Option("--output", "-o", help="Where tables and pictures go; default: <runs-dir>/<recipe>-memory."),
 ]
 
 Predict = Annotated[
