@@ -20,7 +20,7 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import Completions
 from abrun.compare.show.context import context
-from abrun.compare.show.next_step import NextStep, next_steps
+from abrun.compare.show.next_step import RUNS_DIR, NextStep, next_steps
 from abrun.compare.show.planted import advice, rows
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import ComparisonError
@@ -90,7 +90,7 @@ def read_verdict(folder: Path) -> dict[str, Any]:
 
 def write_record(directory: Path, recipe: Path, folder: Path) -> Record:
     """Of an experiment that was judged, what its page is made of: record, verdict, reference and pictures."""
-    experiment = load_experiment(directory)
+    experiment = replace(load_experiment(directory), directory=RUNS_DIR / recipe.stem)  # no one's own folder
     content = _judged(directory)
     command = _command(directory, recipe)
     beside = context(experiment, content, command)

@@ -44,7 +44,8 @@ def names_of_experiments(incomplete: str) -> list[str]:
 RecipeFile = Annotated[
     Path,
     typer.Argument(
-        help="A recipe: a YAML file, or the name of one that ships, such as quickstart (abrun recipes).",
+        help="A recipe: a YAML file; the name of one that ships, such as quickstart (abrun recipes); or an "
+        "experiment's folder, such as runs/quickstart: what that was launched with.",
         callback=recipe_file,
         autocompletion=names_of_recipes,
     ),

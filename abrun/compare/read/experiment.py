@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -138,7 +139,8 @@ class Experiment:
     arms: tuple[str, ...]  # the baseline first
     compare: Compare
     runs: Mapping[RunName, RecordedRun]
-    # Of an experiment that abrun launched; None: nothing was declared before the runs.
+    directory: Path | None = None  # of an experiment that abrun launched
+    # Likewise; None: nothing was declared before the runs.
     treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = (
         None  # arm -> key -> [baseline's, arm's]
     )

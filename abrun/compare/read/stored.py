@@ -53,6 +53,7 @@ def load_experiment(experiment_dir: Path) -> Experiment:
     planted = recipe.control_arms
     return Experiment(
         name=printable(str(content["experiment"])),
+        directory=experiment_dir,
         arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
         compare=recipe.compare,
         treatment_diff=shown_tree(content["treatment_diff"]),
