@@ -155,8 +155,8 @@ def read_launched(experiment_dir: Path) -> dict[str, Any]:
         return {**recipe, "name": Path(os.path.realpath(experiment_dir)).name}
     except FileNotFoundError:
         raise RecipeError(
-            f"{experiment_dir}: got a folder without {EXPERIMENT}; give a recipe's file, or the folder of an "
-            "experiment, to launch what it was launched with"
+            f"{experiment_dir}: cannot be read as a recipe: a folder without {EXPERIMENT}; give a recipe's "
+            "file, or an experiment's folder, for what that was launched with"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecipeError(f"{path}: cannot be read as a recipe: {shortened(str(error))}") from None
