@@ -11,7 +11,7 @@ from abrun.cli import app
 from abrun.compare import compare
 from abrun.compare.judge.step_one import named_otherwise
 from abrun.compare.judge.verdict_file import as_json
-from abrun.compare.read.reference import load_reference
+from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.compare.show.context import context
@@ -22,7 +22,7 @@ from abrun.recipe import Compare, Primary
 from abrun.store import Sample
 from abrun.store.samples import row_of
 from tests.commands import commands_in
-from tests.compare.simulate import edit_rows, fail
+from tests.compare.simulate import edit_rows, fail, write_experiment
 
 STEPS = list(range(1, 41, 3))
 
@@ -209,6 +209,49 @@ def test_what_broke_is_looked_at_and_continued(simulated, judged, here):
         "abrun logs simulated/baseline/seed-1",
         "abrun launch runs/simulated --name simulated --resume",
     ]
+
+
+def test_fresh_seeds_of_a_launch_with_looks_are_looked_at_once(simulated, judged, here):
+    claims = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
+    experiment_dir = simulated(noise=0.05, compare=claims)
+    (fresh, again) = commands(judged(experiment_dir), experiment_dir)
+    assert " --set compare.looks=[] --name simulated-fresh" in fresh and "looks" not in again
+    assert "3, 5 pairs" not in pasted(fresh) and "2 arms x 5 seeds" in pasted(again)
+
+
+def test_an_experiment_that_is_elsewhere_is_named_by_its_path(simulated, judged, tmp_path, monkeypatch):
+    experiment_dir = simulated(noise=0.05)
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    (fresh, _) = commands(judged(experiment_dir), experiment_dir)
+    assert fresh.startswith(f"abrun launch {experiment_dir} --runs-dir {tmp_path} --seeds 5-")
+    pasted(fresh)
+    monkeypatch.chdir(tmp_path.parent)
+    below = f"{tmp_path.name}/simulated"
+    (first, freeze) = commands(judged(simulated()), experiment_dir)
+    assert first == f"abrun sensitivity {below} --runs-dir {tmp_path.name}"
+    assert freeze == f"abrun freeze {below} --output simulated.json"
+
+
+@pytest.mark.parametrize("typed", ["abrun compare later --reference ref.json", "abrun launch later.yaml"])
+def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typed):
+    freeze(load_experiment(simulated(seeds=[0, 1, 2])), "baseline", Path("ref.json"))
+
+    def proposed(**scenario):
+        later = write_experiment(Path("later"), **scenario)
+        experiment = against_reference(load_experiment(later), load_reference(Path("ref.json")), "treatment")
+        comparison = compare(experiment, output=later / "report", formats=("json",))
+        return next_steps(experiment, as_json(comparison.content), typed)
+
+    by_hand = " && abrun compare NEW --reference ref.json" if "compare" in typed else ""
+    recipe = "runs/later" if "compare" in typed else "later.yaml"
+    assert proposed(seeds=[0, 1, 2])[0].command == f"abrun launch {recipe} --name NEW{by_hand}"
+    (left,) = proposed(seeds=[0, 1], noise=0.05)
+    again = typed if by_hand else "abrun compare later"
+    assert left.command == f"abrun launch {recipe} --seeds 0,1,2 --name later --resume && {again}"
+    (more,) = proposed(seeds=[0, 1, 2], noise=0.05)
+    assert "train its arm on seeds 3-5 and freeze it" in more.text
+    assert more.command == "abrun freeze NEW --output 'later against simulated-fresh.json'"
 
 
 def test_every_command_is_one_that_exists(simulated, judged):

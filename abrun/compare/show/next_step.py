@@ -215,7 +215,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         steps = 2 * int(grid[-1]) if len(grid) else 1
         yield NextStep(
             text="These runs could not have shown it (see the reasons); if they were too short, train longer",
-            command=f"abrun launch RECIPE --set steps={steps} {_stages(experiment)}"
+            command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
             f"--name {_folder(experiment, '-longer')}",
         )
     needed = [one["pairs_needed"] for one in undecided]
@@ -225,7 +225,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     elif needed:
         yield NextStep(
             text="This margin takes more than 1000 pairs: see what a wider one takes",
-            command=f"abrun plan RECIPE --from {_name(experiment)}",
+            command=f"abrun plan RECIPE{_declared(experiment)} --from {_name(experiment)}",
         )
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
     if cheaper and undecided:
@@ -353,9 +353,8 @@ def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int
 
 def _with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = None) -> NextStep:
     """Seeds that no look has been taken at, as many as there were unless more are needed."""
-    seeds = [seed for arm in experiment.treatments for seed in experiment.arm(arm)]
-    seeds += [run.name.seed for run in experiment.reference.runs] if experiment.reference else []
-    first, count = max(seeds, default=-1) + 1, num_pairs or max(1, len(set(seeds)))
+    first = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
+    count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
     fresh = f"{first}-{first + count - 1}"
     if experiment.regression:
         file = shlex.quote(f"{experiment.name}-fresh.json")
@@ -380,10 +379,10 @@ def _with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None =
     )
 
 
-def _declared(experiment: Experiment, num_pairs: int) -> str:
+def _declared(experiment: Experiment, num_pairs: int | None = None) -> str:
     """What sets the comparison, where it is not the launched one, or has looks at other numbers of pairs."""
     compare = experiment.compare
-    looks = compare.looks if compare.looks[-1:] == [num_pairs] else []
+    looks = compare.looks if num_pairs in (None, *compare.looks[-1:]) else []
     if compare_hash(compare) != experiment.launched_compare_sha256:
         content = compare.model_copy(update={"looks": looks}).model_dump(mode="json", exclude_defaults=True)
         return f" --set {shlex.quote(f'compare={json.dumps(content)}')}"
