@@ -116,9 +116,7 @@ def _folder(experiment: Experiment, suffix: str = "") -> str:
 
 
 def _claims(experiment: Experiment) -> str:
-    """As options: what was claimed of runs that declare no claim, or another one."""
-    if experiment.directory and compare_hash(experiment.compare) == experiment.launched_compare_sha256:
-        return ""
+    """As options."""
     return "".join(f" --primary {shlex.quote(primary_option(one))}" for one in experiment.compare.primary)
 
 
@@ -144,12 +142,13 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     elif experiment.regression:
         yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
     elif experiment.directory or content["paired"]:  # a reference is compared seed by seed
-        of, name = (
-            (_name(experiment), _folder(experiment)) if experiment.directory else ("RUNS", _name(experiment))
-        )
+        of, file = "RUNS", f"{_name(experiment)}.json"
+        if experiment.directory:
+            of, file = _name(experiment), f"{_folder(experiment)}.json"
+        declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
         yield NextStep(
             text="Hold later versions to these runs",
-            command=f"abrun freeze {of}{_claims(experiment)} --output {name}.json",
+            command=f"abrun freeze {of}{'' if declared else _claims(experiment)} --output {file}",
         )
 
 
