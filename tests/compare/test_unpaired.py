@@ -101,6 +101,8 @@ def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path
     found = compared(*arms)
     assert found.verdict == "MATCH"
     assert any("numbered, its seed is not known" in note for note in found.content.notes)
+    claim = "--primary 'train/reward:last 20%:0.05'"
+    assert [step.command for step in found.next_steps] == [f"abrun compare NEW NEW --unpaired {claim}"]
     both = compared(str(tmp_path), pattern="{arm}/*", baseline="old")
     assert both.content.primaries[0].num_runs == (4, 4)
 
