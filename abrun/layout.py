@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # of experiments and arms, which are folders
 
+EXPERIMENT = "experiment.json"  # of an experiment; what follows, of a run
 CONFIG = "config.json"
 ATTEMPTS = "attempts"
 LAUNCH = "launch.json"

@@ -22,7 +22,7 @@ from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.context import context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped
-from abrun.compare.show.next_step import next_steps
+from abrun.compare.show.next_step import RUNS_DIR, next_steps
 from abrun.compare.show.planted import COLUMNS, advice, rows, sentence
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
@@ -95,7 +95,8 @@ def _next_steps(experiment: Experiment, content: Content, arm: str, command: str
     alone = {key: [one for one in content[key] if one["arm"] == arm] for key in lists}
     section = content["arms"][arm]
     alone = {**content, **alone, "arms": {arm: section}, "verdict": section["verdict"]}
-    found = next_steps(replace(experiment, arms=(BASELINE, arm)), alone, command)
+    nobodys = RUNS_DIR / experiment.name  # no one's own folder
+    found = next_steps(replace(experiment, arms=(BASELINE, arm), directory=nobodys), alone, command)
     return [asdict(one) for one in found]
 
 

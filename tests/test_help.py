@@ -25,3 +25,5 @@ def test_the_examples_of_a_command_are_taken(name: str) -> None:
     examples = [words for line in found[1].splitlines() for words in commands_in(line)]
     assert [words for words in examples if problem_of(words)] == []
     assert all(words[0] == name for words in examples[:1])
+    outputs = [option.opts for option in GROUP.commands[name].params if "--output" in option.opts]
+    assert outputs in ([], [["--output", "-o"]]), "the same short form everywhere"

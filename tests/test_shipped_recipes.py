@@ -1,6 +1,7 @@
 """The recipes that ship: each plans and dry-runs, is named after what it does, and states no default."""
 
 import copy
+import json
 import re
 import shutil
 from pathlib import Path
@@ -35,7 +36,7 @@ NAMED = [path for path in RECIPES if re.fullmatch(NAME, path.stem)]
 
 
 @each_recipe
-def test_it_loads_and_plans(path: Path) -> None:
+def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem
     plan = make_plan(recipe)
@@ -45,6 +46,10 @@ def test_it_loads_and_plans(path: Path) -> None:
     for run in plan.runs:
         assert stored_run(run.config.model_dump(mode="json")) == run.config
     assert stored_recipe(recipe.model_dump(mode="json")) == recipe
+    launched = tmp_path / path.stem
+    launched.mkdir()
+    (launched / "experiment.json").write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}))
+    assert load_recipe(launched) == recipe, "an experiment's folder is what it was launched with"
 
 
 @each_recipe

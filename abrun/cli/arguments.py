@@ -44,7 +44,8 @@ def names_of_experiments(incomplete: str) -> list[str]:
 RecipeFile = Annotated[
     Path,
     typer.Argument(
-        help="A recipe: a YAML file, or the name of one that ships, such as quickstart (abrun recipes).",
+        help="A recipe: a YAML file; the name of one that ships, such as quickstart (abrun recipes); or an "
+        "experiment's folder, such as runs/quickstart: what that was launched with.",
         callback=recipe_file,
         autocompletion=names_of_recipes,
     ),
@@ -108,7 +109,8 @@ NoStepOne = Annotated[
     typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
 ]
 ReportFolder = Annotated[
-    Path | None, typer.Option(help="Where the report goes; default: the experiment, or <name>-report.")
+    Path | None,
+    typer.Option("--output", "-o", help="Where the report goes; default: the experiment, or <name>-report."),
 ]
 Formats = Annotated[
     str | None,

@@ -1,12 +1,13 @@
 """Commands that judge runs, and plan what that takes. Everything slow to import waits inside its command."""
 
 import math
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from abrun.cli.app import JUDGE, app, console, print_json
+from abrun.cli.app import JUDGE, app, complain, console, print_json
 from abrun.cli.arguments import (
     MOST_SEEDS,
     Aliases,
@@ -139,8 +140,12 @@ def freeze(
 ) -> None:
     """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with.
 
+    It keeps the claims that the experiment declares, or those of --primary, which other runs need: by them
+    later runs are judged.
+
     Examples:
         abrun freeze quickstart --output quickstart.json
+        abrun freeze runs/old --primary 'train/reward:last 20%:0.02' -o old.json
         abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
     """
     from abrun.compare import commit_of, freeze_arm
@@ -162,11 +167,16 @@ def freeze(
     frozen = arm or experiment.baseline
     commit = commit_of(directory, experiment, frozen) if directory else None
     freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
-    seeds = len(experiment.arm(arm or experiment.baseline))
-    budgeted = "" if budget is None else f", with a ledger of changes (abrun ledger {output})"
+    seeds, said = len(experiment.arm(frozen)), ""
+    if not experiment.compare.primary:
+        said = ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
+    if budget is not None:
+        said += f", with a ledger of changes (abrun ledger {output})"
+    given = {"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]}
+    read = [word for option, values in given.items() for value in values if value for word in (option, value)]
+    again = shlex.join(["abrun", "compare", "NEW", "--reference", str(output), *read])
     console().print(
-        f"{output}: {seeds} seeds of {frozen}{budgeted}; compare later runs with: "
-        f"abrun compare NEW --reference {output}",
+        f"{output}: {seeds} seeds of {frozen}{said}; compare later runs with: {again}",
         soft_wrap=True,
         markup=False,
     )
@@ -240,7 +250,7 @@ def plan(
         abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.planning import plan_json, plan_report
+    from abrun.compare.show.planning import other_than_measured, plan_json, plan_report
     from abrun.plan import make_draft
     from abrun.recipe import load_recipe
     from abrun.store import find_experiment
@@ -259,6 +269,8 @@ def plan(
     make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     measured = load_experiment(find_experiment(earlier, runs_dir)) if earlier else None
+    if otherwise := measured and other_than_measured(loaded, measured):
+        complain(otherwise)
     if as_json:
         print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
         return

@@ -62,7 +62,8 @@ Sampling = Annotated[
 Hidden = Annotated[int | None, typer.Option(min=1, help="Without a recipe: the size of hidden states.")]
 Vocab = Annotated[int | None, typer.Option(min=2, help="Without a recipe: the size of the vocabulary.")]
 Folder = Annotated[
-    Path | None, typer.Option(help="Where tables and pictures go; default: <runs-dir>/<recipe>-memory.")
+    Path | None,
+    typer.Option("--output", "-o", help="Where tables and pictures go; default: <runs-dir>/<recipe>-memory."),
 ]
 
 Predict = Annotated[

@@ -167,13 +167,14 @@ def _missing(config: RunConfig, ask: Callable[[str], str | None] = hub_refusal) 
 
 def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[str]:
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
-    sizes = f"{cluster.ranks_per_node} ranks" + (f" and {engines} of rollout.devices" if engines else "")
+    asked = f"{cluster.ranks_per_node}" + (f", and rollout.devices {engines} beside it" if engines else "")
+    in_all = " in all" if engines else ""
     if cluster.nodes > 1:
         yield f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
     if cluster.gpus_per_node and count > len(machine.gpus):
-        most = "use at most that many" if machine.gpus else "launch where there are"
+        most = f"use at most {len(machine.gpus)}{in_all}" if machine.gpus else "launch where there are"
         yield (
-            f"cluster.gpus_per_node: got {sizes}; this machine has "
+            f"cluster.gpus_per_node: got {asked}; this machine has "
             f"{_count(len(machine.gpus), 'visible GPU')}: {most} (0 trains on CPU cores)"
         )
     elif cluster.gpus_per_node and num_jobs and count * num_jobs > len(machine.gpus):
@@ -183,8 +184,8 @@ def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Ite
         )
     if not cluster.gpus_per_node and count > machine.cores:
         yield (
-            f"cluster.cpu_ranks: got {sizes}; this machine has "
-            f"{_count(machine.cores, 'usable CPU core')}: use at most that many"
+            f"cluster.cpu_ranks: got {asked}; this machine has "
+            f"{_count(machine.cores, 'usable CPU core')}: use at most {machine.cores}{in_all}"
         )
 
 

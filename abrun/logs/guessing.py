@@ -60,6 +60,12 @@ def guess_baseline(arms: Sequence[str]) -> str:
     return called[0] if len(called) == 1 else arms[0]
 
 
+def told_by_numbers(logs: Sequence[Log]) -> bool:
+    """Whether nothing but numbers tells runs apart: they are of one arm."""
+    kinds = {(log.job_type, log.group) for log in logs}
+    return len(kinds) == 1 and len(set(_without_numbers(logs))) == 1
+
+
 def _assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], list[str]]]:
     """Ways to read all seeds, the likeliest first, and the arms that are left: how, seeds, arms."""
     parts = [re.split(BETWEEN, stem(log.name)) for log in logs]
@@ -100,11 +106,15 @@ def _groups(logs: Sequence[Log]) -> list[str]:
     for kinds in ([log.job_type for log in logs], [log.group for log in logs]):
         if all(kinds) and len(set(kinds)) > 1:
             return [kind or "" for kind in kinds]
-    parts = [re.split(BETWEEN, stem(log.name)) for log in logs]
-    without = ["-".join(part for part in of if not _tells_nothing(part, numbers=True)) for of in parts]
+    without = _without_numbers(logs)
     if len(set(without)) > 1 and all(without):
         return without
     return [stem(log.name) for log in logs] if len(logs) == 2 else without
+
+
+def _without_numbers(logs: Sequence[Log]) -> list[str]:
+    parts = [re.split(BETWEEN, stem(log.name)) for log in logs]
+    return ["-".join(part for part in of if not _tells_nothing(part, numbers=True)) for of in parts]
 
 
 def _arm_without(parts: Sequence[str], place: int) -> str:

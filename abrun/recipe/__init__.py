@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from abrun.errors import RecipeError
 from abrun.layout import NAME
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.claims import Compare, Controls, Guards, Primary, claim_text, parse_primary
+from abrun.recipe.claims import Compare, Controls, Guards, Primary, claim_text, parse_primary, primary_option
 from abrun.recipe.command import (
     Command,
     CommandRunConfig,
@@ -54,7 +54,7 @@ from abrun.recipe.policy import (
     Rollout,
 )
 from abrun.recipe.presets import ARCHITECTURES
-from abrun.recipe.reading import dotted, merge, nested, overridden, read_with_defaults
+from abrun.recipe.reading import dotted, merge, nested, overridden, read_launched, read_with_defaults
 from abrun.recipe.refusals import shortened, unknown, validated
 from abrun.recipe.run import (
     Checkpoint,
@@ -165,6 +165,7 @@ __all__ = [
     "nested",
     "not_built",
     "parse_primary",
+    "primary_option",
     "secrets_of",
     "stored_recipe",
     "stored_run",
@@ -334,10 +335,12 @@ RUN_CONFIGS: dict[str, type[OwnRunConfig] | type[CommandRunConfig]] = {
 def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRecipe:
     """The recipe in a YAML file, with its `defaults:` below it and `key=value` overrides on top.
 
-    Raises RecipeError: one line with field, value received, what is allowed, what to do.
+    Of an experiment's folder it is what that was launched with, under the folder's name. Raises RecipeError:
+    one line with field, value received, what is allowed, what to do.
     """
     try:
-        raw = _with_arms(_beside(read_with_defaults(path), path), lambda change: nested(dotted(change)))
+        read = read_launched(path) if path.is_dir() else _beside(read_with_defaults(path), path)
+        raw = _with_arms(read, lambda change: nested(dotted(change)))
         for override in overrides:
             raw = overridden(raw, override)
         raw = _with_arms(raw, dotted)

@@ -242,3 +242,11 @@ def parse_primary(text: str) -> Primary:
     except ValueError:
         number = text
     return validated(Primary, {"metric": metric, "window": window, field: number}, "--primary")
+
+
+def primary_option(claim: Primary) -> str:
+    """What `parse_primary` reads the claim from; its transform, climb and planning are not in it."""
+    said: object = claim.margin
+    if claim.limit is not None:
+        said = f"<{claim.below}" if claim.below is not None else f">{claim.above}"
+    return f"{claim.metric}:{claim.window}:{'exact' if claim.exact else said}"

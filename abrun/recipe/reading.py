@@ -1,5 +1,6 @@
 """From YAML to one tree: what a scalar means, `defaults:` inheritance, `--set`."""
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from abrun.errors import RecipeError
+from abrun.layout import EXPERIMENT
 from abrun.recipe.refusals import shortened
 from abrun.regular_files import open_regular
 
@@ -142,6 +144,22 @@ def parse_yaml(text: str, source: str) -> Any:
 def read_with_defaults(path: Path) -> dict[str, Any]:
     """The tree of a recipe's file laid over those that its `defaults:` name. Raises RecipeError, one line."""
     return _Files().tree(path, ())
+
+
+def read_launched(experiment_dir: Path) -> dict[str, Any]:
+    """The tree of the recipe that an experiment was launched with, `--set` and all, by the folder's name."""
+    path = experiment_dir / EXPERIMENT
+    try:
+        with open_regular(path) as file:
+            recipe = json.loads(file.read())["recipe"]
+        return {**recipe, "name": Path(os.path.realpath(experiment_dir)).name}
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{experiment_dir}: cannot be read as a recipe: a folder without {EXPERIMENT}; give a recipe's "
+            "file, or an experiment's folder, for what that was launched with"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{path}: cannot be read as a recipe: {shortened(str(error))}") from None
 
 
 class _Files:

@@ -26,7 +26,8 @@ ON_A_LAPTOP = {
     "max_new_tokens": 6,
     "steps": 60,
     "gpus": 0,
-    "impl": "chunked",
+    # 32 of the tiny vocabulary: by default one chunk would hold it all, and the arms be equal bit for bit
+    "treatment": "policy.logprobs.impl: chunked, policy.logprobs.chunk_size: 32",
     "margin": 0.05,
 }
 ON_GPUS = {
@@ -36,7 +37,7 @@ ON_GPUS = {
     "max_new_tokens": 512,
     "steps": 100,
     "gpus": 1,
-    "impl": "triton",
+    "treatment": "policy.logprobs.impl: triton",
     "margin": 0.03,
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from abrun import layout
 from abrun.errors import StoreError
-from abrun.layout import NAME, RunName
+from abrun.layout import EXPERIMENT, NAME, RunName
 from abrun.redaction import shortened
 from abrun.store.files import read_json, readable, write_file, write_json
 from abrun.store.records import SCHEMA_VERSION, RunState, refuse_other_schema
@@ -22,7 +22,6 @@ from abrun.store.rundir import RunDir
 if TYPE_CHECKING:
     from abrun.series import Series
 
-EXPERIMENT = "experiment.json"
 REFERENCE = "reference.json"
 WARM_STARTS = "warm-starts"
 WORTH_A_PROCESS = 1 << 26  # bytes of JSON lines that are quicker read by several processes

@@ -2,16 +2,20 @@
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from abrun.cli import app
 from abrun.compare import compare_sources
-from abrun.compare.read.sources import Reading
+from abrun.compare.read.sources import Reading, open_sources
 from abrun.errors import ComparisonError
 from abrun.recipe import parse_primary
+from tests.commands import commands_in
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
 
 EVERY_10TH = ("Trainer checkpoints", "LLaMA-Factory", "torchtitan")
@@ -28,6 +32,62 @@ def described(sources: list[str], output: Path, primary: str | None = None, **op
         formats=("json",),
         command="abrun compare A B",
     )
+
+
+def pasted(command: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[int, str, list[str]]:
+    """What a command line prints, and the next steps that it proposes, none of them wrapped."""
+    (words,) = commands_in(command)
+    monkeypatch.setattr(sys, "argv", ["abrun", *words, *more])
+    found = CliRunner().invoke(app, [*words, *more], env={"COLUMNS": "1000"})
+    steps = [line.rpartition(": abrun ")[2] for line in found.output.splitlines() if line.startswith("next ")]
+    return found.exit_code, found.output, [f"abrun {step.strip()}" for step in steps]
+
+
+def test_what_the_report_proposes_of_others_runs_works_when_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arm, of in (("old", "old"), ("new", "new"), ("later", "new")):
+        for seed in SEEDS:
+            write_csv(Path(f"r/{arm}/seed-{seed}.csv"), rows(of, seed), reward="Reward/x")
+    reads = "--alias train/reward=Reward/x"
+    claim = f"abrun compare r/old r/new --primary 'Reward/x:last 20%:0.05' {reads} --format=terminal"
+    code, _, (fresh, freeze) = pasted(claim, monkeypatch)
+    last = SEEDS[-1] + 1
+    assert code == 0 and fresh == f"{claim} --seeds {last}-{last + len(SEEDS) - 1}"
+    for arm in ("old", "new"):  # what its sentence asks for, before
+        for seed in range(last, last + len(SEEDS)):
+            write_csv(Path(f"r/{arm}/seed-{seed}.csv"), rows(arm, seed), reward="Reward/x")
+    code, output, (again, _) = pasted(fresh, monkeypatch)
+    assert code == 0 and f"{len(SEEDS)} of {len(SEEDS)} finished" in output
+    assert again.count("--seeds") == 1 and again.split()[-1].startswith(f"{last + len(SEEDS)}-")
+    _, output, _ = pasted(freeze, monkeypatch)
+    held = f"abrun compare NEW --reference old-vs-new.json {reads}"
+    assert output.endswith(
+        f"old-vs-new.json: {2 * len(SEEDS)} seeds of old; compare later runs with: {held}\n"
+    )
+    code, output, (after,) = pasted(held.replace("NEW", "r/later"), monkeypatch)
+    assert code == 0 and "MATCH: later against old-vs-new" in output and "post hoc" not in output
+    assert after == held
+
+
+def test_a_reference_of_one_arm_and_what_is_proposed_without_its_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/seed-0", "a/seed-1", "a/seed-2", "b/seed-0", "b/seed-1", "mixed/x-0", "mixed/y-1"):
+        write_csv(Path(f"{name}.csv"), rows("old", int(name[-1])))
+    for sources in ("a", "a/seed-0.csv a/seed-1.csv a/seed-2.csv", "A=a"):
+        _, output, _ = pasted(f"abrun freeze {sources} -o a.json", monkeypatch)
+        assert "a.json: 3 seeds of a, without a claim (--primary" in output.lower()
+    _, output, (claim,) = pasted("abrun compare b --reference a.json", monkeypatch, "--format", "terminal")
+    assert claim == "abrun compare b --reference a.json --format terminal --primary METRIC:WINDOW:MARGIN"
+    claimed = claim.replace("METRIC:WINDOW:MARGIN", "'reward:last 20%:1e-9'")
+    write_csv(Path("b/seed-1.csv"), rows("new", 1))
+    code, output, (more,) = pasted(claimed, monkeypatch)
+    assert code == 4 and "Train the other seeds of the reference too (2)" in output and more == claimed
+    with pytest.raises(ComparisonError, match="2 runs name their seeds, no arms, and more that differs"):
+        open_sources(["mixed"], Reading(alone=True))
 
 
 def mean_of_last_fifth(arm: str, key: str, seeds: tuple[int, ...], every: int) -> float:

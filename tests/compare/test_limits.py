@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from abrun.equivalence import limit_test, paired_tost
 from abrun.errors import RecipeError
-from abrun.recipe import Primary, parse_primary
+from abrun.recipe import Primary, parse_primary, primary_option
 from tests.compare.simulate import edit, edit_rows
 
 REWARD, MEMORY, STEP_TIME = "train/reward", "memory", "timing/train/total_step_time_s"
@@ -166,6 +166,8 @@ def test_claims_on_the_command_line():
     assert parse_primary("memory:all:<0.6x") == Primary(metric="memory", window="all", below="0.6x")
     assert parse_primary("a:b:last 10%:>0.65") == Primary(metric="a:b", window="last 10%", above=0.65)
     assert parse_primary("train/loss:all:exact") == Primary(metric="train/loss", window="all", exact=True)
+    for text in ("memory:all:<0.6x", "a:b:last 10%:>0.65", "train/loss:all:exact", "a:all:1.5 sigma"):
+        assert primary_option(parse_primary(text)) == text
     assert parse_primary("train/reward:all:5% of climb").margin == "5% of climb"
     with pytest.raises(RecipeError, match=r"^--primary: got margin for memory"):
         parse_primary("memory:all:0.05")

@@ -5,20 +5,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from abrun.cli import app
 from abrun.compare import compare
 from abrun.compare.judge.step_one import named_otherwise
 from abrun.compare.judge.verdict_file import as_json
+from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.compare.show.context import context
 from abrun.compare.show.levels import levels
 from abrun.compare.show.next_step import next_steps
 from abrun.compare.show.spent import spent_sentence
-from abrun.recipe import Primary
+from abrun.recipe import Compare, Primary
 from abrun.store import Sample
 from abrun.store.samples import row_of
-from tests.compare.simulate import edit_rows, fail
+from tests.commands import commands_in
+from tests.compare.simulate import edit_rows, fail, write_experiment
 
 STEPS = list(range(1, 41, 3))
 
@@ -80,17 +84,36 @@ def test_levels_of_logarithms_are_geometric_means_and_a_ratio(simulated, judged)
 # --- the next step ---
 
 
+@pytest.fixture
+def here(simulated, tmp_path, monkeypatch):
+    """Makes `runs` of what `simulated` writes into, from which commands are pasted."""
+    (tmp_path / "runs").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def pasted(command):
+    """What it prints; nothing is launched."""
+    printed = ""
+    for words in commands_in(command):
+        words += ["--dry-run"] * (words[0] == "launch")
+        found = CliRunner().invoke(app, words)
+        assert found.exit_code != 2, (words, found.output)
+        printed += found.stdout
+    return printed
+
+
 def commands(comparison, experiment_dir):
     return [step.command for step in beside(comparison, experiment_dir).next_steps]
 
 
-def test_a_match_is_asked_what_it_would_have_caught_and_held_on_to(simulated, judged):
+def test_a_match_is_asked_what_it_would_have_caught_and_held_on_to(simulated, judged, here):
     experiment_dir = simulated()
     found = commands(judged(experiment_dir), experiment_dir)
-    assert found == ["abrun sensitivity RECIPE", "abrun freeze simulated --output simulated.json"]
+    assert found == ["abrun sensitivity runs/simulated", "abrun freeze simulated --output simulated.json"]
+    assert "simulated.json: 5 seeds of baseline; compare" in pasted(found[1])
 
 
-def test_a_next_command_has_what_was_typed_in_it(simulated, judged):
+def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     experiment_dir = simulated()
     content = as_json(judged(experiment_dir).content)
 
@@ -99,11 +122,15 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged):
 
     assert typed("abrun launch 'my recipes/a.yaml' --resume")[0] == "abrun sensitivity 'my recipes/a.yaml'"
     assert typed("abrun launch quickstart --jobs 2")[0] == "abrun sensitivity quickstart"
+    set_so = "abrun launch quickstart --set seeds=[1] --name x --set=steps=9 --launcher slurm --seeds 0-3"
+    assert typed(set_so)[0] == (
+        "abrun sensitivity quickstart --set 'seeds=[1]' --set=steps=9 --launcher slurm --seeds 0-3"
+    )
     own = load_experiment(experiment_dir)
     foreign_runs = {name: replace(run, config={"trainer.type": "command"}) for name, run in own.runs.items()}
     (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be planted in those
     assert only.command == "abrun freeze simulated --output simulated.json"
-    foreign = replace(own, launched_compare_sha256=None, has_recipe=False)
+    foreign = replace(own, launched_compare_sha256=None, directory=None)
     (again, *_) = next_steps(foreign, content | {"verdict": "INVALID"}, "abrun compare A B --alias x=y")
     assert again.command == "abrun compare A B --alias x=y"
     assert next_steps(foreign, content | {"verdict": "INVALID"})[0].command == "abrun compare RUNS"
@@ -132,21 +159,29 @@ def test_what_is_open_has_saved_nothing():
     assert "saved" not in spent_sentence({**spent, "decided_at": None})
 
 
-def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged):
+def claimed(margin):
+    return Compare(primary=[Primary(metric="train/reward", margin=margin)])
+
+
+def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged, here):
     experiment_dir = simulated()
     comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.1)])
-    assert commands(comparison, experiment_dir)[0] == (
-        "abrun launch RECIPE --seeds 5-9 --name simulated-fresh"
-    )
+    experiment = replace(load_experiment(experiment_dir), compare=claimed(0.1))
+    fresh, freeze = next_steps(experiment, as_json(comparison.content))
+    assert fresh.command.startswith("abrun launch runs/simulated --seeds 5-9 --set 'compare=")
+    assert "±0.1 " in pasted(fresh.command) and "baseline/seed-9" in pasted(fresh.command)
+    assert "--primary 'train/reward:last 20%:0.1' --output" in freeze.command
+    pasted(freeze.command)
+    assert load_reference(Path("simulated.json")).compare == claimed(0.1)
 
 
-def test_a_mismatch_is_read(simulated, judged):
+def test_a_mismatch_is_read(simulated, judged, here):
     experiment_dir = simulated(shift=0.04)
     found = commands(judged(experiment_dir), experiment_dir)
     assert found[0] == ("abrun samples simulated/treatment/seed-0 --against simulated/baseline/seed-0")
 
 
-def test_an_engine_that_differs_is_measured(simulated, judged):
+def test_an_engine_that_differs_is_measured(simulated, judged, here):
     experiment_dir = simulated()
     for seed in range(5):
         edit_rows(
@@ -158,25 +193,69 @@ def test_an_engine_that_differs_is_measured(simulated, judged):
     assert commands(comparison, experiment_dir)[0].startswith("abrun mismatch simulated/treatment/seed-")
 
 
-def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged):
+def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged, here):
     experiment_dir = simulated(noise=0.05)
     comparison = judged(experiment_dir)
     needed = comparison.content.primaries[0].pairs_needed
     assert comparison.verdict == "INCONCLUSIVE" and needed
-    assert commands(comparison, experiment_dir)[0] == (
-        f"abrun launch RECIPE --seeds 5-{4 + needed} --name simulated-fresh"
-    )
+    (fresh, *_) = commands(comparison, experiment_dir)
+    assert fresh == f"abrun launch runs/simulated --seeds 5-{4 + needed} --name simulated-fresh"
+    assert f"2 arms x {needed} seeds" in pasted(fresh)
 
 
-def test_what_broke_is_looked_at_and_continued(simulated, judged):
+def test_what_broke_is_looked_at_and_continued(simulated, judged, here):
     experiment_dir = simulated()
     fail(experiment_dir / "baseline/seed-1", after_steps=3)
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INVALID"
     assert commands(comparison, experiment_dir) == [
         "abrun logs simulated/baseline/seed-1",
-        "abrun launch RECIPE --name simulated --resume",
+        "abrun launch runs/simulated --name simulated --resume",
     ]
+
+
+def test_fresh_seeds_of_a_launch_with_looks_are_looked_at_once(simulated, judged, here):
+    claims = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
+    experiment_dir = simulated(noise=0.05, compare=claims)
+    (fresh, again) = commands(judged(experiment_dir), experiment_dir)
+    assert " --set compare.looks=[] --name simulated-fresh" in fresh and "looks" not in again
+    assert "3, 5 pairs" not in pasted(fresh) and "2 arms x 5 seeds" in pasted(again)
+
+
+def test_an_experiment_that_is_elsewhere_is_named_by_its_path(simulated, judged, tmp_path, monkeypatch):
+    experiment_dir = simulated(noise=0.05)
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    (fresh, _) = commands(judged(experiment_dir), experiment_dir)
+    assert fresh.startswith(f"abrun launch {experiment_dir} --runs-dir {tmp_path} --seeds 5-")
+    pasted(fresh)
+    monkeypatch.chdir(tmp_path.parent)
+    below = f"{tmp_path.name}/simulated"
+    (first, freeze) = commands(judged(simulated()), experiment_dir)
+    assert first == f"abrun sensitivity {below} --runs-dir {tmp_path.name}"
+    assert freeze == f"abrun freeze {below} --output simulated.json"
+
+
+@pytest.mark.parametrize("typed", ["abrun compare later --reference ref.json", "abrun launch later.yaml"])
+def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typed):
+    freeze(load_experiment(simulated(seeds=[0, 1, 2])), "baseline", Path("ref.json"))
+
+    def proposed(**scenario):
+        later = write_experiment(Path("later"), **scenario)
+        experiment = against_reference(load_experiment(later), load_reference(Path("ref.json")), "treatment")
+        comparison = compare(experiment, output=later / "report", formats=("json",))
+        return next_steps(experiment, as_json(comparison.content), typed)
+
+    by_hand = " && abrun compare NEW --reference ref.json" if "compare" in typed else ""
+    recipe = "runs/later" if "compare" in typed else "later.yaml"
+    assert proposed(seeds=[0, 1, 2])[0].command == f"abrun launch {recipe} --name NEW{by_hand}"
+    (left,) = proposed(seeds=[0, 1], noise=0.05)
+    again = typed if by_hand else "abrun compare later"
+    assert left.command == f"abrun launch {recipe} --seeds 0,1,2 --name later --resume && {again}"
+    (more,) = proposed(seeds=[0, 1, 2], noise=0.05)
+    assert "train its arm on seeds 3-5 and freeze it" in more.text
+    named = "--output 'later against simulated-fresh.json'"
+    assert more.command == f"abrun freeze NEW --primary 'train/reward:last 20%:0.02' {named}"
 
 
 def test_every_command_is_one_that_exists(simulated, judged):

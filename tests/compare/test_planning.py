@@ -6,13 +6,16 @@ import re
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from abrun.cli import app
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.planning import measured_spread, plan_json, plan_report
 from abrun.equivalence import power
 from abrun.power import assumed_spread, claim_power
 from abrun.recipe import Compare, Primary
 from abrun.sigmas import sigma_lower_bound
+from tests.compare.simulate import RECIPE
 
 
 def shown(report) -> str:
@@ -58,6 +61,30 @@ def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     text = shown(plan_report("next", Compare(primary=[claim(margin=0.02)]), 4, earlier=experiment))
     assert "measured in simulated over 8 pairs" in text
     assert re.search(r"\d+ pairs \(\d+ to \d+\)", text), "a measured spread has a range"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seeds": [7, 8], "steps": 80, "compare": {}}, None),
+        ({"task": {"type": "arithmetic", "max_operand": 3}}, "(task.max_operand 99 there and 3 here)"),
+        (
+            {"algorithm": {"type": "ppo", "prompts_per_step": 4}, "model": {"path": "a/b"}},
+            "(algorithm.type 'grpo' there and 'ppo' here; model.preset 'qwen2-tiny' there and null here; "
+            "model.path null there and 'a/b' here)",
+        ),
+    ],
+)
+def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
+    simulated, tmp_path, monkeypatch, change, said
+):
+    recipe = tmp_path / "next.yaml"
+    recipe.write_text(json.dumps({**RECIPE, "name": "next", **change}))
+    monkeypatch.chdir(simulated().parent)
+    found = CliRunner().invoke(app, ["plan", str(recipe), "--from", "./simulated"])
+    assert found.exit_code == 0 and found.stdout.startswith("next: ")
+    warned = f"abrun: --from: simulated trained otherwise than next will {said}" if said else ""
+    assert found.stderr.startswith(warned) and bool(found.stderr) == bool(said)
 
 
 def test_without_a_sigma_it_says_how_to_get_one():

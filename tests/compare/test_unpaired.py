@@ -57,6 +57,7 @@ def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     found = compared(*arms, margin=margin)
     (claim,) = found.content.primaries
     assert (found.verdict, found.exit_code, claim.result) == ("MATCH", 0, "equivalent")
+    assert [step.command for step in found.next_steps] == ["abrun compare RUNS --seeds 9-12"]
     assert claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
     assert (claim.num_runs, claim.num_pairs, claim.differences) == ((5, 4), 0, ())
     assert "over 5 and 4 unpaired runs (Welch)" in found.content.reasons[0]
@@ -100,6 +101,8 @@ def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path
     found = compared(*arms)
     assert found.verdict == "MATCH"
     assert any("numbered, its seed is not known" in note for note in found.content.notes)
+    claim = "--primary 'train/reward:last 20%:0.05'"
+    assert [step.command for step in found.next_steps] == [f"abrun compare NEW NEW --unpaired {claim}"]
     both = compared(str(tmp_path), pattern="{arm}/*", baseline="old")
     assert both.content.primaries[0].num_runs == (4, 4)
 

@@ -338,11 +338,11 @@ def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..
     [
         (
             "cluster={cpu_ranks: 512}",
-            ["arms baseline, treatment", "cluster.cpu_ranks: got 512 ranks", "usable CPU core"],
+            ["arms baseline, treatment", "cluster.cpu_ranks: got 512; this", "usable CPU core"],
         ),
         (
             "cluster={gpus_per_node: 8}",
-            ["cluster.gpus_per_node: got 8 ranks", "no visible GPUs: launch where there are"],
+            ["cluster.gpus_per_node: got 8; this", "no visible GPUs: launch where there are"],
         ),
         ("cluster={nodes: 2}", ["cluster.nodes: got 2", "one machine"]),
         ("arms.treatment.cluster={nodes: 2}", ["arm treatment", "cluster.nodes: got 2"]),

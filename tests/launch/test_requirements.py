@@ -97,7 +97,10 @@ def test_too_few_devices_for_engines_of_their_own(monkeypatch: pytest.MonkeyPatc
     pretend(monkeypatch, {"vllm": "0.28.0"})
     plan = make_plan(load_recipe(SMALL, ["rollout={engine: vllm, devices: 2}", "cluster.gpus_per_node=1"]))
     line = refused(plan, Machine(gpus=("0", "1"), cores=1))
-    assert line and "got 1 ranks and 2 of rollout.devices; this machine has 2 visible GPUs" in line
+    assert line and line.endswith(
+        "cluster.gpus_per_node: got 1, and rollout.devices 2 beside it; this machine has 2 visible GPUs: use "
+        "at most 2 in all (0 trains on CPU cores)"
+    )
     assert refused(plan, Machine(gpus=("0", "1", "2"), cores=1)) is None
     line = refused(plan, Machine(gpus=("0", "1", "2"), cores=1), num_jobs=2)
     assert line and "2 runs at once of 3 GPUs each" in line

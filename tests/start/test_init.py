@@ -35,6 +35,8 @@ def test_a_recipe_of_our_own_trainer_plans(tmp_path: Path, model: str) -> None:
     assert recipe.cluster.gpus_per_node == ("/" in model)
     (changes,) = make_plan(recipe).treatment_diff.values()
     assert all(key.startswith("policy.logprobs.") for key in changes) and changes
+    if recipe.model.preset:  # in chunks: all of a tiny vocabulary in one would be the baseline bit for bit
+        assert recipe.arms == load_recipe(ROOT / "recipes/quickstart.yaml").arms
     first = path.read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=recipe.schema.json"
     assert json.loads((tmp_path / "recipe.schema.json").read_text())["title"] == "abrun recipe"

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -138,13 +139,13 @@ class Experiment:
     arms: tuple[str, ...]  # the baseline first
     compare: Compare
     runs: Mapping[RunName, RecordedRun]
-    # Of an experiment that abrun launched; None: nothing was declared before the runs.
+    directory: Path | None = None  # of an experiment that abrun launched
+    # Likewise; None: nothing was declared before the runs.
     treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = (
         None  # arm -> key -> [baseline's, arm's]
     )
     launched_compare_sha256: str | None = None
     launched_pairs: int = 0
-    has_recipe: bool = False  # False: other trainers' logs, for which nothing can be set in one
     decided: tuple[str, ...] = ()  # what the recipe left to its launch, a line each with the reason
     reference: Reference | None = None
     # Baselines in which something was planted: what by arm, and their runs, which no verdict is about.
@@ -214,6 +215,11 @@ class Experiment:
             if fault not in (None, ONE_ULP):
                 found.setdefault(str(fault), {})[run.name.arm] = None
         return [f"{fault} in {' and '.join(arms)}" for fault, arms in found.items()]
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether abrun launched it; in other trainers' logs there is nothing to set."""
+        return self.directory is not None
 
     @property
     def can_plant(self) -> bool:

@@ -11,7 +11,7 @@ from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log, read_logs
 from abrun.logs.aliases import apply_to_all, parse
-from abrun.logs.guessing import Guess, guess_baseline, guess_runs
+from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbers
 from abrun.logs.log import listed, printable
 from abrun.logs.naming import name_runs, name_seeds, names_both, stem
 from abrun.recipe import BASELINE, Compare
@@ -46,6 +46,8 @@ def load_foreign(
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
+    if alone:
+        named_sources = _as_one_arm(named_sources, logs_of, pattern)
     found = _identified(named_sources, logs_of, pattern, paired=compare.paired, may_guess=not alone)
     if compare.paired and not (found.paired or may_unpair):
         found = _identified(named_sources, logs_of, pattern, paired=True, may_guess=False)
@@ -136,6 +138,35 @@ def _identified(
     first, log = names[0], logs[0]
     shown = f"'{printable(log.name)}': {printable(first.arm)}, seed {first.seed}"
     return replace(found, said=[f"arms and seeds from names such as {shown}"] if known else [])
+
+
+def _as_one_arm(
+    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], pattern: str | None
+) -> Sequence[tuple[str | None, str]]:
+    """A folder, or files of one, whose runs name their seeds and no arms: the arm of the folder's name.
+
+    Raises ComparisonError where more than numbers tells its runs apart: two arms are not to pass as one.
+    """
+    logs = [log for logs in logs_of for log in logs]
+    folders = {source if len(sources) == 1 else str(Path(source).parent) for _, source in sources}
+    if any(arm for arm, _ in sources) or len(folders) > 1 or len(sources) not in (1, len(logs)):
+        return sources
+    try:
+        name_runs(logs, pattern)
+        return sources
+    except ComparisonError:
+        try:
+            name_seeds(logs, "one", pattern)
+        except ComparisonError:
+            return sources
+    (folder,) = folders
+    if len(logs) > 1 and not told_by_numbers(logs):
+        raise ComparisonError(
+            f"arms: got {printable(folder)}, whose {len(logs)} runs name their seeds, no arms, and more that "
+            f"differs ({listed([log.name for log in logs])}); where all are of one arm, name it: "
+            f"ARM={printable(folder)}"
+        )
+    return [(_arm_of(folder), source) for _, source in sources]
 
 
 def _refuse_one_arm(source: str, logs: Sequence[Log]) -> None:

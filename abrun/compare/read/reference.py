@@ -173,9 +173,9 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
         name=f"{experiment.name} against {reference.name}",
         arms=(ARM, arm),
         compare=reference.compare,
+        directory=experiment.directory,
         launched_compare_sha256=compare_hash(reference.compare),  # declared when the reference was frozen
         launched_pairs=len(reference.runs),
-        has_recipe=experiment.has_recipe,
         runs=runs,
         reference=reference,
         regression=True,

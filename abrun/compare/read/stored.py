@@ -53,12 +53,12 @@ def load_experiment(experiment_dir: Path) -> Experiment:
     planted = recipe.control_arms
     return Experiment(
         name=printable(str(content["experiment"])),
+        directory=experiment_dir,
         arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
         compare=recipe.compare,
         treatment_diff=shown_tree(content["treatment_diff"]),
         launched_compare_sha256=content["compare_sha256"],
         launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
-        has_recipe=True,
         decided=tuple(shown(f"{key}: {one['why']}") for key, one in content.get("decided", {}).items()),
         reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
         runs={name: run for name, run in loaded.items() if name.arm not in planted},

@@ -1,22 +1,32 @@
-"""What to do after a verdict: a sentence and a command for every one of them."""
+"""What to do after a verdict: a sentence and a command for every one of them, which works when pasted."""
 
+import json
+import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
+from pathlib import Path
 from typing import Any
 
 from abrun.compare.read.experiment import Experiment
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
+from abrun.plan import compare_hash
+from abrun.recipe import primary_option
+from abrun.redaction import shown
 
 MOST_STEPS = 2
+RUNS_DIR = Path("runs")  # where commands look without --runs-dir
 UNPAIRED = " --unpaired"
+AGAIN = "abrun compare NEW --reference FILE"
+LAUNCHING = ("launch", "sensitivity")  # commands that start runs
+READING = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")  # of foreign runs
 Content = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextStep:
-    """RECIPE in a command stands for the recipe's file, RUNS for what was compared, where it is not known."""
+    """RUNS in a command stands for what was compared, where it is not known; NEW for what is yet to come."""
 
     text: str
     command: str
@@ -26,50 +36,114 @@ def next_steps(experiment: Experiment, content: Content, typed: str | None = Non
     """The most useful first; at least one. `typed`: the command line that asked for the comparison."""
     of = {"MATCH": _match, "MISMATCH": _mismatch, "INCONCLUSIVE": _inconclusive, "INVALID": _invalid}
     steps = islice(of[content["verdict"]](experiment, content), MOST_STEPS)
-    return [replace(step, command=_filled(step.command, typed or "")) for step in steps]
+    words = shlex.split(typed or "")
+    return [replace(step, command=shown(_filled(step.command, experiment, words))) for step in steps]
 
 
-def _filled(command: str, typed: str) -> str:
-    """With what was typed in the place of RECIPE or RUNS, as far as that can be told."""
-    words = shlex.split(typed)
-    recipe = next((word for word in words if word.endswith((".yaml", ".yml"))), None)
-    if recipe is None and words[:2] == ["abrun", "launch"] and words[2:3] and words[2][0] != "-":
-        recipe = words[2]  # the name of one that ships
-    if recipe:
-        command = command.replace("RECIPE", shlex.quote(recipe))
-    if words[:2] == ["abrun", "compare"]:
-        sources = [*takewhile(lambda word: not word.startswith("-"), words[2:])]
-        if UNPAIRED in f"{typed} ":
-            command = command.replace(UNPAIRED, "")
-        command = command.replace("abrun compare RUNS", typed)
-        command = command.replace("RUNS", shlex.join(sources) or "RUNS")
-    return command
+def _filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
+    """With what is launched in the place of RECIPE, and what was typed in that of RUNS, as far as known."""
+    if experiment.directory:
+        command = command.replace("RECIPE", _recipe(command, experiment.directory, words), 1)
+    compared = list(words[2:]) if list(words[:2]) == ["abrun", "compare"] else []
+    sources = [*takewhile(lambda word: not word.startswith("-"), compared)]
+    options = compared[len(sources) :]
+    if _options(options, ["--reference"])[0]:
+        command = command.replace(AGAIN, shlex.join(["abrun", "compare", "NEW", *options]))
+    elif experiment.directory:
+        command = command.replace(f" && {AGAIN}", "")  # its recipe names the reference
+    if not compared:
+        return command.replace("RUNS", _name(experiment)) if experiment.directory else command
+    if UNPAIRED.strip() in options:
+        command = command.replace(UNPAIRED, "")
+    if " --seeds " in command:
+        _, options = _options(options, ["--seeds"])
+    if command.startswith("abrun freeze"):
+        sources += _options(options, READING)[0]
+    command = command.replace("abrun compare RUNS", shlex.join(["abrun", "compare", *sources, *options]))
+    return command.replace("RUNS", shlex.join(sources) or "RUNS")
+
+
+def _recipe(command: str, directory: Path, words: Sequence[str]) -> str:
+    """Of the launch that was typed, with what was set; else the experiment's folder, which holds that."""
+    launch = list(words[2:]) if list(words[:2]) == ["abrun", "launch"] else []
+    named = [word for word in launch[:1] if not word.startswith("-")]
+    named = named or [word for word in launch if word.endswith((".yaml", ".yml"))][:1]
+    path = _path(directory)
+    found = named or [str(path)]
+    starts = command.split()[1] in LAUNCHING
+    if named:
+        seeds = ["--seeds"] * (starts and " --seeds " not in command)
+        found += _options(launch, ["--set", *seeds, *(["--launcher"] * starts)])[0]
+    if starts and path.parent != RUNS_DIR:
+        found += ["--runs-dir", str(path.parent)]
+    return shlex.join(found)
+
+
+def _options(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of a command line the options of those names, with their values, and all the rest."""
+    those: list[str] = []
+    others: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, _ = word.partition("=")
+        if name in names:
+            those += [word] if equals else [word, next(left, "")]
+        else:
+            others.append(word)
+    return those, others
+
+
+def _path(directory: Path) -> Path:
+    """From here, where it is below; a path of one part could be taken for a name."""
+    directory = directory.resolve()
+    if directory.parent == RUNS_DIR.resolve():
+        return RUNS_DIR / directory.name
+    path = Path(os.path.relpath(directory))
+    return directory if path.parts[:1] == ("..",) or len(path.parts) < 2 else path
 
 
 def _name(experiment: Experiment) -> str:
-    return shlex.quote(experiment.name)
+    """By which commands find an experiment of the store; of other runs, a name for files."""
+    if experiment.directory is None:
+        return shlex.quote(experiment.name)
+    path = _path(experiment.directory)
+    return shlex.quote(path.name if path.parent == RUNS_DIR else str(path))
+
+
+def _folder(experiment: Experiment, suffix: str = "") -> str:
+    assert experiment.directory
+    return shlex.quote(experiment.directory.name + suffix)
+
+
+def _claims(experiment: Experiment) -> str:
+    """As options."""
+    return "".join(f" --primary {shlex.quote(primary_option(one))}" for one in experiment.compare.primary)
 
 
 def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if content["post_hoc"]:
-        declare = "Declare the claim in the recipe" if experiment.has_recipe else "Settle on the claim now"
-        yield _with_fresh_seeds(experiment, f"{declare}, and test it on fresh seeds")
+        declare = "Declare the claim, and test it on fresh seeds"
+        yield _with_fresh_seeds(
+            experiment, declare if experiment.directory else "Test the claim on fresh seeds"
+        )
     elif content["sensitivity"] is None and experiment.can_plant:
         yield NextStep(
             text="Measure what this comparison would have caught: faults planted in the baseline",
             command="abrun sensitivity RECIPE",
         )
-    if not experiment.regression:
-        of = _name(experiment) if experiment.has_recipe else "RUNS"
+    if experiment.regression and experiment.directory:
+        again = f"abrun launch RECIPE --name NEW && {AGAIN}"
+        yield NextStep(text="Launch it again after the next change", command=again)
+    elif experiment.regression:
+        yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
+    elif experiment.directory or content["paired"]:  # a reference is compared seed by seed
+        of, file = "RUNS", f"{_name(experiment)}.json"
+        if experiment.directory:
+            of, file = _name(experiment), f"{_folder(experiment)}.json"
+        declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
         yield NextStep(
             text="Hold later versions to these runs",
-            command=f"abrun freeze {of} --output {_name(experiment)}.json",
-        )
-    elif experiment.has_recipe:
-        yield NextStep(text="Launch it again after the next change", command="abrun launch RECIPE --name NEW")
-    else:
-        yield NextStep(
-            text="Compare later runs with the same reference", command="abrun compare NEW --reference FILE"
+            command=f"abrun freeze {of}{'' if declared else _claims(experiment)} --output {file}",
         )
 
 
@@ -77,7 +151,7 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     failing = [one for one in content["guards"] if one["result"] == "fail"]
     deviating = [one for one in content["step_one"] if one["result"] == "fail"]
     differing = [one for one in content["primaries"] if one["result"] == "different"]
-    if not experiment.has_recipe:
+    if experiment.directory is None:
         if deviating and not (failing or differing):
             yield NextStep(
                 text="If the arms saw other prompts, step one says nothing: leave it out",
@@ -86,7 +160,7 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield _with_fresh_seeds(experiment, "See whether fresh seeds say so too")
         return
     arm, seed = _of_first([*deviating, *failing, *differing], experiment)
-    run = shlex.quote(f"{experiment.name}/{arm}/seed-{seed}")
+    run = f"{_name(experiment)}/{shlex.quote(arm)}/seed-{seed}"
     if any(one["guard"] == "finished" for one in failing):
         yield NextStep(text="See how the failed runs ended", command=f"abrun status {_name(experiment)}")
     errors = {TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR}
@@ -98,7 +172,7 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         )
     if not experiment.regression:
         step = f" --step {deviating[0]['step']}" if deviating else ""
-        other = shlex.quote(f"{experiment.name}/{experiment.baseline}/seed-{seed}")
+        other = f"{_name(experiment)}/{experiment.baseline}/seed-{seed}"
         yield NextStep(
             text="Read what both arms said to each prompt",
             command=f"abrun samples {run} --against {other}{step}",
@@ -110,7 +184,10 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     looks = [look for section in content["arms"].values() for look in section["looks"]]
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
-    if not experiment.has_recipe:
+    if experiment.regression:
+        yield from _inconclusive_with_reference(experiment, content)
+        return
+    if experiment.directory is None:
         yield from _inconclusive_of_others(content)
         return
     if content["descriptions"]:
@@ -124,7 +201,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         return
     if not content["primaries"]:
         yield NextStep(
-            text="Declare compare.primary with a margin, then see how many seeds it takes",
+            text="Declare compare.primary with a margin (--set, or the recipe): how many seeds does it take?",
             command=f"abrun plan RECIPE --from {_name(experiment)}",
         )
     if problems:
@@ -132,7 +209,8 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         steps = 2 * int(grid[-1]) if len(grid) else 1
         yield NextStep(
             text="These runs could not have shown it (see the reasons); if they were too short, train longer",
-            command=f"abrun launch RECIPE --set steps={steps} --name {_name(experiment)}-longer",
+            command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
+            f"--name {_folder(experiment, '-longer')}",
         )
     needed = [one["pairs_needed"] for one in undecided]
     if needed and None not in needed:
@@ -141,7 +219,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     elif needed:
         yield NextStep(
             text="This margin takes more than 1000 pairs: see what a wider one takes",
-            command=f"abrun plan RECIPE --from {_name(experiment)}",
+            command=f"abrun plan RECIPE{_declared(experiment)} --from {_name(experiment)}",
         )
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
     if cheaper and undecided:
@@ -176,6 +254,27 @@ def _inconclusive_of_others(content: Content) -> Iterator[NextStep]:
         yield NextStep(text=more, command="abrun compare RUNS")
 
 
+def _inconclusive_with_reference(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    """Of a frozen reference, which pairs the seeds that it has, and no others."""
+    if not content["primaries"]:
+        yield NextStep(
+            text="The reference keeps no claim: say what has to agree, and how closely",
+            command="abrun compare RUNS --primary METRIC:WINDOW:MARGIN",
+        )
+        return
+    there, here = set(experiment.arm(experiment.baseline)), set(experiment.arm(experiment.treatments[0]))
+    left = ", ".join(map(str, sorted(there - here)))
+    if not left:
+        yield _with_fresh_seeds(experiment, "More pairs narrow the interval")
+        return
+    seeds, again = ",".join(map(str, sorted(there | here))), "abrun compare RUNS"
+    if experiment.directory:
+        again = f"abrun launch RECIPE --seeds {seeds} --name {_folder(experiment)} --resume && {again}"
+    yield NextStep(
+        text=f"Train the other seeds of the reference too ({left}), then compare again", command=again
+    )
+
+
 def _claim_to_make(content: Content) -> Iterator[NextStep]:
     """Of runs without a claim: one on what they learn, with a margin that owes nothing to the treatment."""
     described = next((one for one in content["descriptions"] if one["margin"] is not None), None)
@@ -195,7 +294,7 @@ def _fewer_pairs(one: Content) -> bool:
 
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
-    if not experiment.has_recipe:
+    if experiment.directory is None:
         shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
         if apart and shared:
@@ -214,7 +313,7 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if broken:
         began = [run for run in broken if run.status != "missing"]
         if began:
-            run = shlex.quote(f"{experiment.name}/{began[0].name}")
+            run = f"{_name(experiment)}/{began[0].name}"
             yield NextStep(text="See how the first of them ended", command=f"abrun logs {run}")
         yield NextStep(
             text="Continue the runs that did not finish",
@@ -222,16 +321,20 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         )
     else:
         yield NextStep(
-            text="Mend what the reasons name in the recipe, and look at the plan before anything runs",
+            text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",
         )
 
 
 def _resumed(experiment: Experiment) -> str:
-    """What takes a launch up again; one with looks in stages, however it was begun."""
+    """What takes a launch up again."""
+    return f"abrun launch RECIPE {_stages(experiment)}--name {_folder(experiment)} --resume"
+
+
+def _stages(experiment: Experiment) -> str:
+    """One with looks is launched in stages, however it was begun."""
     looks = experiment.compare.looks
-    stages = f"--until-decided --max-seeds {looks[-1]} " if looks else ""
-    return f"abrun launch RECIPE {stages}--name {_name(experiment)} --resume"
+    return f"--until-decided --max-seeds {looks[-1]} " if looks else ""
 
 
 def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int]:
@@ -244,11 +347,37 @@ def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int
 
 def _with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = None) -> NextStep:
     """Seeds that no look has been taken at, as many as there were unless more are needed."""
-    if not experiment.has_recipe:
-        return NextStep(text=text, command="abrun compare RUNS")
-    seeds = [seed for arm in experiment.treatments for seed in experiment.arm(arm)]
-    first, count = max(seeds, default=-1) + 1, num_pairs or max(1, len(set(seeds)))
+    first = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
+    count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
+    fresh = f"{first}-{first + count - 1}"
+    if experiment.regression:
+        file = shlex.quote(f"{experiment.name}-fresh.json")
+        return NextStep(
+            text=f"{text}: of those the reference has none; train its arm on seeds {fresh} and freeze it",
+            command=f"abrun freeze NEW{_claims(experiment)} --output {file}",
+        )
+    if experiment.directory:
+        return NextStep(
+            text=text,
+            command=f"abrun launch RECIPE --seeds {fresh}{_declared(experiment, count)} "
+            f"--name {_folder(experiment, '-fresh')}",
+        )
+    if not experiment.seeds_known:
+        return NextStep(
+            text=f"{text}: train {count} more runs of each arm into folders of their own, and compare those",
+            command=f"abrun compare NEW NEW --unpaired{_claims(experiment)}",
+        )
     return NextStep(
-        text=text,
-        command=f"abrun launch RECIPE --seeds {first}-{first + count - 1} --name {_name(experiment)}-fresh",
+        text=f"{text}: train both arms on seeds {fresh} beside these runs, then compare those alone",
+        command=f"abrun compare RUNS --seeds {fresh}",
     )
+
+
+def _declared(experiment: Experiment, num_pairs: int | None = None) -> str:
+    """What sets the comparison, where it is not the launched one, or has looks at other numbers of pairs."""
+    compare = experiment.compare
+    looks = compare.looks if num_pairs in (None, *compare.looks[-1:]) else []
+    if compare_hash(compare) != experiment.launched_compare_sha256:
+        content = compare.model_copy(update={"looks": looks}).model_dump(mode="json", exclude_defaults=True)
+        return f" --set {shlex.quote(f'compare={json.dumps(content)}')}"
+    return "" if looks == compare.looks else " --set compare.looks=[]"

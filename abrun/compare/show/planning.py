@@ -1,6 +1,6 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,9 +16,12 @@ from abrun.compare.show.by_prompt import advice
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import level_of_a_look
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
-from abrun.recipe import Compare, Primary, claim_text
+from abrun.recipe import BASELINE, Compare, Declared, Primary, claim_text, dotted
+from abrun.redaction import shortened, shown_tree
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
+WHAT_LEARNS_WHAT = ("trainer.type", "model.", "algorithm.", "task.")  # keys that a spread depends on most
+MOST_NAMED = 3
 
 
 def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
@@ -41,6 +44,32 @@ def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
         level=widest.baseline_mean,
         climb=widest.climb,
     )
+
+
+def other_than_measured(recipe: Declared, earlier: Experiment) -> str | None:
+    """A line on what an earlier experiment trained otherwise, and its spread may be another by; else None."""
+    there = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
+    if there is None:
+        return None
+    config = recipe.checkpointing("none").run_config(BASELINE)
+    here = shown_tree(dotted(config.model_dump(mode="json")))
+    keys = [key for key in {**there, **here} if key.startswith(WHAT_LEARNS_WHAT)]
+    differing = [key for key in keys if there.get(key) != here.get(key)]
+    types = [key for key in differing if key.endswith(".type")]
+    others = [key for key in differing if f"{key.split('.')[0]}.type" not in types]  # other keys are a type's
+    named = [*types, *others]
+    if not named:
+        return None
+    said = [f"{key} {_value(there, key)} there and {_value(here, key)} here" for key in named[:MOST_NAMED]]
+    said += [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+    return (
+        f"--from: {earlier.name} trained otherwise than {recipe.name} will ({'; '.join(said)}), and the "
+        "spread over seeds depends on that: take its numbers of pairs for a first guess"
+    )
+
+
+def _value(config: Mapping[str, Any], key: str) -> str:
+    return shortened(config[key]) if config.get(key) is not None else "null"
 
 
 def _where(steps: tuple[int, int] | None) -> str:
