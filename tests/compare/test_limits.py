@@ -8,6 +8,9 @@ import pytest
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
+from abrun.compare.judge.verdict_file import as_json
+from abrun.compare.read.stored import load_experiment
+from abrun.compare.show.next_step import next_steps
 from abrun.equivalence import limit_test, paired_tost
 from abrun.errors import RecipeError
 from abrun.recipe import Primary, parse_primary, primary_option
@@ -50,8 +53,11 @@ def test_claims_of_every_kind(simulated, judged, claim, verdict, result, said):
 def test_a_limit_within_the_interval_is_open(simulated, judged):
     experiment_dir = simulated()
     level = judged(experiment_dir, primaries=[Primary(metric=REWARD, above=0.1)]).arms[0].primaries[0].limited
-    found = outcome(judged(experiment_dir, primaries=[Primary(metric=REWARD, above=level + 0.001)]))
+    comparison = judged(experiment_dir, primaries=[Primary(metric=REWARD, above=level + 0.001)])
+    found = outcome(comparison)
     assert found[:2] == ("INCONCLUSIVE", "undecided") and "more seeds narrow it" in found[2]
+    (first, *_) = next_steps(load_experiment(experiment_dir), as_json(comparison.content))
+    assert first.text.startswith("Four times the pairs") and "--seeds 5-24" in first.command
 
 
 def test_final_weights_may_be_claimed_exact(simulated, judged):

@@ -136,7 +136,8 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     assert next_steps(foreign, content | {"verdict": "INVALID"})[0].command == "abrun compare RUNS"
     held = replace(foreign, launched_compare_sha256="of the reference's claims", regression=True)
     assert next_steps(held, content)[0].command == "abrun compare NEW --reference FILE"
-    assert next_steps(held, content | {"verdict": "MISMATCH"})[0].command == "abrun compare RUNS"
+    fresh = "abrun freeze NEW --primary 'train/reward:last 20%:0.02' --output simulated-fresh.json"
+    assert next_steps(held, content | {"verdict": "MISMATCH"})[0].command == fresh
 
 
 @pytest.mark.parametrize(

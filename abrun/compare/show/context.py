@@ -61,15 +61,17 @@ def _ran(experiment: Experiment) -> str | None:
 
 
 def _environment(content: Mapping[str, Any]) -> str | None:
-    """Of the first runs that say it, and how many others there are: the report's table has them all."""
-    if not content["environments"]:
-        return None
-    first, *others = (one["environment"] for one in content["environments"])
-    versions = first.get("versions") or {}
+    """Of the first runs that say it, and how many others read differently; the report has them all."""
+    found = dict.fromkeys(_in_short(one["environment"]) for one in content["environments"])
+    first, *others = [text for text in found if text] or [None]
+    return f"{first}; {len(others)} more environment{'s' * (len(others) > 1)}" if others else first
+
+
+def _in_short(environment: Mapping[str, Any]) -> str:
+    versions = environment.get("versions") or {}
     parts = [
-        ", ".join(sorted(set(map(str, first.get("devices") or [])))),
+        ", ".join(sorted(set(map(str, environment.get("devices") or [])))),
         *(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if versions.get(name)),
-        f"Python {first['python']}" if first.get("python") else "",
+        f"Python {environment['python']}" if environment.get("python") else "",
     ]
-    more = f"; {len(others)} more environment{'s' * (len(others) > 1)}" if others else ""
-    return f"{', '.join(filter(None, parts))}{more}" if any(parts) else None
+    return ", ".join(filter(None, parts))

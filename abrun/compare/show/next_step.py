@@ -212,7 +212,10 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
             f"--name {_folder(experiment, '-longer')}",
         )
-    needed = [one["pairs_needed"] for one in undecided]
+    needed = [one["pairs_needed"] for one in undecided if one["limited"] is None]
+    if len(needed) < len(undecided):
+        text = "Four times the pairs halve the interval that a limit is tested by"
+        yield _with_fresh_seeds(experiment, text, 4 * undecided[0]["num_pairs"])
     if needed and None not in needed:
         text = f"{max(needed)} pairs decide it with 80 % power, if the arms are truly equal"
         yield _with_fresh_seeds(experiment, text, max(needed))
