@@ -15,7 +15,7 @@ from abrun.compare.read.reference import against_reference, freeze, load_referen
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.compare.show.context import context
-from abrun.compare.show.levels import levels
+from abrun.compare.show.levels import _spread, levels
 from abrun.compare.show.next_step import next_steps
 from abrun.compare.show.spent import spent_sentence
 from abrun.recipe import Compare, Primary
@@ -138,6 +138,12 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     assert next_steps(held, content)[0].command == "abrun compare NEW --reference FILE"
     fresh = "abrun freeze NEW --primary 'train/reward:last 20%:0.02' --output simulated-fresh.json"
     assert next_steps(held, content | {"verdict": "MISMATCH"})[0].command == fresh
+
+
+@pytest.mark.parametrize(("paired", "said"), [(0.002, " (7.1x narrower than unpaired)"), (4.5e-17, "")])
+def test_arms_that_differ_by_rounding_alone_spare_no_factor(paired, said):
+    found = _spread({"baseline_sd": 0.01, "sd_difference": paired, "num_runs": None})
+    assert found == f"sd over seeds 0.01, of the paired differences {paired:.2g}{said}"
 
 
 @pytest.mark.parametrize(

@@ -88,5 +88,6 @@ def _spread(claim: Mapping[str, Any]) -> str | None:
     if claim["num_runs"]:
         return f"sd over the baseline's runs {seeds:.2g}, unpaired"
     unpaired = seeds * math.sqrt(2)
-    saved = f" ({unpaired / paired:.2g}x narrower than unpaired)" if 0 < paired < unpaired else ""
+    rounding = 1e-6 * unpaired  # of which no such factor says anything
+    saved = f" ({unpaired / paired:.2g}x narrower than unpaired)" if rounding < paired < unpaired else ""
     return f"sd over seeds {seeds:.2g}, of the paired differences {paired:.2g}{saved}"
