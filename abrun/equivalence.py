@@ -280,6 +280,14 @@ def bound_text(bound: float) -> str:
     return f"{math.ceil(round(bound / unit, 6)) * unit:.3g}"
 
 
+def beside_limit(value: float, limit: float) -> str:
+    """Four digits, or as many as show on which side of a limit it lies: 1.00005 is no 1."""
+    for digits in range(4, 10):
+        if value == limit or f"{value:.{digits}g}" != f"{limit:.{digits}g}":
+            return f"{value:.{digits}g}"
+    return repr(value)
+
+
 def mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
     """Mean and sample sd; equal values give exactly themselves and 0, which summing would round away."""
     if np.ptp(values) == 0:

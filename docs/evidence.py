@@ -59,7 +59,7 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
         "command": command,
         "ran": beside.ran or "unknown",
         "hardware": beside.environment or "unknown",
-        "spent": f"{hours:.2g} {runs[0].device} hours, {len(runs)} runs".replace("nan", "unknown"),
+        "spent": f"{hours:.2g} run hours, {len(runs)} runs".replace("nan", "unknown"),
         "seeds": list(experiment.arm(BASELINE)),
         "next_steps": {arm: _next_steps(experiment, content, arm, command) for arm in content["arms"]},
         "completions": kept and {**kept, "steps": kept["steps"][:1] + kept["steps"][1:][-1:]},
@@ -159,7 +159,7 @@ def _row(recipe: Path, record: Content, content: Content) -> Iterator[str]:
     needed = [one["pairs_needed"] for one in claims if one["result"] == "undecided"]
     yield _lines(of[arm] + _against(recipe, arm, one["verdict"]) for arm, one in content["arms"].items())
     yield _lines(of[one["arm"]] + "{0} {4}: {3}, bound {5}, {6}".format(*claim_cells(one)) for one in claims)
-    decide = f"; {max(needed)} decide it with 80 % power" if needed and None not in needed else ""
+    decide = f"; {max(needed)} decide it with 80 % power, if equal" if needed and None not in needed else ""
     yield f"{len(record['seeds'])}{decide}"
     yield _lines(f"{one[0]}: {one[2]} ({one[3]})" for one in (rows(planted) if planted else ())) or "none"
     yield _lines((record["hardware"], record["ran"]))

@@ -26,6 +26,7 @@ class Job:
     config: RunConfig
     needs: "Job | None" = None  # the warm start to wait for
     seed: int = 0
+    arm: str | None = None  # None: of a control, whose own arm is the baseline
     shared: bool = False  # a warm start: other experiments may want it, too
     said_waiting: bool = False
     leave_until_s: float | None = None  # when processes of an earlier launcher are killed
@@ -136,7 +137,13 @@ class Queue:
         warm_starts: dict[str, Job] = {}
         for planned in plan.runs:
             run = RunDir(run_dir(experiment_dir, planned.name))
-            job = Job(label=str(planned.name), run=run, config=planned.config, seed=planned.name.seed)
+            job = Job(
+                label=str(planned.name),
+                run=run,
+                config=planned.config,
+                seed=planned.name.seed,
+                arm=None if planned.is_control else planned.name.arm,
+            )
             key = planned.warm_start
             if run.finished and not incomplete(job):
                 job.status = "finished"
@@ -185,15 +192,17 @@ class Queue:
         if tried and left:
             first, num_more = tried[0], len(tried) - 1
             why = f"{first.label} and {num_more} more, of several seeds, failed alike before their first step"
-            yield left, why, str(first.failure)
+            yield left, why, str(first.run.state(WARM_START).message)
 
     def failed_alike(self) -> list[Job]:
         """All runs that have ended, where they failed in the same words before their first step, whatever
-        their seed, and no other has taken one or waits for a warm start: what fails them is no single run's.
+        their seed, at least one of every arm, and no other has ever taken one or waits for a warm start: what
+        fails them is no single run's, nor a single arm's.
         """
         ended = [job for job in self.jobs if job.done and not job.shared]
+        left = [job for job in self.jobs if not job.done]
         alike = len({job.failure for job in ended}) == 1 and ended[0].failure is not None
-        if not alike or len({job.seed for job in ended}) == 1:
+        untried = {job.arm for job in left} - {job.arm for job in [*ended, *self.running]} - {None}
+        if not alike or len({job.seed for job in ended}) == 1 or untried:
             return []
-        others = any(job.run.heartbeat().step for job in self.running)
-        return [] if others or any(job.shared and not job.done for job in self.jobs) else ended
+        return [] if any(job.shared or job.run.heartbeat().step for job in left) else ended

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import next_steps
-from abrun.equivalence import limit_test, paired_tost
+from abrun.equivalence import beside_limit, limit_test, paired_tost
 from abrun.errors import RecipeError
 from abrun.recipe import Primary, parse_primary, primary_option
 from tests.compare.simulate import edit, edit_rows
@@ -55,6 +55,7 @@ def test_a_limit_within_the_interval_is_open(simulated, judged):
     level = judged(experiment_dir, primaries=[Primary(metric=REWARD, above=0.1)]).arms[0].primaries[0].limited
     comparison = judged(experiment_dir, primaries=[Primary(metric=REWARD, above=level + 0.001)])
     found = outcome(comparison)
+    assert beside_limit(1.0000518, 1.0) == "1.0001" and beside_limit(0.99901, 1.0) == "0.999"
     assert found[:2] == ("INCONCLUSIVE", "undecided") and "more seeds narrow it" in found[2]
     (first, *_) = next_steps(load_experiment(experiment_dir), as_json(comparison.content))
     assert first.text.startswith("Four times the pairs") and "--seeds 5-24" in first.command

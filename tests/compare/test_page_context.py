@@ -184,8 +184,13 @@ def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged, her
 
 def test_a_mismatch_is_read(simulated, judged, here):
     experiment_dir = simulated(shift=0.04)
-    found = commands(judged(experiment_dir), experiment_dir)
-    assert found[0] == ("abrun samples simulated/treatment/seed-0 --against simulated/baseline/seed-0")
+    comparison = judged(experiment_dir)
+    fresh = "abrun launch runs/simulated --seeds 5-9 --name simulated-fresh"
+    assert commands(comparison, experiment_dir) == [fresh]  # no completions were kept
+    for arm in ("baseline", "treatment"):
+        keep(experiment_dir / arm / "seed-0", [1], sample("1+3="))
+    both = "abrun samples simulated/treatment/seed-0 --against simulated/baseline/seed-0"
+    assert commands(comparison, experiment_dir) == [both, fresh]
 
 
 def test_an_engine_that_differs_is_measured(simulated, judged, here):
@@ -224,16 +229,15 @@ def test_what_broke_is_looked_at_and_continued(simulated, judged, here):
 def test_fresh_seeds_of_a_launch_with_looks_are_looked_at_once(simulated, judged, here):
     claims = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
     experiment_dir = simulated(noise=0.05, compare=claims)
-    (fresh, again) = commands(judged(experiment_dir), experiment_dir)
-    assert " --set compare.looks=[] --name simulated-fresh" in fresh and "looks" not in again
-    assert "3, 5 pairs" not in pasted(fresh) and "2 arms x 5 seeds" in pasted(again)
+    (fresh,) = commands(judged(experiment_dir), experiment_dir)
+    assert " --set compare.looks=[] --name simulated-fresh" in fresh and "3, 5 pairs" not in pasted(fresh)
 
 
 def test_an_experiment_that_is_elsewhere_is_named_by_its_path(simulated, judged, tmp_path, monkeypatch):
     experiment_dir = simulated(noise=0.05)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    (fresh, _) = commands(judged(experiment_dir), experiment_dir)
+    (fresh,) = commands(judged(experiment_dir), experiment_dir)
     assert fresh.startswith(f"abrun launch {experiment_dir} --runs-dir {tmp_path} --seeds 5-")
     pasted(fresh)
     monkeypatch.chdir(tmp_path.parent)

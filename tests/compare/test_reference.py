@@ -1,6 +1,7 @@
 """Regression mode: an ensemble frozen as a file, and a later run compared with it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from abrun.compare.read.reference import against_reference, freeze, load_referen
 from abrun.compare.read.sources import Reading, open_sources
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError, StoreError
+from abrun.layout import RunName
 from abrun.recipe import Primary
 from tests.compare.simulate import edit, edit_rows, write_experiment
 
@@ -38,6 +40,19 @@ def test_the_same_runs_match(tmp_path, frozen):
     assert content.baseline == "reference" and content.reference == "simulated"
     assert not content.post_hoc  # the claims were frozen with the reference
     assert {one.noise_floor for one in content.divergence} == {"measured", "zero"}  # A/A reruns are kept
+
+
+def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simulated, tmp_path):
+    experiment = load_experiment(simulated())
+    began = replace(experiment.runs[RunName(arm="treatment", seed=0)], span_s=(1e9, 1e9 + 60))
+    experiment = replace(experiment, runs={**experiment.runs, began.name: began})
+    for number, margin in enumerate((experiment.compare.primary[0].margin, 0.016)):
+        claims = [experiment.compare.primary[0].model_copy(update={"margin": margin})]
+        chosen = replace(experiment, compare=experiment.compare.model_copy(update={"primary": claims}))
+        freeze(chosen, "baseline", tmp_path / f"{number}.json")
+        held = against_reference(experiment, load_reference(tmp_path / f"{number}.json"), "treatment")
+        content = compare(held, output=tmp_path / "report", formats=("json",)).content
+        assert content.post_hoc == (number == 1), margin
 
 
 def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):

@@ -260,14 +260,28 @@ def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
     assert launch(tmp_path, seeds, resume=True).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("jobs", "more"), [(3, ()), (2, ("warm_start={steps: 4}", "arms.treatment.warm_start=null"))]
+)
 def test_what_fails_one_arm_is_tried_with_all_seeds_of_it(
-    tmp_path: Path, behave: Callable[..., None]
+    tmp_path: Path, behave: Callable[..., None], jobs: int, more: tuple[str, ...]
 ) -> None:
-    """Two of it have failed before the other arm's first step: what comes next waits for that."""
+    """Some of it have failed before the other arm's first step, or before any run of that: it waits."""
     behave(step_s=0.5, **{f"treatment_{seed}": "fail" for seed in range(4)})
-    outcome = launch(tmp_path, "steps=1", "seeds=[0, 1, 2, 3]", jobs=3)
+    outcome = launch(tmp_path, "steps=1", "seeds=[0, 1, 2, 3]", *more, jobs=jobs)
     assert list(outcome.statuses.values()) == ["finished", "failed"] * 4
     assert all(launches_of(tmp_path / "small", f"treatment/seed-{seed}")[0].pid for seed in range(4))
+
+
+def test_what_fails_one_arm_leaves_runs_that_wait_to_be_started_again(
+    tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both baselines were killed after steps, and seen to be in one look, when all else had failed alike."""
+    monkeypatch.setattr(supervisor, "POLL_S", 1.5)
+    killed = {"baseline_0": "killed-later", "baseline_1": "killed-later"}
+    behave(**killed, **{f"treatment_{seed}": "fail" for seed in range(3)})
+    outcome = launch(tmp_path, "seeds=[0, 1, 2]", "steps=5", "limits.retries=2", jobs=4)
+    assert list(outcome.statuses.values()) == ["finished", "failed"] * 3
 
 
 @pytest.mark.parametrize("retries", [0, 1])

@@ -11,7 +11,7 @@ from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides
-from abrun.equivalence import limit_test, welch_limit_test
+from abrun.equivalence import beside_limit, limit_test, welch_limit_test
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, default_reduction, find, is_clock, unit_of
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, window_bounds
@@ -211,12 +211,14 @@ def limit_sentence(result: PrimaryResult, *, has_recipe: bool) -> str:
     what = "treatment / baseline" if result.test == "ratio limit" else f"the treatment's {result.reduction}"
     if result.metric == FINAL_WEIGHTS:
         what = "the arms' distance, in units of how far the baseline moved,"
-    found = f"{what} is {result.limited:.4g}"
+    assert result.limited is not None
+    found = f"{what} is {beside_limit(result.limited, result.margin_number)}"
     if result.limited_interval is None:
         needed = "two pairs are needed" if result.num_runs is None else "two runs of each arm are needed"
         return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; {needed}"
     level = f"{100 * (1 - 2 * result.alpha):.3g} %"
-    found += f", {level} interval [{result.limited_interval[0]:.4g}, {result.limited_interval[1]:.4g}]"
+    low, high = (beside_limit(end, result.margin_number) for end in result.limited_interval)
+    found += f", {level} interval [{low}, {high}]"
     warning = f"; {result.warning}" if result.warning else ""
     if result.result == "holds":
         confidence = f"{100 * (1 - result.alpha):.3g} %"

@@ -129,6 +129,7 @@ class Reference:
     config: Mapping[str, Any] = field(default_factory=dict)  # what the configurations of its runs share
     environment: Mapping[str, Any] = field(default_factory=dict)  # likewise
     ledger: Ledger | None = None  # of changes accepted since; None: it was frozen without a budget
+    declared_s: float | None = None  # when its claims were declared, in seconds since 1970; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

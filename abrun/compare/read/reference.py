@@ -6,8 +6,10 @@ paths, no environment variables.
 """
 
 import json
+import math
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +63,7 @@ def freeze(
         "schema_version": _SCHEMA_VERSION,
         "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
         "compare": compare.model_dump(mode="json", exclude_defaults=True),
+        "declared_s": _declared_s(experiment),
         "config": public_config(runs),
         "environment": _common([_environment(run) for run in runs]),
     }
@@ -151,6 +154,7 @@ def load_reference(path: Path) -> Reference:
             config=dict(content["config"]),
             environment=dict(content["environment"]),
             ledger=ledger_in(content, str(path)),
+            declared_s=None if content.get("declared_s") is None else float(content["declared_s"]),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ComparisonError(f"{path}: not a reference: {_line(error)}; make it with abrun freeze") from None
@@ -169,17 +173,27 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
         if name.arm == arm and not name.rerun:
             config = {key: (run.config or {}).get(key) for key in known} if run.config else None
             runs[name] = replace(run, config=config)
+    declared_s = -math.inf if reference.declared_s is None else reference.declared_s
+    known_before = any(run.span_s and run.span_s[0] < declared_s for run in runs.values())
     return Experiment(
         name=f"{experiment.name} against {reference.name}",
         arms=(ARM, arm),
         compare=reference.compare,
         directory=experiment.directory,
-        launched_compare_sha256=compare_hash(reference.compare),  # declared when the reference was frozen
+        launched_compare_sha256=None if known_before else compare_hash(reference.compare),
         launched_pairs=len(reference.runs),
         runs=runs,
         reference=reference,
         regression=True,
     )
+
+
+def _declared_s(experiment: Experiment) -> int:
+    """When an experiment's claims were: before its runs began, or now that they are frozen with them."""
+    starts = [run.span_s[0] for run in experiment.runs.values() if run.span_s]
+    if starts and compare_hash(experiment.compare) == experiment.launched_compare_sha256:
+        return math.floor(min(starts))
+    return round(time.time())
 
 
 def public_config(runs: Sequence[RecordedRun]) -> dict[str, Any]:

@@ -4,12 +4,15 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.samples import samples_in
+from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
 from abrun.recipe import primary_option
@@ -53,6 +56,8 @@ def _filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
         command = command.replace(f" && {AGAIN}", "")  # its recipe names the reference
     if not compared:
         return command.replace("RUNS", _name(experiment)) if experiment.directory else command
+    if command.startswith(("abrun freeze NEW", "abrun compare NEW NEW")):  # read as those that were compared
+        return shlex.join([*shlex.split(command), *_options(options, READING)[0]])
     if UNPAIRED.strip() in options:
         command = command.replace(UNPAIRED, "")
     if " --seeds " in command:
@@ -170,7 +175,7 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield NextStep(
             text="Find what makes trainer and rollout engine differ", command=f"abrun mismatch {run}"
         )
-    if not experiment.regression:
+    if not experiment.regression and all(_said(experiment, one, seed) for one in (arm, experiment.baseline)):
         step = f" --step {deviating[0]['step']}" if deviating else ""
         other = f"{_name(experiment)}/{experiment.baseline}/seed-{seed}"
         yield NextStep(
@@ -178,6 +183,14 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             command=f"abrun samples {run} --against {other}{step}",
         )
     yield _with_fresh_seeds(experiment, "See whether fresh seeds say so too")
+
+
+def _said(experiment: Experiment, arm: str, seed: int) -> bool:
+    """Whether a run has kept completions: none where it draws none, or failed before its first step."""
+    run = experiment.arm(arm).get(seed)
+    with suppress(StoreError):
+        return run is not None and bool(samples_in(Path(run.place)))
+    return False
 
 
 def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep]:
@@ -212,12 +225,16 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
             f"--name {_folder(experiment, '-longer')}",
         )
-    needed = [one["pairs_needed"] for one in undecided if one["limited"] is None]
-    if len(needed) < len(undecided):
+    margins = [one for one in undecided if one["limited"] is None]
+    needed, more = [one["pairs_needed"] for one in margins], len(undecided) > len(margins)
+    if more:
         text = "Four times the pairs halve the interval that a limit is tested by"
         yield _with_fresh_seeds(experiment, text, 4 * undecided[0]["num_pairs"])
     if needed and None not in needed:
-        text = f"{max(needed)} pairs decide it with 80 % power, if the arms are truly equal"
+        more, text = True, f"{max(needed)} pairs decide it with 80 % power, if the arms are truly equal"
+        observed = [one["pairs_needed_observed"] for one in margins]
+        if None not in observed and max(observed) > max(needed):
+            text += f" ({max(observed)}, if they differ as they do here)"
         yield _with_fresh_seeds(experiment, text, max(needed))
     elif needed:
         yield NextStep(
@@ -230,7 +247,8 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
-    yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+    if not more and content["primaries"]:
+        yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
 def _inconclusive_of_others(content: Content) -> Iterator[NextStep]:

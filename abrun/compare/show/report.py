@@ -17,7 +17,7 @@ from abrun.compare.show.context import Context, context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
-from abrun.equivalence import bound_text
+from abrun.equivalence import beside_limit, bound_text
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
@@ -338,8 +338,9 @@ def claim_cells(one: Content) -> list[str]:
             f"{bound_text(number)} sigma" if one["margin_unit"] == "sigma" else f"{bound_text(100 * number)}%"
         )
     if one["limited"] is not None:
-        ends = one["limited_interval"]
-        difference = f"{one['limited']:.4g}" + (f" [{ends[0]:.4g}, {ends[1]:.4g}]" if ends else "")
+        found = (one["limited"], *(one["limited_interval"] or ()))
+        middle, *ends = (beside_limit(value, one["margin_number"]) for value in found)
+        difference = middle + (f" [{', '.join(ends)}]" if ends else "")
     scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
     metric = f"{one['metric']}{scale}"
     counted = "{} and {}".format(*one["num_runs"]) if one["num_runs"] else str(one["num_pairs"])
