@@ -187,7 +187,10 @@ def test_an_open_verdict_says_why_and_how_many_seeds_it_takes(generator: ModuleT
     (needed,) = re.findall(r"- (\d+) pairs decide it with 80 % power", page)
     assert "`abrun launch recipes/evidence/demo.yaml --seeds 3-" in page
     index = index_of(generator, site)
-    assert "| the same | INCONCLUSIVE |" in index and f"| 3; {needed} decide it with 80 % power, if equal |" in index
+    assert (
+        "| the same | INCONCLUSIVE |" in index
+        and f"| 3; {needed} decide it with 80 % power, if equal |" in index
+    )
 
 
 def test_every_arm_is_held_to_what_was_claimed_of_it(generator: ModuleType, site: Path) -> None:
