@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -172,14 +173,19 @@ def freeze(
         said = ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
     if budget is not None:
         said += f", with a ledger of changes (abrun ledger {output})"
-    given = {"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]}
-    read = [word for option, values in given.items() for value in values if value for word in (option, value)]
-    again = shlex.join(["abrun", "compare", "NEW", "--reference", str(output), *read])
+    reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
     console().print(
-        f"{output}: {seeds} seeds of {frozen}{said}; compare later runs with: {again}",
+        f"{output}: {seeds} seeds of {frozen}{said}; compare later runs with: "
+        f"abrun compare NEW --reference {shlex.quote(str(output))}{reading}",
         soft_wrap=True,
         markup=False,
     )
+
+
+def _as_options(given: Mapping[str, Sequence[str | None]]) -> str:
+    """What was typed, to be pasted."""
+    typed = ((option, value) for option, values in given.items() for value in values if value)
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in typed)
 
 
 @app.command(rich_help_panel=JUDGE)

@@ -62,12 +62,12 @@ def _ran(experiment: Experiment) -> str | None:
 
 def _environment(content: Mapping[str, Any]) -> str | None:
     """Of the first runs that say it, and how many others read differently; the report has them all."""
-    found = dict.fromkeys(_in_short(one["environment"]) for one in content["environments"])
+    found = dict.fromkeys(_machine(one["environment"]) for one in content["environments"])
     first, *others = [text for text in found if text] or [None]
     return f"{first}; {len(others)} more environment{'s' * (len(others) > 1)}" if others else first
 
 
-def _in_short(environment: Mapping[str, Any]) -> str:
+def _machine(environment: Mapping[str, Any]) -> str:
     versions = environment.get("versions") or {}
     parts = [
         ", ".join(sorted(set(map(str, environment.get("devices") or [])))),

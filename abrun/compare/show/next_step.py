@@ -225,14 +225,13 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
             f"--name {_folder(experiment, '-longer')}",
         )
-    margins = [one for one in undecided if one["limited"] is None]
-    needed, more = [one["pairs_needed"] for one in margins], len(undecided) > len(margins)
-    if more:
+    needed = [one["pairs_needed"] for one in undecided]
+    if any(one["limited"] is not None for one in undecided):
         text = "Four times the pairs halve the interval that a limit is tested by"
         yield _with_fresh_seeds(experiment, text, 4 * undecided[0]["num_pairs"])
-    if needed and None not in needed:
-        more, text = True, f"{max(needed)} pairs decide it with 80 % power, if the arms are truly equal"
-        observed = [one["pairs_needed_observed"] for one in margins]
+    elif needed and None not in needed:
+        text = f"{max(needed)} pairs decide it with 80 % power, if the arms are truly equal"
+        observed = [one["pairs_needed_observed"] for one in undecided]
         if None not in observed and max(observed) > max(needed):
             text += f" ({max(observed)}, if they differ as they do here)"
         yield _with_fresh_seeds(experiment, text, max(needed))
@@ -247,7 +246,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
-    if not more and content["primaries"]:
+    if content["primaries"] and not undecided:
         yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
