@@ -111,7 +111,7 @@ def _step_one_open(one: StepOne, *, has_recipe: bool) -> str:
         return f"{found}, and {limit} allows anything: more reruns narrow it ({reruns})"
     settles = f"{'compare.step_one_tolerance, or ' * has_recipe}reruns where they differ ({reruns})"
     if one.metric in RAISED_BY_ROUNDING and has_recipe:
-        settles += f"; abrun mismatch says what it consists of"
+        settles += "; abrun mismatch says what it consists of"
     return f"{found}, beyond {limit}, and nothing says how far rounding takes it here: give {settles}"
 
 
