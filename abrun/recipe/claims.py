@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.recipe.faults import NAMED, ONE_ULP, PlantedFault
 from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.section import Count, Positive, Section
@@ -150,11 +150,30 @@ class Compare(Section):
     primary: list[Primary] = Field(default=[], max_length=100)
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
-    step_one_tolerance: Positive | None = None  # relative; None: by A/A reruns, or the dtype's rounding
+    # Relative, of all metrics or by name, {train/gen_kl_error: 0.05}; None: by A/A reruns, or the dtype
+    step_one_tolerance: float | dict[str, float] | None = None
     # False: runs are independent, whatever their seeds (Welch); wider than pairs where arms share their noise
     paired: bool = True
     looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
     reference: str | None = None  # a frozen ensemble (abrun freeze), from here or from the recipe's folder
+
+    @field_validator("step_one_tolerance", mode="before")
+    @classmethod
+    def _one_tolerance_or_some(cls, tolerance: Any) -> Any:
+        if tolerance is None:
+            return None
+        by_metric: dict[str, Any] = tolerance if isinstance(tolerance, dict) else {"": tolerance}
+        for metric, one in by_metric.items():
+            if metric and metric not in STEP_ONE:
+                raise ValueError(
+                    f"got {shortened(metric)}, which step one does not read; allowed: {', '.join(STEP_ONE)}"
+                )
+            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
+                raise ValueError(
+                    f"got {shortened(one)}; allowed: a number above 0, or one for each of some metrics, "
+                    "as {train/gen_kl_error: 0.05}"
+                )
+        return tolerance
 
     @field_validator("looks")
     @classmethod

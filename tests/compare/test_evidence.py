@@ -129,21 +129,47 @@ def test_a_bf16_deviation_of_all_seeds_alike_or_a_gross_one_fails(simulated, jud
 
 
 @pytest.mark.parametrize(
-    ("metric", "left", "right"), [(GEN_KL_ERROR, 2e-4, 1.8e-3), (TOKEN_MULT_PROB_ERROR, 1.0, 1.03)]
+    ("metric", "left", "right", "gross"),
+    [(GEN_KL_ERROR, 2e-4, 1.8e-3, 0.2), (TOKEN_MULT_PROB_ERROR, 1.0, 1.03, 2.2)],
 )
-def test_rounding_raises_what_measures_it_in_all_seeds_alike(simulated, judged, metric, left, right):
-    """PPO in bf16 on two backends, one of which rounds as the engine does; a gross deviation fails."""
-    experiment_dir = simulated(**BF16, seeds=[0, 1, 2])
-    for seed in range(3):
-        edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(metric, left))
-        edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(metric, right * (1 + 0.001 * seed)))
+@pytest.mark.parametrize("aa_reruns", [0, 3])
+def test_what_rounding_raises_is_no_mismatch_and_no_match(
+    simulated, judged, metric, left, right, gross, aa_reruns
+):
+    """PPO in bf16 on two backends, one of which rounds as the engine does, as its own reruns do."""
+    experiment_dir = simulated(**BF16 | {"controls": {"aa_reruns": aa_reruns}}, seeds=[0, 1, 2])
+
+    def change(arm, value):
+        for seed in range(3):
+            edit_rows(experiment_dir / f"{arm}/seed-{seed}", first_step(metric, value * (1 + 1e-4 * seed)))
+
+    change("baseline", left)
+    for seed in range(aa_reruns):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}-aa1", first_step(metric, left * 1.001))
+    change("treatment", right)
+    comparison = judged(experiment_dir)
+    assert (check(comparison, metric).result, comparison.verdict) == ("open", "INCONCLUSIVE")
+    assert "rounding raises it, as a fault does" in comparison.content.reasons[0]
+    edit_rows(experiment_dir / "treatment/seed-1", first_step(metric, right + gross))
+    assert check(judged(experiment_dir), metric).result == "fail"
+    change("baseline", right)
+    change("treatment", left)  # it agrees better
+    for seed in range(aa_reruns):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}-aa1", first_step(metric, right * 1.001))
     comparison = judged(experiment_dir)
     assert (check(comparison, metric).result, comparison.verdict) == ("not tested", "MATCH")
-    assert any(
-        f"step one of {metric}" in one and "abrun mismatch" in one for one in comparison.content.not_tested
-    )
-    edit_rows(experiment_dir / "treatment/seed-1", first_step(metric, left + 2.2))
-    assert check(judged(experiment_dir), metric).result == "fail"
+
+
+def test_a_tolerance_of_one_metric_alone(simulated, judged):
+    claim, tolerance = {"metric": "train/reward", "margin": 0.02}, {GEN_KL_ERROR: 0.05}
+    compare = {"primary": [claim], "step_one_tolerance": tolerance}
+    experiment_dir = simulated(**BF16, seeds=[0, 1, 2], compare=compare)
+    for seed in range(3):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(GEN_KL_ERROR, 2e-4))
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(GEN_KL_ERROR, 1.8e-3))
+    comparison = judged(experiment_dir)
+    assert (check(comparison, GEN_KL_ERROR).tolerance_from, comparison.verdict) == ("recipe", "MATCH")
+    assert check(comparison, "train/grad_norm").tolerance == 0.02
 
 
 def test_the_recipe_s_tolerance_rules(simulated, judged):

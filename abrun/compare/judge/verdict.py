@@ -270,6 +270,11 @@ def decide(
         return "MISMATCH", wrong
     open_questions = [
         *(
+            f"{_step_one_sentence(one)}: rounding raises it, as a fault does, and no ground for a match"
+            for one in first_steps
+            if one.result == "open"
+        ),
+        *(
             f"guard {guard.guard}: {guard.text}: {_OPEN_GUARDS[guard.result]}, and no ground for a match"
             for guard in guards
             if guard.result in _OPEN_GUARDS

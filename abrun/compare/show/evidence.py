@@ -84,6 +84,7 @@ def _step_one(checks: Sequence[Content]) -> str:
     if not checks:
         return "not read"
     failed = [one["metric"] for one in checks if one["result"] == "fail"]
+    unsure = [one["metric"] for one in checks if one["result"] == "open"]
     checks = [one for one in checks if one["result"] != "not tested"] or checks
     # The metric closest to its tolerance speaks for the rest.
     closest = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
@@ -95,6 +96,8 @@ def _step_one(checks: Sequence[Content]) -> str:
     state = (
         f"fails for {', '.join(failed)}"
         if failed
+        else f"open for {', '.join(unsure)}"
+        if unsure
         else "not tested"
         if checks[0]["result"] == "not tested"
         else f"{len(checks)} metric{'s' * (len(checks) > 1)} agree{'s' * (len(checks) == 1)}"
