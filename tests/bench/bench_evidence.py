@@ -326,7 +326,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=ORDER, help="these alone, in the order of the list")
     visible = len(find_gpus())
     parser.add_argument("--gpus", type=int, default=visible, help="0: on CPU cores, --slots-per-gpu at once")
-    parser.add_argument("--slots-per-gpu", type=int, default=8, help="runs on a GPU at once")
+    parser.add_argument(
+        "--slots-per-gpu", type=int, default=8, help="runs on a GPU at once (PPO: 15 GiB each)"
+    )
     parser.add_argument("--work", type=Path, default=Path("/tmp/evidence"), help="where experiments lie")
     parser.add_argument("--output", type=Path, default=Path("archives"), help="where archives go")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds, and a minute to save and pack")

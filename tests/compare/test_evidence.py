@@ -139,6 +139,9 @@ def test_rounding_raises_what_measures_it_in_all_seeds_alike(simulated, judged, 
         edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(metric, right * (1 + 0.001 * seed)))
     comparison = judged(experiment_dir)
     assert (check(comparison, metric).result, comparison.verdict) == ("not tested", "MATCH")
+    assert any(
+        f"step one of {metric}" in one and "abrun mismatch" in one for one in comparison.content.not_tested
+    )
     edit_rows(experiment_dir / "treatment/seed-1", first_step(metric, left + 2.2))
     assert check(judged(experiment_dir), metric).result == "fail"
 

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
-from abrun.compare.judge.step_one import StepOne, share_of_scale, shares_prompts, unreadable
+from abrun.compare.judge.step_one import (
+    RAISED_BY_ROUNDING,
+    StepOne,
+    share_of_scale,
+    shares_prompts,
+    unreadable,
+)
 from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
@@ -104,6 +110,8 @@ def _step_one_open(one: StepOne, *, has_recipe: bool) -> str:
     if one.tolerance >= 1:
         return f"{found}, and {limit} allows anything: more reruns narrow it ({reruns})"
     settles = f"{'compare.step_one_tolerance, or ' * has_recipe}reruns where they differ ({reruns})"
+    if one.metric in RAISED_BY_ROUNDING and has_recipe:
+        settles += "; abrun mismatch says what it consists of"
     return f"{found}, beyond {limit}, and nothing says how far rounding takes it here: give {settles}"
 
 
