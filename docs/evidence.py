@@ -118,7 +118,7 @@ def recipes_of(root: Path) -> list[Path]:
 
 
 def paragraphs(recipe: Path) -> list[str]:
-    """Of a recipe's leading comment, but those with the command that launches it: the page has what was run."""
+    """Of a recipe's leading comment, without the command that launches it: the page has what was run."""
     comment = takewhile(lambda line: line.startswith("#"), recipe.read_text().splitlines())
     text = "\n".join(line.removeprefix("#").strip() for line in comment)
     parts = (part for part in re.split(r"\n\n+", text) if not re.search(r"^abrun ", part, re.MULTILINE))

@@ -88,7 +88,7 @@ def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
     shown = [claim for claim in claims if claim.get("margin") and claim.get("interval")]
     if len(shown) < 2:
         return None
-    figure = Figure(figsize=(WIDTH, 1.1 + 0.42 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.25 + 0.42 * len(shown)), layout="constrained")
     ax = figure.subplots()
     ends = np.array([claim["interval"] for claim in shown]) / np.array([[claim["margin"]] for claim in shown])
     reach = float(np.clip(1.1 * np.abs(ends).max(), 1.3, 4))
@@ -318,7 +318,9 @@ def error_line(ax: Axes, limit: float) -> None:
     ax.annotate(
         f"guard: {limit:g}",
         (1, limit),
+        (0, 1.5),
         xycoords=("axes fraction", "data"),
+        textcoords="offset points",
         ha="right",
         va="bottom",
         fontsize=8,
