@@ -118,11 +118,11 @@ def recipes_of(root: Path) -> list[Path]:
 
 
 def paragraphs(recipe: Path) -> list[str]:
-    """Of a recipe's leading comment, with the commands in it as code."""
+    """Of a recipe's leading comment, without the command that launches it: the page has what was run."""
     comment = takewhile(lambda line: line.startswith("#"), recipe.read_text().splitlines())
     text = "\n".join(line.removeprefix("#").strip() for line in comment)
-    text = re.sub(r"^abrun .*$", r"`\g<0>`", text, flags=re.MULTILINE)
-    return [" ".join(part.split()) for part in re.split(r"\n\n+", text) if part.strip()]
+    parts = (part for part in re.split(r"\n\n+", text) if not re.search(r"^abrun ", part, re.MULTILINE))
+    return [" ".join(part.split()) for part in parts if part.strip()]
 
 
 def claimed(recipe: Path) -> list[tuple[str | None, str, str | None]]:

@@ -88,7 +88,7 @@ def test_every_recipe_of_evidence_has_seeds_a_rerun_and_a_fault_to_find(generato
 
 
 def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
-    comment = "# Alike. Run it:\n# abrun launch recipes/evidence/demo.yaml\n#\n# From nowhere."
+    comment = "# Claim: alike.\n#\n# Offline:\n# abrun launch recipes/evidence/demo.yaml\n#\n# From nowhere."
     directory = run(site, comment, controls=FAULTS, shift={LATE: -0.2})
     sample: dict[str, Any] = {"prompt": "2+1=", "text": "a | b\nc", "reward": 1.0, "truncated": False}
     sample |= {"logprob_error": 0.0, "num_tokens": 2}
@@ -99,7 +99,7 @@ def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, 
     page = page_of(generator, site)
     assert page.startswith("# demo: MATCH\n")
     for part in (
-        "Alike. Run it: `abrun launch recipes/evidence/demo.yaml`\n\nFrom nowhere.\n",
+        "\n\nClaim: alike.\n\nFrom nowhere.\n",
         "| hardware | NVIDIA H200, torch 2.11.0, Python 3.11.9 |",
         "| ran | 2001-09-09 01:46 to 01:48 UTC |",
         "| spent | 0.55 run hours, 22 runs: the wall time of each",  # of 90 s

@@ -393,3 +393,28 @@ def test_every_claim_is_drawn_in_units_of_its_margin(opened):
             half, middle = (zone[1] - zone[0]) / 2, sum(zone) / 2
             assert [(end - middle) / half for end in reach] == pytest.approx(shares, abs=0.03)
         assert tracks[1].get_attribute("aria-label") == "train/entropy: 1 margins, interval [0.5, 1.5]"
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_many_arms_with_long_names_leave_the_bar_its_verdict(opened, width):
+    arms = ("baseline", *(f"{n}-packed-sequences-with-compiled-layers" for n in range(5)))
+    values = learning(arms=arms, metrics=("train/reward",))
+    for run in values.values():
+        run["memory/forward_backward/peak_allocated_bytes"] = np.full(40, 2.0**33)
+    html = render_page(
+        experiment(values, arms=arms), verdict([claim(arm=arm) for arm in arms[1:]], arms=arms[1:])
+    )
+    with opened(html, width=width) as page:
+        spots = [
+            page.locator(f".bar {one}").first.bounding_box()
+            for one in (".title", ".toggles", ".theme", ".word")
+        ]
+        title, toggles, theme, word = (
+            (b["x"], b["y"], b["x"] + b["width"], b["y"] + b["height"]) for b in spots
+        )
+        assert title[2] <= toggles[0] or title[3] <= toggles[1]  # beside or above, not under
+        assert word[2] <= title[2] and theme[3] - theme[1] < 40  # both of one line
+        assert page.locator(".bar .arm").evaluate_all("all => all.every(one => one.offsetHeight < 40)")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        inside = "all => all.every(one => one.scrollWidth <= one.parentElement.clientWidth)"
+        assert page.locator(".bar-row").evaluate_all(inside)

@@ -1,9 +1,14 @@
 """The figures: arms named at their lines, long runs readable, every claim on one scale."""
 
+from itertools import combinations
+from unittest import mock
+
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.text import Annotation
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
 
 from abrun.compare.show import plots
 from abrun.compare.show.buckets import NUM_BUCKETS
@@ -80,3 +85,45 @@ def test_claims_stand_on_one_scale_of_margins():
     assert np.array(bars) == pytest.approx(np.array([[-0.5, 0.5], [0.5, 1.5]]))
     assert list(labels(ax)) == ["equivalent", "undecided"]
     assert plots.forest(of, claims[:1]) is None
+
+
+PHASES = (
+    *("generation", "logprobs", "values", "value_forward_backward", "value_optimizer"),
+    *("forward_backward", "optimizer", "weight_sync", "reference_logprobs"),
+)
+ARMS = ("no-right-shift", "bfloat16-value-head", "vllm-batch-invariant", "packed.layers_" * 7, "a" * 100)
+
+
+def misplaced(made: Figure) -> list[tuple[str, ...]]:
+    """Texts that are drawn over each other, and those that are not wholly in the figure."""
+    texts: list[Text] = []
+    draw = Text.draw
+    with mock.patch.object(Text, "draw", lambda self, renderer: (texts.append(self), draw(self, renderer))):
+        FigureCanvasAgg(made).draw()
+    drawn = [text for text in texts if text.get_visible() and text.get_text().strip()]
+    boxes = [(text.get_text(), text.get_window_extent().extents) for text in drawn]
+    *_, width, height = made.bbox.extents
+    outside = [(text,) for text, (*low, x, y) in boxes if min(low) < 0 or x > width or y > height]
+    return outside + [
+        (one, other)
+        for (one, a), (other, b) in combinations(boxes, 2)
+        if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+    ]
+
+
+@pytest.mark.parametrize(("num_arms", "num_phases"), [(2, 3), (2, 9), (3, 9), (6, 3), (6, 9)])
+def test_no_text_hides_another_or_leaves_its_figure(num_arms, num_phases):
+    arms = ("baseline", *ARMS[: num_arms - 1])
+    metrics = ("train/" + "response_length_" * 5, "train/reward", "train/token_mult_prob_error")
+    values = learning(num_steps=12, metrics=metrics, arms=arms)
+    for run in values.values():
+        for place, phase in enumerate(PHASES[:num_phases]):
+            run[f"memory/{phase}/peak_allocated_bytes"] = np.full(12, (7.97 - 0.3 * place) * 2**30)
+    of = experiment(values, arms=arms, name="e" * 100)
+    wide = {"steps": (9, 12), "margin_text": "±10 % of the baseline's level", "interval": (-0.4, 0.1)}
+    claims = [claim(metric=metric, arm=arm, **wide) for metric in metrics[:2] for arm in arms[1:]]
+    with plots.style():
+        of_metric = plots.metric_figure(of, metrics[0], claims[: len(arms) - 1])
+        for made in (plots.overview(of, 1.05), plots.forest(of, claims), of_metric):
+            assert made is not None
+            assert not misplaced(made)

@@ -1,6 +1,7 @@
 """Panels as figures: functions draw on an `ax`; `metric_figure` and `overview` compose them."""
 
 import contextlib
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 
 # Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+WIDTH, PANEL = 8.0, 2.4  # inches, of a figure and of the height of a panel of curves
+BAR, LEAST_ROW = 0.13, 0.3  # inches of height: a bar with a figure beside it; a phase of the memory's panel
+LEGEND_ROW, LEGEND_COLUMN = 0.19, 54  # inches of height; characters that leave room for a second column
 LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
 STYLE: Any = {
@@ -57,14 +61,15 @@ def metric_figure(experiment: Experiment, metric: str, claims: Sequence[Content]
     if not shown.curves or not shown.differences:
         return None
     below = shown.differences
-    figure = Figure(figsize=(8, 3.4 + 2.4 * len(below)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, PANEL * (1 + len(below))), layout="constrained")
     axes = figure.subplots(1 + len(below), 1, sharex=True, squeeze=False)[:, 0]
     bands(axes[0], shown)
     direct_labels(axes[0], shown)
-    axes[0].set_title(f"{metric}, {experiment.name}")
+    axes[0].set_title(_wrapped(f"{metric}, {short(experiment.name, 60)}"))
     for ax, difference in zip(axes[1:], below, strict=True):
         note = "; bars are cut off at the edge" if paired_difference(ax, difference, metric) else ""
-        ax.set_title(f"{difference.arm} - {experiment.baseline}, {_sample(difference)}{note}")
+        arms = f"{short(difference.arm, 60)} - {experiment.baseline}"
+        ax.set_title(_wrapped(f"{arms}, {_sample(difference)}{note}"))
     axes[-1].set_xlabel("optimizer step")
     axes[-1].margins(x=0.02)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -83,7 +88,7 @@ def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
     shown = [claim for claim in claims if claim.get("margin") and claim.get("interval")]
     if len(shown) < 2:
         return None
-    figure = Figure(figsize=(8, 1.1 + 0.42 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.25 + 0.42 * len(shown)), layout="constrained")
     ax = figure.subplots()
     ends = np.array([claim["interval"] for claim in shown]) / np.array([[claim["margin"]] for claim in shown])
     reach = float(np.clip(1.1 * np.abs(ends).max(), 1.3, 4))
@@ -101,22 +106,41 @@ def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
             va="center",
             fontsize=8,
         )
-        arm = f"{claim['arm']}: " if len(experiment.treatments) > 1 else ""
-        names.append(f"{arm}{claim['metric']}\n{claim['margin_text']}")
+        arm = f"{short(claim['arm'], 28)}: " if len(experiment.treatments) > 1 else ""
+        names.append(f"{arm}{short(claim['metric'], 28)}\n{claim['margin_text']}")
     ax.set_yticks(range(len(shown)), names)
     ax.set_ylim(len(shown) - 0.5, -0.5)
     ax.set_xlim(-reach, reach)
-    ax.set_xlabel("treatment - baseline, in margins of the claim: mean and interval")
+    ax.set_xlabel("treatment - baseline, in margins of the claim:\nmean and interval")
     ax.grid(axis="y", visible=False)
     return figure
 
 
 def _legend_below(figure: Figure) -> None:
-    """What lines, bands and bars are, once for all panels; inside, it would hide some of them."""
+    """What lines, bands and bars are, once for all panels; inside, it would hide some of them.
+
+    The figure grows by it, so that the panels keep their heights.
+    """
     handles = {}
     for ax in figure.axes:
         handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
+    columns = 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN else 1
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (1 + -(-len(handles) // columns)))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+
+
+def short(name: str, most: int) -> str:
+    """A name of at most so many characters, without its middle if need be: names differ at their ends."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[2 - most // 2 :]}"
+
+
+def _plain(metric: str) -> str:
+    """Beside an axis, whose title has the whole of it."""
+    return short(metric.split("/", 1)[-1], 24)
+
+
+def _wrapped(title: str) -> str:
+    return textwrap.fill(title, 76, break_on_hyphens=False)
 
 
 def bands(ax: Axes, shown: Panel) -> None:
@@ -134,7 +158,7 @@ def bands(ax: Axes, shown: Panel) -> None:
             _mean_and_band(ax, curve, color, order)
     for first, last in shown.windows:
         ax.axvspan(first - 0.5, last + 0.5, color="black", alpha=0.05, linewidth=0)
-    ax.set_ylabel(f"{shown.metric.split('/', 1)[-1]}{f' [{shown.unit}]' if shown.unit else ''}")
+    ax.set_ylabel(f"{_plain(shown.metric)}{f' [{shown.unit}]' if shown.unit else ''}")
     if shown.windows:
         ax.fill_between([], [], [], color="black", alpha=0.05, linewidth=0, label="grey: window of a claim")
     if long:
@@ -159,7 +183,7 @@ def direct_labels(ax: Axes, shown: Panel) -> None:
     ax.set_ylim(low, high)
     ends.sort(key=lambda one: one[0])
     for place, (_, curve) in zip(_apart([(end - low) / (high - low) for end, _ in ends]), ends, strict=True):
-        text = curve.arm
+        text = short(curve.arm, 24)  # the legend has more of it
         if shown.windows:
             first, last = shown.windows[-1]
             inside = curve.mean[(first <= curve.steps) & (curve.steps <= last)]
@@ -171,10 +195,12 @@ def direct_labels(ax: Axes, shown: Panel) -> None:
 
 
 def _apart(places: Sequence[float]) -> list[float]:
-    """Ascending places of labels on an axis from 0 to 1, moved as little as keeps them from overlapping."""
+    """Ascending places of labels on an axis from 0 to 1, moved as little as keeps them on it and apart."""
+    if not len(places):
+        return []
     gaps = LABEL_GAP * np.arange(len(places))
     spread = np.maximum.accumulate(np.array(places) - gaps) + gaps
-    return (spread - (spread - places).mean()).tolist() if len(places) else []
+    return (spread - np.clip((spread - places).mean(), spread[-1] - 0.97, spread[0] - 0.03)).tolist()
 
 
 def _thin(shown: Panel) -> str:
@@ -184,7 +210,7 @@ def _thin(shown: Panel) -> str:
 
 def _mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
     style = "-" if order == 0 else (0, (5, 1.5))  # dashed on top: two equal curves are both seen
-    label = f"{curve.arm}: mean of {curve.count} seed{'s' * (curve.count > 1)}"
+    label = f"{short(curve.arm, 60)}: mean of {curve.count} seed{'s' * (curve.count > 1)}"
     sd = np.zeros_like(curve.mean) if curve.sd is None else curve.sd
     steps, (mean, low, high) = averaged(curve.steps, np.stack([curve.mean, curve.mean - sd, curve.mean + sd]))
     ax.plot(steps, mean, color=color, linewidth=2, linestyle=style, label=label, zorder=3 + order)
@@ -224,7 +250,7 @@ def paired_difference(ax: Axes, difference: Difference, metric: str) -> bool:
     room = 0.25 * (high - low) or 1.0
     ax.set_ylim(low - room, high + room)
     scale = difference.scale
-    ax.set_ylabel(scale.replace(" of", "\nof") if scale else f"{metric.split('/', 1)[-1]}\ndifference")
+    ax.set_ylabel(scale.replace(" of", "\nof") if scale else f"{_plain(metric)}\ndifference")
     return any(not low - room <= end <= high + room for end in bars)
 
 
@@ -269,18 +295,20 @@ def overview(experiment: Experiment, error_limit: float) -> Figure | None:
     """Trainer against engine log-probs, and peak memory: looked at whichever metrics were declared."""
     errors = panel(experiment, TOKEN_MULT_PROB_ERROR, ())
     peaks = memory_peaks(experiment)
-    num_panels = bool(errors.curves) + (peaks is not None)
-    if not num_panels:
+    heights = [PANEL] * bool(errors.curves)
+    if peaks is not None:
+        heights.append(0.9 + len(peaks.phases) * _row_height(len(experiment.arms)))
+    if not heights:
         return None
-    figure = Figure(figsize=(5 * num_panels, 3.5), layout="constrained")
-    axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    axes = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     if errors.curves:
         ax = axes.pop(0)
         bands(ax, errors)
         error_line(ax, error_limit)
         direct_labels(ax, errors)
     if peaks is not None:
-        memory_bars(axes.pop(0), peaks, experiment.arms)
+        memory_bars(axes.pop(0), peaks, experiment.arms, named=[curve.arm for curve in errors.curves])
     _legend_below(figure)
     return figure
 
@@ -290,7 +318,9 @@ def error_line(ax: Axes, limit: float) -> None:
     ax.annotate(
         f"guard: {limit:g}",
         (1, limit),
+        (0, 1.5),
         xycoords=("axes fraction", "data"),
+        textcoords="offset points",
         ha="right",
         va="bottom",
         fontsize=8,
@@ -299,16 +329,27 @@ def error_line(ax: Axes, limit: float) -> None:
     ax.set_xlabel("optimizer step")
 
 
-def memory_bars(ax: Axes, peaks: Peaks, arms: Sequence[str]) -> None:
-    """Peaks by phase and overall; an arm without a run keeps its place."""
-    width = 0.8 / len(arms)
+def _row_height(num_arms: int) -> float:
+    return max(BAR * (num_arms + 1), LEAST_ROW)
+
+
+def memory_bars(ax: Axes, peaks: Peaks, arms: Sequence[str], named: Sequence[str] = ()) -> None:
+    """Peaks by phase and overall; an arm without a run keeps its place, those in `named` have a legend."""
+    rows, height = np.arange(len(peaks.phases)), BAR / _row_height(len(arms))
     for index, (arm, means) in enumerate(zip(arms, peaks.means, strict=True)):
         if means is not None:
-            x = np.arange(len(means)) + (index - (len(arms) - 1) / 2) * width
-            bars = ax.bar(x, means, width * 0.92, color=COLORS[index % len(COLORS)], label=arm)
-            ax.bar_label(bars, fmt="%.3g", fontsize=7, padding=1)
-    ax.set_xticks(np.arange(len(peaks.phases)), [phase.replace(" ", "\n") for phase in peaks.phases])
-    ax.grid(axis="x", visible=False)
-    ax.set_ylabel(f"{peaks.counter} [{peaks.unit}]")
+            bars = ax.barh(
+                rows + (index - (len(arms) - 1) / 2) * height,
+                means,
+                height * 0.92,
+                color=COLORS[index % len(COLORS)],
+                label=None if arm in named else short(arm, 60),
+            )
+            ax.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+    ax.set_yticks(rows, [textwrap.fill(phase, 16) for phase in peaks.phases])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.margins(x=0.08)
+    ax.grid(axis="y", visible=False)
+    ax.set_axisbelow(True)
+    ax.set_xlabel(f"{peaks.counter} [{peaks.unit}]")
     ax.set_title("peak memory by phase, mean over seeds")
-    ax.margins(y=0.15)

@@ -55,6 +55,9 @@ const confidence = (alpha) => `${number(100 * (1 - 2 * (alpha ?? 0.05)), 3)}\u00
 const several = treatments.length > 1;
 
 const muted = (...text) => el("span", { class: "muted" }, ...text);
+// A long name breaks after a part of it, and only if that is too long itself, anywhere.
+const named = (name, tag = "span") =>
+  el(tag, { class: "name" }, name.match(/[^/_.-]*[/_.-]?/g).flatMap((part) => [part, el("wbr")]));
 const key = (kind, text) =>
   el("span", { class: "key" }, el("i", { class: `glyph ${kind}`, "aria-hidden": "true" }), text);
 const swatch = (arm) => el("i", { class: `swatch arm-${arm % 6}`, "aria-hidden": "true" });

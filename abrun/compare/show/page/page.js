@@ -187,7 +187,7 @@ function description() {
       ],
       list.map((one) => [
         ...(several ? [one.arm] : []),
-        el("b", { class: "name" }, one.metric),
+        named(one.metric, "b"),
         `${one.steps[0]}\u2013${one.steps[1]}`,
         number(one.baseline, 4),
         number(one.treatment, 4),
@@ -251,7 +251,7 @@ function primaries() {
       heads,
       claims.map((one) => [
         ...(several ? [one.arm] : []),
-        [el("b", { class: "name" }, one.metric), muted(detailOfClaim(one))],
+        [named(one.metric, "b"), muted(detailOfClaim(one))],
         [chip(outcomeOf(one)), muted(outlook(one))],
         dotPlot(one),
         [
@@ -492,7 +492,7 @@ function stepOne() {
           ]),
           list.map((one) => [
             ...armCell(one),
-            el("span", { class: "name" }, one.metric),
+            named(one.metric),
             chip({ pass: "agrees", fail: "deviates" }[one.result] || one.result),
             number(one.baseline, 6),
             number(one.treatment, 6),
@@ -654,7 +654,7 @@ function divergence() {
           ]),
           list.map((one) => [
             ...armCell(one),
-            el("span", { class: "name" }, one.metric),
+            named(one.metric),
             number(one.mean_difference, 3),
             number(one.aa_mean_difference, 3),
             ratio(one),
@@ -689,7 +689,7 @@ function sensitivity() {
       "Planted faults",
       [["fault"], ["size", "right"], ["verdict"], ["caught by"], ["step", "right"], ["figures"], ["pairs", "right"]],
       found.faults.map((one) => [
-        el("span", { class: "name" }, one.fault),
+        named(one.fault),
         one.size === null ? "-" : `${number(one.size, 3)} ${one.unit}`,
         one.verdict,
         seen(one),
@@ -950,7 +950,7 @@ function versions() {
         report.runs.map((run) => [
           (content.wandb || {})[run.name]
             ? el("a", { class: "name", href: content.wandb[run.name], rel: "noopener" }, `${run.name} (wandb)`)
-            : el("span", { class: "name" }, run.name),
+            : named(run.name),
           run.status,
           grouped(run.num_steps),
           run.last_step === null ? "\u2013" : grouped(run.last_step),
@@ -1115,7 +1115,11 @@ function bar() {
   arms.forEach((name, arm) =>
     armToggles.set(
       arm,
-      button([swatch(arm), name], () => toggleEverywhere(arm), { class: "arm", "aria-pressed": "true" }),
+      button([swatch(arm), el("span", {}, name)], () => toggleEverywhere(arm), {
+        class: "arm",
+        title: name,
+        "aria-pressed": "true",
+      }),
     ),
   );
   return el(
