@@ -24,6 +24,7 @@ from abrun.processes import (
     STARVED,
     StopRequests,
     ending_of,
+    is_wordless,
     killed_by,
     memory_ran_out,
     oom_kills,
@@ -248,7 +249,8 @@ class Supervisor:
         job.lock.close()
         out_of_time = (message or "").startswith("limits.run_s")  # it would take as long again
         lost = job.started is not None and job.started.lost  # which is no fault of the run's
-        if job.status == "failed" and status >= 0 and not (lost or job.run.heartbeat().step):
+        told = job.status == "failed" and status >= 0 and not is_wordless(str(message))
+        if told and not (lost or job.run.heartbeat().step):
             job.failure = str(message).replace(str(job.run.path), "RUN_DIR")
         if job.status == "failed" and (lost or (job.may_retry and not out_of_time)):
             self._observer.say(f"{job.label}: {message}: starting it again")

@@ -260,6 +260,16 @@ def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
     assert launch(tmp_path, seeds, resume=True).exit_code == 0
 
 
+def test_an_exit_code_alone_is_no_failure_in_the_same_words(
+    tmp_path: Path, behave: Callable[..., None]
+) -> None:
+    behave(**{f"{arm}_{seed}": "silent" for arm in ("baseline", "treatment") for seed in range(2)})
+    outcome = launch(tmp_path, "seeds=[0, 1, 2]", jobs=1)
+    assert list(outcome.statuses.values()) == ["failed"] * 4 + ["finished"] * 2
+    message = state_of(tmp_path / "small", "baseline/seed-0").message
+    assert message == f"exit code 7; see {tmp_path}/small/baseline/seed-0/stdout.log"
+
+
 @pytest.mark.parametrize(
     ("jobs", "more"), [(3, ()), (2, ("warm_start={steps: 4}", "arms.treatment.warm_start=null"))]
 )
