@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from abrun.errors import AbrunError, LaunchError
+from abrun.launch.earlier import other_code
 from abrun.launch.engine import Engine, Place, make_engine
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
@@ -109,6 +110,8 @@ def launch(
     with owned as lease:
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
+        if resume and (line := other_code(plan, experiment_dir, git, here=True)):
+            _Quiet(observer).say(line)
         wanted = [run for run in plan.runs if only is None or run.name in only]
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)
         stopped_by = Supervisor(queue, engine, observer, lease, grace_s, git).run()
