@@ -91,10 +91,12 @@ def _held_by_others() -> str | None:
     """What to do where others hold much of this rank's GPU; None where they do not, or CUDA does not say."""
     import torch
 
+    if not torch.cuda.is_initialized():  # a budget on CPU cores
+        return None
     try:
         free, total = torch.cuda.mem_get_info()
         own = torch.cuda.memory_reserved()
-    except (RuntimeError, AssertionError):  # the latter of a torch without CUDA
+    except RuntimeError:
         return None
     others = total - free - own
     if others < OTHERS_SHARE * total:

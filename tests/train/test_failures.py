@@ -108,6 +108,7 @@ def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, who
 def test_memory_that_others_hold_is_said_to_be_theirs(
     monkeypatch: pytest.MonkeyPatch, free_gib: int, theirs: bool
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 << 30)
     said = ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))

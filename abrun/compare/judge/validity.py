@@ -372,8 +372,8 @@ def _environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, w
 
 
 def _imports(run: RecordedRun, package: str) -> bool:
-    ours = run.config is not None and run.config.get("trainer.type") == "abrun"
-    return not ours or is_imported(package, run.config or {})
+    config = run.config or {}
+    return config.get("trainer.type") != "abrun" or is_imported(package, config)
 
 
 def _brief(value: Any) -> str:
