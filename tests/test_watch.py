@@ -356,6 +356,17 @@ def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path) -> Non
     assert said() == ["a line\n"]
 
 
+def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=3)
+    failed = store.RunDir(experiment_dir / "treatment" / "seed-0")
+    failed.begin_attempt().fail("out of memory", exit_code=2)
+    assert list(watch.log_of(experiment_dir, lambda experiment_dir: None, follow=True)) == [
+        "baseline/seed-0: finished at step 60/60\n",
+        "treatment/seed-0: failed at step 3/60: out of memory\n",
+        f"That is an experiment; the log of one of its runs: abrun logs {failed.path} --follow\n",
+    ]
+
+
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=60)
     parsed: list[str] = []

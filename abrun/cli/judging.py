@@ -2,9 +2,10 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,8 +35,11 @@ from abrun.cli.arguments import (
     parse_seeds,
     typed_command,
 )
-from abrun.errors import RecipeError
+from abrun.errors import ComparisonError, RecipeError
 from abrun.redaction import shown
+
+if TYPE_CHECKING:
+    from abrun.compare.read.experiment import Experiment
 
 
 @app.command(rich_help_panel=JUDGE)
@@ -275,9 +279,25 @@ def plan(
     make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     measured = load_experiment(find_experiment(earlier, runs_dir)) if earlier else None
+    if measured:
+        _refuse_without_pairs(measured)
     if otherwise := measured and other_than_measured(loaded, measured):
         complain(otherwise)
     if as_json:
         print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
         return
     console().print(plan_report(*asked, earlier=measured, sigma=sigma, correlation=correlation))
+
+
+def _refuse_without_pairs(earlier: "Experiment") -> None:
+    """Raises ComparisonError where no pair of runs has finished, in which a spread could be measured."""
+    if any(all(earlier.sides(arm).finished.sizes) for arm in earlier.treatments):
+        return
+    runs = earlier.runs.values()
+    counts = Counter("finished" if run.finished else run.status for run in runs)
+    first = next((f"; {run}: {run.failure}" for run in runs if run.failure), "")
+    raise ComparisonError(
+        f"--from: {earlier.name}: no pair of its runs has finished, so there is no spread to measure "
+        f"({', '.join(f'{count} {status}' for status, count in counts.items())}{first}); finish it with "
+        "--resume, or give --sigma"
+    )

@@ -80,7 +80,7 @@ class _Run:
         self._here = here
         self._config = config
         self._writer = writer
-        self._log_start = here.log_size()
+        self._log_start = 0
         self._oom_kills = oom_kills()
         self._follower = Follower(
             config.trainer.metrics, Path(self._filled.metrics_path), config.trainer.aliases, here
@@ -104,13 +104,14 @@ class _Run:
         self._follower.skip(self._here.rows().read())
         cores = self._config.cluster.cpu_ranks
         writer.environment(describe(filled.argv, trainer.python, trainer.versions_of, self._env, cores))
+        started = "resumed" if writer.attempt > 1 else "started"
+        writer.event(started, step=self._follower.last_step, command=shlex.join(filled.argv))
+        self._log_start = self._here.log_size()  # what comes now is the command's
         with (
             stopping_signals() as requests,
             capped(self._here.log, int(self._config.limits.log_mib * 2**20)),
             self._command() as process,
         ):
-            started = "resumed" if writer.attempt > 1 else "started"
-            writer.event(started, step=self._follower.last_step, command=shlex.join(filled.argv))
             self._pid = process.pid
             status, overdue = self._follow(process, requests)
             if status is None:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from abrun.errors import LaunchError
+from abrun.launch.earlier import other_code
 from abrun.launch.engine import LeftInQueueError, Queued, Scheduler, queued_jobs
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
@@ -83,6 +84,8 @@ def hand_over(
     refuse_impossible(plan, scheduler.refusals(plan))
     with owned_experiment(plan, experiment_dir, resume=resume, take_over=take_over, say=observer.say):
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
+        if resume and (line := other_code(plan, experiment_dir, git, here=False)):
+            observer.say(line)
         try:
             return scheduler.submit(plan, experiment_dir, git, compare=compare)
         except LeftInQueueError:  # its jobs need the directory, and so does `cancel`

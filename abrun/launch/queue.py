@@ -38,7 +38,7 @@ class Job:
     stopping: bool = False
     asked_s: float = 0.0  # when it was asked to stop
     status: Status = "pending"
-    failure: str | None = None  # why it failed before its first step, in the words of all that did so
+    failure: str | None = None  # why it failed before its first step; an exit code alone is no reason
     lock: Lease = field(init=False)  # a warm start's: the runs of an experiment are owned with it
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from abrun.errors import AbrunError, LaunchError
+from abrun.launch.earlier import other_code
 from abrun.launch.engine import Engine, Place, make_engine
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
@@ -24,6 +25,7 @@ from abrun.processes import (
     STARVED,
     StopRequests,
     ending_of,
+    is_wordless,
     killed_by,
     memory_ran_out,
     oom_kills,
@@ -108,6 +110,8 @@ def launch(
     with owned as lease:
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
+        if resume and (line := other_code(plan, experiment_dir, git, here=True)):
+            _Quiet(observer).say(line)
         wanted = [run for run in plan.runs if only is None or run.name in only]
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)
         stopped_by = Supervisor(queue, engine, observer, lease, grace_s, git).run()
@@ -248,7 +252,8 @@ class Supervisor:
         job.lock.close()
         out_of_time = (message or "").startswith("limits.run_s")  # it would take as long again
         lost = job.started is not None and job.started.lost  # which is no fault of the run's
-        if job.status == "failed" and status >= 0 and not (lost or job.run.heartbeat().step):
+        told = job.status == "failed" and status >= 0 and not is_wordless(str(message))
+        if told and not (lost or job.run.heartbeat().step):
             job.failure = str(message).replace(str(job.run.path), "RUN_DIR")
         if job.status == "failed" and (lost or (job.may_retry and not out_of_time)):
             self._observer.say(f"{job.label}: {message}: starting it again")

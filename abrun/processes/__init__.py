@@ -200,7 +200,7 @@ def first_cause(printed: str) -> str:
 
 
 def ending_of(status: int, printed: str, oom_kills_before: int | None, pid: int | None = None) -> str:
-    """A process's end in words, with the error that is the last in what it printed.
+    """A process's end in words, with the error that is the last in what it printed, or else its last line.
 
     Where the kernel has killed more for want of memory than `oom_kills` said when it started, or Slurm says
     that it has, it says so; with a `pid` only where the kernel's log, if it can be read, names that.
@@ -211,8 +211,14 @@ def ending_of(status: int, printed: str, oom_kills_before: int | None, pid: int 
         return f"{f'killed by {name}' if name else f'exit code {status}'}{STARVED if starved else ''}"
     if name:
         return f"killed by {name}"
-    errors = re.findall(PYTHON_ERROR, printed, re.MULTILINE)
-    return f"exit code {status}{f' ({errors[-1]})' if errors else ''}"
+    said = re.findall(PYTHON_ERROR, printed, re.MULTILINE) or re.findall(r"\S[^\r\n]*", printed)
+    return f"exit code {status}{f' ({said[-1].strip()})' if said else ''}"
+
+
+def is_wordless(ending: str) -> bool:
+    """Whether an end is told by its exit code or signal alone: what is behind it may be anything."""
+    told = ending.partition("; see ")[0].split("; ")
+    return all(re.fullmatch(r"(rank \d+ of [^:]+: )?(exit code \d+|killed by [\w ]+)", each) for each in told)
 
 
 def memory_ran_out(printed: str) -> bool:

@@ -371,15 +371,14 @@ class RunDir:
 
         Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
         """
-        launches, heartbeat, attempt = self.launches(), self.heartbeat(), self.attempt()
-        last = (launches or [None])[-1]
-        told: Launch | Attempt = last if last and last.attempts >= attempt.number else attempt
-        status, message = told.status, told.message
-        launched = last and attempt.number <= last.attempts + (last.ended_s is None)
-        # Of a launch under way the first process tells, which outlives the others
-        if status == "running" and (last if last and launched else told).is_gone:
+        heartbeat, (told, process, attempt) = self.heartbeat(), self._heard()
+        while gone := told.status == "running" and process.is_gone:
+            before, (told, process, attempt) = told, self._heard()
+            if told == before:  # else it has ended with a word since its word was read
+                break
+        status, message, started_s = told.status, told.message, process.started_s
+        if gone:
             status, message = "failed", "its process is gone and left no word, as on a full disk"
-        started_s = last.started_s if last and launched else attempt.started_s
         record = read_json_or_empty(self.path / layout.CONFIG)
         refuse_other_schema(record, self.path / layout.CONFIG)
         config = record.get("config")
@@ -389,7 +388,7 @@ class RunDir:
         elif status == "finished":
             status = "pending"  # its result was removed: it is to run again
         elif status == "running":
-            message = self._why_stalled(attempt.number, max(started_s or 0.0, heartbeat.time_s), heartbeat)
+            message = self._why_stalled(attempt, max(started_s or 0.0, heartbeat.time_s), heartbeat)
             status = "stalled" if message else "running"
         return RunState(
             name=name,
@@ -401,6 +400,14 @@ class RunDir:
             message=message if status in ("failed", "interrupted", "stalled") else None,
             ending=ending_of(told),
         )
+
+    def _heard(self) -> tuple[Launch | Attempt, Launch | Attempt, int]:
+        """Which of launcher and job is believed, whose process tells if it lives, and the newest attempt."""
+        last, attempt = (self.launches() or [None])[-1], self.attempt()
+        told = last if last and last.attempts >= attempt.number else attempt
+        launched = last and attempt.number <= last.attempts + (last.ended_s is None)
+        # Of a launch under way the first process tells, which outlives the others
+        return told, last if last and launched else attempt, attempt.number
 
     def _why_stalled(self, attempt: int, since_s: float, heartbeat: Heartbeat) -> str | None:
         """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""

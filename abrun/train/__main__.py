@@ -14,6 +14,7 @@ FAILED, INTERRUPTED = 2, 3  # exit codes
 # As libraries say it that raise no OutOfMemoryError: CUDA's runtime, NCCL, cuBLAS
 GPU_MEMORY = r"(CUDA|Cuda) (error|failure).{0,20}out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 MOST_QUOTED = 250
+OTHERS_SHARE = 0.25  # of a GPU, which is more than the contexts and buffers that the allocator does not count
 
 
 def main() -> int:
@@ -72,16 +73,37 @@ def ran_out(error: Exception) -> str | None:
     from torch import OutOfMemoryError
 
     said = " ".join(str(error).split())
+    cure = (
+        "use a smaller policy.micro_batch_size (with packing: micro_batch_tokens), or see what takes how "
+        "much with: abrun memory-profile RECIPE"
+    )
     if isinstance(error, OutOfMemoryError) or re.search(GPU_MEMORY, said):
-        whose = "a GPU"
+        whose, cure = "a GPU", _held_by_others() or cure
     elif isinstance(error, MemoryError) or "can't allocate memory" in said:
         whose = "the machine"
     else:
         return None
+    doing, quoted = progress.doing() or "the start", said[:MOST_QUOTED] or type(error).__name__
+    return f"{whose} ran out of memory during {doing}: {cure} ({quoted})"
+
+
+def _held_by_others() -> str | None:
+    """What to do where others hold much of this rank's GPU; None where they do not, or CUDA does not say."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # a budget on CPU cores
+        return None
+    try:
+        free, total = torch.cuda.mem_get_info()
+        own = torch.cuda.memory_reserved()
+    except RuntimeError:
+        return None
+    others = total - free - own
+    if others < OTHERS_SHARE * total:
+        return None
     return (
-        f"{whose} ran out of memory during {progress.doing() or 'the start'}: use a smaller "
-        "policy.micro_batch_size (with packing: micro_batch_tokens), or see what takes how much with: "
-        f"abrun memory-profile RECIPE ({said[:MOST_QUOTED] or type(error).__name__})"
+        f"other processes hold {others / 2**30:.1f} of its {total / 2**30:.1f} GiB, this one "
+        f"{own / 2**30:.1f}: run fewer at once (--jobs), or end what else is on that GPU"
     )
 
 

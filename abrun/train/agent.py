@@ -41,6 +41,7 @@ from abrun.processes import (
     end_like,
     ending_of,
     first_cause,
+    is_wordless,
     killed_by,
     oom_kills,
     processes_of,
@@ -322,7 +323,8 @@ def _conclude(run: RunDir | None, known: int, status: int, message: str | None, 
         if writer and asked:
             writer.interrupt(exit_code=shell_code(status), signal=asked)
         elif writer and message:
-            writer.fail(message, exit_code=shell_code(status))
+            see = f"; see {run.log}" if is_wordless(message) else ""
+            writer.fail(message + see, exit_code=shell_code(status))
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
 

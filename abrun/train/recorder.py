@@ -1,7 +1,6 @@
 """What our trainer records of a run: on rank 0, into its run directory and perhaps to wandb."""
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 import re
@@ -16,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from abrun.backends import Backend
+from abrun.extras import installed_version
 from abrun.models import content_of, sample_of, weights_hash
 from abrun.recipe import OwnRunConfig, Policy
 from abrun.store import RunDir, RunWriter, Sample
@@ -66,7 +66,7 @@ class Recorder:
         self._writer.environment(
             {
                 "python": platform.python_version(),
-                "versions": {name: _version(name) for name in RECORDED_PACKAGES}
+                "versions": {name: installed_version(name) for name in RECORDED_PACKAGES}
                 | {"torch": torch.__version__},
                 "devices": [name for _, name, _ in places],
                 "hosts": sorted({host for host, _, _ in places}),
@@ -156,13 +156,6 @@ def _precision(policy: Policy, device: torch.device) -> dict[str, str]:
         "logits": projection if policy.logprobs.impl == "logits" else "float32",
         "float32_products": "ieee" if float32_products == "none" else float32_products,  # none: never set
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _driver(device: torch.device) -> str | None:

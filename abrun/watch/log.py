@@ -1,13 +1,14 @@
 """What a run prints, line by line, as it comes, or why it has printed nothing."""
 
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
-from abrun.store import RunDir, RunState, launcher_of
-from abrun.watch.reading import FindJobs
+from abrun.store import RunDir, RunState, is_experiment, launcher_of
+from abrun.watch.reading import ExperimentReader, FindJobs
 
 POLL_S = 0.5
 AT_WORK = ("waiting", "running", "stalled")
@@ -15,10 +16,13 @@ AT_WORK = ("waiting", "running", "stalled")
 
 def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[str]:
     """The lines of a run's log, with `follow` also those to come until it has ended; where there are none,
-    what is recorded of the run.
+    what is recorded of the run. Of an experiment, what its runs are doing.
 
-    Raises StoreError where the folder holds no run.
+    Raises StoreError where the folder holds neither.
     """
+    if is_experiment(directory):
+        yield from _runs_of(directory, find_jobs, follow=follow)
+        return
     run = RunDir(directory)
     name = run.record().name
     experiment_dir = directory.parent.parent
@@ -43,6 +47,19 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
                 yield _recorded(state(), run.log)
             return
         time.sleep(POLL_S)
+
+
+def _runs_of(experiment_dir: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[str]:
+    """A line a run, and how to see the log of one: of the first that failed, or else began."""
+    runs = ExperimentReader(experiment_dir, find_jobs).read()
+    runs = [run for run in runs if not (run.is_warm_start and run.state.status == "pending")]
+    for run in runs:
+        why = f": {run.state.message}" if run.state.message else ""
+        yield shown(f"{run.label}: {run.status} at step {run.step}/{run.state.num_steps}{why}") + "\n"
+    order = {"failed": 0, "waiting": 2, "pending": 2}
+    for run in sorted(runs, key=lambda run: order.get(run.state.status, 1))[:1]:
+        command = ["abrun", "logs", str(run.state.directory), *(["--follow"] if follow else [])]
+        yield shown(f"That is an experiment; the log of one of its runs: {shlex.join(command)}") + "\n"
 
 
 def _read(run: RunDir, position: int) -> tuple[int, bytes]:

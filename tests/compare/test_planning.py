@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from abrun.cli import app
+from abrun.cli import app, main
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.planning import measured_spread, plan_json, plan_report
 from abrun.equivalence import power
 from abrun.power import assumed_spread, claim_power
 from abrun.recipe import Compare, Primary
 from abrun.sigmas import sigma_lower_bound
-from tests.compare.simulate import RECIPE
+from tests.compare.simulate import RECIPE, fail
 
 
 def shown(report) -> str:
@@ -85,6 +85,25 @@ def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
     assert found.exit_code == 0 and found.stdout.startswith("next: ")
     warned = f"abrun: --from: simulated trained otherwise than next will {said}" if said else ""
     assert found.stderr.startswith(warned) and bool(found.stderr) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("failed", "counts"),
+    [(("baseline", "treatment"), "4 failed, 2 finished"), (("treatment",), "4 finished, 2 failed")],
+)
+def test_an_earlier_experiment_without_a_pair_plans_nothing(simulated, monkeypatch, capsys, failed, counts):
+    directory = simulated(seeds=[0, 1])
+    for arm in failed:
+        for seed in (0, 1):
+            fail(directory / arm / f"seed-{seed}", after_steps=0)
+    monkeypatch.setattr("sys.argv", ["abrun", "plan", "quickstart", "--from", str(directory)])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    said, errors = capsys.readouterr()
+    assert (exited.value.code, said) == (2, "")
+    first = f"{failed[0]}/seed-0: exit code 1: CUDA out of memory"
+    why = "abrun: --from: simulated: no pair of its runs has finished, so there is no spread to measure"
+    assert errors.splitlines()[-1].startswith(f"{why} ({counts}; {first}); ")
 
 
 def test_without_a_sigma_it_says_how_to_get_one():

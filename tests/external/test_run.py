@@ -193,7 +193,8 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pyte
     ("behaviour", "words"),
     [
         ("crash", ["exit code 1 (ValueError: no such model: the planned crash)", "stdout.log"]),
-        ("code", ["exit code 7", "stdout.log"]),
+        ("code", ["exit code 7 (seed 0, baseline, attempt 1); see /", "/baseline/seed-0/stdout.log"]),
+        ("mute", ["exit code 7; see /", "/baseline/seed-0/stdout.log"]),
         ("sigkill", ["killed by SIGKILL; see"]),
         ("silent", ["no metrics: trainer.metrics: jsonl at", "logs/metrics.jsonl", "mend format or path"]),
     ],

@@ -19,7 +19,7 @@ import pytest
 from abrun import store
 from abrun.errors import LaunchError, StoreError
 from abrun.implementations import LAUNCHERS
-from abrun.launch import Outcome, queue, supervisor
+from abrun.launch import Outcome, earlier, queue, supervisor
 from abrun.launch.command import environment
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Process, processes_of
@@ -258,6 +258,16 @@ def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
     assert state_of(tmp_path / "small", "baseline/seed-3").message == f"{why}: the planned failure"
     behave()
     assert launch(tmp_path, seeds, resume=True).exit_code == 0
+
+
+def test_an_exit_code_alone_is_no_failure_in_the_same_words(
+    tmp_path: Path, behave: Callable[..., None]
+) -> None:
+    behave(**{f"{arm}_{seed}": "silent" for arm in ("baseline", "treatment") for seed in range(2)})
+    outcome = launch(tmp_path, "seeds=[0, 1, 2]", jobs=1)
+    assert list(outcome.statuses.values()) == ["failed"] * 4 + ["finished"] * 2
+    message = state_of(tmp_path / "small", "baseline/seed-0").message
+    assert message == f"exit code 7; see {tmp_path}/small/baseline/seed-0/stdout.log"
 
 
 @pytest.mark.parametrize(
@@ -633,6 +643,36 @@ def test_resume_takes_added_seeds_arms_and_reruns(tmp_path: Path) -> None:
     assert store.planned_runs(tmp_path / "small") == list(outcome.statuses)
     # The comparison was declared at the first launch; what comes later must show as post hoc.
     assert store.open_experiment(tmp_path / "small")["compare_sha256"] == declared
+
+
+def test_resume_says_of_which_other_code_the_earlier_runs_are(
+    tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {"sha": "a" * 40, "dirty": False, "diff": None}
+    monkeypatch.setattr(supervisor, "record_checkout", lambda *_, **__: dict(now))
+    behave(treatment_0="fail")
+
+    def said_by(outcome: int, **changes: str | None) -> list[str]:
+        now.update(changes)
+        observer = Silent()
+        assert launch(tmp_path, "seeds=[0, 1]", jobs=1, resume=True, observer=observer).exit_code == outcome
+        return observer.said
+
+    assert launch(tmp_path, "seeds=[0, 1]", jobs=1).exit_code == 1
+    versions = {"torch": "2.11.0+cu130", "numpy": "2.1", "triton": None, "vllm": "0.26.0"}
+    installed = {"torch": "2.11.0", "numpy": "2.2"}
+    monkeypatch.setattr(earlier, "installed_version", installed.get)
+    environment = tmp_path / "small" / "baseline" / "seed-0" / "environment.json"
+    store.write_json(environment, {"versions": versions})
+    packages = "made with numpy 2.1 so far, going on with 2.2"
+    end = ": runs may differ by that, whatever their arm"
+    assert said_by(1) == [f"small: {packages}{end}"], "not of packages that its runs do not import"
+    environment.unlink()
+    assert said_by(1) == []
+    commit = f"made from commit {'a' * 7} so far, going on from {'b' * 7} with git-1.diff"
+    assert said_by(1, sha="b" * 40, diff="git-1.diff") == [f"small: {commit}{end}"]
+    behave()
+    assert said_by(0, diff=None) and said_by(0, sha="c" * 40) == [], "nothing is left to be run"
 
 
 def test_a_finished_run_that_lost_rows_is_repaired(tmp_path: Path) -> None:

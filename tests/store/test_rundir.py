@@ -14,7 +14,7 @@ import pytest
 from abrun import store
 from abrun.errors import StoreError
 from abrun.layout import RunName
-from abrun.store import Node, RunDir, rundir
+from abrun.store import Node, RunDir, owner, rundir
 
 NAME = RunName(arm="baseline", seed=0)
 
@@ -251,6 +251,28 @@ def test_a_run_whose_process_is_gone_without_a_word_is_not_running(tmp_path: Pat
     path = run.path / "attempts" / "0002.json"
     store.write_json(path, store.read_json(path) | {"process_started": "1"})  # the id is another's now
     assert run.state(NAME).status == "failed"
+
+
+@pytest.mark.parametrize("by", ["job", "launcher"])
+def test_a_process_that_ends_while_it_is_asked_about_has_left_its_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Its end comes between the look at what it says and the one at whether it lives."""
+    run = RunDir(make_run(tmp_path))
+    run.begin_launch(["cpu"], None)
+    writer = run.begin_attempt()
+    run.update_launch(pid=os.getpid())
+
+    def ends(owner: object) -> bool:
+        if by == "job":
+            writer.fail("limits.run_s: not finished after 5 s", exit_code=124)
+        else:
+            run.end_launch("failed", "limits.run_s: not finished after 5 s", exit_code=124)
+        return True
+
+    monkeypatch.setattr(owner.Owner, "is_gone", property(ends))
+    state = run.state(NAME)
+    assert (state.status, state.message) == ("failed", "limits.run_s: not finished after 5 s")
 
 
 def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> None:

@@ -288,6 +288,13 @@ def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_pa
     assert (run.attempt().status, run.attempt().message) == ("failed", "limits.run_s: not finished after 3 s")
 
 
+def test_a_rank_without_a_word_leaves_the_path_of_what_it_printed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.begin_attempt()
+    conclude(run, 0, 7, "rank 0 of 1: exit code 7", None)
+    assert run.attempt().message == f"rank 0 of 1: exit code 7; see {tmp_path}/stdout.log"
+
+
 def test_a_rank_that_waits_for_its_turn_uses_up_none_of_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,23 @@ def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, who
     assert said is None or (said.startswith(f"{whose} ran out of memory during ") and "\n" not in said)
 
 
+@pytest.mark.parametrize(("free_gib", "theirs"), [(0, True), (120, False)])
+def test_memory_that_others_hold_is_said_to_be_theirs(
+    monkeypatch: pytest.MonkeyPatch, free_gib: int, theirs: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 << 30)
+    said = ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    held = "other processes hold 128.0 of its 140.0 GiB, this one 12.0: run fewer at once (--jobs), or end "
+    assert (
+        said is not None
+        and "\n" not in said
+        and said.endswith(" (CUDA out of memory. Tried to allocate 2.00 GiB.)")
+    )
+    assert (held in said, "smaller policy.micro_batch_size" in said) == (theirs, not theirs)
+
+
 @pytest.mark.slow
 def test_a_rank_without_memory_says_so_and_during_what(tmp_path: Path) -> None:
     """A real refusal of torch's allocator, of a petabyte."""

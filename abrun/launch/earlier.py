@@ -1,0 +1,60 @@
+"""Whether an experiment goes on with other code than its runs were made with: said, and never refused."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import StoreError
+from abrun.extras import installed_version, is_imported
+from abrun.plan import Plan
+from abrun.recipe import OwnRunConfig, RunConfig, dotted
+from abrun.store import RunDir, readable, run_dir
+
+MOST_SHOWN = 3
+
+
+def other_code(plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, here: bool) -> str | None:
+    """A line where runs that have begun are of another commit than `git`, or of other packages; else None.
+
+    `here`: those to come run in this environment, so that its packages are theirs. None where none are left.
+    """
+    runs = [(RunDir(run_dir(experiment_dir, run.name)), run.config) for run in plan.runs]
+    if all(run.finished for run, _ in runs):
+        return None
+    changes: dict[str, None] = {}
+    for run, config in runs:
+        with contextlib.suppress(StoreError), readable(run.path):  # what cannot be read its own turn tells
+            if run.last_attempt:
+                changes |= dict.fromkeys(_commits(run.git(), git))
+                changes |= dict.fromkeys(_packages(run.environment(), config) if here else ())
+    if not changes:
+        return None
+    said = list(changes)
+    said[MOST_SHOWN:] = [f"and {len(said) - MOST_SHOWN} more"] if len(said) > MOST_SHOWN else []
+    return f"{experiment_dir.name}: {'; '.join(said)}: runs may differ by that, whatever their arm"
+
+
+def _commits(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> Iterator[str]:
+    if before and now and _named(before) != _named(now):
+        yield f"made from commit {_named(before)} so far, going on from {_named(now)}"
+
+
+def _named(git: Mapping[str, Any]) -> str:
+    changes = git.get("diff") or ("uncommitted changes" if git.get("dirty") else None)
+    return f"{str(git.get('sha'))[:7]}{f' with {changes}' if changes else ''}"
+
+
+def _packages(environment: Mapping[str, Any] | None, config: RunConfig) -> Iterator[str]:
+    """Of a run of our own trainer; a foreign one has an environment of its own."""
+    versions = (environment or {}).get("versions")
+    if not (isinstance(versions, Mapping) and isinstance(config, OwnRunConfig)):
+        return
+    values = dotted(config.model_dump(mode="json"))
+    known = {name: before for name, before in versions.items() if name and isinstance(before, str | None)}
+    for package, before in known.items():
+        now = installed_version(package)
+        # torch calls itself 2.11.0+cu130 where its metadata may say 2.11.0
+        same = before == now or (before and now == before.partition("+")[0])
+        if not same and is_imported(package, values):
+            yield f"made with {package} {before or 'missing'} so far, going on with {now or 'none'}"
