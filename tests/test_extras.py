@@ -53,6 +53,14 @@ def test_every_extra_that_is_named_brings_what_is_looked_for() -> None:
     assert not re.search(r"torch|transformers|matplotlib|wandb|pandas|tensorboard", core)
 
 
+def test_what_a_trainer_imports_is_what_its_configuration_uses() -> None:
+    plain = {"rollout.engine": "torch", "policy.backend.type": "dtensor", "task.verifier": "math"}
+    found = {name: extras.is_imported(name, plain) for name in (*extras.IMPORTED_WITH, "torch")}
+    assert [name for name, imported in found.items() if imported] == ["torch"]
+    assert extras.is_imported("vllm", plain | {"rollout.engine": "vllm"})
+    assert extras.is_imported("vllm", plain | {"task.verifier": "judge:by_a_model"})  # a module of the user's
+
+
 @pytest.mark.parametrize("command", ["launch", "memory-profile", "sensitivity"])
 def test_training_without_torch_is_one_line(without, monkeypatch, capsys, command: str) -> None:
     without("torch")

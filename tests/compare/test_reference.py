@@ -88,6 +88,15 @@ def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen):
     )
 
 
+def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
+    def installed(experiment_dir: Path) -> None:
+        for path in experiment_dir.glob("*/*/environment.json"):
+            edit(path, lambda content: content["versions"].update(vllm="0.27.0"))
+
+    content = later(tmp_path, frozen, change=installed)
+    assert content.arms["baseline"].treatment_diff == {} and content.step_one
+
+
 def test_other_versions_are_what_is_tested(tmp_path, frozen):
     def newer(experiment_dir: Path) -> None:
         for path in experiment_dir.glob("*/*/environment.json"):

@@ -8,7 +8,6 @@ import numpy as np
 
 from abrun.compare.judge.guards import shared_peak_counter
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, union
-from abrun.extras import is_imported
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -17,7 +16,7 @@ from abrun.metric_names import (
     TOKEN_MULT_PROB_ERROR,
     is_clock,
 )
-from abrun.recipe import Primary, dotted
+from abrun.recipe import Primary
 from abrun.series import Steps, window_bounds
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
@@ -104,24 +103,37 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
     }
     if experiment.regression:
         for pair in pairs[:1]:
-            left, right = (dotted(_machine(run)) for run in (pair.baseline, pair.treatment))
-            found |= {
-                key: [left.get(key), right.get(key)]
-                for key in (*left, *(key for key in right if key not in left))
-                if left.get(key) != right.get(key)
-            }
+            found |= _other_machine(pair.baseline, pair.treatment)
     return found
 
 
 def other_machine(experiment: Experiment, arm: str) -> bool:
     """Whether a reference was measured with other versions or devices, so that not even step one repeats."""
     return experiment.regression and any(
-        _machine(pair.baseline) != _machine(pair.treatment) for pair in experiment.pairs(arm)
+        _other_machine(pair.baseline, pair.treatment) for pair in experiment.pairs(arm)
     )
 
 
-def _machine(run: RecordedRun) -> dict[str, Any]:
-    return {key: (run.environment or {}).get(key) for key in OF_THE_MACHINE}
+def _other_machine(left: RecordedRun, right: RecordedRun) -> dict[str, list[Any]]:
+    """What of versions and devices differs, dotted key -> both values."""
+    found = {f"versions.{name}": list(both) for name, both in _other_versions(left, right).items()}
+    for key in OF_THE_MACHINE:
+        both = [(run.environment or {}).get(key) for run in (left, right)]
+        if both[0] != both[1] and key != "versions":
+            found[key] = both
+    return found
+
+
+def _other_versions(left: RecordedRun, right: RecordedRun) -> dict[str, tuple[Any, Any]]:
+    """Packages that either imports, of which they have other versions; None: not installed, or not said."""
+    versions: list[dict[str, Any]] = [(run.environment or {}).get("versions") or {} for run in (left, right)]
+    names = sorted({*versions[0], *versions[1]})
+    both = {name: (versions[0].get(name), versions[1].get(name)) for name in names}
+    return {
+        name: (a, b)
+        for name, (a, b) in both.items()
+        if a != b and (left.imports(name) or right.imports(name))
+    }
 
 
 def coverage(sides: Sides) -> dict[str, int]:
@@ -354,26 +366,14 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
 def _environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, what: str) -> Iterator[str]:
     assert baseline.environment is not None and run.environment is not None
     left, right = baseline.environment.get(key), run.environment.get(key)
-    if left == right:
-        return
     if isinstance(left, dict) and isinstance(right, dict):
-        names = sorted(
-            name
-            for name in {*left, *right}
-            if left.get(name) != right.get(name) and (_imports(baseline, name) or _imports(run, name))
-        )
-        if not names:
-            return
-        shown = ", ".join(f"{name} {left.get(name)} against {right.get(name)}" for name in names[:3])
-        shown += f" and {len(names) - 3} more" if len(names) > 3 else ""
+        apart = [f"{name} {a} against {b}" for name, (a, b) in _other_versions(baseline, run).items()]
+        shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
     else:
-        shown = f"{_brief(left)} against {_brief(right)}"
+        shown = "" if left == right else f"{_brief(left)} against {_brief(right)}"
+    if not shown:
+        return
     yield f"{what} between {baseline} and {run}: {shown}"
-
-
-def _imports(run: RecordedRun, package: str) -> bool:
-    config = run.config or {}
-    return config.get("trainer.type") != "abrun" or is_imported(package, config)
 
 
 def _brief(value: Any) -> str:

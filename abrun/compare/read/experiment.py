@@ -10,6 +10,7 @@ import numpy as np
 
 from abrun.compare.read.ledger import Ledger
 from abrun.errors import ComparisonError
+from abrun.extras import is_imported
 from abrun.layout import RunName
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
 from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
@@ -55,6 +56,11 @@ class RecordedRun:
     def steps(self) -> Steps:
         """Every step at which anything was recorded."""
         return union(one.steps for one in self.metrics.values())
+
+    def imports(self, package: str) -> bool:
+        """False where abrun's trainer did without it: it may be installed, in whatever version."""
+        config = self.config or {}
+        return config.get("trainer.type") != "abrun" or is_imported(package, config)
 
     def series(self, metric: str) -> Series:
         """Empty where the metric was never recorded."""

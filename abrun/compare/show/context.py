@@ -1,6 +1,6 @@
 """What a report says beside the verdict: when and where the runs were made, their levels, what to do next."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -38,7 +38,7 @@ def context(experiment: Experiment, content: Mapping[str, Any], command: str | N
     return Context(
         command=shown(command or f"abrun compare {experiment.name}"),
         ran=_ran(experiment),
-        environment=_environment(content),
+        environment=_environment(experiment, content),
         levels=levels(content),
         next_steps=next_steps(experiment, content, command),
         completions=completions(experiment),
@@ -60,18 +60,20 @@ def _ran(experiment: Experiment) -> str | None:
     return f"{first:%Y-%m-%d %H:%M} to {end} UTC"
 
 
-def _environment(content: Mapping[str, Any]) -> str | None:
+def _environment(experiment: Experiment, content: Mapping[str, Any]) -> str | None:
     """Of the first runs that say it, and how many others read differently; the report has them all."""
-    found = dict.fromkeys(_machine(one["environment"]) for one in content["environments"])
+    runs = experiment.runs.values()
+    shown = [name for name in SHOWN_VERSIONS if any(run.imports(name) for run in runs)]
+    found = dict.fromkeys(_machine(one["environment"], shown) for one in content["environments"])
     first, *others = [text for text in found if text] or [None]
     return f"{first}; {len(others)} more environment{'s' * (len(others) > 1)}" if others else first
 
 
-def _machine(environment: Mapping[str, Any]) -> str:
+def _machine(environment: Mapping[str, Any], packages: Sequence[str]) -> str:
     versions = environment.get("versions") or {}
     parts = [
         ", ".join(sorted(set(map(str, environment.get("devices") or [])))),
-        *(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if versions.get(name)),
+        *(f"{name} {versions[name]}" for name in packages if versions.get(name)),
         f"Python {environment['python']}" if environment.get("python") else "",
     ]
     return ", ".join(filter(None, parts))
