@@ -89,6 +89,9 @@ def nothing_shared(sides: Sides) -> str:
         for runs in (sides.baselines, sides.treatments)
     ]
     left, right = (", ".join(names) or "nothing" for names in recorded)
+    unread = [where for run in sides.runs for where in run.unread.values()]
+    if unread and "nothing" in (left, right):
+        return f"no metric is recorded in every run: {unread[0]}"
     return (
         f"no metric is recorded in every run: the baseline has {left}, the treatment {right}; say which are "
         "the same, such as --alias train/reward=NAME"

@@ -400,7 +400,7 @@ def _other_steps(finished: Sequence[RecordedRun]) -> Iterator[str]:
             yield (
                 f"step grids differ: {run} holds {len(run.steps)} of {len(everything)} steps "
                 f"({len(run.steps) / len(everything):.0%}; step {lacking[0]} is the first it lacks); "
-                "compared on shared steps only"
+                f"compared on shared steps only{_unread(run, *(run.metrics or run.unread))}"
             )
 
 
@@ -438,13 +438,19 @@ def _missing_metrics(
         for run in finished:
             grid = run.series(metric).steps
             if not len(grid):
-                yield f"missing metric: {run} did not record {metric} ({role})"
+                yield f"missing metric: {run} did not record {metric} ({role}){_unread(run, metric)}"
             elif not (run.thinned or np.array_equal(grid, everything)):
                 lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
                 if len(lacking):
-                    yield f"missing metric: {run} did not record {metric} ({role}) at step {lacking[0]}"
+                    at = f"at step {lacking[0]}{_unread(run, metric)}"
+                    yield f"missing metric: {run} did not record {metric} ({role}) {at}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
+
+
+def _unread(run: RecordedRun, *metrics: str) -> str:
+    """Where the first of these metrics has text in the place of a number, if one has."""
+    return next((f": {run.unread[metric]}" for metric in metrics if metric in run.unread), "")
 
 
 def _baseline_not_a_number(

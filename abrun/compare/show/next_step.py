@@ -21,6 +21,7 @@ from abrun.redaction import shown
 MOST_STEPS = 2
 RUNS_DIR = Path("runs")  # where commands look without --runs-dir
 UNPAIRED = " --unpaired"
+MEND = "Mend what the reasons name, then compare again"
 AGAIN = "abrun compare NEW --reference FILE"
 LAUNCHING = ("launch", "sensitivity")  # commands that start runs
 READING = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")  # of foreign runs
@@ -201,7 +202,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         yield from _inconclusive_with_reference(experiment, content)
         return
     if experiment.directory is None:
-        yield from _inconclusive_of_others(content)
+        yield from _inconclusive_of_others(experiment, content)
         return
     if content["descriptions"]:
         yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
@@ -250,7 +251,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
-def _inconclusive_of_others(content: Content) -> Iterator[NextStep]:
+def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     """Of runs that abrun did not launch."""
     described = content["descriptions"]
     if described:
@@ -261,6 +262,8 @@ def _inconclusive_of_others(content: Content) -> Iterator[NextStep]:
                 text=f"Train two runs or more beside each{shared}, then compare again",
                 command="abrun compare RUNS",
             )
+    elif not content["primaries"] and any(run.unread for run in experiment.runs.values()):
+        yield NextStep(text=MEND, command="abrun compare RUNS")
     elif not content["primaries"]:
         yield NextStep(
             text="Say which metrics are the same", command="abrun compare RUNS --alias train/reward=NAME"
@@ -327,7 +330,7 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
                 text="Compare them as independent runs, of other seeds",
                 command="abrun compare RUNS --unpaired",
             )
-        yield NextStep(text="Mend what the reasons name, then compare again", command="abrun compare RUNS")
+        yield NextStep(text=MEND, command="abrun compare RUNS")
         return
     broken = [run for run in experiment.runs.values() if not run.finished and not run.thinned]
     if broken:
