@@ -225,7 +225,7 @@ def test_a_run_that_is_not_finished(simulated, judged):
 
 
 PAIR_LOST = "without its baseline a seed says nothing about the treatment; mend the cause"
-CONTROL_LOST = "without this control the noise floor of step one and of the divergence rests on fewer baseline"
+CONTROL_LOST = "without this control the noise floor of step one and of the divergence rests on fewer"
 
 
 @pytest.mark.parametrize(

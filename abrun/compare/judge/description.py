@@ -66,14 +66,20 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
         grid = reduce(np.intersect1d, (run.steps for run in sides.runs))
     if not len(grid):
         return []
-    recorded = set.intersection(*({*run.metrics} for run in sides.runs))
-    others = sorted(
-        (one for one in recorded if not (one in windows or is_clock(one) or re.fullmatch(COUNTERS, one))),
-        key=lambda one: _rank(sides, one),
-    )
+    others = [one for one in _ranked(sides) if one not in windows]
     wanted = windows | dict.fromkeys(others[:MOST_OTHERS], WINDOW)
     found = (_description(arm, sides, metric, window, grid) for metric, window in wanted.items())
     return [one for one in found if one]
+
+
+def claimable(experiment: Experiment) -> Description | None:
+    """What to claim where nothing is: the first metric that has a sensible margin, of the first treatment."""
+    arm, grid = experiment.treatments[0], experiment.all_steps()
+    sides = experiment.sides(arm).finished
+    if min(sides.sizes) == 0 or not len(grid):
+        return None
+    found = (_description(arm, sides, metric, WINDOW, grid) for metric in _ranked(sides))
+    return next((one for one in found if one and one.margin is not None), None)
 
 
 def num_metrics(sides: Sides) -> tuple[int, int]:
@@ -96,6 +102,13 @@ def nothing_shared(sides: Sides) -> str:
         f"no metric is recorded in every run: the baseline has {left}, the treatment {right}; say which are "
         "the same, such as --alias train/reward=NAME"
     )
+
+
+def _ranked(sides: Sides) -> list[str]:
+    """The metrics of every run that describe the training, those that learning moves first."""
+    recorded = set.intersection(*({*run.metrics} for run in sides.runs))
+    telling = (one for one in recorded if not (is_clock(one) or re.fullmatch(COUNTERS, one)))
+    return sorted(telling, key=lambda one: _rank(sides, one))
 
 
 def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:

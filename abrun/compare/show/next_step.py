@@ -10,12 +10,13 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from abrun.compare.judge.description import claimable
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.samples import samples_in
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
-from abrun.recipe import primary_option
+from abrun.recipe import Primary, primary_option
 from abrun.redaction import shown
 
 MOST_STEPS = 2
@@ -204,6 +205,9 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     if experiment.directory is None:
         yield from _inconclusive_of_others(experiment, content)
         return
+    if not content["primaries"]:
+        yield from _claim_to_declare(experiment)
+        return
     if content["descriptions"]:
         yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
         return
@@ -213,11 +217,6 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             command=_resumed(experiment),
         )
         return
-    if not content["primaries"]:
-        yield NextStep(
-            text="Declare compare.primary with a margin (--set, or the recipe): how many seeds does it take?",
-            command=f"abrun plan RECIPE --from {_name(experiment)}",
-        )
     if problems:
         grid = experiment.all_steps()
         steps = 2 * int(grid[-1]) if len(grid) else 1
@@ -247,8 +246,33 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
-    if content["primaries"] and not undecided:
+    if not undecided:
         yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+
+
+def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
+    """Of launched runs without a claim, which no number of seeds decides."""
+    found = claimable(experiment)
+    if found is None or found.margin is None:
+        yield NextStep(
+            text="Declare what has to agree, and how closely",
+            command="abrun plan RECIPE --set 'compare.primary=[{metric: METRIC, margin: MARGIN}]'",
+        )
+        return
+    claim = Primary(metric=found.metric, window=found.window, margin=found.margin, transform="identity")
+    claimed = replace(experiment, compare=experiment.compare.model_copy(update={"primary": [claim]}))
+    text = f"Declare a margin that you accept (here {found.margin_is}), and test it on fresh seeds"
+    alone = found.interval is None
+    if alone or found.runs_needed is not None:
+        count, unit = max(3, found.runs_needed or 3), "pairs" if found.paired else "runs of each arm"
+        if not alone:
+            text += f": {count} {unit} decide it with 80 % power, if the arms are truly equal"
+        yield _with_fresh_seeds(claimed, text, count)
+    if not alone:
+        yield NextStep(
+            text="Or see first how many seeds it takes",
+            command=f"abrun plan RECIPE{_declared(claimed)} --from {_name(experiment)}",
+        )
 
 
 def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
