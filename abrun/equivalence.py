@@ -137,15 +137,19 @@ def welch(
     left: NDArray[np.float64], right: NDArray[np.float64], resolution: float = 0.0
 ) -> tuple[float, float, float]:
     """Mean of right - left, its standard error, and the degrees of freedom, of independent samples."""
-    (mean, sd), (other_mean, other_sd) = mean_and_sd(left), mean_and_sd(right)
-    errors = ((sd, len(left)), (other_sd, len(right)))
-    shares = np.array([max(of / math.sqrt(num), least_error(resolution, num)) ** 2 for of, num in errors])
+    mean = mean_and_sd(right)[0] - mean_and_sd(left)[0]
+    shares = np.array([sd_in_steps(of, resolution) ** 2 / len(of) for of in (left, right)])
     error = math.sqrt(shares.sum())
     if error == 0:
-        return other_mean - mean, 0.0, len(left) + len(right) - 2.0
+        return mean, 0.0, len(left) + len(right) - 2.0
     weights = shares / shares.sum()  # squares of tiny variances would underflow
     freedom = 1 / (weights[0] ** 2 / (len(left) - 1) + weights[1] ** 2 / (len(right) - 1))
-    return other_mean - mean, error, float(freedom)
+    return mean, error, float(freedom)
+
+
+def sd_in_steps(values: NDArray[np.float64], resolution: float) -> float:
+    """The sd of values that move in steps of `resolution`, at least what `least_error` makes of it."""
+    return max(mean_and_sd(values)[1], least_error(resolution, len(values)) * math.sqrt(len(values)))
 
 
 def _tost(
@@ -439,7 +443,7 @@ def runs_needed(
 ) -> int | None:
     """The fewest runs of each arm with power `target` where none are paired; otherwise as `pairs_needed`.
 
-    `sds`: of both arms over their runs.
+    `sds`: of both arms over their runs, see `sd_in_steps`.
     """
     if abs(true_difference) >= margin:
         return None

@@ -20,6 +20,7 @@ from abrun.equivalence import (
     pairs_needed,
     pairs_needed_range,
     runs_needed,
+    sd_in_steps,
     sd_interval,
     skewness,
     t_interval,
@@ -224,7 +225,8 @@ def _beside(result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Pr
     if still and not result.problem:
         yield f"{still} of {len(baselines)} baseline seeds did not climb by more than the margin"
     if result.certified_bound == 0:
-        yield "the bound is 0 because the summaries of both arms are the same number in every pair"
+        of = "pair" if result.num_runs is None else "run"
+        yield f"the bound is 0 because the summaries of both arms are the same number in every {of}"
     elif result.differences and result.standard_error > 1.001 * paired_mean(np.array(result.differences))[1]:
         yield "the metric moves in steps that are wide for so few pairs, and the interval allows for one"
     level = abs(result.baseline_mean or 0.0)
@@ -299,7 +301,7 @@ def with_statistics(
     )
     if not paired:
         wider = error / tost.standard_error if tost.standard_error else 1.0
-        sds = wider * mean_and_sd(baseline)[1], wider * mean_and_sd(treatment)[1]
+        sds = wider * sd_in_steps(baseline, resolution), wider * sd_in_steps(treatment, resolution)
         return _runs_needed(result, margin, sds)
     return _pairs_needed(result, margin, error * math.sqrt(len(baseline)))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from abrun.compare.judge.summaries import climbs, direction_in, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
-from abrun.equivalence import Tost, mean_and_sd, paired_tost, pairs_needed, runs_needed, welch_tost
+from abrun.equivalence import Tost, paired_tost, pairs_needed, runs_needed, sd_in_steps, welch_tost
 from abrun.errors import ComparisonError
 from abrun.metric_names import REWARD, STEP_ONE, is_clock, with_role
 from abrun.recipe import Primary
@@ -133,10 +133,9 @@ def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) 
     left, right = runs[: sides.sizes[0]], runs[sides.sizes[0] :]
     alone = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
-    tost = None
+    tost, step = None, resolution(sides.runs, _plain(metric), int(inside.sum()))
     if min(sides.sizes) > 1:
-        test, plain = paired_tost if sides.paired else welch_tost, _plain(metric)
-        tost = test(left, right, 1.0, resolution=resolution(sides.runs, plain, int(inside.sum())))
+        tost = (paired_tost if sides.paired else welch_tost)(left, right, 1.0, resolution=step)
     margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)
     return Description(
         arm=arm,
@@ -155,7 +154,9 @@ def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) 
         certified_bound=tost.certified_bound if tost else None,
         margin=margin,
         margin_is=margin_is,
-        runs_needed=_needed(tost, margin, left, right, paired=sides.paired) if tost and margin else None,
+        runs_needed=_needed(tost, margin, (left, right), step, paired=sides.paired)
+        if tost and margin
+        else None,
     )
 
 
@@ -179,7 +180,7 @@ def _one_digit(value: float) -> float:
     return float(f"{math.ceil(round(value / digit, 6)) * digit:.1g}")
 
 
-def _needed(tost: Tost, margin: float, left: Array, right: Array, *, paired: bool) -> int | None:
+def _needed(tost: Tost, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool) -> int | None:
     if paired:
-        return pairs_needed(margin, tost.standard_error * math.sqrt(len(left)))
-    return runs_needed(margin, (mean_and_sd(left)[1], mean_and_sd(right)[1]))
+        return pairs_needed(margin, tost.standard_error * math.sqrt(len(arms[0])))
+    return runs_needed(margin, (sd_in_steps(arms[0], step), sd_in_steps(arms[1], step)))

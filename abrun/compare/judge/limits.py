@@ -70,7 +70,8 @@ def judge_limit(
         what = "bit-exactness" if primary.exact else "how far final weights are apart"
         result = replace(result, problem=f"{what} is a matter of pairs of one seed")
     if bounds is None or not min(finished.sizes) or result.problem:
-        return replace(result, problem=result.problem or "no pair has finished")
+        unfinished = "no pair has finished" if sides.paired else "no run of an arm has finished"
+        return replace(result, problem=result.problem or unfinished)
     return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
 
 
