@@ -225,21 +225,21 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
             f"--name {_folder(experiment, '-longer')}",
         )
-    needed, units = [one["pairs_needed"] for one in undecided], _units(paired=content["paired"])
+    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
     if any(one["limited"] is not None for one in undecided):
-        text = f"Four times the {units} halve the interval that a limit is tested by"
+        text = f"Four times the {counted} halve the interval that a limit is tested by"
         yield _with_fresh_seeds(
             experiment, text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
         )
     elif needed and None not in needed:
-        text = f"{max(needed)} {units} decide it with 80 % power, if the arms are truly equal"
+        text = f"{max(needed)} {counted} decide it with 80 % power, if the arms are truly equal"
         observed = [one["pairs_needed_observed"] for one in undecided]
         if None not in observed and max(observed) > max(needed):
             text += f" ({max(observed)}, if they differ as they do here)"
         yield _with_fresh_seeds(experiment, text, max(needed))
     elif needed:
         yield NextStep(
-            text=f"This margin takes more than 1000 {units}: see what a wider one takes",
+            text=f"This margin takes more than 1000 {counted}: see what a wider one takes",
             command=f"abrun plan RECIPE{_declared(experiment)} --from {_name(experiment)}",
         )
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
@@ -268,8 +268,8 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
     if alone or found.runs_needed is not None:
         count = max(3, found.runs_needed or 3)
         if not alone:
-            units = _units(paired=found.paired)
-            text += f": {count} {units} decide it with 80 % power, if the arms are truly equal"
+            counted = units(paired=found.paired)
+            text += f": {count} {counted} decide it with 80 % power, if the arms are truly equal"
         yield _with_fresh_seeds(claimed, text, count)
     if not alone:
         yield NextStep(
@@ -278,7 +278,8 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
         )
 
 
-def _units(*, paired: bool) -> str:
+def units(*, paired: bool) -> str:
+    """What is counted: a pair is a run of each arm."""
     return "pairs" if paired else "runs of each arm"
 
 
