@@ -15,7 +15,7 @@ STEPS = np.arange(10, 60, 10)
 ACCURACY = "validation/accuracy"
 
 
-def verdict(claim: Primary | None, metric: str, *, paired: bool = True, **arms: np.ndarray) -> ArmVerdict:
+def verdict(claim: Primary | None, metric: str, paired: bool = True, **arms: np.ndarray) -> ArmVerdict:
     """Of curves [P, S]; without a claim they are described."""
     claims = [claim] if claim else []
     steps = np.arange(1, next(iter(arms.values())).shape[1] + 1)
@@ -106,7 +106,7 @@ def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
     assert tested.result == "undecided" and tested.interval == described.interval
     assert tested.standard_error is not None and described.margin
     sds = (tested.standard_error * np.sqrt(3 / 2),) * 2
-    assert tested.pairs_needed == runs_needed(0.01, sds) and tested.pairs_needed > 6
+    assert tested.pairs_needed == runs_needed(0.01, sds) == 7
     assert described.runs_needed == runs_needed(described.margin, sds)
 
 
@@ -116,7 +116,7 @@ def test_copied_runs_are_no_mismatch(allowed):
     rng, climb = np.random.default_rng(0), 1 - np.exp(-np.arange(30) / 8)
     left, right = climb + 0.1 * rng.standard_normal(30), climb + 0.2 + 0.1 * rng.standard_normal(30)
     arms = {"baseline": np.array([left, left]), "treatment": np.array([right, right])}
-    found = verdict(Primary(metric="train/reward", **allowed), "train/reward", **arms)
+    found = verdict(Primary(metric="train/reward", **allowed), "train/reward", True, **arms)
     assert found.verdict == "INCONCLUSIVE" and "holds the numbers of baseline/seed-0" in found.reasons[0]
 
 
