@@ -17,6 +17,7 @@ from scipy import special  # scipy.stats would take a second to import
 ALPHA = 0.05
 MOST_PAIRS = 1000  # beyond this nobody runs them: "more than" is answer enough
 _DRAWS = 8192  # of an experiment: an expected number of pairs is met to half a per cent
+_SAMPLES = 40_000  # of normal values
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
@@ -137,15 +138,19 @@ def welch(
     left: NDArray[np.float64], right: NDArray[np.float64], resolution: float = 0.0
 ) -> tuple[float, float, float]:
     """Mean of right - left, its standard error, and the degrees of freedom, of independent samples."""
-    (mean, sd), (other_mean, other_sd) = mean_and_sd(left), mean_and_sd(right)
-    errors = ((sd, len(left)), (other_sd, len(right)))
-    shares = np.array([max(of / math.sqrt(num), least_error(resolution, num)) ** 2 for of, num in errors])
+    mean = mean_and_sd(right)[0] - mean_and_sd(left)[0]
+    shares = np.array([sd_in_steps(of, resolution) ** 2 / len(of) for of in (left, right)])
     error = math.sqrt(shares.sum())
     if error == 0:
-        return other_mean - mean, 0.0, len(left) + len(right) - 2.0
+        return mean, 0.0, len(left) + len(right) - 2.0
     weights = shares / shares.sum()  # squares of tiny variances would underflow
     freedom = 1 / (weights[0] ** 2 / (len(left) - 1) + weights[1] ** 2 / (len(right) - 1))
-    return other_mean - mean, error, float(freedom)
+    return mean, error, float(freedom)
+
+
+def sd_in_steps(values: NDArray[np.float64], resolution: float) -> float:
+    """The sd of values that move in steps of `resolution`, at least what `least_error` makes of it."""
+    return max(mean_and_sd(values)[1], least_error(resolution, len(values)) * math.sqrt(len(values)))
 
 
 def _tost(
@@ -238,7 +243,7 @@ def _limit(mean_error_freedom: tuple[float, float, float], limit: float, alpha: 
 
 
 def skewness(values: ArrayLike) -> tuple[float, float] | None:
-    """The sample skewness and its two-sided p among normal samples of that size, simulated.
+    """The sample skewness and its two-sided p among normal samples of that size: simulated, rounded up.
 
     None below four: of three values every skewness below 0.71 is as likely. And None where no more than half
     of the values are distinct, as of counts: among those samples are often skewed, though the law is not.
@@ -249,12 +254,38 @@ def skewness(values: ArrayLike) -> tuple[float, float] | None:
         return None
     found, others = float(_skewness(sample)), _skewness_of_normal(len(sample))
     beyond = len(others) - int(np.searchsorted(others, abs(found)))
-    return found, (1 + beyond) / (1 + len(others))  # never 0 (Phipson and Smyth 2010)
+    most = beyond + 2 * math.sqrt(beyond)
+    return found, min(1.0, (1 + most) / (1 + len(others)))  # never 0 (Phipson and Smyth 2010)
+
+
+def far_off(values: ArrayLike, step: float, least: float) -> float | None:
+    """The p, among normal samples of that size, of a value as far from all others as the furthest is.
+
+    For where one is so far that the others look alike, which `skewness` takes for counts. Its distance from
+    their mean, in their sd, gives a t of n - 2 degrees of freedom; any of n may be it (Bonferroni). Their sd
+    counts as no less than `least`, nor than what values in steps of `step` leave open. None below four.
+    """
+    sample = np.sort(np.asarray(values, float))
+    if len(sample) < 4:
+        return None
+    low_is_further = np.median(sample) - sample[0] > sample[-1] - np.median(sample)
+    furthest, others = (sample[0], sample[1:]) if low_is_further else (sample[-1], sample[:-1])
+    gaps = np.diff(others)
+    moved = gaps[gaps > 1e-9 * gaps.sum()]
+    in_steps = (
+        not len(moved) or moved.min() > step / 2
+    )  # else the step is no more than how far off the one is
+    sd = max(sd_in_steps(others, step if in_steps else 0.0), least)
+    distance = abs(furthest - others.mean())
+    if sd == 0:
+        return float(distance == 0)
+    t = distance / sd / math.sqrt(1 + 1 / len(others))
+    return min(1.0, 2 * len(sample) * float(special.stdtr(len(sample) - 2, -t)))
 
 
 @cache
 def _skewness_of_normal(size: int) -> NDArray[np.float64]:
-    return np.sort(np.abs(_skewness(np.random.default_rng(0).standard_normal((4000, size)))))
+    return np.sort(np.abs(_skewness(np.random.default_rng(0).standard_normal((_SAMPLES, size)))))
 
 
 def _skewness(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -439,7 +470,7 @@ def runs_needed(
 ) -> int | None:
     """The fewest runs of each arm with power `target` where none are paired; otherwise as `pairs_needed`.
 
-    `sds`: of both arms over their runs.
+    `sds`: of both arms over their runs, see `sd_in_steps`.
     """
     if abs(true_difference) >= margin:
         return None

@@ -17,9 +17,11 @@ from abrun.equivalence import (
     matches_at,
     pairs_needed,
     power_at,
+    runs_needed,
     sd_interval,
     sd_of_difference,
     sd_upper_bound,
+    tost_power,
 )
 from abrun.recipe import Compare, Primary
 from abrun.sigmas import Law, sigma_lower_bound, sigma_matches, sigma_pairs_needed, sigma_power
@@ -34,7 +36,7 @@ class Spread:
     sigma: float | None  # of one arm; None: in units of itself, for a margin in sigmas
     correlation: float  # of the paired arms
     sd_difference: float  # of the paired difference
-    num_pairs: int | None = None  # that it was measured over; None: assumed
+    num_pairs: int | None = None  # or runs of each arm, that it was measured over; None: assumed
     source: str = "assumed"
     level: float | None = None  # of the baseline in the window, where measured
     climb: float | None = None  # of the baseline up to the window's end, where measured
@@ -57,8 +59,10 @@ class Spread:
         return sd_upper_bound(self.sd_difference, self.num_pairs, ASSURANCE)
 
 
-def assumed_spread(claim: Primary, has_reference: bool) -> Spread | None:
-    """From the recipe; None where the margin is absolute and sigma unknown."""
+def assumed_spread(claim: Primary, has_reference: bool, *, paired: bool = True) -> Spread | None:
+    """From the recipe; None where the margin is absolute and sigma unknown. Unpaired, nothing correlates."""
+    if not paired:
+        claim = claim.model_copy(update={"correlation": 0.0})
     if claim.sigmas is not None and has_reference:  # everything in units of the reference's sigma
         return Spread(
             sigma=None, correlation=claim.correlation, sd_difference=sd_of_difference(1, claim.correlation)
@@ -95,7 +99,8 @@ def claim_power(
     if claim.margin is None:
         return None
     if claim.sigmas is not None and not compare.reference:
-        sigmas, law = claim.sigmas, spread.law if spread else Law(correlation=claim.correlation)
+        correlation = claim.correlation if compare.paired else 0.0
+        sigmas, law = claim.sigmas, spread.law if spread else Law(correlation=correlation)
         ends = None
         if spread and spread.num_pairs:
             low, high = (replace(law, widened=end) for end in sd_interval(1.0, spread.num_pairs))
@@ -110,15 +115,28 @@ def claim_power(
     if spread is None or margin is None:
         return None
     low_high, sd = None, spread.planned_sd
+    needed, power_of = (pairs_needed, power_at) if compare.paired else (_runs_needed, _power_of_runs)
     if spread.num_pairs:
         low, high = sd_interval(spread.sd_difference, spread.num_pairs)
-        low_high = pairs_needed(margin, low, alpha=alpha), pairs_needed(margin, high, alpha=alpha)
+        low_high = needed(margin, low, alpha=alpha), needed(margin, high, alpha=alpha)
     return ClaimPower(
-        power=lambda pairs: power_at(margin, sd, pairs, alpha),
-        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
+        power=lambda pairs: power_of(margin, sd, pairs, alpha),
+        pairs_needed=needed(margin, sd, alpha=alpha),
         pairs_needed_range=low_high,
         matches_at=lambda counts: matches_at(margin, sd, counts, alpha),
     )
+
+
+def _runs_needed(margin: float, sd_difference: float, *, alpha: float) -> int | None:
+    """Of each of two arms that vary alike, by the sd of the difference of a run of each."""
+    sd = sd_difference / math.sqrt(2)
+    return runs_needed(margin, (sd, sd), alpha=alpha)
+
+
+def _power_of_runs(margin: float, sd_difference: float, num_runs: int, alpha: float) -> float:
+    if num_runs < 2:
+        return 0.0
+    return tost_power(margin, sd_difference / math.sqrt(num_runs), 2 * (num_runs - 1), alpha)
 
 
 def _margin(claim: Primary, compare: Compare, spread: Spread | None) -> float | None:

@@ -10,8 +10,10 @@ from scipy.stats import ttest_ind
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
+from abrun.compare.judge.claims import skew_warning
 from abrun.equivalence import (
     bound_text,
+    far_off,
     holm,
     mean_and_sd,
     paired_tost,
@@ -261,6 +263,23 @@ def test_symmetric_counts_are_rarely_called_skewed(sd, size):
     counts = np.round(sd * np.random.default_rng(size).standard_normal((1000, size))) / 16
     found = [skewness(values) for values in 0.3 + counts]
     assert np.mean([one is not None and one[1] < 0.05 for one in found]) <= 0.07
+
+
+@pytest.mark.parametrize("size", [4, 5, 12, 20])
+def test_normal_values_are_rarely_called_skewed_and_none_hides_by_how_far_off_it_is(size):
+    """One 1e9 times as far as the others left these looking like ties, of which nothing is said."""
+    samples = np.random.default_rng(size).standard_normal((2000, size))
+    alone = [far_off(one, 0.0, 0.0) for one in samples]
+    assert np.mean([p is not None and p < 0.05 for p in alone]) <= 0.065
+    assert np.mean([skew_warning(one, step=0.0, least=0.0) is not None for one in samples]) <= 0.065
+    for far in (100.0, 1e8, 1e10, -1e14, 1e300):
+        for one in samples[:20]:
+            others = [far, *one[1:]]
+            assert skew_warning(np.array(others), step=0.0, least=0.01) is not None, others
+    tied = np.zeros(size)
+    for far, said in ((1e-6, False), (1 / 16, False), (0.5, True), (-1e9, True)):
+        tied[1] = far
+        assert (skew_warning(tied, step=1 / 16, least=0.001) is not None) == said, far
 
 
 def test_a_bound_is_printed_no_smaller_than_it_is():

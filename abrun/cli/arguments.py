@@ -110,7 +110,12 @@ NoStepOne = Annotated[
 ]
 ReportFolder = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Where the report goes; default: the experiment, or <name>-report."),
+    typer.Option(
+        "--output",
+        "-o",
+        help="Where the report goes; default: <experiment>/report (report-post-hoc of claims that were not "
+        "declared), or <name>-report.",
+    ),
 ]
 Formats = Annotated[
     str | None,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"  # folders in an experiment's
+POST_HOC = "-post-hoc"  # behind them: of options that change what was declared, whose report stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Comparison:
     arms: list[ArmVerdict]
     files: list[Path]
     next_steps: list[NextStep]
+    declared: Path | None = None  # the report of what was declared, beside which this one stands
 
     @property
     def verdict(self) -> Verdict:
@@ -55,7 +57,7 @@ class Comparison:
 
     def summary(self) -> "RenderableType":
         """For a terminal: the verdict first, then why, then the evidence, then the files."""
-        return terminal_summary(self.content, self.files, self.next_steps)
+        return terminal_summary(self.content, self.files, self.next_steps, self.declared)
 
 
 def compare_sources(
@@ -74,8 +76,9 @@ def compare_sources(
 
     With a `reference` (or one arm alone, whose recipe names one), `arm` (default: the baseline) is compared
     with the frozen ensemble, by its claims. `primaries` replace the declared claims. The report of a stored
-    experiment goes into its directory by default, and names the `command` it was made by. Raises
-    StoreError or ComparisonError for what cannot be read.
+    experiment goes into its directory by default, beside that of what was declared where the options change
+    that, and names the `command` it was made by. Raises StoreError or ComparisonError for what cannot be
+    read.
     """
     directory = stored_in(sources, reading.runs_dir)
     experiment = open_sources(
@@ -89,8 +92,12 @@ def compare_sources(
         folder = REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
+    asked = _asked(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
     default = directory / folder if directory else Path(f"{slug(experiment.name)}-report")
-    return compare(
+    declared = None
+    if directory and experiment.launched_compare_sha256 and _changed(asked.compare, experiment.compare):
+        declared, default = default, default.with_name(f"{folder}{POST_HOC}")
+    comparison = compare(
         experiment,
         output=output or default,
         primaries=primaries,
@@ -99,6 +106,8 @@ def compare_sources(
         formats=formats,
         command=command,
     )
+    stays = declared is not None and output is None and declared.exists()
+    return replace(comparison, declared=declared if stays else None)
 
 
 def verdict_in(experiment_dir: Path) -> str | None:
@@ -143,18 +152,26 @@ def compare(
             "give --reference FILE (abrun freeze makes one)"
         )
     declared = experiment.compare
-    if primaries is not None:
-        primaries = claims_on_recorded(experiment, primaries)
-        experiment = replace(experiment, compare=declared.model_copy(update={"primary": primaries}))
-    if not step_one:
-        experiment = replace(experiment, compare=experiment.compare.model_copy(update={"step_one": False}))
-    if unpaired:
-        experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": False}))
+    experiment = _asked(experiment, primaries, step_one=step_one, unpaired=unpaired)
     arms = judge(experiment, experiment.compare.primary)
     content = verdict_file(experiment, arms, post_hoc(experiment, declared))
     files = write_report(experiment, content, output, formats, command)
     steps = next_steps(experiment, as_json(content), command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps)
+
+
+def _asked(
+    experiment: Experiment, primaries: Sequence[Primary] | None, *, step_one: bool, unpaired: bool
+) -> Experiment:
+    """With what the options change of its comparison."""
+    changed: dict[str, Any] = {}
+    if primaries is not None:
+        changed["primary"] = claims_on_recorded(experiment, primaries)
+    if not step_one:
+        changed["step_one"] = False
+    if unpaired:
+        changed["paired"] = False
+    return replace(experiment, compare=experiment.compare.model_copy(update=changed))
 
 
 def freeze_arm(
@@ -203,19 +220,24 @@ def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
     """Why the comparison is not the one hashed at launch, or None; planning assumptions are no claim."""
     if experiment.launched_compare_sha256 is None:
         return "no comparison was declared before these runs"
-    claimed = [_claim(primary) for primary in experiment.compare.primary]
-    if claimed != [_claim(primary) for primary in declared.primary]:
-        return "the claims are not those declared when the experiment was launched"
-    if experiment.compare.paired != declared.paired:
-        return "the arms were not paired, which was not declared when the experiment was launched"
-    if experiment.compare.step_one != declared.step_one:
-        return "step one was left out, which was not declared when the experiment was launched"
+    if changed := _changed(experiment.compare, declared):
+        return changed
     if compare_hash(declared) != experiment.launched_compare_sha256:
         return "the comparison is not the one declared when the experiment was launched"
     most = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     added = most - experiment.launched_pairs
     if added > 0:
         return f"{added} pairs were added after the launch; declare compare.looks to look more than once"
+    return None
+
+
+def _changed(compare: Compare, declared: Compare) -> str | None:
+    if [_claim(primary) for primary in compare.primary] != [_claim(primary) for primary in declared.primary]:
+        return "the claims are not those declared when the experiment was launched"
+    if compare.paired != declared.paired:
+        return "the arms were not paired, which was not declared when the experiment was launched"
+    if compare.step_one != declared.step_one:
+        return "step one was left out, which was not declared when the experiment was launched"
     return None
 
 

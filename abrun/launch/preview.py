@@ -227,18 +227,19 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     from abrun.power import assumed_spread, claim_power
     from abrun.recipe import claim_text
 
+    counted = "pairs" if compare.paired else "runs of each arm"
     headings = [
         "metric",
         "window",
         "margin",
         "sigma",
         "correlation",
-        f"power, {num_pairs} pairs",
+        f"power, {num_pairs} {counted}",
         "80 % needs",
     ]
     rows = []
     for index, claim in enumerate(compare.primary):
-        spread = assumed_spread(claim, compare.reference is not None)
+        spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
         chances = claim_power(claim, compare, spread, level_of_a_look(compare.looks))
         if claim.margin is None:
             rows.append(
@@ -249,10 +250,10 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
             expected, needed = f"sigma unknown: set compare.primary.{index}.sigma", ""
         else:
             expected, pairs = f"{chances.power(num_pairs):.0%}", chances.pairs_needed
-            needed = f"{pairs} pairs" if pairs else "over 1000 pairs"
+            needed = f"{pairs} {counted}" if pairs else f"over 1000 {counted}"
         margin = claim.margin if isinstance(claim.margin, str) else f"{claim.margin:g}"
         sigma = "" if claim.sigma is None else f"{claim.sigma:g}"
-        correlation = f"{claim.correlation:g}" if spread else ""
+        correlation = f"{spread.correlation:g}" if spread else ""
         rows.append((claim.metric, claim.window, f"±{margin}", sigma, correlation, expected, needed))
     return Group(*_table(headings, rows, len(rows)))
 

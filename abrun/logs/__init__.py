@@ -274,7 +274,9 @@ def _restarts_joined(folder: str, logs: Sequence[Log]) -> list[Log]:
         for metric, of in points.items()
     }
     said = f"{printable(folder)}: {len(logs)} starts of one run, whose steps go on"
-    return [replace(ordered[-1], name=folder, metrics=metrics, guesses=(*ordered[-1].guesses, said))]
+    unread = {name: where for log in reversed(ordered) for name, where in log.unread.items()}
+    guesses = (*ordered[-1].guesses, said)
+    return [replace(ordered[-1], name=folder, metrics=metrics, guesses=guesses, unread=unread)]
 
 
 def _read(found: Found, step_column: str | None) -> Log:

@@ -91,7 +91,8 @@ def joined(logs: Sequence[Log]) -> list[Log]:
         if key in runs:
             first = runs[key]
             notes = dict.fromkeys((*first.notes, *log.notes))
-            log = replace(first, metrics={**first.metrics, **log.metrics}, notes=tuple(notes))
+            metrics, unread = {**first.metrics, **log.metrics}, {**log.unread, **first.unread}
+            log = replace(first, metrics=metrics, notes=tuple(notes), unread=unread)
         runs[key] = log
     return list(runs.values())
 
@@ -164,7 +165,9 @@ def _wide(header: list[str], lines: Sequence[Line], metric: int, dropped: set[in
         return _without(header, lines, dropped)
     metrics = list(dict.fromkeys(cells[metric].strip() for _, cells in lines))
     rows: dict[str, list[str]] = {}
-    for _, cells in lines:
+    begun: dict[str, int] = {}
+    for number, cells in lines:
+        begun.setdefault(cells[step], number)
         row = rows.setdefault(cells[step], [cells[step], *[""] * len(metrics)])
         row[1 + metrics.index(cells[metric].strip())] = cells[value]
-    return [(1, ["step", *metrics]), *enumerate(rows.values(), 2)]
+    return [(1, ["step", *metrics]), *((begun[at], row) for at, row in rows.items())]

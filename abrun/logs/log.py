@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ class Log:
     guesses: tuple[str, ...] = ()  # what its file was taken for, where it does not say
     part: bool = False  # of a run that several files of a folder hold, by its name
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
+    unread: Mapping[str, str] = field(default_factory=dict)  # column -> its first text, where, and what to do
 
 
 def cleaned(log: Log) -> Log:
@@ -49,6 +50,7 @@ def cleaned(log: Log) -> Log:
         group=printable(log.group) if log.group else None,
         guesses=tuple(printable(guess) for guess in log.guesses),
         notes=tuple(printable(note) for note in log.notes),
+        unread={shown(name): shown(where) for name, where in log.unread.items()},
     )
 
 

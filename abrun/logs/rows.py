@@ -74,12 +74,16 @@ def _as_float(value: float) -> float:
 
 
 def series_of(
-    rows: Sequence[Mapping[str, float]], place: str, step_column: str | None, columns: Sequence[str] = ()
+    rows: Sequence[Mapping[str, float]],
+    place: str,
+    step_column: str | None,
+    columns: Sequence[str] = (),
+    unread: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Series], list[str]]:
     """The series of rows of numbers in the order they were written, and notes on what was left out.
 
-    `columns`: all that the file names, for messages. Raises StoreError where no column is the step, or where
-    a step is not a whole number.
+    `columns`: all that the file names, `unread`: where those hold text, for messages. Raises StoreError where
+    no column is the step, or where a step is not a whole number.
     """
     filled = [row for row in rows if not row.keys() <= NOT_METRICS]
     names = list(columns) or list(dict.fromkeys(name for row in filled for name in row))
@@ -89,6 +93,8 @@ def series_of(
     column = step_column if step_column is not None else _step_column(filled, names)
     lacking = sum(math.isnan(row.get(column or "", math.nan)) for row in filled)
     if column is None or column not in names or (filled and lacking == len(filled)):
+        if column and unread and column in unread:
+            raise NoStep(f"{unread[column]}; or name the column that has the step with --step-column")
         what = f"no step in column '{printable(column)}'" if column else "no column has the step"
         raise NoStep(
             f"{place}: {what}; found are {listed(names, 12)}; name the column that has it with --step-column"

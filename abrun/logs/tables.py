@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from abrun.regular_files import open_regular, read_regular
 
 TORN = "its last line is torn, or still being written, and was left out"
 NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
+# What is one with a unit, or a decimal comma: a column of it was meant to be read. Not a date, a name.
+ALMOST_A_NUMBER = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
 PARQUET_MAGIC = b"PAR1"
 LARGEST_CELL = 2**24  # characters
 MOST_VALUES = 2**24  # of a Parquet file
@@ -43,14 +46,15 @@ def csv_log(path: Path, lines: list[Line], step_column: str | None = None) -> Lo
     # The index of a data frame has no name in its CSV; read again, pandas calls it so.
     header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(lines[0][1])]
     _refuse_columns_twice(path, header)
-    rows, num_texts = _numbers(path, header, lines[1:])
-    metrics, notes = series_of(rows, _shown(path), step_column, header)
-    notes += [
-        f"{count} values of {printable(name)} are not numbers and were left out"
-        for name, count in num_texts.items()
-        if name in metrics
-    ]
-    return _log(path, metrics, notes)
+    rows, texts = _numbers(path, header, lines[1:])
+    unread = {name: _unread(path, name, *of[0]) for name, of in texts.items()}
+    metrics, notes = series_of(rows, _shown(path), step_column, header, unread)
+    for name, of in texts.items():
+        (number, first), s = of[0], "s" * (len(of) > 1)
+        if name in metrics or ALMOST_A_NUMBER.fullmatch(first.strip()):
+            said = f"{printable(name)}: {len(of)} value{s} left out as no number{s}"
+            notes.append(f"{said}, the first '{printable(first[:40])}' in line {number}")
+    return _log(path, metrics, notes, unread)
 
 
 def csv_lines(path: Path) -> tuple[list[Line], bool]:
@@ -85,10 +89,12 @@ def _refuse_columns_twice(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _numbers(path: Path, header: list[str], lines: list[Line]) -> tuple[list[Row], dict[str, int]]:
-    """Rows of numbers, and how many filled cells of each column are none."""
+def _numbers(
+    path: Path, header: list[str], lines: list[Line]
+) -> tuple[list[Row], dict[str, list[tuple[int, str]]]]:
+    """Rows of numbers, and of each column the filled cells that are none, with their lines."""
     rows: list[Row] = []
-    num_texts: dict[str, int] = {}
+    texts: dict[str, list[tuple[int, str]]] = {}
     for number, cells in lines:
         if len(cells) != len(header):
             raise StoreError(
@@ -103,9 +109,9 @@ def _numbers(path: Path, header: list[str], lines: list[Line]) -> tuple[list[Row
                 row[name] = as_number(cell)
             except ValueError:
                 if cell.strip() and cell.strip() != name:  # a resumed writer may write the header again
-                    num_texts[name] = num_texts.get(name, 0) + 1
+                    texts.setdefault(name, []).append((number, cell))
         rows.append(row)
-    return rows, num_texts
+    return rows, texts
 
 
 # --- JSON ---
@@ -116,13 +122,18 @@ def read_jsonl(path: Path, step_column: str | None = None) -> Log:
     lines = _content(path).split(b"\n")
     last = max((index for index, line in enumerate(lines) if line.strip()), default=-1)
     rows: list[Row] = []
+    unread: dict[str, str] = {}
     notes = [] if last >= 0 else [EMPTY]
     for index, line in enumerate(lines):
         if not line.strip():
             continue
         row = _object(line)
         if row is not None:
-            rows.append(dict(flat_numbers(_without_envelope(row))))
+            row = _without_envelope(row)
+            rows.append(dict(flat_numbers(row)))
+            for name, value in row.items():
+                if isinstance(value, str) and name not in rows[-1]:
+                    unread.setdefault(name, _unread(path, name, index + 1, value))
         elif index == last and line.lstrip().startswith(b"{"):
             notes.append(TORN)
         else:
@@ -131,8 +142,8 @@ def read_jsonl(path: Path, step_column: str | None = None) -> Log:
                 f"{_shown(path)}, line {index + 1}: got '{shown}'; a JSON object is expected: "
                 "remove the line or write the file again"
             )
-    metrics, more = series_of(rows, _shown(path), step_column)
-    return _log(path, metrics, notes + more)
+    metrics, more = series_of(rows, _shown(path), step_column, unread=unread)
+    return _log(path, metrics, notes + more, unread)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -241,8 +252,18 @@ def _text(path: Path, content: bytes) -> str:
         ) from None
 
 
-def _log(path: Path, metrics: Mapping[str, Any], notes: list[str]) -> Log:
-    return Log(name=path.name, place=_shown(path), metrics=metrics, notes=tuple(notes))
+def _log(
+    path: Path, metrics: Mapping[str, Any], notes: list[str], unread: Mapping[str, str] | None = None
+) -> Log:
+    return Log(name=path.name, place=_shown(path), metrics=metrics, notes=tuple(notes), unread=unread or {})
+
+
+def _unread(path: Path, column: str, line: int, text: str) -> str:
+    """Where a text stands in the place of a number, and what to write there."""
+    return (
+        f"{_shown(path)}, line {line}, column {printable(column)}: got '{printable(text[:40])}'; "
+        "write a number with a decimal point, nan where there is none"
+    )
 
 
 def _shown(path: Path) -> str:

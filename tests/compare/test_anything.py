@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,51 @@ def test_semicolons_and_tabs_are_read_too(tmp_path: Path, between: str) -> None:
     for source in sources:
         Path(source).write_text(Path(source).read_text().replace(",", between))
     assert described(sources, tmp_path / "report").content.descriptions[0].metric == "train/reward"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("unread", [["b"], ["a", "b"]])
+def test_text_in_the_place_of_numbers_is_named_with_its_line(
+    tmp_path: Path, kind: str, unread: list[str]
+) -> None:
+    mend = "write a number with a decimal point, nan where there is none"
+    for arm in ("a", "b"):
+        values = [f"{step / 20:.2f}%" if arm in unread else step / 20 for step in range(1, 21)]
+        lines = ["step,reward,loss", *(f"{step},{value},0.5" for step, value in enumerate(values, 1))]
+        if kind == "jsonl":
+            named = [{"step": step, "reward": one, "loss": 0.5} for step, one in enumerate(values, 1)]
+            lines = [json.dumps(row) for row in named]
+        (tmp_path / f"{arm}.{kind}").write_text("\n".join(lines) + "\n")
+    sources = [str(tmp_path / f"{arm}.{kind}") for arm in ("a", "b")]
+    first = f"{unread[0]}.{kind}, line {2 if kind == 'csv' else 1}, column reward: got '0.05%'; {mend}"
+    if unread == ["b"]:
+        found = described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
+        assert found.verdict == "INVALID" and found.content.reasons[0].endswith(first)
+        return
+    with pytest.raises(ComparisonError, match=re.escape(first)):
+        described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
+
+
+def test_a_single_text_and_a_folder_without_any_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arm in ("a", "b"):
+        for seed in (0, 1):
+            values = ["n/a" if (arm, seed, step) == ("b", 1, 3) else 0.04 * step for step in range(1, 21)]
+            Path(arm).mkdir(exist_ok=True)
+            table = "".join(f"{step},{value}\n" for step, value in enumerate(values, 1))
+            Path(f"{arm}/seed-{seed}.csv").write_text(f"step,train/reward\n{table}")
+    claim = "abrun compare a b --primary 'train/reward:all:0.1' --format=terminal"
+    code, output, _ = pasted(claim, monkeypatch)
+    where = "shared steps only: b/seed-1.csv, line 4, column train/reward: got 'n/a'; write"
+    assert code == 5 and where in output
+    for arm, verdict, said in (
+        ("b", 5, "b/seed-0 holds 0 of 20 steps"),
+        ("a", 4, "no metric is recorded in every run"),
+    ):
+        for path in Path(arm).iterdir():
+            path.write_text(path.read_text().replace("0.", "x."))
+        code, output, (after,) = pasted("abrun compare a b --format=terminal", monkeypatch)
+        assert code == verdict and said in output and f": {arm}/seed-0.csv, line 2, column train/" in output
+        assert after == "abrun compare a b --format=terminal"

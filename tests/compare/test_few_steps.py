@@ -5,7 +5,7 @@ import pytest
 
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun
-from abrun.equivalence import limit_test, paired_tost, pairs_needed, welch_tost
+from abrun.equivalence import limit_test, paired_tost, pairs_needed, runs_needed, welch_tost
 from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
@@ -15,7 +15,7 @@ STEPS = np.arange(10, 60, 10)
 ACCURACY = "validation/accuracy"
 
 
-def verdict(claim: Primary | None, metric: str, **arms: np.ndarray) -> ArmVerdict:
+def verdict(claim: Primary | None, metric: str, paired: bool = True, **arms: np.ndarray) -> ArmVerdict:
     """Of curves [P, S]; without a claim they are described."""
     claims = [claim] if claim else []
     steps = np.arange(1, next(iter(arms.values())).shape[1] + 1)
@@ -32,7 +32,7 @@ def verdict(claim: Primary | None, metric: str, **arms: np.ndarray) -> ArmVerdic
     experiment = Experiment(
         name="simulated",
         arms=tuple(arms),
-        compare=Compare(primary=claims, step_one=False),
+        compare=Compare(primary=claims, step_one=False, paired=paired),
         runs={run.name: run for run in runs},
     )
     return judge(experiment, claims)[0]
@@ -94,13 +94,29 @@ def test_a_description_s_interval_is_that_of_a_claim(num_pairs, share):
     assert described.runs_needed == pairs_needed(described.margin, sd)
 
 
+def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
+    """As of pairs: of runs that end alike, 2 of each arm were said to do."""
+    rng = np.random.default_rng(0)
+    curves = np.round((np.linspace(0.1, 0.8, 20) + 0.1 * rng.standard_normal((6, 20))) * 16) / 16
+    curves[:, -4:] = 0.75
+    claim = Primary(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
+    arms = {"baseline": curves[:3], "treatment": curves[3:]}
+    (tested,) = verdict(claim, ACCURACY, paired=False, **arms).primaries
+    (described,) = verdict(None, ACCURACY, paired=False, **arms).descriptions
+    assert tested.result == "undecided" and tested.interval == described.interval
+    assert tested.standard_error is not None and described.margin
+    sds = (tested.standard_error * np.sqrt(3 / 2),) * 2
+    assert tested.pairs_needed == runs_needed(0.01, sds) == 7
+    assert described.runs_needed == runs_needed(described.margin, sds)
+
+
 @pytest.mark.parametrize("allowed", [{"margin": 0.02}, {"above": 0.5}])
 def test_copied_runs_are_no_mismatch(allowed):
     """Two seeds of one run have a spread of 0: any difference would exceed any margin."""
     rng, climb = np.random.default_rng(0), 1 - np.exp(-np.arange(30) / 8)
     left, right = climb + 0.1 * rng.standard_normal(30), climb + 0.2 + 0.1 * rng.standard_normal(30)
     arms = {"baseline": np.array([left, left]), "treatment": np.array([right, right])}
-    found = verdict(Primary(metric="train/reward", **allowed), "train/reward", **arms)
+    found = verdict(Primary(metric="train/reward", **allowed), "train/reward", True, **arms)
     assert found.verdict == "INCONCLUSIVE" and "holds the numbers of baseline/seed-0" in found.reasons[0]
 
 

@@ -204,12 +204,15 @@ def test_a_limit_at_the_truth_is_claimed_and_broken_one_time_in_twenty(num_pairs
         assert rate == pytest.approx(0.05, abs=4 * np.sqrt(0.05 * 0.95 / 1000))
 
 
-def test_a_limit_on_skewed_values_says_so(simulated, judged):
+@pytest.mark.parametrize(("far", "how"), [(2.0, "skewness +"), (1e10, "one is far from all others, p = ")])
+def test_a_claim_on_skewed_values_says_so(simulated, judged, far, how):
     """Of a long tail towards the limit the t-test claims too much; margins said so, limits did not."""
     experiment_dir = simulated(seeds=list(range(6)))
     edit_rows(
         experiment_dir / "treatment/seed-3",
-        lambda row: row.update({REWARD: row[REWARD] + 2.0 * (row["step"] > 1)}),
+        lambda row: row.update({REWARD: row[REWARD] + far * (row["step"] > 1)}),
     )
-    reason = outcome(judged(experiment_dir, primaries=[Primary(metric=REWARD, below=3.0)]))[2]
-    assert "the values are skewed (skewness +" in reason
+    limit = Primary(metric=REWARD, below=far + 1)
+    assert f"the values are skewed ({how}" in outcome(judged(experiment_dir, primaries=[limit]))[2]
+    margin = Primary(metric=REWARD, margin=0.02)
+    assert f"the differences are skewed ({how}" in outcome(judged(experiment_dir, primaries=[margin]))[2]

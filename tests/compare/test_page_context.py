@@ -215,6 +215,24 @@ def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged,
     assert f"2 arms x {needed} seeds" in pasted(fresh)
 
 
+@pytest.mark.parametrize("num_seeds", [1, 5])
+def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged, here, num_seeds):
+    experiment_dir = simulated(seeds=[*range(num_seeds)], noise=0.05, compare={"primary": []})
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "INCONCLUSIVE"
+    first, *others = beside(comparison, experiment_dir).next_steps
+    assert "Declare a margin that you accept (here a tenth of the 0.4" in first.text
+    claim = '"primary": [{"metric": "train/reward", "margin": 0.05, "transform": "identity"}]'
+    assert claim in first.command and " ±0.05 " in pasted(first.command)
+    if num_seeds == 1:
+        assert "--seeds 1-3 " in first.command and not others
+        return
+    (plan,) = others
+    assert plan.command.startswith("abrun plan runs/simulated --set 'compare=")
+    assert f"{int(first.text.split(': ')[-1].split()[0])} pairs" in first.text
+    assert "measured in simulated over 5 pairs" in " ".join(pasted(plan.command).split())
+
+
 def test_what_broke_is_looked_at_and_continued(simulated, judged, here):
     experiment_dir = simulated()
     fail(experiment_dir / "baseline/seed-1", after_steps=3)

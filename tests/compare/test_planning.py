@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from abrun.cli import app, main
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.planning import measured_spread, plan_json, plan_report
-from abrun.equivalence import power
+from abrun.equivalence import pairs_needed, power, runs_needed, sd_of_difference, welch_tost
 from abrun.power import assumed_spread, claim_power
 from abrun.recipe import Compare, Primary
 from abrun.sigmas import sigma_lower_bound
@@ -182,3 +182,26 @@ def test_sigmas_of_a_reference_are_planned_by_the_bound_that_the_verdict_takes(t
     )
     gone = Compare(reference=str(tmp_path / "none.json"))
     assert claim_power(primary, gone, assumed_spread(primary, True)) is None
+
+
+def test_runs_that_are_not_paired_are_planned_as_such(simulated):
+    """By Welch, without the correlation of pairs: as many as a verdict over them says are needed."""
+    compare, assumed = Compare(primary=[claim(margin=0.1, sigma=0.1, correlation=0.9)], paired=False), []
+    for paired in (True, False):
+        told = compare.model_copy(update={"paired": paired})
+        expected = claim_power(told.primary[0], told, assumed_spread(told.primary[0], False, paired=paired))
+        assert expected is not None
+        assumed.append(expected.pairs_needed)
+    assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), runs_needed(0.1, (0.1, 0.1))]
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(0, 0.1, (2, 2000, assumed[1]))
+    found = [welch_tost(a, b, 0.1).equivalent for a, b in zip(left, right, strict=True)]
+    assert np.mean(found) == pytest.approx(expected.power(assumed[1]), abs=0.04)
+    experiment = load_experiment(simulated(seeds=[*range(6)]))
+    for text in (
+        shown(plan_report("next", compare, 5)),
+        shown(plan_report("next", compare, 5, earlier=experiment)),
+        shown(plan_report("next", compare.model_copy(update={"primary": [claim(margin="2 sigma")]}), 5)),
+    ):
+        assert "next: 5 runs of each arm planned" in text and " unpaired" in text
+        assert re.findall(r"\bpairs?\b", text) == []

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from abrun.compare import compare, compare_sources
+from abrun.compare import compare, compare_sources, verdict_in
 from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.sources import Reading
 from abrun.compare.read.stored import load_experiment
@@ -221,3 +221,31 @@ def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
     assert "**wandb**: [baseline/seed-0](https://wandb.ai/team/p/runs/a)" in text
     page = (tmp_path / "out" / "report.html").read_text()
     assert "https://wandb.ai/team/p/runs/a" in page and "javascript:alert" not in page
+
+
+def test_a_report_post_hoc_leaves_the_declared_one(simulated):
+    experiment_dir = simulated()
+    asked = [Primary(metric="train/reward", margin=0.5)]
+    other = [{"primaries": asked}, {"step_one": False}, {"reading": Reading(unpaired=True)}]
+    shown_first = shown(compare_sources([str(experiment_dir)], Reading(), formats=["json"]))
+    assert "what was declared" not in shown_first
+    before = (experiment_dir / "report/verdict.json").read_bytes()
+    for options in other:
+        given = {"reading": Reading(), "formats": ["json"], **options}
+        found = compare_sources([str(experiment_dir)], **given)
+        assert found.content.post_hoc
+        assert found.files == [experiment_dir / "report-post-hoc/verdict.json"]
+        assert (experiment_dir / "report/verdict.json").read_bytes() == before
+        last = " ".join(shown(found).split("report-post-hoc")[-1].split())
+        assert last.endswith(
+            f"what was declared is reported in {experiment_dir / 'report'}, which stays as it is"
+        )
+    assert verdict_in(experiment_dir) == "MATCH"
+    again = [Primary(metric="train/reward", window="last 20%", margin=0.02, transform="identity")]
+    found = compare_sources([str(experiment_dir)], Reading(), primaries=again, formats=["json"])
+    assert found.files == [experiment_dir / "report/verdict.json"]
+    chosen = experiment_dir / "report"
+    found = compare_sources(
+        [str(experiment_dir)], Reading(), primaries=asked, formats=["json"], output=chosen
+    )
+    assert found.files == [chosen / "verdict.json"] and "what was declared" not in shown(found)

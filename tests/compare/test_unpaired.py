@@ -1,6 +1,7 @@
 """Runs that share no seed: said as such, tested by Welch; and one run of each arm, which is described."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from abrun.compare import compare_sources
 from abrun.compare.judge.guards import opposed
 from abrun.compare.judge.verdict_file import json_schema
 from abrun.compare.read.sources import Reading
+from abrun.compare.show.so_far import so_far
 from abrun.errors import ComparisonError
 from abrun.recipe import Compare, parse_primary
 from tests.compare.simulate import edit_rows
@@ -197,3 +199,35 @@ def test_no_baseline_opposes_nothing(simulated, judged):
     from abrun.compare.read.experiment import Sides
 
     assert opposed(Sides(baselines=(), treatments=(), paired=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("claim", "shift", "step"),
+    [
+        ({"margin": 0.02}, 0.0, "runs of each arm decide it with 80 % power"),
+        ({"margin": 1e-4}, 0.0, "This margin takes more than 1000 runs of each arm"),
+        ({"margin": 0.03, "window": "all"}, 0.2, "See whether fresh seeds say so too"),
+        ({"margin": "1 sigma"}, 0.0, "runs of each arm decide it with 80 % power"),
+        ({"above": 0.7}, 0.0, "Four times the runs of each arm halve the interval"),
+    ],
+)
+def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift, step):
+    claim = {"metric": "train/reward", "window": "last 20%", "transform": "identity", **claim}
+    compare = {"primary": [claim], "paired": False, "guards": {"step_time_ratio": 3.0}}
+    controls = {"faults": [{"name": "misgrouped"}]}
+    experiment_dir = simulated(compare=compare, controls=controls, shift=shift, noise=0.02)
+    found = judged(experiment_dir)
+    texts = [one.text for one in found.next_steps]
+    assert any(step in text for text in texts), texts
+    if "above" in claim:
+        assert "--seeds 5-24 " in found.next_steps[0].command
+    report = (experiment_dir / "report/report.md").read_text()
+    said = [
+        report,
+        *texts,
+        *so_far(experiment_dir),
+        *(str(one) for one in found.as_json()["sensitivity"]["faults"]),
+    ]
+    assert "5 and 5 unpaired runs so far" in str(said)
+    about_pairing = r"num_pairs|pairing by seed would need about|not paired|unpaired"
+    assert re.findall(r".*\bpairs?\b.*", re.sub(about_pairing, "", "\n".join(said))) == []

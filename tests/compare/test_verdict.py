@@ -224,11 +224,26 @@ def test_a_run_that_is_not_finished(simulated, judged):
     invalid(judged(experiment_dir), expected)
 
 
-@pytest.mark.parametrize("run", ["baseline/seed-1", "baseline/seed-1-aa1"])
-def test_a_failed_baseline(simulated, judged, run):
+PAIR_LOST = "without its baseline a seed says nothing about the treatment; mend the cause"
+CONTROL_LOST = "without this control the noise floor of step one and of the divergence rests on fewer"
+
+
+@pytest.mark.parametrize(
+    ("runs", "costs"),
+    [
+        (["baseline/seed-1"], [PAIR_LOST]),
+        (["baseline/seed-1-aa1"], [CONTROL_LOST]),
+        (["baseline/seed-0", "baseline/seed-1-aa1"], [PAIR_LOST, CONTROL_LOST]),
+    ],
+)
+def test_a_failed_baseline_and_a_failed_rerun_say_what_they_cost(simulated, judged, runs, costs):
     experiment_dir = simulated()
-    fail(experiment_dir / run, after_steps=5)
-    invalid(judged(experiment_dir), f"{run} failed (exit code 1: CUDA out of memory)")
+    for run in runs:
+        fail(experiment_dir / run, after_steps=5)
+    comparison = judged(experiment_dir)
+    for run, cost in zip(runs, costs, strict=True):
+        invalid(comparison, f"{run} failed (exit code 1: CUDA out of memory): {cost}")
+    assert str(comparison.content.reasons).count("without") == len(runs)
 
 
 def test_invalid_comes_before_mismatch(simulated, judged):

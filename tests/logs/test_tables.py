@@ -34,7 +34,7 @@ def test_csv_keeps_nan_apart_from_not_recorded(tmp_path: Path) -> None:
     assert values(log, "train/reward, mean") == {1: 0.5, 3: 0.25}
     loss = values(log, "loss")
     assert math.isnan(loss[1]) and loss[2] == math.inf and loss[3] == -math.inf
-    assert log.notes == ("1 values of note are not numbers and were left out",)
+    assert log.notes == ("note: 1 value left out as no number, the first 'hi' in line 2",)
     assert (log.name, log.status, log.config, log.environment) == ("a.csv", "unknown", None, None)
 
 
@@ -154,7 +154,9 @@ def test_rows_nested_as_deep_as_json_goes(tmp_path: Path) -> None:
 def test_what_only_python_takes_for_a_number_is_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,loss\n1,0.5\n2,1_0\n3,\u0661\n")
     assert values(one(tmp_path / "a.csv"), "loss") == {1: 0.5}
-    assert one(tmp_path / "a.csv").notes == ("2 values of loss are not numbers and were left out",)
+    assert one(tmp_path / "a.csv").notes == (
+        "loss: 2 values left out as no numbers, the first '1_0' in line 3",
+    )
 
 
 def test_jsonl_of_verl(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from abrun.compare.judge.summaries import climbs, outside_domain, resolution, su
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.equivalence import (
     ALPHA,
+    far_off,
     holm,
     mean_and_sd,
     paired_tost,
     pairs_needed,
     pairs_needed_range,
     runs_needed,
+    sd_in_steps,
     sd_interval,
     skewness,
     t_interval,
@@ -119,6 +121,7 @@ def setting_text(result: PrimaryResult, *, has_recipe: bool) -> str:
     return f"{sample_text(result)}, {'this recipe, ' * has_recipe}steps {steps}"
 
 
+HARMLESS = 0.1  # of a margin: what a single value may be off without a warning, were all others the same
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 
@@ -224,7 +227,8 @@ def _beside(result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Pr
     if still and not result.problem:
         yield f"{still} of {len(baselines)} baseline seeds did not climb by more than the margin"
     if result.certified_bound == 0:
-        yield "the bound is 0 because the summaries of both arms are the same number in every pair"
+        of = "pair" if result.num_runs is None else "run"
+        yield f"the bound is 0 because the summaries of both arms are the same number in every {of}"
     elif result.differences and result.standard_error > 1.001 * paired_mean(np.array(result.differences))[1]:
         yield "the metric moves in steps that are wide for so few pairs, and the interval allows for one"
     level = abs(result.baseline_mean or 0.0)
@@ -280,11 +284,14 @@ def with_statistics(
         certified_bound=tost.certified_bound,
         p_difference=tost.p_difference,
         pair_correlation=tost.pair_correlation,
-        warning=skew_warning(treatment - baseline) if paired else skew_of_arms(baseline, treatment),
     )
+    margin = number if yardstick is None else number * float(yardstick.mean())
+    if result.margin_unit == "sigma":
+        margin = result.margin_number * mean_and_sd(baseline)[1]
+    arms = (treatment - baseline,) if paired else (baseline, treatment)
+    result = replace(result, warning=skew_warning(*arms, step=resolution, least=HARMLESS * abs(margin)))
     if result.margin_unit == "sigma":
         return _in_sigmas(result, baseline, treatment, resolution)
-    margin = number if yardstick is None else number * float(yardstick.mean())
     share = None if yardstick is None else number * yardstick
     error = max([tost.standard_error, *_errors_at_the_margin(baseline, treatment, share, paired=paired)])
     result = replace(
@@ -299,7 +306,7 @@ def with_statistics(
     )
     if not paired:
         wider = error / tost.standard_error if tost.standard_error else 1.0
-        sds = wider * mean_and_sd(baseline)[1], wider * mean_and_sd(treatment)[1]
+        sds = wider * sd_in_steps(baseline, resolution), wider * sd_in_steps(treatment, resolution)
         return _runs_needed(result, margin, sds)
     return _pairs_needed(result, margin, error * math.sqrt(len(baseline)))
 
@@ -369,24 +376,22 @@ def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolut
     )
 
 
-def skew_warning(values: Array, what: str = "the differences are", num_tests: int = 1) -> str | None:
-    """Where values are skewed beyond what normal ones are by chance (1 time in 20, of all tests).
+def skew_warning(*samples: Array, step: float, least: float, what: str = "the differences are") -> str | None:
+    """Where one sample, or one of two arms, is skewed beyond what normal ones are by chance (1 time in 20).
 
-    Nothing of those that move in steps too wide to tell: see `skewness`.
+    Of those that move in steps too wide to tell (see `skewness`), where one value is far off (see `far_off`).
     """
-    found = skewness(values)
-    if found is None or found[1] >= 0.05 / num_tests:
-        return None
-    return (
-        f"{what} skewed (skewness {found[0]:+.2g}, p = {found[1]:.2g} of normal ones), which the t-test "
-        "assumes they are not: it may err more often than it says"
-    )
-
-
-def skew_of_arms(baseline: Array, treatment: Array) -> str | None:
-    """The same of two independent arms, together 1 time in 20."""
-    first = skew_warning(baseline, "the baseline's runs are", 2)
-    return first or skew_warning(treatment, "the treatment's runs are", 2)
+    names = [what] if len(samples) == 1 else ["the baseline's runs are", "the treatment's runs are"]
+    for name, values in zip(names, samples, strict=True):
+        found = skewness(values)
+        p_value = found[1] if found else far_off(values, step, least)
+        if p_value is not None and p_value < 0.05 / len(samples):
+            how = f"skewness {found[0]:+.2g}" if found else "one is far from all others"
+            return (
+                f"{name} skewed ({how}, p = {p_value:.2g} of normal ones), which the t-test assumes they are "
+                "not: it may err more often than it says"
+            )
+    return None
 
 
 def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:

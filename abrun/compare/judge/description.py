@@ -14,7 +14,7 @@ import numpy as np
 
 from abrun.compare.judge.summaries import climbs, direction_in, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
-from abrun.equivalence import Tost, mean_and_sd, paired_tost, pairs_needed, runs_needed, welch_tost
+from abrun.equivalence import Tost, paired_tost, pairs_needed, runs_needed, sd_in_steps, welch_tost
 from abrun.errors import ComparisonError
 from abrun.metric_names import REWARD, STEP_ONE, is_clock, with_role
 from abrun.recipe import Primary
@@ -66,14 +66,20 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
         grid = reduce(np.intersect1d, (run.steps for run in sides.runs))
     if not len(grid):
         return []
-    recorded = set.intersection(*({*run.metrics} for run in sides.runs))
-    others = sorted(
-        (one for one in recorded if not (one in windows or is_clock(one) or re.fullmatch(COUNTERS, one))),
-        key=lambda one: _rank(sides, one),
-    )
+    others = [one for one in _ranked(sides) if one not in windows]
     wanted = windows | dict.fromkeys(others[:MOST_OTHERS], WINDOW)
     found = (_description(arm, sides, metric, window, grid) for metric, window in wanted.items())
     return [one for one in found if one]
+
+
+def claimable(experiment: Experiment) -> Description | None:
+    """What to claim where nothing is: the first metric that has a sensible margin, of the first treatment."""
+    arm, grid = experiment.treatments[0], experiment.all_steps()
+    sides = experiment.sides(arm).finished
+    if min(sides.sizes) == 0 or not len(grid):
+        return None
+    found = (_description(arm, sides, metric, WINDOW, grid) for metric in _ranked(sides))
+    return next((one for one in found if one and one.margin is not None), None)
 
 
 def num_metrics(sides: Sides) -> tuple[int, int]:
@@ -89,10 +95,20 @@ def nothing_shared(sides: Sides) -> str:
         for runs in (sides.baselines, sides.treatments)
     ]
     left, right = (", ".join(names) or "nothing" for names in recorded)
+    unread = [where for run in sides.runs for where in run.unread.values()]
+    if unread and "nothing" in (left, right):
+        return f"no metric is recorded in every run: {unread[0]}"
     return (
         f"no metric is recorded in every run: the baseline has {left}, the treatment {right}; say which are "
         "the same, such as --alias train/reward=NAME"
     )
+
+
+def _ranked(sides: Sides) -> list[str]:
+    """The metrics of every run that describe the training, those that learning moves first."""
+    recorded = set.intersection(*({*run.metrics} for run in sides.runs))
+    telling = (one for one in recorded if not (is_clock(one) or re.fullmatch(COUNTERS, one)))
+    return sorted(telling, key=lambda one: _rank(sides, one))
 
 
 def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:
@@ -117,10 +133,9 @@ def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) 
     left, right = runs[: sides.sizes[0]], runs[sides.sizes[0] :]
     alone = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
-    tost = None
+    tost, step = None, resolution(sides.runs, _plain(metric), int(inside.sum()))
     if min(sides.sizes) > 1:
-        test, plain = paired_tost if sides.paired else welch_tost, _plain(metric)
-        tost = test(left, right, 1.0, resolution=resolution(sides.runs, plain, int(inside.sum())))
+        tost = (paired_tost if sides.paired else welch_tost)(left, right, 1.0, resolution=step)
     margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)
     return Description(
         arm=arm,
@@ -139,7 +154,9 @@ def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) 
         certified_bound=tost.certified_bound if tost else None,
         margin=margin,
         margin_is=margin_is,
-        runs_needed=_needed(tost, margin, left, right, paired=sides.paired) if tost and margin else None,
+        runs_needed=_needed(tost, margin, (left, right), step, paired=sides.paired)
+        if tost and margin
+        else None,
     )
 
 
@@ -163,7 +180,7 @@ def _one_digit(value: float) -> float:
     return float(f"{math.ceil(round(value / digit, 6)) * digit:.1g}")
 
 
-def _needed(tost: Tost, margin: float, left: Array, right: Array, *, paired: bool) -> int | None:
+def _needed(tost: Tost, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool) -> int | None:
     if paired:
-        return pairs_needed(margin, tost.standard_error * math.sqrt(len(left)))
-    return runs_needed(margin, (mean_and_sd(left)[1], mean_and_sd(right)[1]))
+        return pairs_needed(margin, tost.standard_error * math.sqrt(len(arms[0])))
+    return runs_needed(margin, (sd_in_steps(arms[0], step), sd_in_steps(arms[1], step)))

@@ -360,7 +360,7 @@ def _ratio(
     saving = next((saving for saving in savings if saving.quantity == quantity), None)
     value: float | None = None
     result: GuardResult = "not recorded"
-    text = f"{quantity}: no finished pair recorded it"
+    text = f"{quantity}: not recorded in finished runs of both arms"
     if saving is not None:
         value = saving.ratio
         p = 1.0

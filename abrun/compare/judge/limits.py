@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
-from abrun.compare.judge.claims import PrimaryResult, setting_text, skew_of_arms, skew_warning
+from abrun.compare.judge.claims import HARMLESS, PrimaryResult, setting_text, skew_warning
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
 from abrun.compare.judge.summaries import resolution as resolution_of
@@ -70,7 +70,8 @@ def judge_limit(
         what = "bit-exactness" if primary.exact else "how far final weights are apart"
         result = replace(result, problem=f"{what} is a matter of pairs of one seed")
     if bounds is None or not min(finished.sizes) or result.problem:
-        return replace(result, problem=result.problem or "no pair has finished")
+        unfinished = "no pair has finished" if sides.paired else "no run of an arm has finished"
+        return replace(result, problem=result.problem or unfinished)
     return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
 
 
@@ -166,6 +167,8 @@ def _tested(
         test = limit_test(right, bound, result.alpha, resolution)
     else:
         test = welch_limit_test(left, right, bound, result.alpha, resolution)
+    arms = (right,) if left is None else (left, right)
+    room = abs(bound - float(np.median(right) - (0.0 if left is None else np.median(left))))
     holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
     return replace(
         result,
@@ -173,7 +176,7 @@ def _tested(
         limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
         p_equivalence=holds,
         p_beyond=broken,
-        warning=skew_warning(right, "the values are") if left is None else skew_of_arms(left, right),
+        warning=skew_warning(*arms, step=resolution, least=HARMLESS * room, what="the values are"),
         result="holds" if holds < result.alpha else "undecided",
     )
 

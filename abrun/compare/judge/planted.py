@@ -28,7 +28,7 @@ class FaultFound:
     caught_by: Evidence  # what makes the verdict MISMATCH, the earliest of it; nothing: it is none
     metric: str | None  # that of the step or of the claim, or the guard's name
     step: int | None  # when it could be known: the guard's first step above its limit, a claim's last
-    num_pairs: int
+    num_pairs: int  # or runs of each arm, where they are not paired
     figures: str  # of what caught it, beside the limit; of one not caught, what the first claim found
     reason: str  # the verdict's first sentence
     advice: str | None  # of one not caught: what could show it
@@ -90,7 +90,7 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
         caught_by=caught_by,
         metric=metric,
         step=step,
-        num_pairs=judged.num_pairs,
+        num_pairs=min(judged.num_runs) if judged.num_runs else judged.num_pairs,
         figures=figures,
         advice=_advice(fault, planted.amount, judged, _num_steps(experiment)) if missed else None,
         reason=next(
@@ -134,9 +134,10 @@ def _figures(claim: PrimaryResult) -> str:
 
 def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> str:
     """What a larger experiment, or a larger fault, could show."""
-    ways = ["a smaller margin and more pairs"]
+    units = "runs of each arm" if judged.num_runs else "pairs"
+    ways = [f"a smaller margin and more {units}"]
     if judged.verdict == "INCONCLUSIVE":
-        ways = [f"more than {judged.num_pairs} pairs"]
+        ways = [f"more than {min(judged.num_runs) if judged.num_runs else judged.num_pairs} {units}"]
     within = [
         one
         for one in judged.step_one

@@ -161,16 +161,21 @@ def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
 
 
 def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[str]:
-    failed: dict[str, list[RecordedRun]] = {}
+    failed: dict[tuple[bool, str], list[RecordedRun]] = {}
     for run in baselines:
         if run.status == "failed":
-            failed.setdefault(run.failure, []).append(run)
-    for failure, runs in failed.items():
+            failed.setdefault((run.name.rerun > 0, run.failure), []).append(run)
+    for (is_rerun, failure), runs in failed.items():
         more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
-        yield (
-            f"{runs[0]}{more} failed ({failure}): without its baseline a seed says nothing about "
-            "the treatment; mend the cause and launch with --resume"
+        # No pair lacks a rerun. But step one may end in a mismatch by the noise floor, and one of those that
+        # survived alone is smaller than the declared one.
+        cost = (
+            "without this control the noise floor of step one and of the divergence rests on fewer baseline "
+            "reruns than declared, those that did not fail"
+            if is_rerun
+            else "without its baseline a seed says nothing about the treatment"
         )
+        yield f"{runs[0]}{more} failed ({failure}): {cost}; mend the cause and launch with --resume"
     for run in [*baselines, *treatments]:
         if run.status == "unreadable":
             yield f"{run} cannot be read ({run.failure}): mend or remove what is damaged there"
@@ -391,7 +396,7 @@ def _other_steps(finished: Sequence[RecordedRun]) -> Iterator[str]:
             yield (
                 f"step grids differ: {run} holds {len(run.steps)} of {len(everything)} steps "
                 f"({len(run.steps) / len(everything):.0%}; step {lacking[0]} is the first it lacks); "
-                "compared on shared steps only"
+                f"compared on shared steps only{_unread(run, *(run.metrics or run.unread))}"
             )
 
 
@@ -429,13 +434,19 @@ def _missing_metrics(
         for run in finished:
             grid = run.series(metric).steps
             if not len(grid):
-                yield f"missing metric: {run} did not record {metric} ({role})"
+                yield f"missing metric: {run} did not record {metric} ({role}){_unread(run, metric)}"
             elif not (run.thinned or np.array_equal(grid, everything)):
                 lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
                 if len(lacking):
-                    yield f"missing metric: {run} did not record {metric} ({role}) at step {lacking[0]}"
+                    at = f"at step {lacking[0]}{_unread(run, metric)}"
+                    yield f"missing metric: {run} did not record {metric} ({role}) {at}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
+
+
+def _unread(run: RecordedRun, *metrics: str) -> str:
+    """Where the first of these metrics has text in the place of a number, if one has."""
+    return next((f": {run.unread[metric]}" for metric in metrics if metric in run.unread), "")
 
 
 def _baseline_not_a_number(

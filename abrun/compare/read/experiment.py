@@ -47,6 +47,9 @@ class RecordedRun:
     wandb: str | None = None  # where its mirror in wandb is seen
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
+    unread: Mapping[str, str] = field(
+        default_factory=dict
+    )  # metric -> where its source has text, not numbers
 
     @property
     def finished(self) -> bool:
@@ -286,6 +289,11 @@ def claims_on_recorded(experiment: Experiment, primaries: Sequence[Primary]) -> 
             metric = ending[0]
         found.append(primary.model_copy(update={"metric": metric}) if metric in known else primary)
         if known and metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
+            unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
+            if unread:
+                raise ComparisonError(
+                    f"--primary: got metric {primary.metric!r}, which no run recorded as numbers: {unread[0]}"
+                )
             close = difflib.get_close_matches(primary.metric, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"recorded are: {', '.join(known)}"
             raise ComparisonError(f"--primary: got metric {primary.metric!r}, which no run recorded; {hint}")

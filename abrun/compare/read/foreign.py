@@ -10,7 +10,7 @@ from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log, read_logs
-from abrun.logs.aliases import apply_to_all, parse
+from abrun.logs.aliases import apply_to_all, parse, recognised
 from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbers
 from abrun.logs.log import listed, printable
 from abrun.logs.naming import name_runs, name_seeds, names_both, stem
@@ -54,7 +54,7 @@ def load_foreign(
     logs = [log for logs in logs_of for log in logs]
     renamed = apply_to_all([log.metrics for log in logs], given)
     by_name = {
-        run: replace(log, metrics=metrics)
+        run: replace(log, metrics=metrics, unread=_renamed(log.unread, renamed.names))
         for run, log, metrics in zip(found.names, logs, renamed.metrics, strict=True)
     }
     by_name = _of_seeds(by_name, seeds)
@@ -83,6 +83,13 @@ def _of_seeds(runs: Mapping[RunName, Log], seeds: Sequence[int] | None) -> dict[
     return kept
 
 
+def _renamed(unread: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """By our names too: by those that other runs gave them, or, where none has numbers, would have."""
+    _, found = recognised(unread)
+    ours = {**{theirs: name for name, theirs in found.items()}, **names}
+    return {**unread, **{ours[name]: where for name, where in unread.items() if name in ours}}
+
+
 def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
     identity = log.identity if log.identity == name else None  # else it was given another name by hand
     return RecordedRun(
@@ -95,6 +102,7 @@ def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
         environment=log.environment,
         metrics=log.metrics,
         notes=(*log.notes, f"numbered, its seed is not known: {log.place}") if numbered else log.notes,
+        unread=log.unread,
     )
 
 

@@ -58,7 +58,7 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
     if content["spent"]:
         yield "spent", spent_sentence(content["spent"])
     if content["sensitivity"]:
-        yield "sensitivity", sentence(content["sensitivity"])
+        yield "sensitivity", sentence(content["sensitivity"], paired=content["paired"])
     if content["not_tested"]:
         yield "not tested", "; ".join(content["not_tested"])
     for guess in content["guessed"]:

@@ -10,17 +10,19 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from abrun.compare.judge.description import claimable
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.samples import samples_in
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
-from abrun.recipe import primary_option
+from abrun.recipe import Primary, primary_option
 from abrun.redaction import shown
 
 MOST_STEPS = 2
 RUNS_DIR = Path("runs")  # where commands look without --runs-dir
 UNPAIRED = " --unpaired"
+MEND = "Mend what the reasons name, then compare again"
 AGAIN = "abrun compare NEW --reference FILE"
 LAUNCHING = ("launch", "sensitivity")  # commands that start runs
 READING = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")  # of foreign runs
@@ -201,7 +203,10 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         yield from _inconclusive_with_reference(experiment, content)
         return
     if experiment.directory is None:
-        yield from _inconclusive_of_others(content)
+        yield from _inconclusive_of_others(experiment, content)
+        return
+    if not content["primaries"]:
+        yield from _claim_to_declare(experiment)
         return
     if content["descriptions"]:
         yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
@@ -212,11 +217,6 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             command=_resumed(experiment),
         )
         return
-    if not content["primaries"]:
-        yield NextStep(
-            text="Declare compare.primary with a margin (--set, or the recipe): how many seeds does it take?",
-            command=f"abrun plan RECIPE --from {_name(experiment)}",
-        )
     if problems:
         grid = experiment.all_steps()
         steps = 2 * int(grid[-1]) if len(grid) else 1
@@ -225,19 +225,21 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
             f"--name {_folder(experiment, '-longer')}",
         )
-    needed = [one["pairs_needed"] for one in undecided]
+    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
     if any(one["limited"] is not None for one in undecided):
-        text = "Four times the pairs halve the interval that a limit is tested by"
-        yield _with_fresh_seeds(experiment, text, 4 * undecided[0]["num_pairs"])
+        text = f"Four times the {counted} halve the interval that a limit is tested by"
+        yield _with_fresh_seeds(
+            experiment, text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
+        )
     elif needed and None not in needed:
-        text = f"{max(needed)} pairs decide it with 80 % power, if the arms are truly equal"
+        text = f"{max(needed)} {counted} decide it with 80 % power, if the arms are truly equal"
         observed = [one["pairs_needed_observed"] for one in undecided]
         if None not in observed and max(observed) > max(needed):
             text += f" ({max(observed)}, if they differ as they do here)"
         yield _with_fresh_seeds(experiment, text, max(needed))
     elif needed:
         yield NextStep(
-            text="This margin takes more than 1000 pairs: see what a wider one takes",
+            text=f"This margin takes more than 1000 {counted}: see what a wider one takes",
             command=f"abrun plan RECIPE{_declared(experiment)} --from {_name(experiment)}",
         )
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
@@ -246,11 +248,42 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
-    if content["primaries"] and not undecided:
+    if not undecided:
         yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
-def _inconclusive_of_others(content: Content) -> Iterator[NextStep]:
+def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
+    """Of launched runs without a claim, which no number of seeds decides."""
+    found = claimable(experiment)
+    if found is None or found.margin is None:
+        yield NextStep(
+            text="Declare what has to agree, and how closely",
+            command="abrun plan RECIPE --set 'compare.primary=[{metric: METRIC, margin: MARGIN}]'",
+        )
+        return
+    claim = Primary(metric=found.metric, window=found.window, margin=found.margin, transform="identity")
+    claimed = replace(experiment, compare=experiment.compare.model_copy(update={"primary": [claim]}))
+    text = f"Declare a margin that you accept (here {found.margin_is}), and test it on fresh seeds"
+    alone = found.interval is None
+    if alone or found.runs_needed is not None:
+        count = max(3, found.runs_needed or 3)
+        if not alone:
+            counted = units(paired=found.paired)
+            text += f": {count} {counted} decide it with 80 % power, if the arms are truly equal"
+        yield _with_fresh_seeds(claimed, text, count)
+    if not alone:
+        yield NextStep(
+            text="Or see first how many seeds it takes",
+            command=f"abrun plan RECIPE{_declared(claimed)} --from {_name(experiment)}",
+        )
+
+
+def units(*, paired: bool) -> str:
+    """What is counted: a pair is a run of each arm."""
+    return "pairs" if paired else "runs of each arm"
+
+
+def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     """Of runs that abrun did not launch."""
     described = content["descriptions"]
     if described:
@@ -261,6 +294,8 @@ def _inconclusive_of_others(content: Content) -> Iterator[NextStep]:
                 text=f"Train two runs or more beside each{shared}, then compare again",
                 command="abrun compare RUNS",
             )
+    elif not content["primaries"] and any(run.unread for run in experiment.runs.values()):
+        yield NextStep(text=MEND, command="abrun compare RUNS")
     elif not content["primaries"]:
         yield NextStep(
             text="Say which metrics are the same", command="abrun compare RUNS --alias train/reward=NAME"
@@ -327,7 +362,7 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
                 text="Compare them as independent runs, of other seeds",
                 command="abrun compare RUNS --unpaired",
             )
-        yield NextStep(text="Mend what the reasons name, then compare again", command="abrun compare RUNS")
+        yield NextStep(text=MEND, command="abrun compare RUNS")
         return
     broken = [run for run in experiment.runs.values() if not run.finished and not run.thinned]
     if broken:

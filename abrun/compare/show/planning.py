@@ -13,6 +13,7 @@ from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.by_prompt import advice
+from abrun.compare.show.next_step import units
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import level_of_a_look
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
@@ -24,8 +25,9 @@ WHAT_LEARNS_WHAT = ("trainer.type", "model.", "algorithm.", "task.")  # keys tha
 MOST_NAMED = 3
 
 
-def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
-    """From the pairs of an earlier experiment; of several treatments, the one that varies most."""
+def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = True) -> Spread | None:
+    """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
+    experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
     results = [
         judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), experiment.all_steps())
         for arm in experiment.treatments
@@ -35,12 +37,13 @@ def measured_spread(experiment: Experiment, claim: Primary) -> Spread | None:
         return None
     widest = max(known, key=lambda result: result.sd_difference or 0.0)
     assert widest.sd_difference is not None
+    count = min(widest.num_runs) if widest.num_runs else widest.num_pairs
     return Spread(
         sigma=widest.baseline_sd,
         correlation=widest.pair_correlation or 0.0,
         sd_difference=widest.sd_difference,
-        num_pairs=widest.num_pairs,
-        source=f"measured in {experiment.name} over {widest.num_pairs} pairs{_where(widest.steps)}",
+        num_pairs=count,
+        source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(widest.steps)}",
         level=widest.baseline_mean,
         climb=widest.climb,
     )
@@ -115,7 +118,8 @@ def plan_report(
             f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
         )
     alpha = level_of_a_look(compare.looks)
-    lines: list[RenderableType] = [Text(f"{name}: {num_pairs} pairs planned", style="bold"), Text("")]
+    counted = units(paired=compare.paired)
+    lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {counted} planned", style="bold"), Text("")]
     planned = list(_planned(compare, earlier, sigma, correlation))
     powers = [one.power for one in planned if one.power]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -135,13 +139,14 @@ def plan_report(
         if expected:
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
-            table.add_row(claim.metric, margin, *cells, _needed(expected))
+            table.add_row(claim.metric, margin, *cells, _needed(expected, counted))
     if powers:
-        lines += [Text("\nP(match) if the arms are truly equal, by number of pairs", style="bold"), table]
+        by_number = f"\nP(match) if the arms are truly equal, by number of {counted}"
+        lines += [Text(by_number, style="bold"), table]
     if len(powers) > 1:
         least = max(0.0, 1 - sum(1 - one.power(num_pairs) for one in powers))
         lines.append(
-            Text(f"All {len(powers)} claims must pass: at least {least:.0%} with {num_pairs} pairs.")
+            Text(f"All {len(powers)} claims must pass: at least {least:.0%} with {num_pairs} {counted}.")
         )
     if compare.looks:
         looks = ", ".join(map(str, compare.looks))
@@ -151,7 +156,7 @@ def plan_report(
                 pairs, chance = one.power.of_looks(compare.looks)
                 stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
                 lines.append(Text(f"  {one.claim.metric}: {stopped}; P(match at some look) {chance:.0%}"))
-    if any(one.claim.margin is not None and one.power is None for one in planned):
+    if compare.paired and any(one.claim.margin is not None and one.power is None for one in planned):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
 
@@ -199,10 +204,10 @@ def _spread(
     correlation: float | None,
 ) -> Spread | None:
     if earlier is not None:
-        return measured_spread(earlier, claim)
+        return measured_spread(earlier, claim, paired=compare.paired)
     given = {"sigma": sigma, "correlation": correlation}
     claim = claim.model_copy(update={key: value for key, value in given.items() if value is not None})
-    return assumed_spread(claim, compare.reference is not None)
+    return assumed_spread(claim, compare.reference is not None, paired=compare.paired)
 
 
 def _of_prompts(
@@ -212,7 +217,7 @@ def _of_prompts(
 
     Pairs are counted as in the table: with the upper bound of the measured sd.
     """
-    if claim.metric != ACCURACY or spread is None:
+    if claim.metric != ACCURACY or spread is None or not compare.paired:
         return
     for arm in earlier.treatments:
         pairs = earlier.pairs(arm)
@@ -229,11 +234,10 @@ def _of_prompts(
 
 
 def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
+    rho = spread.correlation if spread else claim.correlation
+    correlated = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
     if claim.sigmas is not None and not compare.reference:
-        return (
-            f"margin in sigmas of the baseline, pair correlation "
-            f"{spread.correlation if spread else claim.correlation:.2f}"
-        )
+        return f"margin in sigmas of the baseline, {correlated}"
     if spread is None:
         return (
             "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.primary.0.sigma"
@@ -242,20 +246,21 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
     difference = f"sd of a difference {spread.sd_difference:.3g}"
     planned = ""
     if spread.num_pairs and not spread.sd_difference > 0:
-        planned = ": its pairs do not differ at all, which plans nothing; give --sigma, or a longer pilot"
+        same = f": its {'pairs' if compare.paired else 'runs'} do not differ at all"
+        planned = f"{same}, which plans nothing; give --sigma, or a longer pilot"
     elif spread.num_pairs:
         planned = f"; planned with its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
-    return f"{sigma}pair correlation {spread.correlation:.2f}, {difference} ({spread.source}{planned})"
+    return f"{sigma}{correlated}, {difference} ({spread.source}{planned})"
 
 
-def _needed(expected: ClaimPower) -> str:
+def _needed(expected: ClaimPower, counted: str) -> str:
     def text(count: int | None) -> str:
         return "more than 1000" if count is None else str(count)
 
     if expected.pairs_needed_range is None:
-        return f"{text(expected.pairs_needed)} pairs"
+        return f"{text(expected.pairs_needed)} {counted}"
     low, high = expected.pairs_needed_range
-    return f"{text(expected.pairs_needed)} pairs ({text(low)} to {text(high)})"
+    return f"{text(expected.pairs_needed)} {counted} ({text(low)} to {text(high)})"
 
 
 def _without_sigma() -> Iterator[RenderableType]:

@@ -35,12 +35,13 @@ def write_sensitivity(
     return folder / PAGE
 
 
-def sentence(content: Mapping[str, Any]) -> str:
+def sentence(content: Mapping[str, Any], *, paired: bool = True) -> str:
     """Of `verdict.json`'s section. It says both sizes: the experiment's, and that of each fault missed."""
     if not content["num_judged"]:
         planted = _count(len(content["faults"]), "planted fault")
         return f"could judge none of {planted}: {content['faults'][0]['reason']}"
-    runs = f"{_count(content['num_pairs'], 'pair')} of {_count(content['num_steps'], 'step')}"
+    pairs = _count(content["num_pairs"], "pair") if paired else f"{content['num_pairs']} runs of each arm"
+    runs = f"{pairs} of {_count(content['num_steps'], 'step')}"
     said = f"would have caught {content['num_caught']} of {content['num_judged']} planted faults ({runs})"
     for verdict, outcome in (
         ("MATCH", "would have passed as a match"),

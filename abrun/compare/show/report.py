@@ -357,9 +357,15 @@ def outcome(one: Content) -> str:
 
 
 def terminal_summary(
-    verdict: VerdictFile, files: Sequence[Path], next_steps: Sequence[NextStep]
+    verdict: VerdictFile,
+    files: Sequence[Path],
+    next_steps: Sequence[NextStep],
+    declared: Path | None = None,
 ) -> "RenderableType":
-    """The verdict first, then why, the claims as a table, the rest as lines, what to do, the files."""
+    """The verdict first, then why, the claims as a table, the rest as lines, what to do, the files.
+
+    `declared`: the report of what was declared at launch, where this one is post hoc and leaves it as it is.
+    """
     content = as_json(verdict)
     from rich.console import Group
     from rich.panel import Panel
@@ -401,4 +407,6 @@ def terminal_summary(
     if files:
         parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         parts.append(Text("        " + ", ".join(path.name for path in files)))
+        if declared:
+            parts.append(Text(f"        what was declared is reported in {declared}, which stays as it is"))
     return Group(*parts)

@@ -43,6 +43,8 @@ def _lines(experiment: Experiment) -> Iterator[str]:
             said = _said(found)
             if said:
                 counted = f"{found.num_pairs} of {planned} pairs"
+                if found.num_runs:
+                    counted = "{} and {} unpaired runs".format(*found.num_runs)
                 yield f"{f'{arm}, ' if several else ''}{found.metric}: {counted} so far, {said}"
 
 

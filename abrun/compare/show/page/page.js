@@ -682,7 +682,7 @@ function sensitivity() {
       { class: "intro" },
       "Faults planted in the baseline, each judged as a treatment is: " +
         (found.num_judged
-          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} pairs of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`
+          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`
           : "none of them could be judged."),
     ),
     table(
@@ -784,7 +784,7 @@ function savings() {
     el(
       "p",
       { class: "intro" },
-      "What the treatment costs relative to the baseline: geometric mean of paired ratios. A ratio is no claim of equivalence.",
+      `What the treatment costs relative to the baseline: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. A ratio is no claim of equivalence.`,
     ),
     list.length
       ? table(
@@ -795,7 +795,7 @@ function savings() {
             ["treatment", "right"],
             ["ratio", "right"],
             ["95\u00a0% interval", "right"],
-            ["pairs", "right"],
+            [content.paired === false ? "runs" : "pairs", "right"],
           ]),
           list.map((one) => [
             ...armCell(one),
@@ -804,10 +804,10 @@ function savings() {
             shown(one, one.treatment),
             el("b", {}, number(one.ratio, 3)),
             interval(one.ci95),
-            String(one.num_pairs),
+            one.num_runs ? bothSizes(one.num_runs) : String(one.num_pairs),
           ]),
         )
-      : el("p", {}, "Neither step time nor peak memory was recorded by every finished pair."),
+      : el("p", {}, "Neither step time nor peak memory was recorded by every finished run."),
     report.memory ? memoryBars(report.memory) : null,
   );
 }
