@@ -156,6 +156,15 @@ def test_a_run_without_a_step_is_starting(tmp_path: Path) -> None:
     assert "1:05 elapsed" in lines[-1]
 
 
+def test_a_run_that_failed_again_before_a_step_has_no_elapsed_time(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=3, treatment_0=3)
+    add_steps(experiment_dir / "baseline/seed-0", 4, 4, time_s=time.time() - 7000)
+    ended = {"status": "failed", "started_s": time.time() - 60, "ended_s": time.time(), "message": "x"}
+    store.write_json(experiment_dir / "baseline/seed-0/attempts/0002.json", ended)
+    row = drawn(experiment_dir, 140).splitlines()[3]
+    assert "failed" in row and not re.search(r"-\d+:", row)
+
+
 def test_the_runs_of_a_seed_stand_together_whatever_their_order(tmp_path: Path) -> None:
     runs = {"baseline_0": 1, "baseline_1": 1, "treatment_0": 1, "treatment_1": 1}
     rows = [line.split()[:2] for line in drawn(make_experiment(tmp_path, **runs), 120).splitlines()[3:-1]]

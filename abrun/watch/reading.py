@@ -73,7 +73,9 @@ class WatchedRun:
         if self.state.started_s is None:
             return None
         last_s = time.time() if self.state.status == "running" else self.latest.get("time_s")
-        return last_s - self.state.started_s if isinstance(last_s, float) else None
+        if not isinstance(last_s, float) or last_s < self.state.started_s:
+            return None  # no step since it was started again
+        return last_s - self.state.started_s
 
     @property
     def eta_s(self) -> float | None:

@@ -150,6 +150,8 @@ def test_what_rounding_raises_is_no_mismatch_and_no_match(
     comparison = judged(experiment_dir)
     assert (check(comparison, metric).result, comparison.verdict) == ("open", "INCONCLUSIVE")
     assert "rounding raises it, as a fault does" in comparison.content.reasons[0]
+    steps = [one.command for one in comparison.next_steps]
+    assert "--set policy.dtype=float32 --set steps=1" in steps[0] and '"step_one_tolerance"' in steps[1]
     edit_rows(experiment_dir / "treatment/seed-1", first_step(metric, right + gross))
     assert check(judged(experiment_dir), metric).result == "fail"
     change("baseline", right)

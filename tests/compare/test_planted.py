@@ -21,7 +21,7 @@ from abrun.launch.controls import with_faults_alone
 from abrun.plan import make_plan, pairs
 from abrun.recipe import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recipe import Recipe
-from tests.compare.simulate import RECIPE
+from tests.compare.simulate import RECIPE, fail
 
 FAULTS: dict[str, Any] = {"aa_reruns": 1, "faults": ["misgrouped", {"name": "late_half_batch", "size": 0.25}]}
 LATE = "fault-late_half_batch-0.25"
@@ -220,6 +220,14 @@ def test_sensitivity_has_the_baseline_and_faults_alone() -> None:
     )
     with pytest.raises(RecipeError, match=said):
         with_faults_alone(recipe, "value_unshifted")
+
+
+def test_a_ulp_rerun_that_failed_is_said(simulated: Callable[..., Path], judged: Callable[..., Any]) -> None:
+    directory = simulated(controls={"ulp_reruns": 1})
+    fail(directory / "one-ulp/seed-0", after_steps=3)
+    comparison = judged(directory)
+    said = "what one ULP grows into: one-ulp/seed-0 did not finish (exit code 1: CUDA out of memory)"
+    assert comparison.verdict == "MATCH" and any(said in one for one in comparison.content.not_tested)
 
 
 def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(

@@ -67,6 +67,10 @@ def not_tested(
         sentences.append(
             f"how the arms part step by step, and from their first one: they are unpaired{shared}"
         )
+    for name, run in experiment.controls.items():
+        if experiment.planted[name.arm].name == ONE_ULP and not run.finished:
+            why = run.failure or run.status
+            sentences.append(f"what one ULP grows into: {run} did not finish ({why}): launch with --resume")
     if any(one.noise_floor == "unknown" for one in diverged):
         reruns = _how_to_rerun(has_recipe=experiment.has_recipe)
         sentences.append(f"divergence against the noise floor: no A/A reruns ({reruns})")

@@ -1,6 +1,7 @@
 """What to do after a verdict: a sentence and a command for every one of them, which works when pasted."""
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,11 +172,11 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if any(one["guard"] == "finished" for one in failing):
         yield NextStep(text="See how the failed runs ended", command=f"abrun status {_name(experiment)}")
     errors = {TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR}
-    if any(one["metric"] in errors for one in deviating) or any(
-        "prob_error" in one["guard"] or "kl_error" in one["guard"] for one in failing
-    ):
+    of_engines = [one for one in deviating if one["metric"] in errors]
+    if of_engines or any("prob_error" in one["guard"] or "kl_error" in one["guard"] for one in failing):
+        before = f" --step {of_engines[0]['step'] - 1}" if of_engines else ""  # its first update
         yield NextStep(
-            text="Find what makes trainer and rollout engine differ", command=f"abrun mismatch {run}"
+            text="Find what makes trainer and rollout engine differ", command=f"abrun mismatch {run}{before}"
         )
     if not experiment.regression and all(_said(experiment, one, seed) for one in (arm, experiment.baseline)):
         step = f" --step {deviating[0]['step']}" if deviating else ""
@@ -225,6 +226,9 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
             f"--name {_folder(experiment, '-longer')}",
         )
+    unsure = {one["metric"]: one["deviation"] for one in content["step_one"] if one["result"] == "open"}
+    if unsure:
+        yield from _rounding_or_fault(experiment, unsure)
     needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
     if any(one["limited"] is not None for one in undecided):
         text = f"Four times the {counted} halve the interval that a limit is tested by"
@@ -248,8 +252,21 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
-    if not undecided:
+    if not (undecided or unsure):
         yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+
+
+def _rounding_or_fault(experiment: Experiment, deviations: Mapping[str, float]) -> Iterator[NextStep]:
+    """What raises the first step's distance between trainer and engine where values are rounded coarsely."""
+    yield NextStep(
+        text="One step in float32 tells rounding, which agrees there to 1e-4, from a fault, which does not",
+        command="abrun launch RECIPE --set policy.dtype=float32 --set steps=1 "
+        f"--name {_folder(experiment, '-float32')}",
+    )
+    tolerances = {metric: math.ceil(125 * far) / 100 for metric, far in deviations.items()}
+    compare = experiment.compare.model_copy(update={"step_one_tolerance": tolerances})
+    text = "If it was rounding, declare how far that may take it, and test on fresh seeds"
+    yield _with_fresh_seeds(replace(experiment, compare=compare), text)
 
 
 def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
@@ -286,6 +303,12 @@ def units(*, paired: bool) -> str:
 def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     """Of runs that abrun did not launch."""
     described = content["descriptions"]
+    if any(one["result"] == "open" for one in content["step_one"]):
+        yield NextStep(
+            text="Train one step in float32, where rounding is no reason; if it was one, leave step one out",
+            command="abrun compare RUNS --no-step-one",
+        )
+        return
     if described:
         yield from _claim_to_make(content)
         if max(described[0]["num_runs"]) == 1:
