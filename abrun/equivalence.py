@@ -272,9 +272,8 @@ def far_off(values: ArrayLike, step: float, least: float) -> float | None:
     furthest, others = (sample[0], sample[1:]) if low_is_further else (sample[-1], sample[:-1])
     gaps = np.diff(others)
     moved = gaps[gaps > 1e-9 * gaps.sum()]
-    in_steps = (
-        not len(moved) or moved.min() > step / 2
-    )  # else the step is no more than how far off the one is
+    # Of values that are closer than a step, it is no more than how far off the one is.
+    in_steps = not len(moved) or moved.min() > step / 2
     sd = max(sd_in_steps(others, step if in_steps else 0.0), least)
     distance = abs(furthest - others.mean())
     if sd == 0:

@@ -53,6 +53,7 @@ ORDER = (  # the most valuable first
 # for each other across GPUs which others use, too.
 PLACES = {"vllm-engine": 2, "context-parallel": 2}
 SMALL = (".tar.xz", 16 * 2**20)  # of an archive
+SAMPLE = 2**20  # of weights, by which a report says how far apart they are: larger files are models
 TRIES = 3  # of a launch: vLLM, as it starts, takes offence at memory that others give back
 BETWEEN_S = 8.0  # launches: a new one has taken its first places by then
 YIELD_S = 1.5  # how long a launch that waits for a place keeps those after it from taking one
@@ -270,8 +271,8 @@ def pack(asked: Asked, output: Path) -> str:
     output.mkdir(parents=True, exist_ok=True)
 
     def is_small(found: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        weights = found.name.endswith(".safetensors") or Path(found.name).name == "checkpoints"
-        return None if weights else found
+        weights = found.name.endswith(".safetensors") and found.size > SAMPLE
+        return None if weights or Path(found.name).name == "checkpoints" else found
 
     partial = archive.with_name(f"{archive.name}.partial")
     with tarfile.open(partial, "w:xz") as packed:

@@ -9,7 +9,7 @@ import pytest
 from abrun.recipe import OwnRunConfig, load_recipe
 from abrun.store import write_json
 from tests.bench import bench_evidence
-from tests.bench.bench_evidence import Asked, SharedPlaces, done_mark, num_free, run_all
+from tests.bench.bench_evidence import SAMPLE, Asked, SharedPlaces, done_mark, num_free, run_all
 
 GPUS = ("2", "5")  # as CUDA_VISIBLE_DEVICES may name them
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -74,6 +74,7 @@ def test_whatever_was_begun_is_packed_without_weights(
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     for name in ("metrics.jsonl", "initial-sample.safetensors", "checkpoints/step-1/weights"):
         (run / name).write_text("...")
+    (run / "model.safetensors").write_bytes(bytes(SAMPLE + 1))
     if verdict is not None:
         judged = {"verdict": verdict, "arms": {}, "primaries": [], "sensitivity": None}
         write_json(asked.directory / "report" / "verdict.json", judged)
@@ -84,5 +85,8 @@ def test_whatever_was_begun_is_packed_without_weights(
         log = packed.extractfile("demo.log")
         assert log is not None and log.read() == b"said\n"
     report = {"smollm2-demo/report/verdict.json"} if verdict else set[str]()
-    assert names == {"demo.log", "smollm2-demo/baseline/seed-0/metrics.jsonl"} | report
+    of_run = {
+        f"smollm2-demo/baseline/seed-0/{one}" for one in ("metrics.jsonl", "initial-sample.safetensors")
+    }
+    assert names == {"demo.log"} | of_run | report
     assert done_mark(asked).exists() == done

@@ -47,9 +47,8 @@ class RecordedRun:
     wandb: str | None = None  # where its mirror in wandb is seen
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
-    unread: Mapping[str, str] = field(
-        default_factory=dict
-    )  # metric -> where its source has text, not numbers
+    # metric -> where its source has text in the place of a number
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
