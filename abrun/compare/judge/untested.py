@@ -1,6 +1,6 @@
 """What of a comparison a reader might believe was looked at, and was not."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
@@ -67,10 +67,7 @@ def not_tested(
         sentences.append(
             f"how the arms part step by step, and from their first one: they are unpaired{shared}"
         )
-    for name, run in experiment.controls.items():
-        if experiment.planted[name.arm].name == ONE_ULP and not run.finished:
-            why = run.failure or run.status
-            sentences.append(f"what one ULP grows into: {run} did not finish ({why}): launch with --resume")
+    sentences += _unfinished_ulps(experiment)
     if any(one.noise_floor == "unknown" for one in diverged):
         reruns = _how_to_rerun(has_recipe=experiment.has_recipe)
         sentences.append(f"divergence against the noise floor: no A/A reruns ({reruns})")
@@ -102,6 +99,13 @@ def not_tested(
         made = "this recipe, these seeds" if experiment.has_recipe else "these runs' configurations, seeds"
         sentences.append(f"anything but {made} and steps {steps[0]}-{steps[-1]}")
     return sentences
+
+
+def _unfinished_ulps(experiment: Experiment) -> Iterator[str]:
+    for name, run in experiment.controls.items():
+        if experiment.planted[name.arm].name == ONE_ULP and not run.finished:
+            why = run.failure or run.status
+            yield f"what one ULP grows into: {run} did not finish ({why}): launch with --resume"
 
 
 def _step_one_open(one: StepOne, *, has_recipe: bool) -> str:
