@@ -106,7 +106,7 @@ def compare_sources(
         formats=formats,
         command=command,
     )
-    stays = declared is not None and output is None and declared.exists()
+    stays = declared is not None and output is None and (declared / "verdict.json").exists()
     return replace(comparison, declared=declared if stays else None)
 
 

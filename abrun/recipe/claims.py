@@ -164,7 +164,7 @@ class Compare(Section):
             return None
         by_metric: dict[str, Any] = tolerance if isinstance(tolerance, dict) else {"": tolerance}
         for metric, one in by_metric.items():
-            if metric and metric not in STEP_ONE:
+            if by_metric is tolerance and metric not in STEP_ONE:
                 raise ValueError(
                     f"got {shortened(metric)}, which step one does not read; allowed: {', '.join(STEP_ONE)}"
                 )

@@ -137,7 +137,8 @@ def test_what_rounding_raises_is_no_mismatch_and_no_match(
     simulated, judged, metric, left, right, gross, aa_reruns
 ):
     """PPO in bf16 on two backends, one of which rounds as the engine does, as its own reruns do."""
-    experiment_dir = simulated(**BF16 | {"controls": {"aa_reruns": aa_reruns}}, seeds=[0, 1, 2])
+    controls = {"aa_reruns": aa_reruns}
+    experiment_dir = simulated(policy={"dtype": "bfloat16"}, controls=controls, seeds=[0, 1, 2])
 
     def change(arm, value):
         for seed in range(3):
@@ -160,6 +161,29 @@ def test_what_rounding_raises_is_no_mismatch_and_no_match(
         edit_rows(experiment_dir / f"baseline/seed-{seed}-aa1", first_step(metric, right * 1.001))
     comparison = judged(experiment_dir)
     assert (check(comparison, metric).result, comparison.verdict) == ("not tested", "MATCH")
+
+
+@pytest.mark.parametrize(
+    ("raised", "result"), [([0.04] * 4 + [-0.45], "open"), ([0.0] * 4 + [0.25], "not tested")]
+)
+def test_one_pair_neither_hides_what_is_raised_nor_is_it(simulated, judged, raised, result):
+    experiment_dir = simulated(**BF16)
+    for seed, nats in enumerate(raised):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(GEN_KL_ERROR, 0.5**2 / 2))
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(GEN_KL_ERROR, (0.5 + nats) ** 2 / 2))
+    assert check(judged(experiment_dir), GEN_KL_ERROR).result == result
+
+
+def test_what_is_open_at_a_look_is_so_by_its_own_pairs(simulated, judged):
+    compare = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [2, 5]}
+    for raised in ((0, 1), (2, 3, 4)):
+        experiment_dir = simulated(**BF16, compare=compare)
+        for seed in range(5):
+            edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(GEN_KL_ERROR, 2e-4))
+            value = 1.8e-3 if seed in raised else 2e-4
+            edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(GEN_KL_ERROR, value))
+        verdicts = [look.verdict for look in judged(experiment_dir).arms[0].looks]
+        assert verdicts == (["INCONCLUSIVE", "MATCH"] if 0 in raised else ["MATCH", None])
 
 
 def test_a_tolerance_of_one_metric_alone(simulated, judged):

@@ -138,6 +138,9 @@ def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> 
     ways = [f"a smaller margin and more {units}"]
     if judged.verdict == "INCONCLUSIVE":
         ways = [f"more than {min(judged.num_runs) if judged.num_runs else judged.num_pairs} {units}"]
+    unsure = [one.metric for one in judged.step_one if one.result == "open"]
+    if unsure:
+        ways = [f"policy.dtype: float32, where rounding is no reason for {unsure[0]} at step one"]
     within = [
         one
         for one in judged.step_one

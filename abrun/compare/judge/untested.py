@@ -27,7 +27,7 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
         return "the reference was made with other package versions or devices"
     if not first_steps and experiment.launched_compare_sha256 is None:
         return unreadable(experiment.pairs(arm), experiment.metrics())
-    differing = [one for one in first_steps if one.result == "fail"]
+    differing = [one for one in first_steps if one.result in ("fail", "open")]
     if not differing or shares_prompts(experiment.pairs(arm)):
         return None
     worst_one = max(differing, key=lambda one: one.deviation)

@@ -181,7 +181,7 @@ def judge_arm(
     tests = look.alpha_guards / num_tests(compare)
     excused = pairs if sides.paired else opposed(sides)
     guards = check_guards(arm, excused, sides, compare.guards, savings, windows, tests)
-    first_steps = step_one(arm, pairs, compare, tests)
+    first_steps = step_one(arm, pairs, compare, tests, look.num_pairs)
     unread = step_one_unread(experiment, arm, first_steps)
     first_steps = [] if unread else first_steps
     diverged = divergence(arm, pairs, primaries)

@@ -227,9 +227,11 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             f"--name {_folder(experiment, '-longer')}",
         )
     unsure = {one["metric"]: one["deviation"] for one in content["step_one"] if one["result"] == "open"}
-    if unsure:
-        yield from _rounding_or_fault(experiment, unsure)
     needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
+    if unsure:
+        yield from _rounding_or_fault(
+            experiment, unsure, max((one or 0 for one in needed), default=0) or None
+        )
     if any(one["limited"] is not None for one in undecided):
         text = f"Four times the {counted} halve the interval that a limit is tested by"
         yield _with_fresh_seeds(
@@ -256,17 +258,35 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
-def _rounding_or_fault(experiment: Experiment, deviations: Mapping[str, float]) -> Iterator[NextStep]:
+def _rounding_or_fault(
+    experiment: Experiment, deviations: Mapping[str, float], num_pairs: int | None
+) -> Iterator[NextStep]:
     """What raises the first step's distance between trainer and engine where values are rounded coarsely."""
-    yield NextStep(
-        text="One step in float32 tells rounding, which agrees there to 1e-4, from a fault, which does not",
-        command="abrun launch RECIPE --set policy.dtype=float32 --set steps=1 "
-        f"--name {_folder(experiment, '-float32')}",
-    )
+    runs = experiment.runs.values()
+    changed = {key for of_arm in (experiment.treatment_diff or {}).values() for key in of_arm}
+    if "policy.dtype" not in changed and all(
+        (run.config or {}).get("trainer.type") == "abrun" for run in runs
+    ):
+        yield NextStep(
+            text="One step in float32 tells rounding, which agrees there to 1e-4, from a fault",
+            command="abrun launch RECIPE --set policy.dtype=float32 --set steps=1 --set 'controls={}' "
+            f"--name {_folder(experiment, '-float32')}",
+        )
+    declared = experiment.compare.step_one_tolerance
     tolerances = {metric: math.ceil(125 * far) / 100 for metric, far in deviations.items()}
+    tolerances = {**(declared if isinstance(declared, dict) else {}), **tolerances}
     compare = experiment.compare.model_copy(update={"step_one_tolerance": tolerances})
     text = "If it was rounding, declare how far that may take it, and test on fresh seeds"
-    yield _with_fresh_seeds(replace(experiment, compare=compare), text)
+    yield _with_fresh_seeds(replace(experiment, compare=compare), text, num_pairs)
+
+
+def _open_of_others(content: Content) -> Iterator[NextStep]:
+    """Of runs that no recipe is at hand for."""
+    if any(one["result"] == "open" for one in content["step_one"]):
+        yield NextStep(
+            text="Train one step in float32, where rounding is no reason; if it was one, leave step one out",
+            command="abrun compare RUNS --no-step-one",
+        )
 
 
 def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
@@ -303,12 +323,7 @@ def units(*, paired: bool) -> str:
 def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     """Of runs that abrun did not launch."""
     described = content["descriptions"]
-    if any(one["result"] == "open" for one in content["step_one"]):
-        yield NextStep(
-            text="Train one step in float32, where rounding is no reason; if it was one, leave step one out",
-            command="abrun compare RUNS --no-step-one",
-        )
-        return
+    yield from _open_of_others(content)
     if described:
         yield from _claim_to_make(content)
         if max(described[0]["num_runs"]) == 1:
@@ -334,6 +349,7 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
 
 def _inconclusive_with_reference(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     """Of a frozen reference, which pairs the seeds that it has, and no others."""
+    yield from _open_of_others(content)
     if not content["primaries"]:
         yield NextStep(
             text="The reference keeps no claim: say what has to agree, and how closely",
