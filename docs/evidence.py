@@ -185,7 +185,8 @@ def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
     pictures = sorted(folder.glob("*.png"), key=lambda path: (path.stem in OWN_FIGURES, path.stem))
     parts = [
         f"# {name}: {', '.join(of[arm] + one['verdict'] for arm, one in arms.items())}",
-        "Written by `python docs/evidence.py`. All experiments: [evidence.md](../evidence.md).",
+        "Written by `python docs/evidence.py`. All experiments, and what has to be known of their runs: "
+        "[evidence.md](../evidence.md).",
         *paragraphs(recipe),
         _table(("", ""), facts, cell=str),
         f"```sh\n{record['command']}\n{repeated}\n```",

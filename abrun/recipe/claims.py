@@ -170,8 +170,8 @@ class Compare(Section):
                 )
             if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
                 raise ValueError(
-                    f"got {shortened(one)}; allowed: a number above 0, or one for each of some metrics, "
-                    "as {train/gen_kl_error: 0.05}"
+                    f"got {shortened(tolerance)}; allowed: a number above 0, or one for each of some "
+                    "metrics, as {train/gen_kl_error: 0.05}"
                 )
         return tolerance
 
