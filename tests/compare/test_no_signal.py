@@ -32,6 +32,14 @@ def test_rewards_and_gradients_of_zero_are_no_match(simulated, judged):
     assert "train/grad_norm is 0 at every step of every baseline run: nothing was learned" in reason
 
 
+def test_runs_that_learned_nothing_propose_no_claim(simulated, judged):
+    experiment_dir = simulated(**SMALL, compare={"primary": []})
+    set_everywhere(experiment_dir, train__reward=0.0, train__grad_norm=0.0, train__loss=0.0)
+    (step,) = judged(experiment_dir).next_steps
+    assert step.text.startswith("These runs could show nothing: train/grad_norm is 0 at every step")
+    assert "--set steps=80" in step.command
+
+
 def test_gradients_of_zero_are_no_match_whatever_the_reward_does(simulated, judged):
     experiment_dir = simulated(**SMALL)
     set_everywhere(experiment_dir, train__grad_norm=0.0)

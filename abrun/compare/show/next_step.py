@@ -11,11 +11,12 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import claimable
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.samples import samples_in
 from abrun.errors import StoreError
-from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
+from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
 from abrun.recipe import Primary, primary_option
 from abrun.redaction import shown
@@ -219,13 +220,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         )
         return
     if problems:
-        grid = experiment.all_steps()
-        steps = 2 * int(grid[-1]) if len(grid) else 1
-        yield NextStep(
-            text="These runs could not have shown it (see the reasons); if they were too short, train longer",
-            command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
-            f"--name {_folder(experiment, '-longer')}",
-        )
+        yield _longer(experiment, "These runs could not have shown it (see the reasons)")
     unsure = {one["metric"]: one["deviation"] for one in content["step_one"] if one["result"] == "open"}
     needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
     if unsure:
@@ -289,8 +284,22 @@ def _open_of_others(content: Content) -> Iterator[NextStep]:
         )
 
 
+def _longer(experiment: Experiment, text: str) -> NextStep:
+    grid = experiment.all_steps()
+    steps = 2 * int(grid[-1]) if len(grid) else 1
+    return NextStep(
+        text=f"{text}; if they were too short, train longer",
+        command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
+        f"--name {_folder(experiment, '-longer')}",
+    )
+
+
 def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
     """Of launched runs without a claim, which no number of seeds decides."""
+    sides = experiment.sides(experiment.treatments[0]).finished
+    if min(sides.sizes) and (empty := no_signal(sides, REWARD, may_repeat=True)):
+        yield _longer(experiment, f"These runs could show nothing: {empty}")
+        return
     found = claimable(experiment)
     if found is None or found.margin is None:
         yield NextStep(
