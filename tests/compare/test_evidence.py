@@ -132,7 +132,7 @@ def test_a_bf16_deviation_of_all_seeds_alike_or_a_gross_one_fails(simulated, jud
     ("metric", "left", "right", "gross"),
     [(GEN_KL_ERROR, 2e-4, 1.8e-3, 0.2), (TOKEN_MULT_PROB_ERROR, 1.0, 1.03, 2.2)],
 )
-@pytest.mark.parametrize("aa_reruns", [0, 3])
+@pytest.mark.parametrize("aa_reruns", [0, 1])
 def test_what_rounding_raises_is_no_mismatch_and_no_match(
     simulated, judged, metric, left, right, gross, aa_reruns
 ):
@@ -146,7 +146,7 @@ def test_what_rounding_raises_is_no_mismatch_and_no_match(
 
     change("baseline", left)
     for seed in range(aa_reruns):
-        edit_rows(experiment_dir / f"baseline/seed-{seed}-aa1", first_step(metric, left * 1.001))
+        edit_rows(experiment_dir / f"baseline/seed-{seed}-aa1", first_step(metric, left * 1.01))
     change("treatment", right)
     comparison = judged(experiment_dir)
     assert (check(comparison, metric).result, comparison.verdict) == ("open", "INCONCLUSIVE")
@@ -158,7 +158,7 @@ def test_what_rounding_raises_is_no_mismatch_and_no_match(
     change("baseline", right)
     change("treatment", left)  # it agrees better
     for seed in range(aa_reruns):
-        edit_rows(experiment_dir / f"baseline/seed-{seed}-aa1", first_step(metric, right * 1.001))
+        edit_rows(experiment_dir / f"baseline/seed-{seed}-aa1", first_step(metric, right * 1.01))
     comparison = judged(experiment_dir)
     assert (check(comparison, metric).result, comparison.verdict) == ("not tested", "MATCH")
 
@@ -196,6 +196,10 @@ def test_a_tolerance_of_one_metric_alone(simulated, judged):
     comparison = judged(experiment_dir)
     assert (check(comparison, GEN_KL_ERROR).tolerance_from, comparison.verdict) == ("recipe", "MATCH")
     assert check(comparison, "train/grad_norm").tolerance == 0.02
+    for seed in range(3):
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(TOKEN_MULT_PROB_ERROR, 1.04))
+    (step,) = judged(experiment_dir).next_steps  # not in float32: the arm's dtype is what is tested
+    assert '"train/gen_kl_error": 0.05, "train/token_mult_prob_error": 0.0' in step.command
 
 
 def test_the_recipe_s_tolerance_rules(simulated, judged):

@@ -233,6 +233,18 @@ def test_without_shared_prompts_step_one_is_not_tested(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("times", [5, 200])
+def test_nor_is_how_far_trainer_and_engine_are_apart(tmp_path: Path, times: int) -> None:
+    """However far: what would be open is set aside as what would fail is."""
+    rows = {
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed},{kl}" for step in range(1, 5)]
+        for arm, kl in (("baseline", 1e-3), ("b", 1e-3 * times))
+        for seed in (0, 1, 2)
+    }
+    content = _judged(_arms(tmp_path, rows, "step,train/reward,train/gen_kl_error"), tmp_path).content
+    assert content.step_one == [] and any(one.startswith("step one: train/gen") for one in content.not_tested)
+
+
 def test_equal_lengths_at_step_one_show_that_prompts_were_shared(tmp_path: Path) -> None:
     rows = {
         f"{arm}-s{seed}": [f"{step},{0.1 * step + shift},{31.5 + seed}" for step in range(1, 5)]

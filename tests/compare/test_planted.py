@@ -21,7 +21,7 @@ from abrun.launch.controls import with_faults_alone
 from abrun.plan import make_plan, pairs
 from abrun.recipe import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recipe import Recipe
-from tests.compare.simulate import RECIPE, fail
+from tests.compare.simulate import RECIPE, edit_rows, fail
 
 FAULTS: dict[str, Any] = {"aa_reruns": 1, "faults": ["misgrouped", {"name": "late_half_batch", "size": 0.25}]}
 LATE = "fault-late_half_batch-0.25"
@@ -220,6 +220,20 @@ def test_sensitivity_has_the_baseline_and_faults_alone() -> None:
     )
     with pytest.raises(RecipeError, match=said):
         with_faults_alone(recipe, "value_unshifted")
+
+
+def test_a_fault_that_leaves_step_one_open_is_told_from_rounding_by_float32(
+    simulated: Callable[..., Path],
+) -> None:
+    directory = simulated(policy={"dtype": "bfloat16"}, controls={"faults": ["misgrouped"]})
+    for path in directory.glob("fault-misgrouped/*"):
+        edit_rows(path, lambda row: row.update({"train/token_mult_prob_error": 1.04}))
+    found = sensitivity(load_experiment(directory))
+    assert found is not None and found.faults[0].verdict == "INCONCLUSIVE"
+    advice = found.faults[0].advice
+    assert advice is not None and advice.startswith(
+        "policy.dtype: float32, where rounding is no reason for train"
+    )
 
 
 def test_a_ulp_rerun_that_failed_is_said(simulated: Callable[..., Path], judged: Callable[..., Any]) -> None:

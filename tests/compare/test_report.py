@@ -241,6 +241,8 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
             f"what was declared is reported in {experiment_dir / 'report'}, which stays as it is"
         )
     assert verdict_in(experiment_dir) == "MATCH"
+    (experiment_dir / "report/verdict.json").unlink()  # as where faults alone were reported
+    assert "what was declared" not in shown(compare_sources([str(experiment_dir)], **given))
     again = [Primary(metric="train/reward", window="last 20%", margin=0.02, transform="identity")]
     found = compare_sources([str(experiment_dir)], Reading(), primaries=again, formats=["json"])
     assert found.files == [experiment_dir / "report/verdict.json"]
