@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.step_one import (
+    RAISED_BY_ROUNDING,
     StepOne,
     share_of_scale,
     shares_prompts,
@@ -116,7 +117,10 @@ def _step_one_open(one: StepOne, *, has_recipe: bool) -> str:
     reruns = _how_to_rerun(has_recipe=has_recipe)
     if one.tolerance >= 1:
         return f"{found}, and {limit} allows anything: more reruns narrow it ({reruns})"
-    settles = f"{'compare.step_one_tolerance, or ' * has_recipe}reruns where they differ ({reruns})"
+    settling = f"reruns where they differ ({reruns})"
+    if one.metric in RAISED_BY_ROUNDING:  # of which the baseline's reruns say nothing
+        settling = "one step in float32"
+    settles = f"{'compare.step_one_tolerance, or ' * has_recipe}{settling}"
     return f"{found}, beyond {limit}, and nothing says how far rounding takes it here: give {settles}"
 
 
