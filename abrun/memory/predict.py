@@ -111,7 +111,7 @@ class Prediction:
                 made_of = ", ".join(f"{kind} {amount}" for kind, amount in parts if amount != "0.0")
                 table.add_row(f"  {phase}", shown(sum(of_kind.values())), *blank, made_of)
             if peaks.engine_bytes is not None:
-                table.add_row("  vllm, while it samples", shown(peaks.engine_bytes))
+                table.add_row("  vllm, while it samples, at most", shown(peaks.engine_bytes))
         return table
 
     def notes(self) -> list[str]:

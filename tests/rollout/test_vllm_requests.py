@@ -9,14 +9,17 @@ import torch
 
 from abrun.backends.ranks import make_ranks
 from abrun.errors import LaunchError
+from abrun.models.presets import preset_config
+from abrun.recipe import Model
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm import instance
 from abrun.rollout.vllm.colocated import Colocated
-from abrun.rollout.vllm.starting import Tail, _arguments
+from abrun.rollout.vllm.starting import Tail, _arguments, _memory, cache_bytes
 from tests.rollout.vllm_sampling import MAX_NEW_TOKENS, TEXT, config_of
 
 PROMPTS = [[5, 6], [7], [5, 6], [8, 9, 10]]
 END = min(TEXT.end_ids)
+GIB = 2**30
 
 
 class Noting:
@@ -145,13 +148,40 @@ def test_a_mixture_that_lacks_an_experts_matrix_is_an_error(vllm: Noting, group:
 
 def test_it_is_started_to_return_the_log_probs_of_what_it_draws_from() -> None:
     cpu = torch.device("cpu")
-    plain = _arguments(config_of(), cpu, 1)
+    plain = _arguments(config_of(), cpu, 1, None)
     assert (plain["logprobs_mode"], plain["generation_config"]) == ("processed_logprobs", "vllm")
     assert plain["dtype"] == "float32" and "hf_overrides" not in plain and "max_num_seqs" not in plain
     head = "policy.logprobs.head_dtype=float32"
-    other = _arguments(config_of("policy.dtype=bfloat16", head, "rollout.batch_size=3"), cpu, 1)
+    other = _arguments(config_of("policy.dtype=bfloat16", head, "rollout.batch_size=3"), cpu, 1, None)
     assert (other["dtype"], other["hf_overrides"]) == ("bfloat16", {"head_dtype": "float32"})
     assert other["max_num_seqs"] == 3
+
+
+def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> None:
+    config = preset_config(Model(preset="qwen2.5-1.5b"))
+    asked = ["model.preset=qwen2.5-1.5b", "policy.dtype=bfloat16", "rollout.max_new_tokens=2000"]
+    step = ["algorithm.prompts_per_step=8", "algorithm.group_size=8"]
+    run = config_of(*asked, *step)
+    a_token = 28 * 2 * 2 * 128 * 2  # layers, keys and values, heads, their size, bytes
+    whole = 64 * (2 * 2000 + 64) * a_token
+    assert cache_bytes(run, 1, config) == whole
+    assert cache_bytes(run, 4, config) == whole // 4
+    halves = config_of(*asked, *step, "rollout.tensor_parallel=2", "cluster.cpu_ranks=4")
+    assert cache_bytes(halves, 4, config) == whole // 4  # two engines, each of half the heads a device
+    few = config_of(*asked, *step, "rollout.batch_size=2")
+    assert cache_bytes(few, 1, config) == (32_768 + 64) * a_token  # vLLM demands one longest sequence
+    assert _memory(run, 1, config, 140 * GIB) == {
+        "kv_cache_memory_bytes": whole,
+        "gpu_memory_utilization": whole / (140 * GIB),
+    }
+    assert _memory(run, 1, config, 20 * GIB) == {
+        "gpu_memory_utilization": 0.6
+    }  # too much: as much as there is
+    asked_for = config_of(*asked, *step, "rollout.gpu_memory_utilization=0.3")
+    assert _memory(asked_for, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.3}
+    alone = config_of(*asked, *step, "rollout.devices=1")
+    assert _memory(alone, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.9}
+    assert _memory(run, 1, config, None) == {"kv_cache_memory_bytes": GIB}
 
 
 def test_what_vllm_goes_on_without_is_noted() -> None:

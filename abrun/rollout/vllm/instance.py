@@ -17,6 +17,8 @@ from abrun.recipe import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout.vllm.starting import Tail, apart, end, failing, sharing, start
 
+SPARE_BYTES = 2 << 30  # of a device, that a waking engine leaves to others
+
 
 class Instance:
     """An engine, or this rank's part of one. What it raises is a LaunchError of one line.
@@ -38,7 +40,7 @@ class Instance:
         self._tail = Tail()
         self._llm = start(config, device, num_ranks, self._tail)
         self.group: ProcessGroup | None = sharing() if config.rollout.tensor_parallel > 1 else None
-        self._is_asleep = False
+        self._away_bytes = 0  # given away since it sleeps
 
     def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
         """A completion for each prompt and its seed; at temperature 0 of the most likely tokens."""
@@ -82,9 +84,9 @@ class Instance:
             _check_experts(experts)
             if self._device.type == "cpu":
                 self._llm.apply_model(_repack)
-            if self._is_asleep:
+            if self._away_bytes:
                 self._llm.wake_up(tags=["kv_cache"])
-                self._is_asleep = False
+                self._away_bytes = 0
             # Keys and values of the weights before must not be found again.
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("its prefix cache is in use")
@@ -98,20 +100,21 @@ class Instance:
             return 0
         with self._called("sleep"):
             self._llm.sleep(level=2)
-            self._is_asleep = True
             pool: Any = importlib.import_module("vllm.device_allocator.cumem")
-            return pool.CuMemAllocator.get_instance().get_current_usage()
+            self._away_bytes = pool.CuMemAllocator.get_instance().get_current_usage()
+            return self._away_bytes
 
     def wake(self) -> bool:
         """Room for the weights first: that for the cache is taken once the trainer's copies are gone.
 
         True where there are none, and they have to be loaded.
         """
-        if self._is_asleep:
+        if self._away_bytes:
             with self._called("wake"):
-                torch.cuda.empty_cache()
+                if torch.cuda.mem_get_info(self._device)[0] < self._away_bytes + SPARE_BYTES:
+                    torch.cuda.empty_cache()  # which the trainer then has to ask for again
                 self._llm.wake_up(tags=["weights"])
-        return self._is_asleep
+        return bool(self._away_bytes)
 
     def close(self) -> None:
         """End the engine."""

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import logging
+import math
 import os
 import random
 import re
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+from transformers import AutoConfig
 
 from abrun import progress
 from abrun.errors import LaunchError
 from abrun.models import save_config
+from abrun.models.families import positions_of
 from abrun.recipe import OwnRunConfig, vllm_refusal
 from abrun.redaction import told
 
@@ -31,7 +34,9 @@ UNLESS_SET = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is asked for
-GPU_MEMORY_UTILIZATION = {"beside the trainer": 0.6, "alone": 0.9}
+BESIDE_THE_TRAINER, ALONE = 0.6, 0.9  # the share that it takes of a GPU
+LEAST_PROMPT = 1024  # tokens, for which the cache has room beside each sequence's own
+BLOCK = 64  # tokens: the most by which the cache of a sequence is rounded up
 EXPERTS = ".experts.routed_experts."
 MOST_LINES = 4  # of vLLM's log, in an error
 MOST_OF_AN_ERROR, MOST_OF_A_LINE = 400, 200  # characters
@@ -144,7 +149,8 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
             save_config(config.model, Path(folder))
             try:
-                llm = vllm.LLM(model=folder, **_arguments(config, device, num_ranks))
+                arguments = _arguments(config, device, num_ranks, AutoConfig.from_pretrained(folder))
+                llm = vllm.LLM(model=folder, **arguments)
             except Exception:
                 _end_groups()
                 raise
@@ -189,9 +195,8 @@ def sharing() -> ProcessGroup:
     return parallel_state.get_tp_group().cpu_group
 
 
-def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int) -> dict[str, Any]:
+def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, network: Any) -> dict[str, Any]:
     rollout, on_gpu = config.rollout, device.type == "cuda"
-    utilization = GPU_MEMORY_UTILIZATION["alone" if rollout.devices else "beside the trainer"]
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,  # tokens come in, and tokens go out
         "load_format": "dummy",
@@ -207,11 +212,43 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int) -> di
         arguments["hf_overrides"] = {"head_dtype": config.policy.logprobs.head_dtype}
     if rollout.batch_size:
         arguments["max_num_seqs"] = rollout.batch_size
-    if on_gpu or rollout.gpu_memory_utilization:
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or utilization
-    else:
-        arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     if num_ranks > 1:  # in the process group that is there
         arguments["distributed_executor_backend"] = "external_launcher"
         arguments["tensor_parallel_size"] = rollout.tensor_parallel
-    return arguments
+    device_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
+    return arguments | _memory(config, num_ranks, network, device_bytes)
+
+
+def _memory(config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: int | None) -> dict[str, float]:
+    """The arguments that say how much of the device's memory it takes; `device_bytes`: None on CPU cores."""
+    rollout = config.rollout
+    if rollout.gpu_memory_utilization:
+        return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+    if device_bytes is None:
+        return {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    if rollout.devices:
+        return {"gpu_memory_utilization": ALONE}
+    needed = cache_bytes(config, num_ranks, network)
+    if needed > BESIDE_THE_TRAINER / 2 * device_bytes:  # the other half is for weights and activations
+        return {"gpu_memory_utilization": BESIDE_THE_TRAINER}
+    # No larger, for all of it is mapped at each waking. A size that is given keeps vLLM from measuring what
+    # the device has left, which others change meanwhile; it starts where its share is free.
+    return {"kv_cache_memory_bytes": needed, "gpu_memory_utilization": needed / device_bytes}
+
+
+def cache_bytes(config: OwnRunConfig, num_ranks: int, network: Any) -> int:
+    """Of a step's keys and values, on each of an engine's devices; `network`: its configuration.
+
+    A sequence has room for a completion and for a prompt as long as that, LEAST_PROMPT tokens at least.
+    Longer ones wait for each other, unless they share their beginning. vLLM demands room for one sequence of
+    all the positions that the model has.
+    """
+    rollout, text = config.rollout, network.get_text_config(decoder=True)
+    sampled = config.algorithm.batch_size * getattr(config.algorithm, "group_size", 1)
+    at_once = min(rollout.batch_size or sampled, math.ceil(sampled * rollout.tensor_parallel / num_ranks))
+    length = rollout.max_new_tokens + max(rollout.max_new_tokens, LEAST_PROMPT) + BLOCK
+    tokens = max(at_once * length, (positions_of(network) or 0) + BLOCK)
+    heads = math.ceil(text.num_key_value_heads / rollout.tensor_parallel)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = getattr(torch, config.policy.dtype).itemsize
+    return 2 * text.num_hidden_layers * heads * head_dim * itemsize * tokens
