@@ -51,7 +51,7 @@ ORDER = (  # the most valuable first
 )
 # Places that a run takes of each of its GPUs: a second copy of the weights and a cache, or ranks that wait
 # for each other across GPUs which others use, too.
-PLACES = {"vllm-engine": 2, "context-parallel": 2}
+PLACES = {"context-parallel": 2}
 SMALL = (".tar.xz", 16 * 2**20)  # of an archive
 SAMPLE = 2**20  # of weights, by which a report says how far apart they are: larger files are models
 TRIES = 3  # of a launch: vLLM, as it starts, takes offence at memory that others give back
