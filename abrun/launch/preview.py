@@ -247,7 +247,8 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
             )
             continue
         if chances is None:
-            expected, needed = f"sigma unknown: set compare.primary.{index}.sigma", ""
+            assume = f", or set compare.primary.{index}.sigma" if spread is None else ""
+            expected, needed = f"unknown: see abrun plan --from EXPERIMENT{assume}", ""
         else:
             expected, pairs = f"{chances.power(num_pairs):.0%}", chances.pairs_needed
             needed = f"{pairs} {counted}" if pairs else f"over 1000 {counted}"
