@@ -18,7 +18,7 @@ from abrun.compare.read.samples import samples_in
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
-from abrun.recipe import Primary, primary_option
+from abrun.recipe import Primary, primary_option, units
 from abrun.redaction import shown
 
 MOST_STEPS = 2
@@ -322,11 +322,6 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
             text="Or see first how many seeds it takes",
             command=f"abrun plan RECIPE{_declared(claimed)} --from {_name(experiment)}",
         )
-
-
-def units(*, paired: bool) -> str:
-    """What is counted: a pair is a run of each arm."""
-    return "pairs" if paired else "runs of each arm"
 
 
 def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
