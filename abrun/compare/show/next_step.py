@@ -130,6 +130,7 @@ def _claims(experiment: Experiment) -> str:
 
 
 def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
     if content["post_hoc"]:
         declare = "Declare the claim, and test it on fresh seeds"
         yield _with_fresh_seeds(
@@ -145,11 +146,10 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield NextStep(text="Launch it again after the next change", command=again)
     elif experiment.regression:
         yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
-    elif experiment.directory or content["paired"]:  # a reference is compared seed by seed
+    elif declared or content["paired"]:  # a reference takes claims alone, and is else compared seed by seed
         of, file = "RUNS", f"{_name(experiment)}.json"
         if experiment.directory:
             of, file = _name(experiment), f"{_folder(experiment)}.json"
-        declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
         yield NextStep(
             text="Hold later versions to these runs",
             command=f"abrun freeze {of}{'' if declared else _claims(experiment)} --output {file}",
