@@ -37,6 +37,17 @@ def test_a_look_reads_the_first_pairs_while_the_others_run(simulated, judged):
     assert low < content.primaries[0].ci90[0] and high > content.primaries[0].ci90[1]
 
 
+def test_pairs_to_come_do_not_hide_what_differs_at_step_one(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS)
+    for seed in range(3):
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", lambda row: row.update({"train/grad_norm": 9.0}))
+    for seed in (3, 4):  # planned, and never begun
+        for arm in ("baseline", "treatment"):
+            shutil.rmtree(experiment_dir / f"{arm}/seed-{seed}")
+    content = judged(experiment_dir).content
+    assert content.verdict == "MISMATCH" and content.reasons[0].startswith("step one: train/grad_norm is ")
+
+
 def test_before_the_first_look_there_is_none(simulated, judged):
     experiment_dir = simulated(compare=LOOKS)
     unfinished(experiment_dir, 2, 3, 4)
