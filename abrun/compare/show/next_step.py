@@ -198,7 +198,13 @@ def _said(experiment: Experiment, arm: str, seed: int) -> bool:
 
 
 def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep]:
-    looks = [look for section in content["arms"].values() for look in section["looks"]]
+    unsettled = {one["arm"] for one in content["step_one"] if one["result"] == "open"}  # by any more pairs
+    looks = [
+        look
+        for arm, section in content["arms"].items()
+        if section["verdict"] == "INCONCLUSIVE" and arm not in unsettled
+        for look in section["looks"]
+    ]
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
     if experiment.regression:
