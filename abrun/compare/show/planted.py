@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FILE, PAGE = "sensitivity.json", "sensitivity.md"
-COLUMNS = ("fault", "size", "verdict", "caught by", "at step", "figures")  # then pairs, or runs
 LIBRARY_COLUMNS = ("name", "seam", "what it does", "size", "needs", "shows", "source")
 PUBLIC = 0o666
 
@@ -71,8 +70,12 @@ def advice(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{_with_size(one)} could be seen by {one['advice']}"
 
 
+def columns(*, paired: bool) -> tuple[str, ...]:
+    return ("fault", "size", "verdict", "caught by", "at step", "figures", "pairs" if paired else "runs")
+
+
 def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """In the order of COLUMNS; the last: pairs, or runs of each arm."""
+    """In the order of `columns`."""
     return [
         (
             one["fault"],
@@ -89,18 +92,14 @@ def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def table(found: Sensitivity, *, paired: bool) -> "Table":
     """For a terminal."""
-    return _table(_columns(paired), rows(asdict(found)))
-
-
-def _columns(paired: bool) -> tuple[str, ...]:
-    return (*COLUMNS, "pairs" if paired else "runs")
+    return _table(columns(paired=paired), rows(asdict(found)))
 
 
 def _page(
     content: Mapping[str, Any], not_planted: Mapping[str, str], name: str, compare: Compare
 ) -> Iterator[str]:
     claims = (f"{one.metric} over {one.window} {claim_text(one)}" for one in compare.primary)
-    declared, columns = ", ".join(claims) or "none", _columns(compare.paired)
+    declared, headings = ", ".join(claims) or "none", columns(paired=compare.paired)
     yield f"# {escaped(name)}: what this comparison would have caught"
     yield ""
     yield f"It {escaped(sentence(content, paired=compare.paired))}."
@@ -111,8 +110,8 @@ def _page(
         "of them that makes the verdict MISMATCH, `at step` where it is first known."
     )
     yield ""
-    yield table_row(columns)
-    yield "|" + " --- |" * len(columns)
+    yield table_row(headings)
+    yield "|" + " --- |" * len(headings)
     yield from (table_row(row) for row in rows(content))
     for title, lines in (
         ("Not caught", list(advice(content))),
