@@ -325,8 +325,7 @@ def _launched_until_decided(
     resume: bool,
     options: dict[str, Any],
 ) -> tuple[int, str | None]:
-    """Launch the pairs up to each look, and judge, until all is decided, or left open by what seeds do not
-    settle; returns exit code and verdict."""
+    """Launch the pairs up to each look, and judge, while more can decide; returns exit code and verdict."""
     from abrun.launch.stages import refuse_other_looks
 
     if resume:
