@@ -23,7 +23,7 @@ from abrun.compare.show.context import context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped
 from abrun.compare.show.next_step import RUNS_DIR, next_steps
-from abrun.compare.show.planted import COLUMNS, advice, rows, sentence
+from abrun.compare.show.planted import advice, columns, rows, sentence
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
 from abrun.recipe import BASELINE, dotted, load_recipe, stored_recipe
@@ -168,6 +168,7 @@ def _row(recipe: Path, record: Content, content: Content) -> Iterator[str]:
 
 def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
     name, arms, of, planted = recipe.stem, content["arms"], _of(content), content["sensitivity"]
+    paired = content["paired"]
     files = ", ".join(f"[{one}]({name}/{one})" for one in (VERDICT, REFERENCE) if (folder / one).is_file())
     repeated = f"abrun compare {name} --reference {PAGES}/{name}/{REFERENCE}    # yours with these"
     if record["no_reference"] is not None:
@@ -201,10 +202,11 @@ def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
         _table(("", ""), evidence({**content, "sensitivity": None, "not_tested": []})),  # said elsewhere
         *([APART, _table(OF_METRICS, distances)] if distances else []),
         "## Positive control",
-        f"Each planted in the baseline and judged as a treatment is: it {escaped(sentence(planted))}."
+        "Each planted in the baseline and judged as a treatment is: it "
+        f"{escaped(sentence(planted, paired=paired))}."
         if planted
         else "No fault was planted beside it: nothing says what this experiment could have found.",
-        _table(COLUMNS, rows(planted)) if planted else "",
+        _table(columns(paired=paired), rows(planted)) if planted else "",
         _list(f"Not caught: {one}" for one in (advice(planted) if planted else ())),
         "## What the arms said",
         *_completions(record["completions"], [BASELINE, *arms]),

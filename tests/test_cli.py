@@ -211,7 +211,8 @@ def test_a_closed_stdout_is_no_traceback(tmp_path: Path) -> None:
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -> None:
     known = "{metric: train/reward, margin: 0.05, sigma: 0.02, correlation: 0.5}"
-    claim = f"compare.primary=[{known}, {{metric: train/loss, margin: 1}}]"
+    of_level = "{metric: train/entropy, margin: 5%, sigma: 0.02}"
+    claim = f"compare.primary=[{known}, {{metric: train/loss, margin: 1}}, {of_level}]"
     changes = ["--set", claim, "--set", "warm_start={steps: 7}", "--set", "controls.aa_reruns=1"]
     code, output, _ = run("launch", SMALL, "--dry-run", "--seeds", "0-2", "--jobs", "2", *changes)
     assert code == 0 and list(tmp_path.iterdir()) == []
@@ -227,7 +228,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -
     power = next(row for row in rows if row[:1] == ["train/reward"])
     assert power[1:6] == ["last", "20%", "±0.05", "0.02", "0.5"]
     assert 70 <= int(power[6].rstrip("%")) <= 85 and power[-1] == "pairs"
-    assert "sigma unknown: set compare.primary.1.sigma" in output
+    assert "unknown: see abrun plan --from EXPERIMENT, or set compare.primary.1.sigma" in output
+    assert "compare.primary.2.sigma" not in output  # of no use without the level
 
 
 def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run: Run) -> None:

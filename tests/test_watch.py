@@ -246,13 +246,19 @@ def test_a_row_of_no_step_is_passed_over(tmp_path: Path, step: str) -> None:
     assert "10/60" in drawn(experiment_dir, 200)
 
 
-def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=0)
-    warm_start = tmp_path / "warm-starts" / "abc"
+def with_warm_start(run_dir: Path) -> Path:
+    """Of that run, and at work."""
+    warm_start = run_dir.parents[2] / "warm-starts" / "abc"
     config = {"initial_weights": "../../../warm-starts/abc/checkpoints/final", "config": {"steps": 60}}
-    store.write_json(experiment_dir / "baseline" / "seed-0" / "config.json", config)
+    store.write_json(run_dir / "config.json", config)
     store.write_json(warm_start / "config.json", {"config": {"steps": 100}})
     store.write_json(warm_start / "attempts/0001.json", {"status": "running", "started_s": time.time()})
+    return warm_start
+
+
+def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=0)
+    warm_start = with_warm_start(experiment_dir / "baseline" / "seed-0")
     store.write_json(warm_start / "heartbeat.json", {"time_s": time.time(), "step": 42})
     assert ["warm-start", "running", "42/100"] in [
         line.split()[:3] for line in drawn(experiment_dir, 120).splitlines()
@@ -374,6 +380,19 @@ def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path) -> Non
         "treatment/seed-0: failed at step 3/60: out of memory\n",
         f"That is an experiment; the log of one of its runs: abrun logs {failed.path} --follow\n",
     ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "named"), [((60, 60, 60), 2), ((60, 12, 0), 1), ((0, 0, 0), -1)], ids=("done", "now", "soon")
+)
+def test_where_no_run_failed_the_log_of_the_newest_is_named(
+    tmp_path: Path, steps: tuple[int, ...], named: int
+) -> None:
+    experiment_dir = make_experiment(tmp_path, **{f"baseline_{i}": done for i, done in enumerate(steps)})
+    warm_start = with_warm_start(experiment_dir / "baseline/seed-2")
+    *_, last = watch.log_of(experiment_dir, lambda experiment_dir: None, follow=False)
+    path = warm_start if named < 0 else experiment_dir / f"baseline/seed-{named}"
+    assert last.endswith(f": abrun logs {path}\n")
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,8 @@ ReportFolder = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="Where the report goes; default: <experiment>/report (report-post-hoc of claims that were not "
-        "declared), or <name>-report.",
+        help="Where the report goes; default: <experiment>/report (report-post-hoc-HASH of a comparison that "
+        "was not declared), or <name>-report.",
     ),
 ]
 Formats = Annotated[

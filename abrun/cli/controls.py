@@ -146,13 +146,13 @@ def _say_what_was_caught(
     if found is None:
         raise RecipeError(f"{recipe.name}: controls.faults: got none that can be planted; see: abrun faults")
     content = asdict(found)
-    screen.print(table(found))
+    screen.print(table(found, paired=recipe.compare.paired))
     for fault, lacks in not_planted.items():
         screen.print(f"not planted: {fault}, which {lacks}", soft_wrap=True, markup=False)
-    for line in (*advice(content), sentence(content)):
+    for line in (*advice(content), sentence(content, paired=recipe.compare.paired)):
         screen.print(line, soft_wrap=True, markup=False)
-    report, claims = experiment_dir / "report", recipe.compare.primary
-    path = write_sensitivity(found, not_planted, report, experiment_dir.name, claims)
+    report = experiment_dir / "report"
+    path = write_sensitivity(found, not_planted, report, experiment_dir.name, recipe.compare)
     screen.print(f"All of it is in {path}, and as JSON beside it", soft_wrap=True, markup=False)
 
 

@@ -325,7 +325,7 @@ def _launched_until_decided(
     resume: bool,
     options: dict[str, Any],
 ) -> tuple[int, str | None]:
-    """Launch the pairs up to each look, and judge, until all is decided; returns exit code and verdict."""
+    """Launch the pairs up to each look, and judge, while more can decide; returns exit code and verdict."""
     from abrun.launch.stages import refuse_other_looks
 
     if resume:
@@ -345,23 +345,35 @@ def _launched_until_decided(
         except KeyboardInterrupt:
             _say_how_to_continue(screen, "Stopped")
             return 130, None
-        if state != "open" or num_pairs == len(plan.recipe.seeds):
+        if state in ("decided", "not taken") or num_pairs == len(plan.recipe.seeds):
+            break
+        if state == "step one":
+            said = "step one is open, which more seeds do not settle: see what would, below"
+            screen.print(f"After {num_pairs} pairs: {said}.", soft_wrap=True, markup=False)
             break
         screen.print(f"After {num_pairs} pairs: not decided yet.", markup=False)
     return code, _compare_after_launch(experiment_dir, screen, None)
 
 
-def _state_of_looks(experiment_dir: Path, num_pairs: int) -> Literal["open", "decided", "not taken"]:
-    """Where an experiment stands after a stage; a look is not taken where some run has not ended."""
+def _state_of_looks(
+    experiment_dir: Path, num_pairs: int
+) -> Literal["open", "step one", "decided", "not taken"]:
+    """Where an experiment stands after a stage; a look is not taken where some run has not ended.
+
+    "step one": it is open in every treatment that is undecided.
+    """
     from abrun.compare.judge.verdict import judge
     from abrun.compare.read.stored import load_experiment
 
     experiment = load_experiment(experiment_dir)
     arms = judge(experiment, experiment.compare.primary)
-    if all(arm.verdict != "INCONCLUSIVE" for arm in arms):
+    undecided = [arm for arm in arms if arm.verdict == "INCONCLUSIVE"]
+    if not undecided:
         return "decided"
-    taken = any(look.num_pairs == num_pairs and look.verdict for arm in arms for look in arm.looks)
-    return "open" if taken else "not taken"
+    if not any(look.num_pairs == num_pairs and look.verdict for arm in arms for look in arm.looks):
+        return "not taken"
+    by_step_one = all(any(one.result == "open" for one in arm.step_one) for arm in undecided)
+    return "step one" if by_step_one else "open"
 
 
 def launched_in_view(

@@ -4,6 +4,7 @@ Sources -> Experiment -> validity, guards, evidence -> verdict -> plots and repo
 numpy and scipy: the command line imports it when it compares, not before.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"  # folders in an experiment's
-POST_HOC = "-post-hoc"  # behind them: of options that change what was declared, whose report stays
+# Behind them, with the comparison's hash: of options that change what was declared, whose report stays
+POST_HOC = "-post-hoc-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,8 @@ def compare_sources(
     default = directory / folder if directory else Path(f"{slug(experiment.name)}-report")
     declared = None
     if directory and experiment.launched_compare_sha256 and _changed(asked.compare, experiment.compare):
-        declared, default = default, default.with_name(f"{folder}{POST_HOC}")
+        own = f"{folder}{POST_HOC}{compare_hash(asked.compare)[:8]}"
+        declared, default = default, default.with_name(own)
     comparison = compare(
         experiment,
         output=output or default,
@@ -163,10 +166,12 @@ def compare(
 def _asked(
     experiment: Experiment, primaries: Sequence[Primary] | None, *, step_one: bool, unpaired: bool
 ) -> Experiment:
-    """With what the options change of its comparison."""
+    """With what the options change of its comparison: the declared claims in another order are those."""
     changed: dict[str, Any] = {}
     if primaries is not None:
-        changed["primary"] = claims_on_recorded(experiment, primaries)
+        claims = claims_on_recorded(experiment, primaries)
+        if _claimed(claims) != _claimed(experiment.compare.primary):
+            changed["primary"] = claims
     if not step_one:
         changed["step_one"] = False
     if unpaired:
@@ -232,7 +237,7 @@ def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
 
 
 def _changed(compare: Compare, declared: Compare) -> str | None:
-    if [_claim(primary) for primary in compare.primary] != [_claim(primary) for primary in declared.primary]:
+    if _claimed(compare.primary) != _claimed(declared.primary):
         return "the claims are not those declared when the experiment was launched"
     if compare.paired != declared.paired:
         return "the arms were not paired, which was not declared when the experiment was launched"
@@ -244,6 +249,9 @@ def _changed(compare: Compare, declared: Compare) -> str | None:
 _CLAIMED = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
 
 
-def _claim(primary: Primary) -> dict[str, Any]:
-    transform = primary.transform or default_transform(primary.metric)
-    return {**primary.model_dump(include=_CLAIMED), "transform": transform}
+def _claimed(primaries: Sequence[Primary]) -> Counter[tuple[Any, ...]]:
+    """What is claimed, in whatever order, without the assumptions of planning."""
+    return Counter(
+        (*one.model_dump(include=_CLAIMED).values(), one.transform or default_transform(one.metric))
+        for one in primaries
+    )

@@ -13,7 +13,16 @@ from abrun.launch.engine import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.plan import Plan
-from abrun.recipe import DIMENSIONS, CommandRunConfig, Compare, OwnRunConfig, RunConfig, invocation
+from abrun.recipe import (
+    DIMENSIONS,
+    CommandRunConfig,
+    Compare,
+    OwnRunConfig,
+    RunConfig,
+    claim_text,
+    invocation,
+    units,
+)
 from abrun.redaction import REFERENCE, printable
 
 MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
@@ -225,9 +234,8 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
         return Text("No claim declared (compare.primary): only step one and the guards can be judged.")
     from abrun.looks import level_of_a_look  # scipy: half a second
     from abrun.power import assumed_spread, claim_power
-    from abrun.recipe import claim_text
 
-    counted = "pairs" if compare.paired else "runs of each arm"
+    counted = units(paired=compare.paired)
     headings = [
         "metric",
         "window",
@@ -247,7 +255,8 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
             )
             continue
         if chances is None:
-            expected, needed = f"sigma unknown: set compare.primary.{index}.sigma", ""
+            assume = f", or set compare.primary.{index}.sigma" if spread is None else ""
+            expected, needed = f"unknown: see abrun plan --from EXPERIMENT{assume}", ""
         else:
             expected, pairs = f"{chances.power(num_pairs):.0%}", chances.pairs_needed
             needed = f"{pairs} {counted}" if pairs else f"over 1000 {counted}"

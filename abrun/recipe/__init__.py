@@ -16,7 +16,16 @@ from pydantic import Field, field_validator, model_validator
 from abrun.errors import RecipeError
 from abrun.layout import NAME
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.claims import Compare, Controls, Guards, Primary, claim_text, parse_primary, primary_option
+from abrun.recipe.claims import (
+    Compare,
+    Controls,
+    Guards,
+    Primary,
+    claim_text,
+    parse_primary,
+    primary_option,
+    units,
+)
 from abrun.recipe.command import (
     Command,
     CommandRunConfig,
@@ -169,6 +178,7 @@ __all__ = [
     "secrets_of",
     "stored_recipe",
     "stored_run",
+    "units",
     "unset_variables",
     "validated",
     "vllm_misfit",

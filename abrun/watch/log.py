@@ -50,14 +50,15 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
 
 
 def _runs_of(experiment_dir: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[str]:
-    """A line a run, and how to see the log of one: of the first that failed, or else began."""
+    """A line a run, and how to see the log of one: of the first that failed, or else began last."""
     runs = ExperimentReader(experiment_dir, find_jobs).read()
     runs = [run for run in runs if not (run.is_warm_start and run.state.status == "pending")]
     for run in runs:
         why = f": {run.state.message}" if run.state.message else ""
         yield shown(f"{run.label}: {run.status} at step {run.step}/{run.state.num_steps}{why}") + "\n"
-    order = {"failed": 0, "waiting": 2, "pending": 2}
-    for run in sorted(runs, key=lambda run: order.get(run.state.status, 1))[:1]:
+    failed = [run for run in runs if run.state.status == "failed"]
+    began = [run for run in runs if run.state.status not in ("waiting", "pending")]
+    for run in failed[:1] or began[-1:] or runs[:1]:
         command = ["abrun", "logs", str(run.state.directory), *(["--follow"] if follow else [])]
         yield shown(f"That is an experiment; the log of one of its runs: {shlex.join(command)}") + "\n"
 

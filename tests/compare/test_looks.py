@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from abrun.cli.experiments import _state_of_looks
 from tests.compare.simulate import edit, edit_rows, fail
 
 LOOKS = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
@@ -17,6 +18,15 @@ def unfinished(experiment_dir, *seeds):
                 experiment_dir / f"{arm}/seed-{seed}/attempts/0001.json",
                 lambda content: content.update(status="pending"),
             )
+
+
+def to_come(experiment_dir, *seeds):
+    """Planned, and never begun."""
+    for seed in seeds:
+        for run in experiment_dir.glob(f"*/seed-{seed}"):
+            shutil.rmtree(run / "attempts")
+            for name in ("environment.json", "metrics.jsonl", "result.json"):
+                (run / name).unlink()
 
 
 def taken(content):
@@ -35,6 +45,15 @@ def test_a_look_reads_the_first_pairs_while_the_others_run(simulated, judged):
     assert not content.post_hoc
     low, high = content.primaries[0].interval
     assert low < content.primaries[0].ci90[0] and high > content.primaries[0].ci90[1]
+
+
+def test_pairs_to_come_do_not_hide_what_differs_at_step_one(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS)
+    for seed in range(3):
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", lambda row: row.update({"train/grad_norm": 9.0}))
+    to_come(experiment_dir, 3, 4)
+    content = judged(experiment_dir).content
+    assert content.verdict == "MISMATCH" and content.reasons[0].startswith("step one: train/grad_norm is ")
 
 
 def test_before_the_first_look_there_is_none(simulated, judged):
@@ -79,10 +98,32 @@ def test_pairs_added_without_looks_are_post_hoc(simulated, judged):
 def test_one_look_per_treatment(simulated, judged):
     """An arm that is decided keeps its verdict while the other goes on."""
     arms = {"baseline": {}, "near": {"policy.logprobs.impl": "chunked"}, "far": {"policy.dtype": "bfloat16"}}
-    content = judged(simulated(arms=arms, compare=LOOKS, shift={"near": 0.0, "far": 0.018})).content
+    found = judged(simulated(arms=arms, compare=LOOKS, shift={"near": 0.0, "far": 0.018}))
+    content = found.content
     looks = {arm: [look.verdict for look in section.looks] for arm, section in content.arms.items()}
     assert looks["near"] == ["MATCH", None]
-    assert looks["far"][0] == "INCONCLUSIVE" and looks["far"][1] is not None
+    assert looks["far"] == ["INCONCLUSIVE", "INCONCLUSIVE"]
+    assert "look is still to come" not in found.next_steps[0].text  # the other's, which it does not need
+
+
+def test_more_pairs_settle_what_step_one_leaves_open_in_no_arm(simulated, judged):
+    """A launch in stages goes on for the arm whose claim they can decide, and for no other."""
+    arms = {arm: {"policy.logprobs.impl": impl} for arm, impl in (("near", "chunked"), ("far", "triton"))}
+    shift = {"near": 0.0, "far": 0.018}
+    experiment_dir = simulated(
+        arms={"baseline": {}, **arms}, policy={"dtype": "bfloat16"}, compare=LOOKS, shift=shift
+    )
+    to_come(experiment_dir, 3, 4)
+    for raised, state in (("near", "open"), ("far", "step one")):
+        for seed in range(3):
+            edit_rows(
+                experiment_dir / f"{raised}/seed-{seed}",
+                lambda row: row.update({"train/token_mult_prob_error": 1.04}),
+            )
+        found = judged(experiment_dir)
+        assert found.verdict == "INCONCLUSIVE" and _state_of_looks(experiment_dir, 3) == state
+        assert ("look is still to come" in found.next_steps[0].text) == (state == "open")
+    assert "One step in float32 tells rounding" in found.next_steps[0].text
 
 
 @pytest.mark.parametrize("looks", [[5], [1, 5], [5, 5], [5, 3]])

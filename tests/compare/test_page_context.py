@@ -212,7 +212,10 @@ def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged,
     assert comparison.verdict == "INCONCLUSIVE" and needed
     (fresh, *_) = commands(comparison, experiment_dir)
     assert fresh == f"abrun launch runs/simulated --seeds 5-{4 + needed} --name simulated-fresh"
-    assert f"2 arms x {needed} seeds" in pasted(fresh)
+    planned = " ".join(pasted(fresh).split())
+    assert f"2 arms x {needed} seeds" in planned
+    # what a dry run cannot know of these runs, it says where to find
+    assert "sigma unknown" not in planned and "abrun plan --from EXPERIMENT" in planned
 
 
 @pytest.mark.parametrize("num_seeds", [1, 5])

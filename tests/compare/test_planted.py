@@ -83,7 +83,7 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     assert (caught["size"], caught["unit"], caught["num_pairs"]) == (0.25, "of the rows", 5)
     said = "would have caught 1 of 2 planted faults (5 pairs of 40 steps); would have passed as a match: "
     said += "misgrouped (1 rows off)"
-    assert sentence(found) == said and said in (directory / "report" / "report.md").read_text()
+    assert sentence(found, paired=True) == said and said in (directory / "report" / "report.md").read_text()
     *first, figures, num_pairs = rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
     assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)
@@ -106,9 +106,9 @@ def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
     found = sensitivity(experiment)
     assert found is not None and [one.caught for one in found.faults] == [True, False]
     assert found.faults[1].verdict == "INCONCLUSIVE"
-    assert "; left open: late_half_batch (0.25 of the rows)" in sentence(asdict(found))
+    assert "; left open: late_half_batch (0.25 of the rows)" in sentence(asdict(found), paired=True)
     lacks = {"value_unshifted": "needs algorithm.type: ppo"}
-    path = write_sensitivity(found, lacks, tmp_path / "report", "mine", experiment.compare.primary)
+    path = write_sensitivity(found, lacks, tmp_path / "report", "mine", experiment.compare)
     page = path.read_text()
     assert page.startswith("# mine: what this comparison would have caught\n\nIt would have caught 1 of 2 ")
     assert "| fault | size | verdict | caught by | at step | figures | pairs |\n| --- |" in page
@@ -134,14 +134,17 @@ def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
     directory = simulated(controls=FAULTS)
     shutil.rmtree(directory / "fault-misgrouped/seed-0")
     found = judged(directory).as_json()["sensitivity"]
-    assert sentence(found).endswith(
+    assert sentence(found, paired=True).endswith(
         "; would have passed as a match: late_half_batch (0.25 of the rows); not "
         "judged: misgrouped (1 rows off)"
     )
     shutil.rmtree(directory / f"{LATE}/seed-0")
     found = judged(directory).as_json()["sensitivity"]
     said = "could judge none of 2 planted faults: fault-misgrouped/seed-0 is not finished (its directory is "
-    assert sentence(found).startswith(said) and "0 of 0" not in (directory / "report/report.md").read_text()
+    assert (
+        sentence(found, paired=True).startswith(said)
+        and "0 of 0" not in (directory / "report/report.md").read_text()
+    )
     assert in_short(load_experiment(directory), found) == "could judge none of 2"
 
 

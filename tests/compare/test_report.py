@@ -226,20 +226,26 @@ def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
 def test_a_report_post_hoc_leaves_the_declared_one(simulated):
     experiment_dir = simulated()
     asked = [Primary(metric="train/reward", margin=0.5)]
-    other = [{"primaries": asked}, {"step_one": False}, {"reading": Reading(unpaired=True)}]
+    narrower = [Primary(metric="train/reward", margin=0.4)]
+    other = [{"primaries": asked}, {"primaries": narrower}, {"step_one": False}]
+    other += [{"reading": Reading(unpaired=True)}, {"primaries": asked}]
     shown_first = shown(compare_sources([str(experiment_dir)], Reading(), formats=["json"]))
     assert "what was declared" not in shown_first
     before = (experiment_dir / "report/verdict.json").read_bytes()
+    folders = []
     for options in other:
         given = {"reading": Reading(), "formats": ["json"], **options}
         found = compare_sources([str(experiment_dir)], **given)
         assert found.content.post_hoc
-        assert found.files == [experiment_dir / "report-post-hoc/verdict.json"]
+        (file,) = found.files
+        folders.append(file.parent)
         assert (experiment_dir / "report/verdict.json").read_bytes() == before
-        last = " ".join(shown(found).split("report-post-hoc")[-1].split())
+        last = " ".join(shown(found).split("report-post-hoc-")[-1].split())
         assert last.endswith(
             f"what was declared is reported in {experiment_dir / 'report'}, which stays as it is"
         )
+    assert len({*folders}) == 4 and folders[-1] == folders[0]  # each has its own, which it replaces
+    assert {folder.parent for folder in folders} == {experiment_dir}
     assert verdict_in(experiment_dir) == "MATCH"
     (experiment_dir / "report/verdict.json").unlink()  # as where faults alone were reported
     assert "what was declared" not in shown(compare_sources([str(experiment_dir)], **given))

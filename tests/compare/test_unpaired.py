@@ -8,8 +8,11 @@ import pytest
 
 from abrun.compare import compare_sources
 from abrun.compare.judge.guards import opposed
+from abrun.compare.judge.planted import sensitivity
 from abrun.compare.judge.verdict_file import json_schema
 from abrun.compare.read.sources import Reading
+from abrun.compare.read.stored import load_experiment
+from abrun.compare.show.planted import table, write_sensitivity
 from abrun.compare.show.so_far import so_far
 from abrun.errors import ComparisonError
 from abrun.recipe import Compare, parse_primary
@@ -157,6 +160,16 @@ def test_an_experiment_unpaired_afterwards_is_post_hoc(simulated, tmp_path):
     assert not found.content.primaries[0].problem and found.content.savings[0].num_runs == (5, 5)
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_runs_are_held_to_by_seed_unless_they_were_declared_unpaired(simulated, judged, declared):
+    claim = {"metric": "train/reward", "margin": 0.1}
+    experiment_dir = simulated(compare={"primary": [claim], "paired": not declared})
+    found = judged(experiment_dir, unpaired=not declared)
+    assert found.verdict == "MATCH" and found.content.paired is False
+    first, *freeze = [step.command for step in found.next_steps]
+    assert ('"paired": false' in first) != declared and bool(freeze) == declared
+
+
 def test_a_recipe_can_declare_it(simulated, judged):
     claim = {"metric": "train/reward", "margin": 0.1}
     experiment_dir = simulated(compare={"primary": [claim], "paired": False})
@@ -222,8 +235,15 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
     if "above" in claim:
         assert "--seeds 5-24 " in found.next_steps[0].command
     report = (experiment_dir / "report/report.md").read_text()
+    experiment = load_experiment(experiment_dir)
+    faults = sensitivity(experiment)
+    assert faults
+    of_faults = write_sensitivity(faults, {}, experiment_dir / "report", "mine", experiment.compare)
+    assert "(5 runs of each arm of 40 steps)" in of_faults.read_text()
     said = [
         report,
+        of_faults.read_text(),
+        *(str(one.header) for one in table(faults, paired=False).columns),
         *texts,
         *so_far(experiment_dir),
         *(str(one) for one in found.as_json()["sensitivity"]["faults"]),

@@ -461,6 +461,18 @@ def test_declared_claims_given_again_are_not_post_hoc(simulated, judged):
     assert not judged(simulated(), primaries=[again]).content.post_hoc
 
 
+def test_in_another_order_they_are_the_same_claims(simulated, judged):
+    entropy = Primary(metric="train/entropy", margin=0.5, sigma=0.1)
+    declared = [one.model_dump(mode="json") for one in (REWARD, entropy)]
+    experiment_dir = simulated(compare={"primary": declared})
+    as_launched = judged(experiment_dir)
+    again = [entropy.model_copy(update={"sigma": None}), REWARD]
+    found = judged(experiment_dir, primaries=again)
+    assert not found.content.post_hoc and found.as_json() == as_launched.as_json()
+    assert found.next_steps == as_launched.next_steps
+    assert judged(experiment_dir, primaries=[entropy, entropy]).content.post_hoc
+
+
 @pytest.mark.parametrize("change", [{"margin": 0.03}, {"window": "all"}, {"metric": "train/entropy"}])
 def test_other_claims_are_post_hoc(simulated, judged, change):
     comparison = judged(simulated(), primaries=[REWARD.model_copy(update=change)])

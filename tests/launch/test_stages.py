@@ -17,9 +17,12 @@ from abrun.recipe import load_recipe
 
 # A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
 # Of the seeds in `fails` the treatment exits with 1, until the file beside it says that it is mended.
+# `apart`: the baseline's distance of trainer and engine, of which the treatment's is nine times; where it is
+# given, the lengths of prompts show that both arms saw the same.
 ARM = """
 import json, os, random, sys
-seed, shift, own, fails, path = int(sys.argv[1]), *map(float, sys.argv[2:4]), sys.argv[4], sys.argv[5]
+seed, shift, own, apart = int(sys.argv[1]), *map(float, sys.argv[2:5])
+fails, path = sys.argv[5:]
 if shift and str(seed) in fails.split("+") and not os.path.exists(os.environ["MENDED"]):
     sys.exit(1)
 shared, alone = random.Random(seed), random.Random(f"{seed} {shift}")
@@ -27,14 +30,17 @@ level, added = shared.gauss(0, 0.03), shift + alone.gauss(0, own)
 with open(path, "w") as file:
     for step in range(1, 11):
         reward = 0.1 + 0.08 * step + level + shared.gauss(0, 0.001) + (added if step > 1 else 0.0)
-        file.write(json.dumps({"step": step, "train/reward": reward}) + chr(10))
+        row = {"step": step, "train/reward": reward}
+        if apart:
+            row |= {"train/mean_prompt_length": 10 + seed, "train/gen_kl_error": apart * (9 if shift else 1)}
+        file.write(json.dumps(row) + chr(10))
 """
 RECIPE = """
 name: staged
 trainer:
   type: command
-  argv: ["{python}", SCRIPT, "{seed}", "{shift}", "{own}", "{fails}", "{run_dir}/curve.jsonl"]
-  parameters: {shift: 0.0, own: 0.004, fails: none}
+  argv: ["{python}", SCRIPT, "{seed}", "{shift}", "{own}", "{apart}", "{fails}", "{run_dir}/curve.jsonl"]
+  parameters: {shift: 0.0, own: 0.004, apart: 0.0, fails: none}
   metrics: {format: jsonl, path: "{run_dir}/curve.jsonl"}
 steps: 10
 arms:
@@ -112,6 +118,14 @@ def test_open_looks_go_on_to_the_last(run: Run) -> None:
     content = verdict()
     assert content["verdict"] == "INCONCLUSIVE" and content["spent"]["decided_at"] is None
     assert content["spent"]["num_runs"] == 10 and not content["post_hoc"]
+
+
+def test_a_step_one_that_is_open_takes_no_more_seeds(run: Run) -> None:
+    code, output, errors = run(*STAGED, "--set", "trainer.parameters.apart=0.0002")
+    assert (code, errors, begun()) == (0, "", {0, 1, 7}) and verdict()["verdict"] == "INCONCLUSIVE"
+    assert "After 3 pairs: step one is open, which more seeds do not settle" in output
+    assert "If it was rounding, declare how far that may take it, and test on fresh seeds: " in output
+    assert "not decided yet" not in output and "look is still to come" not in output
 
 
 @pytest.mark.slow

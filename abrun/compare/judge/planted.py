@@ -11,7 +11,7 @@ from abrun.compare.judge.step_one import share_of_scale
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, certified, judge
 from abrun.compare.read.experiment import Experiment, Pair
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.recipe import LIBRARY, ONE_ULP, Fault, PlantedFault
+from abrun.recipe import LIBRARY, ONE_ULP, Fault, PlantedFault, units
 
 Evidence = Literal["step one", "guard", "claim", "nothing"]
 
@@ -134,10 +134,10 @@ def _figures(claim: PrimaryResult) -> str:
 
 def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> str:
     """What a larger experiment, or a larger fault, could show."""
-    units = "runs of each arm" if judged.num_runs else "pairs"
-    ways = [f"a smaller margin and more {units}"]
+    counted = units(paired=judged.num_runs is None)
+    ways = [f"a smaller margin and more {counted}"]
     if judged.verdict == "INCONCLUSIVE":
-        ways = [f"more than {min(judged.num_runs) if judged.num_runs else judged.num_pairs} {units}"]
+        ways = [f"more than {min(judged.num_runs) if judged.num_runs else judged.num_pairs} {counted}"]
     unsure = [one.metric for one in judged.step_one if one.result == "open"]
     if unsure:
         ways = [f"policy.dtype: float32, where rounding is no reason for {unsure[0]} at step one"]

@@ -136,11 +136,14 @@ def _step_one(
 
 
 def shares_prompts(pairs: Sequence[Pair]) -> bool:
-    """Whether the runs show that both arms of every pair began with the same prompts.
+    """Whether the runs show that both arms of every pair that has begun did so with the same prompts.
 
     By their hashes; or by a metric of the first step that varies from pair to pair, and not within any. (Of a
     reward, often 0 in all runs but one or two, that could be by chance.)
     """
+    pairs = [
+        pair for pair in pairs if any(_first_values(pair.baseline, pair.treatment, one) for one in STEP_ONE)
+    ]
     hashes = [
         [(run.environment or {}).get("prompts_sha256") for run in (pair.baseline, pair.treatment)]
         for pair in pairs

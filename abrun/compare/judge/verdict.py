@@ -21,7 +21,7 @@ from abrun.compare.judge.validity import coverage, differences, invalid_reasons
 from abrun.compare.read.experiment import Experiment, Sides
 from abrun.equivalence import ALPHA, bound_text
 from abrun.looks import level_of_a_look
-from abrun.recipe import Primary
+from abrun.recipe import Primary, units
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
@@ -365,12 +365,12 @@ def _pairs_for_the_observed(result: PrimaryResult) -> str:
     """What more pairs would bring if the true difference is the observed one."""
     if result.margin_unit == "sigma":
         return _needed(result)
-    units = "pairs" if result.num_runs is None else "runs of each arm"
+    pairs = units(paired=result.num_runs is None)
     assert result.margin is not None and result.mean_difference is not None
     if abs(result.mean_difference) >= result.margin:
-        return f"no number of {units} shows equivalence if the true difference is the observed one"
+        return f"no number of {pairs} shows equivalence if the true difference is the observed one"
     needed = _or_many(result.pairs_needed_observed)
-    return f"{units} needed for 80 % power {needed}, if the true difference is the observed one"
+    return f"{pairs} needed for 80 % power {needed}, if the true difference is the observed one"
 
 
 def certified(result: PrimaryResult) -> str:

@@ -18,7 +18,7 @@ from abrun.compare.read.samples import samples_in
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
-from abrun.recipe import Primary, primary_option
+from abrun.recipe import Primary, primary_option, units
 from abrun.redaction import shown
 
 MOST_STEPS = 2
@@ -130,6 +130,7 @@ def _claims(experiment: Experiment) -> str:
 
 
 def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
     if content["post_hoc"]:
         declare = "Declare the claim, and test it on fresh seeds"
         yield _with_fresh_seeds(
@@ -145,11 +146,10 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield NextStep(text="Launch it again after the next change", command=again)
     elif experiment.regression:
         yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
-    elif experiment.directory or content["paired"]:  # a reference is compared seed by seed
+    elif declared or content["paired"]:  # a reference takes claims alone, and is else compared seed by seed
         of, file = "RUNS", f"{_name(experiment)}.json"
         if experiment.directory:
             of, file = _name(experiment), f"{_folder(experiment)}.json"
-        declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
         yield NextStep(
             text="Hold later versions to these runs",
             command=f"abrun freeze {of}{'' if declared else _claims(experiment)} --output {file}",
@@ -198,7 +198,13 @@ def _said(experiment: Experiment, arm: str, seed: int) -> bool:
 
 
 def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep]:
-    looks = [look for section in content["arms"].values() for look in section["looks"]]
+    unsettled = {one["arm"] for one in content["step_one"] if one["result"] == "open"}  # by any more pairs
+    looks = [
+        look
+        for arm, section in content["arms"].items()
+        if section["verdict"] == "INCONCLUSIVE" and arm not in unsettled
+        for look in section["looks"]
+    ]
     problems = [one["problem"] for one in content["primaries"] if one["problem"]]
     undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
     if experiment.regression:
@@ -322,11 +328,6 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
             text="Or see first how many seeds it takes",
             command=f"abrun plan RECIPE{_declared(claimed)} --from {_name(experiment)}",
         )
-
-
-def units(*, paired: bool) -> str:
-    """What is counted: a pair is a run of each arm."""
-    return "pairs" if paired else "runs of each arm"
 
 
 def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:

@@ -13,11 +13,10 @@ from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.by_prompt import advice
-from abrun.compare.show.next_step import units
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import level_of_a_look
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
-from abrun.recipe import BASELINE, Compare, Declared, Primary, claim_text, dotted
+from abrun.recipe import BASELINE, Compare, Declared, Primary, claim_text, dotted, units
 from abrun.redaction import shortened, shown_tree
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any
 from abrun.compare.judge.planted import Sensitivity
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.markup import escaped, table_row
-from abrun.recipe import FAULTS, Fault, Primary, claim_text, what_it_takes
+from abrun.recipe import FAULTS, Compare, Fault, claim_text, what_it_takes
 from abrun.store import write_file, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 FILE, PAGE = "sensitivity.json", "sensitivity.md"
-COLUMNS = ("fault", "size", "verdict", "caught by", "at step", "figures", "pairs")
 LIBRARY_COLUMNS = ("name", "seam", "what it does", "size", "needs", "shows", "source")
 PUBLIC = 0o666
 
 
 def write_sensitivity(
-    found: Sensitivity, not_planted: Mapping[str, str], folder: Path, name: str, claims: Sequence[Primary]
+    found: Sensitivity, not_planted: Mapping[str, str], folder: Path, name: str, compare: Compare
 ) -> Path:
     """All of it as JSON, and as a page to read, whose path is returned.
 
@@ -30,12 +29,12 @@ def write_sensitivity(
     folder.mkdir(parents=True, exist_ok=True)
     content = asdict(found)
     write_json(folder / FILE, {**content, "not_planted": dict(not_planted)}, mode=PUBLIC)
-    page = "\n".join(_page(content, not_planted, name, claims)) + "\n"
+    page = "\n".join(_page(content, not_planted, name, compare)) + "\n"
     write_file(folder / PAGE, page.encode(), mode=PUBLIC)
     return folder / PAGE
 
 
-def sentence(content: Mapping[str, Any], *, paired: bool = True) -> str:
+def sentence(content: Mapping[str, Any], *, paired: bool) -> str:
     """Of `verdict.json`'s section. It says both sizes: the experiment's, and that of each fault missed."""
     if not content["num_judged"]:
         planted = _count(len(content["faults"]), "planted fault")
@@ -71,8 +70,12 @@ def advice(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{_with_size(one)} could be seen by {one['advice']}"
 
 
+def columns(*, paired: bool) -> tuple[str, ...]:
+    return ("fault", "size", "verdict", "caught by", "at step", "figures", "pairs" if paired else "runs")
+
+
 def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """In the order of COLUMNS."""
+    """In the order of `columns`."""
     return [
         (
             one["fault"],
@@ -87,18 +90,19 @@ def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def table(found: Sensitivity) -> "Table":
+def table(found: Sensitivity, *, paired: bool) -> "Table":
     """For a terminal."""
-    return _table(COLUMNS, rows(asdict(found)))
+    return _table(columns(paired=paired), rows(asdict(found)))
 
 
 def _page(
-    content: Mapping[str, Any], not_planted: Mapping[str, str], name: str, claims: Sequence[Primary]
+    content: Mapping[str, Any], not_planted: Mapping[str, str], name: str, compare: Compare
 ) -> Iterator[str]:
-    declared = ", ".join(f"{one.metric} over {one.window} {claim_text(one)}" for one in claims) or "none"
+    claims = (f"{one.metric} over {one.window} {claim_text(one)}" for one in compare.primary)
+    declared, headings = ", ".join(claims) or "none", columns(paired=compare.paired)
     yield f"# {escaped(name)}: what this comparison would have caught"
     yield ""
-    yield f"It {escaped(sentence(content))}."
+    yield f"It {escaped(sentence(content, paired=compare.paired))}."
     yield ""
     yield (
         "Each fault was planted in the baseline, alone and at the same seeds, and judged as a treatment is: "
@@ -106,8 +110,8 @@ def _page(
         "of them that makes the verdict MISMATCH, `at step` where it is first known."
     )
     yield ""
-    yield table_row(COLUMNS)
-    yield "|" + " --- |" * len(COLUMNS)
+    yield table_row(headings)
+    yield "|" + " --- |" * len(headings)
     yield from (table_row(row) for row in rows(content))
     for title, lines in (
         ("Not caught", list(advice(content))),

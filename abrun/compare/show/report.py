@@ -21,6 +21,7 @@ from abrun.equivalence import beside_limit, bound_text
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
+from abrun.recipe import units
 from abrun.redaction import shown
 from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
 
@@ -309,7 +310,7 @@ def _described(one: Content) -> list[str]:
     takes = "-"
     if one["margin"] is not None:
         count = one["runs_needed"] or "more than 1000"
-        takes = f"±{one['margin']:.3g}: {count} {'pairs' if one['paired'] else 'runs of each arm'}"
+        takes = f"±{one['margin']:.3g}: {count} {units(paired=one['paired'])}"
     interval = f"[{one['interval'][0]:.3g}, {one['interval'][1]:.3g}]"
     return [*cells, f"{one['difference']:+.3g} {interval}", f"±{bound_text(one['certified_bound'])}", takes]
 
