@@ -83,8 +83,8 @@ def test_every_recipe_of_evidence_says_what_was_claimed_elsewhere(generator: Mod
 
 def test_every_recipe_of_evidence_has_seeds_a_rerun_and_a_fault_to_find(generator: ModuleType) -> None:
     recipes = [load_recipe(path) for path in generator.recipes_of(ROOT)]
-    assert all(len(recipe.seeds) >= 5 and recipe.controls.aa_reruns for recipe in recipes)
-    assert [recipe.name for recipe in recipes if not recipe.controls.faults] == ["smollm2-levers"]  # ran so
+    for recipe in recipes:
+        assert len(recipe.seeds) >= 5 and recipe.controls.aa_reruns and recipe.controls.faults, recipe.name
 
 
 def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
