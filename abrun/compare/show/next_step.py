@@ -275,7 +275,7 @@ def _rounding_or_fault(
     # Of the others the largest deviation is noise: that of 5 fresh pairs is beyond 1.25 times it 1 time in 3.
     left = dict.fromkeys(one["metric"] for one in checks if one["result"] == "not tested")
     untested = ", ".join(metric for metric in left if metric not in tolerances)
-    text += f"; {untested} stays untested: rounding may well take fresh seeds further" if untested else ""
+    text += f"; untested stays, as rounding may well take fresh seeds further: {untested}" if untested else ""
     yield _with_fresh_seeds(replace(experiment, compare=compare), text, num_pairs)
 
 
