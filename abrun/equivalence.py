@@ -258,28 +258,29 @@ def skewness(values: ArrayLike) -> tuple[float, float] | None:
     return found, min(1.0, (1 + most) / (1 + len(others)))  # never 0 (Phipson and Smyth 2010)
 
 
-def far_off(values: ArrayLike, step: float, least: float) -> float | None:
-    """The p, among normal samples of that size, of a value as far from all others as the furthest is.
+def far_off(values: ArrayLike, step: float, least: float, num: int = 1) -> float | None:
+    """The p, among normal samples of that size, of `num` values on one side as far from all others as these.
 
-    For where one is so far that the others look alike, which `skewness` takes for counts. Its distance from
-    their mean, in their sd, gives a t of n - 2 degrees of freedom; any of n may be it (Bonferroni). Their sd
-    counts as no less than `least`, nor than what values in steps of `step` leave open. None below four.
+    For one so far that the others look alike, which `skewness` takes for counts; and for two, of which few
+    values hardly look skewed. The distance of the nearest from the others' mean, in their sd, gives a t; any
+    `num` values may be those (Bonferroni). The sd counts as no less than `least`, nor than what values in
+    steps of `step` leave open. None where fewer than three are left.
     """
     sample = np.sort(np.asarray(values, float))
-    if len(sample) < 4:
+    if len(sample) < num + 3:
         return None
-    low_is_further = np.median(sample) - sample[0] > sample[-1] - np.median(sample)
-    furthest, others = (sample[0], sample[1:]) if low_is_further else (sample[-1], sample[:-1])
+    low_is_further = np.median(sample) - sample[num - 1] > sample[-num] - np.median(sample)
+    nearest, others = (sample[num - 1], sample[num:]) if low_is_further else (sample[-num], sample[:-num])
     gaps = np.diff(others)
     moved = gaps[gaps > 1e-9 * gaps.sum()]
-    # Of values that are closer than a step, it is no more than how far off the one is.
+    # Of values that are closer than a step, it is no more than how far off the nearest is.
     in_steps = not len(moved) or moved.min() > step / 2
     sd = max(sd_in_steps(others, step if in_steps else 0.0), least)
-    distance = abs(furthest - others.mean())
+    distance = abs(nearest - others.mean())
     if sd == 0:
         return float(distance == 0)
     t = distance / sd / math.sqrt(1 + 1 / len(others))
-    return min(1.0, 2 * len(sample) * float(special.stdtr(len(sample) - 2, -t)))
+    return min(1.0, 2 * math.comb(len(sample), num) * float(special.stdtr(len(others) - 1, -t)))
 
 
 @cache

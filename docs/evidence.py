@@ -197,7 +197,7 @@ def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
         *(f"![{path.stem} by arm]({name}/{path.name})" for path in pictures),
         *(part for arm in arms for part in _open(recipe, record, content, arm)),
         "## What it leaves open",
-        _list([*_unclaimed(content, of), *content["not_tested"]]),
+        _list([*_uneven(content, of), *_unclaimed(content, of), *content["not_tested"]]),
         "## What it rests on",
         _table(("", ""), evidence({**content, "sensitivity": None, "not_tested": []})),  # said elsewhere
         *([APART, _table(OF_METRICS, distances)] if distances else []),
@@ -221,6 +221,15 @@ def _open(recipe: Path, record: Content, content: Content, arm: str) -> Iterator
         yield f"{arm}: {said}, for the reasons above. What could be done next:"
         steps = record["next_steps"][arm]
         yield "\n".join(f"- {escaped(step['text'])}: {code(step['command'])}" for step in steps)
+
+
+def _uneven(content: Content, of: Mapping[str, str]) -> Iterator[str]:
+    """The differences of a claim that are skewed, as where one seed alone fails."""
+    for one in content["primaries"]:
+        if one["warning"] and one["differences"]:
+            pairs = zip(one["seeds"], one["differences"], strict=True)
+            by_seed = ", ".join(f"{difference:+.2g} in seed {seed}" for seed, difference in pairs)
+            yield f"{of[one['arm']]}{one['metric']}: the mean difference is no seed's own: {by_seed}"
 
 
 def _unclaimed(content: Content, of: Mapping[str, str]) -> Iterator[str]:

@@ -276,6 +276,13 @@ def test_normal_values_are_rarely_called_skewed_and_none_hides_by_how_far_off_it
         for one in samples[:20]:
             others = [far, *one[1:]]
             assert skew_warning(np.array(others), step=0.0, least=0.01) is not None, others
+    for far in (100.0, 1e10, -1e14) if size > 4 else ():  # two on one side: skewness is silent up to 8 values
+        for one in samples[:20]:
+            others = [far, 1.1 * far, *one[2:]]
+            assert skew_warning(np.array(others), step=0.0, least=0.01) is not None, others
+    for values in (samples, np.random.default_rng(size).standard_t(5, (2000, size))):
+        pairs = [far_off(one, 0.0, 0.0, 2) for one in values]
+        assert np.mean([p is not None and p < 0.05 for p in pairs]) < 0.02
     tied = np.zeros(size)
     for far, said in ((1e-6, False), (1 / 16, False), (0.5, True), (-1e9, True)):
         tied[1] = far

@@ -166,6 +166,10 @@ def test_a_match_says_what_it_leaves_open(generator: ModuleType, site: Path) -> 
     error = "train/token_mult_prob_error"
     for path in directory.glob("treatment/*"):
         edit_rows(path, lambda row: row.update({error: row[error] + 0.012 * (row["step"] > 1)}))
+    edit_rows(
+        directory / "treatment/seed-3",
+        lambda row: row.update({"train/reward": row["train/reward"] + 0.015 * (row["step"] > 1)}),
+    )
     compare(load_experiment(directory), output=directory / "report", formats=("json",))
     page = page_of(generator, site)
     assert page.startswith("# demo: MATCH\n")
@@ -175,6 +179,9 @@ def test_a_match_says_what_it_leaves_open(generator: ModuleType, site: Path) -> 
     assert (
         metric == error and 3 < float(times) < 8
     )  # of a sd of .3 x .008, and of some noise between the arms
+    assert re.search(
+        r"- train/reward: the mean difference is no seed's own: .*, \+0\.02 in seed 3, .* in seed 4\n", left
+    )
     assert "\n- what it would have caught: no fault was planted" in left
     assert "No fault was planted beside it" in page and "| none |" in index_of(generator, site)
 

@@ -74,6 +74,10 @@ def refused(path: Path, *overrides: str) -> str:
     ("override", "words"),
     [
         ("stepz=3", ["stepz", "did you mean 'steps'"]),
+        (
+            "compare.step_one_tolerance={train/grad_nrm: 0.1}",
+            ["'train/grad_nrm'", "did you mean 'train/grad_norm'"],
+        ),
         ("arms.treatment.policy.logprob.impl=chunked", ["policy.logprob", "did you mean 'logprobs'"]),
         ("arms.treatment.seeds=[1]", ["arms.treatment.seeds", "unknown key"]),
         ("steps=1e3", ["steps", "1000.0", "a whole number", "write 1000"]),
@@ -650,6 +654,12 @@ def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path / "binary.yaml")
     (tmp_path / "empty.yaml").touch()
     assert "got None; a recipe is a mapping" in refused(tmp_path / "empty.yaml")
+    (tmp_path / "named.yaml").write_text("name: named\n")
+    missing = "steps: missing; add it to the recipe (and 5 more: algorithm, model, task, arms, seeds)"
+    assert refused(tmp_path / "named.yaml").endswith(missing)
+    (tmp_path / "named.yaml").write_text("".join(f"{'x' * 30}{number}: 1\n" for number in range(9)))
+    line = refused(tmp_path / "named.yaml")
+    assert line.endswith(f"(and 15 more: algorithm, model, task, name, arms, seeds, {'x' * 30}0, ...)")
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:

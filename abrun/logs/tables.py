@@ -21,6 +21,7 @@ TORN = "its last line is torn, or still being written, and was left out"
 NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
 # What is one with a unit, or a decimal comma: a column of it was meant to be read. Not a date, a name.
 ALMOST_A_NUMBER = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
+DECIMAL_COMMA = r"[-+]?\d*,\d+(e[-+]?\d+)?"
 PARQUET_MAGIC = b"PAR1"
 LARGEST_CELL = 2**24  # characters
 MOST_VALUES = 2**24  # of a Parquet file
@@ -260,8 +261,9 @@ def _log(
 
 def _unread(path: Path, column: str, line: int, text: str) -> str:
     """Where a text stands in the place of a number, and what to write there."""
+    comma = " (a decimal comma?)" if re.fullmatch(DECIMAL_COMMA, text.strip()) else ""
     return (
-        f"{_shown(path)}, line {line}, column {printable(column)}: got '{printable(text[:40])}'; "
+        f"{_shown(path)}, line {line}, column {printable(column)}: got '{printable(text[:40])}'{comma}; "
         "write a number with a decimal point, nan where there is none"
     )
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from abrun.errors import RecipeError
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.recipe.faults import NAMED, ONE_ULP, PlantedFault
-from abrun.recipe.refusals import shortened, validated
+from abrun.recipe.refusals import nearest, shortened, validated
 from abrun.recipe.section import Count, Positive, Section
 
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
@@ -166,7 +166,7 @@ class Compare(Section):
         for metric, one in by_metric.items():
             if by_metric is tolerance and metric not in STEP_ONE:
                 raise ValueError(
-                    f"got {shortened(metric)}, which step one does not read; allowed: {', '.join(STEP_ONE)}"
+                    f"got {shortened(metric)}, which step one does not read; {nearest(metric, STEP_ONE)}"
                 )
             if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
                 raise ValueError(

@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -30,6 +31,7 @@ ALLOWED = {
     "model_type": "a mapping of keys to values",
     "string_type": "text",
 }
+MOST_NAMED = 100  # characters, of fields that are refused beside the first
 PLAIN = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?|true|false"  # what YAML reads as a number or a truth value
 
 
@@ -39,7 +41,9 @@ def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
         return model.model_validate(raw)
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
-        more = f" (and {len(others)} more)" if others else ""
+        fields = [*dict.fromkeys(".".join(_place(one["loc"], model)[0]) for one in (first, *others))][1:]
+        named = textwrap.shorten(", ".join(fields), MOST_NAMED, placeholder=" ...")
+        more = f" (and {len(fields)} more: {named})" if fields else ""
         raise RecipeError(f"{source}: {_explain(first, model)}{more}") from None
 
 
@@ -135,6 +139,10 @@ def _of_a_sibling(key: str, siblings: Iterable[type[BaseModel]]) -> str | None:
 def unknown(key: str, section: type[BaseModel]) -> str:
     """What to say of a key that a section does not have."""
     allowed = sorted(section.model_fields)
-    close = difflib.get_close_matches(key, allowed, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"
-    return f"unknown key; {hint}"
+    return f"unknown key; {nearest(key, allowed)}"
+
+
+def nearest(name: str, allowed: Sequence[str]) -> str:
+    """What may be meant by a name that is not allowed; where nothing is near, all that is."""
+    close = difflib.get_close_matches(name, allowed, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"

@@ -321,7 +321,7 @@ def test_text_in_the_place_of_numbers_is_named_with_its_line(
         described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
 
 
-def test_a_single_text_and_a_folder_without_any_number(
+def test_a_single_text_and_a_column_that_is_none_of_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -335,12 +335,14 @@ def test_a_single_text_and_a_folder_without_any_number(
     code, output, _ = pasted(claim, monkeypatch)
     where = "shared steps only: b/seed-1.csv, line 4, column train/reward: got 'n/a'; write"
     assert code == 5 and where in output
-    for arm, verdict, said in (
-        ("b", 5, "b/seed-0 holds 0 of 20 steps"),
-        ("a", 4, "no metric is recorded in every run"),
-    ):
-        for path in Path(arm).iterdir():
-            path.write_text(path.read_text().replace("0.", "x."))
-        code, output, (after,) = pasted("abrun compare a b --format=terminal", monkeypatch)
-        assert code == verdict and said in output and f": {arm}/seed-0.csv, line 2, column train/" in output
-        assert after == "abrun compare a b --format=terminal"
+    for path in Path("b").iterdir():
+        header, *lines = path.read_text().replace(",", ";").replace(".", ",").splitlines()
+        path.write_text("\n".join([f"{header};n", *(f"{line};1" for line in lines), ""]))
+    named = "b/seed-0.csv, line 2, column train/reward: got '0,04' (a decimal comma?); write a number"
+    code, output, (after,) = pasted("abrun compare a b --format=terminal", monkeypatch)
+    assert code == 4 and f"no metric is recorded in every run: {named}" in output
+    assert after == "abrun compare a b --format=terminal"
+    for path in Path("b").iterdir():
+        path.write_text("".join(f"{line[:-2]}\n" for line in path.read_text().splitlines()))
+    with pytest.raises(ComparisonError, match=re.escape(f"got 'b', without a number in 2 runs: {named}")):
+        described(["a", "b"], tmp_path / "out")

@@ -10,6 +10,8 @@ from abrun.compare.judge.claims import PrimaryResult, with_holm, with_statistics
 from abrun.compare.judge.guards import Guard
 from abrun.compare.judge.step_one import factor_of_maxima
 from abrun.compare.judge.verdict import decide
+from abrun.compare.judge.verdict_file import as_json
+from abrun.compare.show.evidence import evidence
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
 from tests.compare.simulate import edit, edit_rows, write_rows
@@ -202,8 +204,11 @@ def test_a_tolerance_of_one_metric_alone(simulated, judged):
     assert check(comparison, "train/grad_norm").tolerance == 0.02
     for seed in range(3):
         edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(TOKEN_MULT_PROB_ERROR, 1.04))
+    edit_rows(experiment_dir / "baseline/seed-2", first_step("train/grad_norm", 1.0))
+    edit_rows(experiment_dir / "treatment/seed-2", first_step("train/grad_norm", 1.1))
     (step,) = judged(experiment_dir).next_steps  # not in float32: the arm's dtype is what is tested
     assert '"train/gen_kl_error": 0.05, "train/token_mult_prob_error": 0.0' in step.command
+    assert "grad_norm" not in step.command and step.text.endswith("fresh seeds further: train/grad_norm")
 
 
 def test_the_recipe_s_tolerance_rules(simulated, judged):
@@ -340,10 +345,14 @@ def test_beyond_the_noise_is_beyond_every_rerun_of_every_seed(simulated, judged,
 def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 1})
     constant_runs(experiment_dir, {"baseline/seed-0": (0, 0), "baseline/seed-0-aa1": (0, 0)})
-    constant_runs(experiment_dir, {"treatment/seed-0": (0, 0.03), "baseline/seed-1": (0, 0)})
-    constant_runs(experiment_dir, {"treatment/seed-1": (0, 0)})
-    one = divergence(judged(experiment_dir))
+    constant_runs(experiment_dir, {"treatment/seed-0": (0, 0.03), "baseline/seed-1": (0.01, 0.01)})
+    constant_runs(experiment_dir, {"treatment/seed-1": (0.01, 0.01)})
+    comparison = judged(experiment_dir)
+    one = divergence(comparison)
     assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
+    said = dict(evidence(as_json(comparison.content)))["divergence"]
+    assert "repeats bit for bit in 3 metrics, the arms part from step 1 on (train/loss);" in said
+    assert said.endswith("; mean |difference| of train/reward 1.1 of its spread over seeds")
 
 
 def test_without_reruns_the_floor_is_unknown(simulated, judged):

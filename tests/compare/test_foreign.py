@@ -100,12 +100,21 @@ def test_aliases_and_step_columns(tmp_path: Path) -> None:
         load(tmp_path, aliases=["x=critic/score"])
 
 
-def test_runs_that_recorded_nothing_are_kept(tmp_path: Path) -> None:
-    write(tmp_path, "baseline-s0.csv")
+def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(tmp_path: Path) -> None:
+    for name in ("baseline-s0", "baseline-s1", "b-s1"):
+        write(tmp_path, f"{name}.csv")
     (tmp_path / "b-s0.csv").touch()
     experiment = load(tmp_path)
     empty = experiment.runs[RunName(arm="b", seed=0)]
     assert empty.metrics == {} and empty.notes == ("nothing is recorded in it yet",)
+    (tmp_path / "b-s1.csv").write_text("step,loss\n")
+    with pytest.raises(
+        ComparisonError, match=r"got 'b', without a number in 2 runs: .*b-s0\.csv: nothing is .*; name files"
+    ):
+        load(tmp_path)
+    (tmp_path / "b-s0.csv").unlink()
+    with pytest.raises(ComparisonError, match=r"in 1 run: .*b-s1\.csv: no metric has a number in it; name"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

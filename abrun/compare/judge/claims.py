@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -122,6 +123,7 @@ def setting_text(result: PrimaryResult, *, has_recipe: bool) -> str:
 
 
 HARMLESS = 0.1  # of a margin: what a single value may be off without a warning, were all others the same
+FAR_OFF = {1: "one is far from all others", 2: "two are far from all others, on one side"}
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 
@@ -380,13 +382,14 @@ def skew_warning(*samples: Array, step: float, least: float, what: str = "the di
     """Where one sample, or one of two arms, is skewed beyond what normal ones are by chance (1 time in 20).
 
     Of those that move in steps too wide to tell (see `skewness`), where one value is far off (see `far_off`).
+    Or where two are, of five or more: once in 60 times of normal ones, or of a t with 5 degrees of freedom.
     """
     names = [what] if len(samples) == 1 else ["the baseline's runs are", "the treatment's runs are"]
-    for name, values in zip(names, samples, strict=True):
-        found = skewness(values)
-        p_value = found[1] if found else far_off(values, step, least)
+    for num, (name, values) in product((1, 2), zip(names, samples, strict=True)):
+        found = skewness(values) if num == 1 else None
+        p_value = found[1] if found else far_off(values, step, least, num)
         if p_value is not None and p_value < 0.05 / len(samples):
-            how = f"skewness {found[0]:+.2g}" if found else "one is far from all others"
+            how = f"skewness {found[0]:+.2g}" if found else FAR_OFF[num]
             return (
                 f"{name} skewed ({how}, p = {p_value:.2g} of normal ones), which the t-test assumes they are "
                 "not: it may err more often than it says"

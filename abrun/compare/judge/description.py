@@ -91,13 +91,13 @@ def num_metrics(sides: Sides) -> tuple[int, int]:
 def nothing_shared(sides: Sides) -> str:
     """What to say of runs that no metric can be described of."""
     recorded = [
-        sorted({name for run in runs for name in run.metrics})[:4]
-        for runs in (sides.baselines, sides.treatments)
+        sorted({name for run in runs for name in run.metrics}) for runs in (sides.baselines, sides.treatments)
     ]
-    left, right = (", ".join(names) or "nothing" for names in recorded)
-    unread = [where for run in sides.runs for where in run.unread.values()]
-    if unread and "nothing" in (left, right):
+    known = {*recorded[0], *recorded[1]}
+    unread = [where for run in sides.runs for name, where in run.unread.items() if name in known]
+    if unread:
         return f"no metric is recorded in every run: {unread[0]}"
+    left, right = (", ".join(names[:4]) or "nothing" for names in recorded)
     return (
         f"no metric is recorded in every run: the baseline has {left}, the treatment {right}; say which are "
         "the same, such as --alias train/reward=NAME"

@@ -59,6 +59,7 @@ def load_foreign(
     }
     by_name = _of_seeds(by_name, seeds)
     arms, of_baseline = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
+    _refuse_without_numbers(by_name, arms)
     _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
     said = [*(guess for log in logs for guess in log.guesses), *found.said, *of_baseline, *renamed.guessed]
@@ -354,6 +355,19 @@ def _file_of(place: str) -> object:
     except (OSError, ValueError):
         return place
     return status.st_dev, status.st_ino
+
+
+def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) -> None:
+    """An arm without any number is the wrong files; one such run of several is data, and one that failed."""
+    for arm in arms:
+        logs = [log for run, log in runs.items() if run.arm == arm]
+        if any(log.metrics or log.status != "unknown" for log in logs):
+            continue
+        first, s = logs[0], "s" * (len(logs) > 1)
+        empty = first.notes[0] if first.notes else "no metric has a number in it"
+        needed = "name files that hold a metric's numbers, by step"
+        why = next(iter(first.unread.values()), f"{first.place}: {empty}; {needed}")
+        raise ComparisonError(f"arms: got {arm!r}, without a number in {len(logs)} run{s}: {why}")
 
 
 def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:

@@ -126,7 +126,8 @@ def _divergence(divergences: Sequence[Content]) -> str:
     if first["ulp"]:
         said.append(_against_ulp(first))
     if first["share_of_seed_spread"] is not None:
-        said.append(f"mean |difference| {first['share_of_seed_spread']:.2g} of the spread over seeds")
+        share = f"{first['share_of_seed_spread']:.2g} of its spread over seeds"
+        said.append(f"mean |difference| of {first['metric']} {share}")
     return "; ".join(said)
 
 
@@ -140,8 +141,13 @@ def _against_ulp(one: Content) -> str:
 
 def _repeats(divergences: Sequence[Content]) -> str:
     """Said once of all metrics of which reruns of the baseline are no distance away."""
-    apart = [one["first_step_apart"] for one in divergences if one["first_step_apart"] is not None]
-    treatment = f"the arms part from step {min(apart)} on" if apart else "and so does the treatment"
+    apart = [one for one in divergences if one["first_step_apart"] is not None]
+    treatment = "and so does the treatment"
+    if apart:
+        first = min(one["first_step_apart"] for one in apart)
+        earliest = [one["metric"] for one in apart if one["first_step_apart"] == first]
+        more = f" and {len(earliest) - 1} more" if len(earliest) > 1 else ""
+        treatment = f"the arms part from step {first} on" + f" ({earliest[0]}{more})" * (len(divergences) > 1)
     of = f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0]['metric']}"
     return f"the baseline repeats bit for bit{of}, {treatment}"
 
