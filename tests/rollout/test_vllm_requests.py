@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, Qwen3NextConfig
+from transformers import Gemma4TextConfig, GPT2Config, Qwen3NextConfig
 
 from abrun.backends.ranks import make_ranks
 from abrun.errors import LaunchError
@@ -131,14 +131,19 @@ def test_without_filters_none_is_asked_for(vllm: Noting, group: None) -> None:
     assert (parameters.min_p, parameters.top_k, parameters.top_p) == (0.0, 0, 1.0)
 
 
-def test_a_completion_that_vllm_has_no_room_for_is_not_taken_for_a_long_one(
-    vllm: Noting, group: None
-) -> None:
-    vllm.room = MAX_NEW_TOKENS - 1
+def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(vllm: Noting, group: None) -> None:
+    vllm.room, engine = MAX_NEW_TOKENS - 1, engine_of()
     with pytest.raises(
         LaunchError, match=r"cut after 23 of 24 tokens: .*; rollout\.gpu_memory_utilization is"
     ):
-        engine_of().generate(PROMPTS, draws())
+        engine.generate(PROMPTS, draws())
+
+    def refuse(*request: Any) -> None:
+        raise ValueError("The prompt (length 9) is longer than the maximum model length of 8.")
+
+    vllm.add_request = refuse
+    with pytest.raises(LaunchError, match=r"maximum model length of 8\.; rollout\.gpu_memory_utilization is"):
+        engine.generate(PROMPTS, draws())
 
 
 def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_beside_it(
@@ -233,8 +238,9 @@ def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> N
     assert cache_bytes(few, 1, config) == (32_768 + 64) * a_token  # one longest sequence
     ungrouped = GPT2Config(n_layer=28, n_embd=256, n_head=2, n_positions=128)  # names no key-value heads
     assert cache_bytes(run, 1, ungrouped) == whole
-    recurrent = Qwen3NextConfig()
-    assert cache_bytes(run, 1, recurrent) is None  # vLLM wants a state for each of max_num_seqs
+    recurrent = Qwen3NextConfig()  # vLLM wants a state for each of max_num_seqs
+    for other in (recurrent, Gemma4TextConfig()):  # whose heads differ from layer to layer
+        assert cache_bytes(run, 1, other) is None
     assert _memory(run, 1, recurrent, 140 * GIB) == {"gpu_memory_utilization": 0.6}
     assert _memory(run, 1, config, 140 * GIB) == {
         "kv_cache_memory_bytes": whole,

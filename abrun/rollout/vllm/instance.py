@@ -123,7 +123,7 @@ class Instance:
     def _map(self, tag: str) -> None:
         """Take memory again, with what torch has kept of the trainer's where too little is free beside it."""
         if torch.cuda.mem_get_info(self._device)[0] < _away_bytes() + SPARE_BYTES:
-            torch.cuda.empty_cache()  # which the trainer then has to ask for again
+            torch.cuda.empty_cache()  # as vLLM does itself from 0.27 on; the trainer has to ask for it again
         self._llm.wake_up(tags=[tag])
 
     def _outputs(self, count: int) -> list[Any]:

@@ -87,7 +87,7 @@ def failing(doing: str, tail: Tail) -> Iterator[None]:
         reason = _words(error)
         if error.__cause__ and (cause := _words(error.__cause__)) not in reason:
             reason += f" (from {cause})"
-        if "memory" in reason.lower():
+        if re.search(r"memory|maximum model length", reason, re.IGNORECASE):
             reason += "; rollout.gpu_memory_utilization is the share of the memory that vLLM takes"
         raise LaunchError(
             f"rollout.engine: vllm failed to {doing}: {reason}; last in its log: {str(tail) or 'nothing'}"
@@ -244,10 +244,11 @@ def cache_bytes(config: OwnRunConfig, num_ranks: int, network: Any) -> int | Non
 
     A sequence has room for a completion and for a prompt as long as that, LEAST_PROMPT tokens at least.
     Longer ones wait for each other, unless they share their beginning. One of all the positions fits in any
-    case: vLLM would cut it short. None: layers keep something else, such as recurrent states.
+    case: vLLM would cut it short. None: layers differ in size, or keep something else, such as states.
     """
     rollout, text = config.rollout, network.get_text_config(decoder=True)
-    if not ATTENTION.issuperset(getattr(text, "layer_types", None) or ()):
+    kinds = getattr(text, "layer_types", None) or ()
+    if getattr(text, "is_heterogeneous", False) or not ATTENTION.issuperset(kinds):
         return None
     sampled = config.algorithm.batch_size * getattr(config.algorithm, "group_size", 1)
     at_once = min(rollout.batch_size or sampled, math.ceil(sampled * rollout.tensor_parallel / num_ranks))
