@@ -131,7 +131,9 @@ def test_without_filters_none_is_asked_for(vllm: Noting, group: None) -> None:
     assert (parameters.min_p, parameters.top_k, parameters.top_p) == (0.0, 0, 1.0)
 
 
-def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(vllm: Noting, group: None) -> None:
+def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(
+    vllm: Noting, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vllm.room, engine = MAX_NEW_TOKENS - 1, engine_of()
     with pytest.raises(
         LaunchError, match=r"cut after 23 of 24 tokens: .*; rollout\.gpu_memory_utilization is"
@@ -141,7 +143,7 @@ def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(vllm: Noti
     def refuse(*request: Any) -> None:
         raise ValueError("The prompt (length 9) is longer than the maximum model length of 8.")
 
-    vllm.add_request = refuse
+    monkeypatch.setattr(vllm, "add_request", refuse)
     with pytest.raises(LaunchError, match=r"maximum model length of 8\.; rollout\.gpu_memory_utilization is"):
         engine.generate(PROMPTS, draws())
 
