@@ -330,7 +330,7 @@ class Rollout(Section):
     # None: on those that train
     devices: Count | None = None
     tensor_parallel: Count = 1  # devices that share an engine; with vllm
-    # With vllm; None: as a step needs it, up to 0.6, or 0.9 of devices of its own
+    # With vllm; None: what a step needs, or 0.6 where that is much, or 0.9 of devices of its own
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     # With vllm on GPUs: kernels whose results do not depend on the batch, for the whole process
     batch_invariant: bool = False

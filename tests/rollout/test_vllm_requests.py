@@ -1,11 +1,13 @@
 """What vLLM is asked for, and in which order, with an engine in its place that only notes it."""
 
+import contextlib
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig, GPT2Config, Qwen3NextConfig
 
 from abrun.backends.ranks import make_ranks
 from abrun.errors import LaunchError
@@ -23,7 +25,10 @@ GIB = 2**30
 
 
 class Noting:
-    """A vLLM that finishes requests last to first. Row r draws r + 1 tokens, an odd row's last is an end."""
+    """A vLLM that finishes requests last to first.
+
+    An odd row r draws r tokens and an end, an even one as many as it may, or `room`.
+    """
 
     def __init__(self) -> None:
         self.llm_engine = self
@@ -31,6 +36,7 @@ class Noting:
         self.requests: dict[str, tuple[list[int], Any]] = {}
         self.loaded: list[str] = []
         self.is_reset = True
+        self.room = MAX_NEW_TOKENS
         self._waiting: list[str] = []
 
     def add_request(self, name: str, prompt: dict[str, list[int]], parameters: Any) -> None:
@@ -42,7 +48,7 @@ class Noting:
 
     def step(self) -> list[Any]:
         row = int(self._waiting.pop())
-        tokens = [20 + row] * row + [END if row % 2 else 50]
+        tokens = [20 + row] * row + [END] if row % 2 else [50] * self.room
         # vLLM gives the most likely tokens beside the drawn one
         logprobs = [
             {0: SimpleNamespace(logprob=-9.0), token: SimpleNamespace(logprob=-0.25 * (place + 1))}
@@ -110,9 +116,10 @@ def test_every_request_asks_for_the_recipes_distribution_and_its_rows_own_seed(
     for row, (prompt, seed) in enumerate(zip(PROMPTS, draws().seeds(), strict=True)):
         found, parameters = vllm.requests[str(row)]
         assert (found, vars(parameters)) == (prompt, asked | {"seed": seed})
-    assert [one.token_ids for one in completions] == [[50], [21, END], [22, 22, 50], [23, 23, 23, END]]
+    longest = [50] * MAX_NEW_TOKENS
+    assert [one.token_ids for one in completions] == [longest, [21, END], longest, [23, 23, 23, END]]
     assert [one.truncated for one in completions] == [True, False, True, False]
-    assert completions[2].logprobs == [-0.25, -0.5, -0.75]
+    assert completions[3].logprobs == [-0.25, -0.5, -0.75, -1.0]
     assert all(one.support is None for one in completions)
     greedy = engine.generate(PROMPTS, draws(), temperature=0.0)
     assert vllm.requests["0"][1].temperature == 0 and greedy[3].logprobs == [0.0] * 4
@@ -122,6 +129,66 @@ def test_without_filters_none_is_asked_for(vllm: Noting, group: None) -> None:
     engine_of().generate(PROMPTS[:1], draws())
     parameters = vllm.requests["0"][1]
     assert (parameters.min_p, parameters.top_k, parameters.top_p) == (0.0, 0, 1.0)
+
+
+def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(
+    vllm: Noting, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.room, engine = MAX_NEW_TOKENS - 1, engine_of()
+    with pytest.raises(
+        LaunchError, match=r"cut after 23 of 24 tokens: .*; rollout\.gpu_memory_utilization is"
+    ):
+        engine.generate(PROMPTS, draws())
+
+    def refuse(*request: Any) -> None:
+        raise ValueError("The prompt (length 9) is longer than the maximum model length of 8.")
+
+    monkeypatch.setattr(vllm, "add_request", refuse)
+    with pytest.raises(LaunchError, match=r"maximum model length of 8\.; rollout\.gpu_memory_utilization is"):
+        engine.generate(PROMPTS, draws())
+
+
+def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_beside_it(
+    vllm: Noting, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = {
+        tag: SimpleNamespace(handle=(0, num_bytes), is_asleep=False)
+        for tag, num_bytes in (("weights", 4 * GIB), ("kv_cache", 10 * GIB))
+    }
+    library: Any = ModuleType("vllm.device_allocator.cumem")
+    library.CuMemAllocator = SimpleNamespace(get_instance=lambda: SimpleNamespace(pointer_to_data=pool))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", library)
+
+    def sleep(level: int) -> None:
+        for data in pool.values():
+            data.is_asleep = level == 2
+
+    def wake_up(tags: list[str]) -> None:
+        for tag in tags:
+            pool[tag].is_asleep = False
+            vllm.events.append(tag)
+
+    vllm.sleep, vllm.wake_up = sleep, wake_up  # pyright: ignore[reportAttributeAccessIssue]
+    free: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.pop(0), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: vllm.events.append("empty_cache"))
+    monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
+    engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
+    assert not engine.wake(), "it has not slept"
+    loads = ["reload_weights", "kv_cache", "reset_prefix_cache"]
+    for free_bytes, expected in (
+        ([16 * GIB, 12 * GIB], ["weights", *loads]),
+        ([15 * GIB, 16 * GIB], ["empty_cache", "weights", *loads]),
+        # The trainer has gathered weights meanwhile
+        ([16 * GIB, 9 * GIB], ["weights", loads[0], "empty_cache", *loads[1:]]),
+    ):
+        assert engine.sleep() == engine.sleep() == 14 * GIB
+        free[:] = free_bytes
+        vllm.events.clear()
+        assert engine.wake()
+        engine.load(iter([]))
+        assert vllm.events == expected
+        assert not engine.wake(), "its weights are there"
 
 
 def test_a_sync_ends_with_an_empty_prefix_cache(vllm: Noting, group: None) -> None:
@@ -151,6 +218,7 @@ def test_it_is_started_to_return_the_log_probs_of_what_it_draws_from() -> None:
     plain = _arguments(config_of(), cpu, 1, None)
     assert (plain["logprobs_mode"], plain["generation_config"]) == ("processed_logprobs", "vllm")
     assert plain["dtype"] == "float32" and "hf_overrides" not in plain and "max_num_seqs" not in plain
+    assert plain["max_model_len"] == -1  # it may be more than abrun takes, and than the cache has room for
     head = "policy.logprobs.head_dtype=float32"
     other = _arguments(config_of("policy.dtype=bfloat16", head, "rollout.batch_size=3"), cpu, 1, None)
     assert (other["dtype"], other["hf_overrides"]) == ("bfloat16", {"head_dtype": "float32"})
@@ -169,7 +237,13 @@ def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> N
     halves = config_of(*asked, *step, "rollout.tensor_parallel=2", "cluster.cpu_ranks=4")
     assert cache_bytes(halves, 4, config) == whole // 4  # two engines, each of half the heads a device
     few = config_of(*asked, *step, "rollout.batch_size=2")
-    assert cache_bytes(few, 1, config) == (32_768 + 64) * a_token  # vLLM demands one longest sequence
+    assert cache_bytes(few, 1, config) == (32_768 + 64) * a_token  # one longest sequence
+    ungrouped = GPT2Config(n_layer=28, n_embd=256, n_head=2, n_positions=128)  # names no key-value heads
+    assert cache_bytes(run, 1, ungrouped) == whole
+    recurrent = Qwen3NextConfig()  # vLLM wants a state for each of max_num_seqs
+    for other in (recurrent, Gemma4TextConfig()):  # whose heads differ from layer to layer
+        assert cache_bytes(run, 1, other) is None
+    assert _memory(run, 1, recurrent, 140 * GIB) == {"gpu_memory_utilization": 0.6}
     assert _memory(run, 1, config, 140 * GIB) == {
         "kv_cache_memory_bytes": whole,
         "gpu_memory_utilization": whole / (140 * GIB),

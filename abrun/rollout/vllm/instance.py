@@ -40,7 +40,7 @@ class Instance:
         self._tail = Tail()
         self._llm = start(config, device, num_ranks, self._tail)
         self.group: ProcessGroup | None = sharing() if config.rollout.tensor_parallel > 1 else None
-        self._away_bytes = 0  # given away since it sleeps
+        self._is_asleep = False
 
     def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
         """A completion for each prompt and its seed; at temperature 0 of the most likely tokens."""
@@ -84,9 +84,9 @@ class Instance:
             _check_experts(experts)
             if self._device.type == "cpu":
                 self._llm.apply_model(_repack)
-            if self._away_bytes:
-                self._llm.wake_up(tags=["kv_cache"])
-                self._away_bytes = 0
+            if self._is_asleep:
+                self._map("kv_cache")
+                self._is_asleep = False
             # Keys and values of the weights before must not be found again.
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("its prefix cache is in use")
@@ -100,21 +100,18 @@ class Instance:
             return 0
         with self._called("sleep"):
             self._llm.sleep(level=2)
-            pool: Any = importlib.import_module("vllm.device_allocator.cumem")
-            self._away_bytes = pool.CuMemAllocator.get_instance().get_current_usage()
-            return self._away_bytes
+            self._is_asleep = True
+            return _away_bytes()
 
     def wake(self) -> bool:
         """Room for the weights first: that for the cache is taken once the trainer's copies are gone.
 
         True where there are none, and they have to be loaded.
         """
-        if self._away_bytes:
+        if self._is_asleep:
             with self._called("wake"):
-                if torch.cuda.mem_get_info(self._device)[0] < self._away_bytes + SPARE_BYTES:
-                    torch.cuda.empty_cache()  # which the trainer then has to ask for again
-                self._llm.wake_up(tags=["weights"])
-        return bool(self._away_bytes)
+                self._map("weights")
+        return self._is_asleep
 
     def close(self) -> None:
         """End the engine."""
@@ -122,6 +119,12 @@ class Instance:
         heard = contextlib.suppress(Exception) if self._tail.has_failed else failing("end", self._tail)
         with apart(self._device), heard:
             end(self._llm)
+
+    def _map(self, tag: str) -> None:
+        """Take memory again, with what torch has kept of the trainer's where too little is free beside it."""
+        if torch.cuda.mem_get_info(self._device)[0] < _away_bytes() + SPARE_BYTES:
+            torch.cuda.empty_cache()  # as vLLM does itself from 0.27 on; the trainer has to ask for it again
+        self._llm.wake_up(tags=[tag])
 
     def _outputs(self, count: int) -> list[Any]:
         """Of the requests 0 to `count`, once all have finished."""
@@ -157,7 +160,12 @@ class Instance:
     def _completion(self, output: Any, temperature: float) -> Completion:
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a completion ended by {output.finish_reason!r}")
-        token_ids = list(output.token_ids)
+        token_ids, longest = list(output.token_ids), self._rollout.max_new_tokens
+        if output.finish_reason == "length" and len(token_ids) < longest:
+            raise RuntimeError(
+                f"a completion was cut after {len(token_ids)} of {longest} tokens: vLLM has no positions, or "
+                "no memory, for longer sequences"
+            )
         logprobs = [
             of_token[token].logprob for token, of_token in zip(token_ids, output.logprobs, strict=True)
         ]
@@ -166,6 +174,13 @@ class Instance:
             logprobs=[0.0] * len(token_ids) if temperature == 0 else logprobs,  # no other choice
             truncated=token_ids[-1] not in self._end_ids,
         )
+
+
+def _away_bytes() -> int:
+    """Of the memory that vLLM gives away in its sleep, how much is away now."""
+    pool: Any = importlib.import_module("vllm.device_allocator.cumem")
+    data = pool.CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(one.handle[1] for one in data if one.is_asleep)
 
 
 def _counted(

@@ -37,6 +37,7 @@ CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is
 BESIDE_THE_TRAINER, ALONE = 0.6, 0.9  # the share that it takes of a GPU
 LEAST_PROMPT = 1024  # tokens, for which the cache has room beside each sequence's own
 BLOCK = 64  # tokens: the most by which the cache of a sequence is rounded up
+ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that keep keys and values
 EXPERTS = ".experts.routed_experts."
 MOST_LINES = 4  # of vLLM's log, in an error
 MOST_OF_AN_ERROR, MOST_OF_A_LINE = 400, 200  # characters
@@ -86,7 +87,7 @@ def failing(doing: str, tail: Tail) -> Iterator[None]:
         reason = _words(error)
         if error.__cause__ and (cause := _words(error.__cause__)) not in reason:
             reason += f" (from {cause})"
-        if "memory" in reason.lower():
+        if re.search(r"memory|maximum model length", reason, re.IGNORECASE):
             reason += "; rollout.gpu_memory_utilization is the share of the memory that vLLM takes"
         raise LaunchError(
             f"rollout.engine: vllm failed to {doing}: {reason}; last in its log: {str(tail) or 'nothing'}"
@@ -203,6 +204,7 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, netwo
         "generation_config": "vllm",  # nothing that a checkpoint says of sampling
         "dtype": config.policy.dtype,
         "logprobs_mode": "processed_logprobs",  # of the distribution a token is drawn from
+        "max_model_len": -1,  # the model's, or what the cache has room for: no reason not to start
         "seed": 0,  # every request has its own
         "enforce_eager": not on_gpu,
         "enable_sleep_mode": on_gpu and not rollout.devices,
@@ -229,26 +231,31 @@ def _memory(config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: in
     if rollout.devices:
         return {"gpu_memory_utilization": ALONE}
     needed = cache_bytes(config, num_ranks, network)
-    if needed > BESIDE_THE_TRAINER / 2 * device_bytes:  # the other half is for weights and activations
+    # Half of it at most: the other is for weights and activations.
+    if needed is None or needed > BESIDE_THE_TRAINER / 2 * device_bytes:
         return {"gpu_memory_utilization": BESIDE_THE_TRAINER}
     # No larger, for all of it is mapped at each waking. A size that is given keeps vLLM from measuring what
     # the device has left, which others change meanwhile; it starts where its share is free.
     return {"kv_cache_memory_bytes": needed, "gpu_memory_utilization": needed / device_bytes}
 
 
-def cache_bytes(config: OwnRunConfig, num_ranks: int, network: Any) -> int:
+def cache_bytes(config: OwnRunConfig, num_ranks: int, network: Any) -> int | None:
     """Of a step's keys and values, on each of an engine's devices; `network`: its configuration.
 
     A sequence has room for a completion and for a prompt as long as that, LEAST_PROMPT tokens at least.
-    Longer ones wait for each other, unless they share their beginning. vLLM demands room for one sequence of
-    all the positions that the model has.
+    Longer ones wait for each other, unless they share their beginning. One of all the positions fits in any
+    case: vLLM would cut it short. None: layers differ in size, or keep something else, such as states.
     """
     rollout, text = config.rollout, network.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or ()
+    if getattr(text, "is_heterogeneous", False) or not ATTENTION.issuperset(kinds):
+        return None
     sampled = config.algorithm.batch_size * getattr(config.algorithm, "group_size", 1)
     at_once = min(rollout.batch_size or sampled, math.ceil(sampled * rollout.tensor_parallel / num_ranks))
     length = rollout.max_new_tokens + max(rollout.max_new_tokens, LEAST_PROMPT) + BLOCK
     tokens = max(at_once * length, (positions_of(network) or 0) + BLOCK)
-    heads = math.ceil(text.num_key_value_heads / rollout.tensor_parallel)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = math.ceil(heads / rollout.tensor_parallel)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = getattr(torch, config.policy.dtype).itemsize
     return 2 * text.num_hidden_layers * heads * head_dim * itemsize * tokens
