@@ -48,6 +48,8 @@ def test_the_share_of_steps_above_the_limit(simulated, judged, num_steps, result
     edit_rows(directory, lambda row: row.update({ERROR: 1.2}) if row["step"] in steps else None)
     one = guard(judged(experiment_dir), "token_mult_prob_error_share")
     assert (one.result, one.value) == (result, num_steps / 200)
+    report = (experiment_dir / "report/report.md").read_text()
+    assert ("token_mult_prob_error_share (at its limit)" in report) == (result == "pass")
 
 
 def test_a_share_above_the_limit_in_every_run_fails(simulated, judged):

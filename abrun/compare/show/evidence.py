@@ -85,24 +85,29 @@ def _step_one(checks: Sequence[Content]) -> str:
         return "not read"
     failed = [one["metric"] for one in checks if one["result"] == "fail"]
     unsure = [one["metric"] for one in checks if one["result"] == "open"]
-    checks = [one for one in checks if one["result"] != "not tested"] or checks
-    # The metric closest to its tolerance speaks for the rest.
-    closest = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
-    share = share_of_scale(closest["deviation"], closest["scale"], closest["scale_from"])
-    largest = (
-        f"the arms differ most in {closest['metric']}: by {share}, where "
-        f"{closest['tolerance']:.2g} is allowed ({closest['tolerance_from']})"
-    )
+    untested = [one for one in checks if one["result"] == "not tested"]
+    tested = [one for one in checks if one["result"] != "not tested"]
     state = (
         f"fails for {', '.join(failed)}"
         if failed
         else f"open for {', '.join(unsure)}"
         if unsure
-        else "not tested"
-        if checks[0]["result"] == "not tested"
-        else f"{len(checks)} metric{'s' * (len(checks) > 1)} agree{'s' * (len(checks) == 1)}"
+        else f"{len(tested)} metric{'s' * (len(tested) > 1)} agree{'s' * (len(tested) == 1)}"
     )
-    return f"{state}; {largest}"
+    said = []
+    if tested:
+        said.append(f"{state}; {'of these ' * bool(untested)}the arms differ most in {_furthest(tested)}")
+    if untested:
+        more = f", and {len(untested) - 1} more" * (len(untested) > 1)
+        said.append(f"not tested: {_furthest(untested)}{more}")
+    return "; ".join(said)
+
+
+def _furthest(checks: Sequence[Content]) -> str:
+    """The metric closest to its tolerance, or furthest beyond it: it speaks for the rest."""
+    one = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
+    share = share_of_scale(one["deviation"], one["scale"], one["scale_from"])
+    return f"{one['metric']}: by {share}, where {one['tolerance']:.2g} is allowed ({one['tolerance_from']})"
 
 
 def _guards(guards: Sequence[Content]) -> str:
@@ -111,7 +116,12 @@ def _guards(guards: Sequence[Content]) -> str:
         for one in guards
         if one["result"] in ("fail", "baseline too", "open")
     ]
-    passed = [one["guard"] for one in guards if one["result"] == "pass"]
+    at_limit = " (at its limit)"
+    passed = [
+        one["guard"] + at_limit * (one["value"] == one["limit"] > 0)
+        for one in guards
+        if one["result"] == "pass"
+    ]
     return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken)
 
 
