@@ -26,7 +26,14 @@ from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
 from abrun.memory.sweep import COMMAND, Plan, Variant
 from abrun.processes import end_all, processes_of
-from abrun.recipe import CommandRunConfig, Declared, OwnRunConfig, Ppo
+from abrun.recipe import (
+    BESIDE_THE_TRAINER,
+    MOST_OF_A_CACHE,
+    CommandRunConfig,
+    Declared,
+    OwnRunConfig,
+    Ppo,
+)
 
 GIB = 2**30
 # Memory of cards in MiB, as nvidia-smi gives it.
@@ -111,7 +118,7 @@ class Prediction:
                 made_of = ", ".join(f"{kind} {amount}" for kind, amount in parts if amount != "0.0")
                 table.add_row(f"  {phase}", shown(sum(of_kind.values())), *blank, made_of)
             if peaks.engine_bytes is not None:
-                table.add_row("  vllm, while it samples, at most", shown(peaks.engine_bytes))
+                table.add_row("  vllm, while it samples", shown(peaks.engine_bytes))
         return table
 
     def notes(self) -> list[str]:
@@ -323,9 +330,12 @@ def _smallest_here() -> int | None:
 def _predicted(
     arm: str, config: OwnRunConfig, point: Point, row: dict[str, Any], device_bytes: int | None
 ) -> Predicted:
-    rollout, engine_bytes = config.rollout, None
-    if config.samples and rollout.engine == "vllm" and not rollout.devices and device_bytes:
-        engine_bytes = int((rollout.gpu_memory_utilization or 0.6) * device_bytes)
+    share, engine_bytes, vllm = config.rollout.gpu_memory_utilization, None, row["vllm"]
+    if config.samples and vllm and device_bytes:
+        if share or vllm["cache"] is None or vllm["cache"] > MOST_OF_A_CACHE * device_bytes:
+            engine_bytes = int((share or BESIDE_THE_TRAINER) * device_bytes)
+        else:
+            engine_bytes = vllm["weights"] + vllm["cache"]
     return Predicted(
         arm=arm,
         point=point,

@@ -19,9 +19,10 @@ from abrun.launch.probe import read_job, row_writer
 from abrun.memory.account import Account
 from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.step import num_rows, of_size
-from abrun.models import load_text
+from abrun.models import config_of, load_text
 from abrun.recipe import Dpo, OwnRunConfig, PolicyGradientSettings, Ppo, Sft
 from abrun.rl.batch import Sequences
+from abrun.rollout.vllm.starting import cache_bytes
 from abrun.tasks import make_task
 from abrun.train.batches import RandomBatches
 from abrun.train.learner import Learner
@@ -59,12 +60,12 @@ class HollowPhases:
 
 
 def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Iterator[dict[str, Any]]:
-    """A row a length: `by_phase`, the bytes at each phase's peak by kind, of the first rank, and `experts`,
-    whether layers have them.
+    """A row a length, of the first rank: `by_phase`, the bytes at each phase's peak by kind; `experts`,
+    whether layers have them; and `vllm`, the bytes of weights and cache of an engine beside the trainer.
 
     `num_sequences`: of a rank's microbatch.
     """
-    config = of_size(config, num_sequences)
+    run, config = config, of_size(config, num_sequences)
     together = 2 if isinstance(config.algorithm, Dpo) else 1
     with hollow_gpu(config.cluster.ranks) as account:
         setup = _setup(config, account)
@@ -79,13 +80,24 @@ def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Itera
             account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
         rows, device = num_rows(config, num_sequences), setup.ranks.device
         experts = any(".experts." in name for name in setup.learner.local_state())
+        vllm = _vllm(run, setup.policy)
         for length in lengths:
             source = RandomBatches(rows, length, 100, device, rows_together=together)
             batch = source.collect(1)[0]
             if isinstance(config.algorithm, Sft | Dpo):
                 batch = batch.at(Sequences)
             algorithm.update(batch, step=1)
-            yield {"length": length, "experts": experts, "by_phase": phases.collect()}
+            yield {"length": length, "experts": experts, "vllm": vllm, "by_phase": phases.collect()}
+
+
+def _vllm(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
+    """None: there is none on the devices that train. A cache of None has no size of its own."""
+    if config.rollout.engine != "vllm" or config.rollout.devices:
+        return None
+    itemsize = getattr(torch, config.policy.dtype).itemsize
+    weights = itemsize * sum(weight.numel() for weight in policy.module.network.parameters())
+    cache = cache_bytes(config, config.cluster.ranks, config_of(config.model))
+    return {"weights": weights // config.rollout.tensor_parallel, "cache": cache}
 
 
 def _setup(config: OwnRunConfig, account: Account) -> Setup:

@@ -21,7 +21,7 @@ from abrun.models.presets import (
     character_tokenizer,
 )
 from abrun.models.text import Text, load_text
-from abrun.models.weights import load_network, open_network, published, save_config, save_network
+from abrun.models.weights import config_of, load_network, open_network, published, save_network
 from abrun.recipe import ARCHITECTURES
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "character_tokenizer",
     "check_decoding",
     "check_network",
+    "config_of",
     "content_of",
     "experts_of",
     "facts_of",
@@ -51,7 +52,6 @@ __all__ = [
     "published",
     "routers_of",
     "sample_of",
-    "save_config",
     "save_network",
     "weights_hash",
 ]

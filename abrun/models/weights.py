@@ -72,8 +72,8 @@ def published(network: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[t
         yield from revert_weight_conversion(network, {name: weight}).items()
 
 
-def save_config(model: Model, directory: Path) -> None:
-    """Write the configuration of a recipe's model as a Hugging Face checkpoint has it, without weights."""
+def config_of(model: Model) -> Any:
+    """The configuration of a recipe's model, as a Hugging Face checkpoint has it: a `PreTrainedConfig`."""
     source = source_of(model, None)
     if source is None:
         config = preset_config(model)
@@ -83,7 +83,7 @@ def save_config(model: Model, directory: Path) -> None:
     if not config.architectures:
         network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         config.architectures = [network.__name__]
-    config.save_pretrained(directory)
+    return config
 
 
 def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -90,11 +90,18 @@ from abrun.recipe.tasks import (
     Validation,
     WordProblems,
 )
-from abrun.recipe.vllm import VLLM_VERSIONS, vllm_misfit, vllm_refusal
+from abrun.recipe.vllm import (
+    BESIDE_THE_TRAINER,
+    MOST_OF_A_CACHE,
+    VLLM_VERSIONS,
+    vllm_misfit,
+    vllm_refusal,
+)
 
 __all__ = [
     "ARCHITECTURES",
     "BASELINE",
+    "BESIDE_THE_TRAINER",
     "CHECKPOINTING",
     "CONTROLS",
     "DIMENSIONS",
@@ -103,6 +110,7 @@ __all__ = [
     "LIBRARY",
     "MEGATRON_FAMILIES",
     "MEGATRON_VERSIONS",
+    "MOST_OF_A_CACHE",
     "NAME",
     "NO_FILTERS",
     "ONE_ULP",

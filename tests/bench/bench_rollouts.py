@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,13 +122,13 @@ def by_vllm(shapes: Shapes, device: torch.device) -> Callable[[int], int]:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import vllm  # pyright: ignore[reportMissingImports]
 
-    from abrun.models import save_config
+    from abrun.models import config_of
     from abrun.recipe import Model
 
     prompts = [{"prompt_token_ids": prompt} for prompt in some_prompts(shapes)]
     length = shapes.prompt_length + shapes.max_new_tokens
     with tempfile.TemporaryDirectory() as folder:
-        save_config(Model.model_validate({"preset": shapes.preset}), Path(folder))
+        config_of(Model.model_validate({"preset": shapes.preset})).save_pretrained(folder)
         where: dict[str, Any] = {"gpu_memory_utilization": 0.6}
         if device.type == "cpu":
             where = {"kv_cache_memory_bytes": 32 << 20, "enforce_eager": True}

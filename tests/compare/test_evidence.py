@@ -118,7 +118,9 @@ def test_a_bf16_deviation_that_rounding_alone_may_cause_is_not_tested(simulated,
     assert "beyond 0.02 (rounding of bfloat16)" in said and "controls.aa_reruns" in said
     report = (experiment_dir / "report/report.md").read_text()
     assert "agree; of these the arms differ most in " in report
-    assert "; not tested: train/grad_norm: by 0.04 of its size (1.04), where 0.02 is allowed (rounding" in report
+    assert (
+        "; not tested: train/grad_norm: by 0.04 of its size (1.04), where 0.02 is allowed (rounding" in report
+    )
 
 
 @pytest.mark.parametrize("deviations", [(0.10, 0.101, 0.099), (0.0, 0.0, 0.6)])

@@ -29,7 +29,9 @@ from abrun.memory.profile import measure_recipe
 from abrun.memory.step import num_rows, of_size
 from abrun.memory.sweep import Plan, Variant
 from abrun.memory.trace import trace
+from abrun.models import load_network
 from abrun.recipe import OwnRunConfig, load_recipe
+from abrun.rollout.vllm.starting import cache_bytes
 from abrun.train.batches import RandomBatches
 from abrun.train.loop import make_algorithm
 from abrun.train.setup import make_setup
@@ -190,6 +192,26 @@ def test_the_table_says_what_fits(tmp_path: Path) -> None:
     kinds = fused.by_phase["optimizer"]
     assert kinds["gradients"] == pytest.approx(kinds["weights"], rel=1e-3)
     assert kinds["optimizer state"] == pytest.approx(2 * kinds["weights"], rel=1e-2)
+
+
+def test_vllm_beside_the_trainer_takes_its_weights_and_cache_or_a_share() -> None:
+    sets = ["model.preset=qwen2-tiny-128", "rollout={engine: vllm, max_new_tokens: 100}"]
+    config = config_of(
+        *sets, "algorithm.prompts_per_step=4", "algorithm.group_size=2", "cluster.gpus_per_node=1"
+    )
+    (row,) = trace(config, [16], 1)
+    network = load_network(config.model, weights=None, seed=0)
+    weights = sum(weight.nbytes for weight in network.parameters())  # float32, as the policy is
+    cache = cache_bytes(config, 1, network.config)
+    assert cache and row["vllm"] == {"weights": weights, "cache": cache}
+
+    def engine_bytes(one: OwnRunConfig, device_bytes: int) -> int | None:
+        return _predicted("baseline", one, Point(length=16), row, device_bytes).engine_bytes
+
+    assert engine_bytes(config, GIB) == weights + cache
+    assert engine_bytes(config, 3 * cache) == int(0.6 * 3 * cache)
+    asked = config_of(*sets, "rollout.gpu_memory_utilization=0.3", "cluster.gpus_per_node=1")
+    assert engine_bytes(asked, GIB) == int(0.3 * GIB)
 
 
 def test_fits_knows_its_error() -> None:

@@ -45,6 +45,7 @@ def predicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[tuple[st
                 asked.append((value, arm))
                 by_phase = {"forward_backward": {"activations": int(peaks[value][arm] * GIB)}}
                 row = {"by_phase": by_phase, "experts": "num_experts" in config.model.architecture}
+                row["vllm"] = {"weights": 1, "cache": 1} if config.rollout.engine == "vllm" else None
                 at = Point(length=64, num_sequences=own_sequences(config))
                 found.append(_predicted(arm, config, at, row, device_bytes))
             return found

@@ -10,19 +10,17 @@ import re
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
-from transformers import AutoConfig
 
 from abrun import progress
 from abrun.errors import LaunchError
-from abrun.models import save_config
+from abrun.models import config_of
 from abrun.models.families import positions_of
-from abrun.recipe import OwnRunConfig, vllm_refusal
+from abrun.recipe import BESIDE_THE_TRAINER, MOST_OF_A_CACHE, OwnRunConfig, vllm_refusal
 from abrun.redaction import told
 
 # Read as vLLM is imported, or as its engine starts.
@@ -34,7 +32,7 @@ UNLESS_SET = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is asked for
-BESIDE_THE_TRAINER, ALONE = 0.6, 0.9  # the share that it takes of a GPU
+ALONE = 0.9  # the share that it takes of a GPU of its own
 LEAST_PROMPT = 1024  # tokens, for which the cache has room beside each sequence's own
 BLOCK = 64  # tokens: the most by which the cache of a sequence is rounded up
 ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that keep keys and values
@@ -148,10 +146,10 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
         if num_ranks > 1:
             _without_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
-            save_config(config.model, Path(folder))
+            network = config_of(config.model)
+            network.save_pretrained(folder)
             try:
-                arguments = _arguments(config, device, num_ranks, AutoConfig.from_pretrained(folder))
-                llm = vllm.LLM(model=folder, **arguments)
+                llm = vllm.LLM(model=folder, **_arguments(config, device, num_ranks, network))
             except Exception:
                 _end_groups()
                 raise
@@ -231,8 +229,7 @@ def _memory(config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: in
     if rollout.devices:
         return {"gpu_memory_utilization": ALONE}
     needed = cache_bytes(config, num_ranks, network)
-    # Half of it at most: the other is for weights and activations.
-    if needed is None or needed > BESIDE_THE_TRAINER / 2 * device_bytes:
+    if needed is None or needed > MOST_OF_A_CACHE * device_bytes:
         return {"gpu_memory_utilization": BESIDE_THE_TRAINER}
     # No larger, for all of it is mapped at each waking. A size that is given keeps vLLM from measuring what
     # the device has left, which others change meanwhile; it starts where its share is free.
