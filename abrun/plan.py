@@ -164,7 +164,14 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
 
     Of a foreign trainer's metrics nothing is known beforehand, but that its weights are not among them.
     """
-    for index, claim in enumerate(recipe.compare.primary):
+    tolerance = recipe.compare.step_one_tolerance
+    if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
+        why = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
+        raise RecipeError(f"{recipe.name}: compare.step_one_tolerance: got {tolerance}, {why}; drop it")
+    claims = recipe.compare.primary
+    for index, claim in enumerate(claims):
+        if claim in claims[:index]:
+            raise RecipeError(f"{recipe.name}: compare.primary.{index}: got a claim twice; every claim once")
         for config in configs.values():
             field, problem = "window", _window_problem(claim.window, config.steps)
             if not problem and isinstance(config, OwnRunConfig):

@@ -78,6 +78,19 @@ def refused(path: Path, *overrides: str) -> str:
             "compare.step_one_tolerance={train/grad_nrm: 0.1}",
             ["'train/grad_nrm'", "did you mean 'train/grad_norm'"],
         ),
+        ("compare.step_one_tolerance={}", ["compare.step_one_tolerance: got {}", "drop it"]),
+        (
+            "compare={step_one: false, step_one_tolerance: 0.1}",
+            ["compare.step_one_tolerance: got 0.1", "step_one: false", "drop it"],
+        ),
+        (
+            "compare.primary=[{metric: train/loss, margin: 1}, {metric: train/loss, margin: 1}]",
+            ["compare.primary.1: got a claim twice", "every claim once"],
+        ),
+        ("seeds=0-3", ["seeds: got '0-3'", "a list of numbers; write [0, 1, 2, 3]"]),
+        ("seeds='1, 5'", ["seeds: got '1, 5'", "write [1, 5]"]),
+        ("seeds=7", ["seeds: got 7", "write [7]"]),
+        ("compare.looks=all", ["compare.looks: got 'all'", "a list of numbers, such as [4, 8]"]),
         ("arms.treatment.policy.logprob.impl=chunked", ["policy.logprob", "did you mean 'logprobs'"]),
         ("arms.treatment.seeds=[1]", ["arms.treatment.seeds", "unknown key"]),
         ("steps=1e3", ["steps", "1000.0", "a whole number", "write 1000"]),
@@ -651,9 +664,9 @@ def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path)
     assert "cannot be read" in refused(SMALL / "below-a-file.yaml")
     (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
-    assert "cannot be read" in refused(tmp_path / "binary.yaml")
+    assert refused(tmp_path / "binary.yaml").endswith("not UTF-8 (byte 129 is none of it); save it as UTF-8")
     (tmp_path / "empty.yaml").touch()
-    assert "got None; a recipe is a mapping" in refused(tmp_path / "empty.yaml")
+    assert "empty.yaml: an empty recipe; abrun init writes one" in refused(tmp_path / "empty.yaml")
     (tmp_path / "named.yaml").write_text("name: named\n")
     missing = "steps: missing; add it to the recipe (and 5 more: algorithm, model, task, arms, seeds)"
     assert refused(tmp_path / "named.yaml").endswith(missing)

@@ -188,6 +188,8 @@ class _Files:
 
     def _read(self, path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raw = parse_yaml(self._text(path, chain[:-1]), str(path))
+        if raw is None:
+            raise RecipeError(f"{path}: an empty recipe; abrun init writes one to begin with")
         if not isinstance(raw, dict):
             raise RecipeError(f"{path}: got {shortened(raw)}; a recipe is a mapping of keys to values")
         parents = raw.pop("defaults", [])
@@ -223,7 +225,10 @@ class _Files:
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise RecipeError(f"{path}: cannot be read as a recipe: {error}") from None
+            where = f"byte {error.start + 1} is none of it"
+            raise RecipeError(
+                f"{path}: cannot be read as a recipe: not UTF-8 ({where}); save it as UTF-8"
+            ) from None
 
 
 def overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:

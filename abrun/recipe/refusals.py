@@ -69,6 +69,8 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
         return f"{got}; allowed: a list of {limit} or {'more: add one' if least else 'less: leave some out'}"
     limits = {name: _plain(limit) for name, limit in context.items()}
     allowed = ALLOWED.get(kind, "another kind of value").format(**limits)
+    if kind == "list_type" and names and _holds_numbers(owners[0], names[-1]):
+        return f"{got}; allowed: a list of numbers{_as_numbers(error['input'])}"
     return f"{got}; allowed: {allowed}{_advice(kind, error['input'], of_sections=bool(sections))}"
 
 
@@ -83,6 +85,21 @@ def _advice(kind: str, got: Any, *, of_sections: bool) -> str:
     if kind == "list_type" and isinstance(got, str | bool | int | float) and not of_sections:
         return f"; write [{shortened(got)}]"
     return ""
+
+
+def _holds_numbers(section: type[BaseModel], name: str) -> bool:
+    """Whether a field is a list of whole numbers."""
+    items = get_args(section.model_fields[name].annotation) if name in section.model_fields else ()
+    return bool(items) and int in (items[0], *get_args(items[0]))
+
+
+def _as_numbers(got: Any) -> str:
+    """What to write instead of `3`, `'0-3'` or `'0, 1'`."""
+    if found := re.fullmatch(r"\s*(\d{1,9})\s*-\s*(\d{1,9})\s*", str(got)):
+        numbers = [*range(int(found[1]), int(found[2]) + 1)[:1000]]
+    else:
+        numbers = [int(one) for one in re.split(r"[\s,]+", str(got).strip()) if re.fullmatch(r"\d{1,9}", one)]
+    return f"; write {numbers}" if 0 < len(numbers) <= 20 else ", such as [4, 8]"
 
 
 def _plain(limit: Any) -> Any:
