@@ -171,10 +171,11 @@ def freeze(
     directory = stored_in(sources, runs_dir)
     frozen = arm or experiment.baseline
     commit = commit_of(directory, experiment, frozen) if directory else None
-    freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
-    seeds, said = len(experiment.arm(frozen)), ""
+    replaced = freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
+    seeds = len(experiment.arm(frozen))
+    said = f", in place of the reference {replaced.name}" if replaced else ""
     if not experiment.compare.primary:
-        said = ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
+        said += ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
     if budget is not None:
         said += f", with a ledger of changes (abrun ledger {output})"
     reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
