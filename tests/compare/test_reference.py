@@ -82,7 +82,8 @@ def test_a_shift_is_a_mismatch(tmp_path, frozen):
 
 
 def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen):
-    assert later(tmp_path, frozen, seeds=[1, 3, 4]).num_pairs == 3
+    content = later(tmp_path, frozen, seeds=[1, 3, 4])
+    assert content.num_pairs == 3 and "seeds 0, 2 of the reference: without a later run" in content.not_tested
     content = later(tmp_path / "other", frozen, seeds=[7, 8])
     assert (
         content.verdict == "INVALID"
