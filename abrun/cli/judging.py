@@ -171,12 +171,14 @@ def freeze(
     directory = stored_in(sources, runs_dir)
     frozen = arm or experiment.baseline
     commit = commit_of(directory, experiment, frozen) if directory else None
-    freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
+    replaced = freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
     seeds, said = len(experiment.arm(frozen)), ""
     if not experiment.compare.primary:
         said = ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
     if budget is not None:
         said += f", with a ledger of changes (abrun ledger {output})"
+    if replaced:
+        said += f", in place of the reference {replaced.name}"
     reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
     console().print(
         f"{output}: {seeds} seeds of {frozen}{said}; compare later runs with: "

@@ -187,17 +187,17 @@ def freeze_arm(
     budget: str | None = None,
     chain_alone: bool = False,
     commit: str | None = None,
-) -> None:
+) -> Reference | None:
     """Write the runs of an arm as a reference, with the experiment's claims on them; margins become absolute.
 
-    With a `budget` the file gets a ledger. Raises ComparisonError where the arm is not there, or lacks what a
-    reference needs.
+    With a `budget` the file gets a ledger. Returns the reference that it replaces. Raises ComparisonError
+    where the arm is not there, or lacks what a reference needs.
     """
     claims = frozen_claims(experiment, arm) if len(experiment.arm(arm)) > 1 else None
     ledger = None
     if budget is not None and claims is not None:
         ledger = new_ledger(experiment, arm, claims, budget, chain_alone=chain_alone, commit=commit)
-    freeze(experiment, arm, path, claims, ledger)
+    return freeze(experiment, arm, path, claims, ledger)
 
 
 def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int) -> Reference:

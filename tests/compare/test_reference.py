@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import chi2
+from typer.testing import CliRunner
 
+from abrun.cli import app
 from abrun.compare import compare, compare_sources, freeze_arm
 from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources
@@ -80,7 +82,8 @@ def test_a_shift_is_a_mismatch(tmp_path, frozen):
 
 
 def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen):
-    assert later(tmp_path, frozen, seeds=[1, 3, 4]).num_pairs == 3
+    content = later(tmp_path, frozen, seeds=[1, 3, 4])
+    assert content.num_pairs == 3 and "seeds 0, 2 of the reference: without a later run" in content.not_tested
     content = later(tmp_path / "other", frozen, seeds=[7, 8])
     assert (
         content.verdict == "INVALID"
@@ -157,7 +160,8 @@ def test_windows_are_whole_and_the_rest_is_thinned(tmp_path):
     assert (tmp_path / "ref.json").stat().st_size < 100_000
 
 
-def test_a_reference_is_safe_to_commit(tmp_path):
+def test_a_reference_is_safe_to_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1e9)
     experiment_dir = write_experiment(
         tmp_path / "x", seeds=[0, 1], model={"path": "/home/somebody/weights"}, wandb={"entity": "somebody"}
     )
@@ -223,6 +227,17 @@ def test_files_that_are_not_there_or_cannot_be(simulated, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ComparisonError, match=r"--output: .* cannot be written"):
         freeze(load_experiment(simulated()), "baseline", tmp_path / "file" / "ref.json")
+
+
+def test_only_a_reference_is_replaced_and_that_is_said(simulated, tmp_path):
+    source, script = str(simulated()), tmp_path / "train.py"
+    script.write_text("print()")
+    done = CliRunner().invoke(app, ["freeze", source, "-o", str(script)])
+    assert "exists and is no reference that abrun reads; choose another file" in str(done.exception)
+    assert script.read_text() == "print()"
+    for said in (0, 1):
+        done = CliRunner().invoke(app, ["freeze", source, "-o", str(tmp_path / "ref.json")])
+        assert done.output.count(", in place of the reference simulated;") == said, done.output
 
 
 def test_one_seed_is_no_ensemble(tmp_path):

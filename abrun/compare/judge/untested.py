@@ -68,6 +68,7 @@ def not_tested(
         sentences.append(
             f"how the arms part step by step, and from their first one: they are unpaired{shared}"
         )
+    sentences += _left_out(experiment, sides)
     sentences += _unfinished_ulps(experiment)
     if any(one.noise_floor == "unknown" for one in diverged):
         reruns = _how_to_rerun(has_recipe=experiment.has_recipe)
@@ -100,6 +101,16 @@ def not_tested(
         made = "this recipe, these seeds" if experiment.has_recipe else "these runs' configurations, seeds"
         sentences.append(f"anything but {made} and steps {steps[0]}-{steps[-1]}")
     return sentences
+
+
+def _left_out(experiment: Experiment, sides: Sides) -> Iterator[str]:
+    """Later runs may have fewer seeds than their reference."""
+    seeds = {run.name.seed for run in sides.treatments}
+    if experiment.regression and sides.paired and seeds:
+        left = sorted(experiment.arm(experiment.baseline).keys() - seeds)
+        if left:
+            named = ", ".join(map(str, left))
+            yield f"seed{'s' * (len(left) > 1)} {named} of the reference: without a later run"
 
 
 def _unfinished_ulps(experiment: Experiment) -> Iterator[str]:

@@ -40,11 +40,12 @@ def freeze(
     path: Path,
     claims: Compare | None = None,
     ledger: Ledger | None = None,
-) -> None:
+) -> Reference | None:
     """Write the runs of an arm, with `claims` on them (default: its experiment's), as a reference file.
 
-    With a `ledger`, what is accepted later is added there. Raises ComparisonError where the arm is not there,
-    has fewer than two finished runs or unfinished ones.
+    With a `ledger`, what is accepted later is added there. Returns the reference that it replaces. Raises
+    ComparisonError where the arm is not there, has fewer than two finished runs or unfinished ones, and where
+    the file is anything but a reference.
     """
     if arm not in experiment.arms:
         raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.arms)}")
@@ -79,12 +80,13 @@ def freeze(
     ]
     if ledger:
         content["ledger"] = ledger.model_dump(mode="json")
-    _refuse_to_lose_entries(path)
+    replaced = _replaced(path)
     try:
         write_file(path, _text(content).encode(), mode=0o666)
     except StoreError as error:
         reason = getattr(error.__cause__, "strerror", None) or str(error)
         raise ComparisonError(f"--output: {path} cannot be written: {reason}; choose another file") from None
+    return replaced
 
 
 def add_entry(path: Path, make: Callable[[Reference], Mapping[str, Any]]) -> Reference:
@@ -100,16 +102,22 @@ def add_entry(path: Path, make: Callable[[Reference], Mapping[str, Any]]) -> Ref
     return load_reference(path)
 
 
-def _refuse_to_lose_entries(path: Path) -> None:
+def _replaced(path: Path) -> Reference | None:
+    """The reference that is there; None: nothing is. Raises ComparisonError for what must not be lost."""
+    if not path.is_file():
+        return None
     try:
-        entries = read_json(path)["ledger"]["entries"] if path.is_file() else ()
-    except (StoreError, KeyError, TypeError):
-        return
-    if entries:
+        there = load_reference(path)
+    except (ComparisonError, StoreError):
         raise ComparisonError(
-            f"--output: {path} has a ledger (entries: {len(entries)}), which would be lost; choose "
-            "another file"
+            f"--output: {path} exists and is no reference that abrun reads; choose another file"
+        ) from None
+    if there.ledger and there.ledger.entries:
+        raise ComparisonError(
+            f"--output: {path} has a ledger (entries: {len(there.ledger.entries)}), which would be lost; "
+            "choose another file"
         )
+    return there
 
 
 def _text(content: Mapping[str, Any]) -> str:
