@@ -135,7 +135,7 @@ def attend_in_stream(
     outputs = []
     for span in packing.spans.each:
         q = query[:, :, span.query : span.query_stop]
-        k, v = (states[:, :, span.key : span.key_stop] for states in (key, value))
+        k, v = span.keys_of(key), span.keys_of(value)
         outputs.append(of_span(q, k, v, _mask(span, query.device)))
     return torch.cat(outputs, dim=1)
 
@@ -149,7 +149,10 @@ def _by_kernel(
 ) -> Tensor:  # [T, heads, D]
     # Not `states[0]`, whose way back would be a selection from zeros.
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [T or K, heads, D]
-    if spans.key_index is not None:
+    if spans.prefixes is not None:
+        again = spans.key_index, spans.prefixes.first, spans.prefixes.keys, spans.prefixes.again
+        k, v = _Keys.apply(k, *again), _Keys.apply(v, *again)
+    elif spans.key_index is not None:
         k, v = k[spans.key_index], v[spans.key_index]
     causal: Any = {"window_size": (-1, 0), "scale": scaling} | SHARED_HEADS
     lengths = spans.query_starts, spans.key_starts, spans.longest_query, spans.longest_key
@@ -158,10 +161,30 @@ def _by_kernel(
 
 def _mask(span: Span, device: torch.device) -> Tensor | None:  # [1, 1, queries, keys] bool
     """None where queries and keys are the same tokens: causal by itself."""
-    queries, keys = span.query_stop - span.query, span.key_stop - span.key
+    queries, keys = span.query_stop - span.query, span.num_keys
     if queries == keys:
         return None
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+class _Keys(torch.autograd.Function):
+    """Keys of all spans. The gradient of one that stands there several times is summed in one order always,
+    in float32; that of plain indexing is either sorted for at each call, or atomic."""
+
+    @staticmethod
+    def forward(  # [T, heads, D], [keys of all spans] -> [keys of all spans, heads, D]
+        ctx: Any, states: Tensor, index: Tensor, first: Tensor, keys: Tensor, again: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(first, keys, again)
+        return states[index]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (first, keys, again) = gradients, ctx.saved_tensors
+        found = gradient[first]
+        more = gradient[again.clamp(min=0)].masked_fill((again < 0)[..., None, None], 0)
+        whole = found[keys].float() + more.sum(dim=1, dtype=torch.float32)
+        return found.index_copy(0, keys, whole.to(found.dtype)), None, None, None, None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -28,6 +28,18 @@ class Span(NamedTuple):
     query_stop: int
     key: int
     key_stop: int
+    prefix: int = 0  # and before those keys these, which stand elsewhere in the stream: a prompt's
+    prefix_stop: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        return self.prefix_stop - self.prefix + self.key_stop - self.key
+
+    def keys_of(self, states: Tensor) -> Tensor:  # [..., T, D] -> [..., keys, D]
+        own = states[..., self.key : self.key_stop, :]
+        if self.prefix == self.prefix_stop:
+            return own
+        return torch.cat([states[..., self.prefix : self.prefix_stop, :], own], dim=-2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +52,16 @@ class Spans:
     longest_query: int
     longest_key: int
     key_index: Tensor | None  # [keys of all spans] int64; None: all keys, in their order
+    prefixes: "Prefixes | None" = None  # where spans have one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """Which of the stream's T keys stand more than once in the keys of all spans, for the way back."""
+
+    first: Tensor  # [T] int64: where each key stands first
+    keys: Tensor  # [shared keys] int64: those that stand there again
+    again: Tensor  # [shared keys, most] int64: where, -1 where it stands there fewer times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,22 +119,38 @@ def _own_spans(starts: Sequence[int], chunk: int, own: Sequence[int]) -> list[Sp
 def spans_of(each: Sequence[Span], device: torch.device) -> Spans:
     """Spans that follow one another in the queries."""
     queries = [span.query_stop - span.query for span in each]
-    keys = [span.key_stop - span.key for span in each]
+    keys = [span.num_keys for span in each]
     starts = [
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (queries, keys)
     ]
-    in_order = all(
+    with_prefix = any(span.prefix < span.prefix_stop for span in each)
+    in_order = not with_prefix and all(
         span.key == before for span, before in zip(each, accumulate(keys, initial=0), strict=False)
     )
-    index = None if in_order else [torch.arange(span.key, span.key_stop, device=device) for span in each]
+    index = None
+    if not in_order:
+        places = torch.arange(max(span.key_stop for span in each))[:, None]
+        index = torch.cat([span.keys_of(places) for span in each])[:, 0]
     return Spans(
         each=tuple(each),
         query_starts=starts[0],
         key_starts=starts[1],
         longest_query=max(queries),
         longest_key=max(keys),
-        key_index=None if index is None else torch.cat(index),
+        key_index=None if index is None else index.to(device),
+        prefixes=_prefixes(index, device) if with_prefix and index is not None else None,
     )
+
+
+def _prefixes(index: Tensor, device: torch.device) -> Prefixes:
+    """Of an index in which each key stands at least once."""
+    places, counts = index.argsort(stable=True), index.bincount()
+    begins = counts.cumsum(0) - counts
+    keys = (counts > 1).nonzero()[:, 0]
+    turn = torch.arange(1, max(int(counts.max()), 3))  # a compiler takes a size of 1 for a constant
+    again = places[(begins[keys, None] + turn).clamp(max=len(places) - 1)]
+    again = again.masked_fill(turn >= counts[keys, None], -1)
+    return Prefixes(first=places[begins].to(device), keys=keys.to(device), again=again.to(device))
 
 
 class _Gathered(torch.autograd.Function):

@@ -5,12 +5,16 @@ Without a budget of tokens a microbatch is so many consecutive rows. With one, t
 dealt out by length, the longest first, each to the microbatch that has the fewest tokens (Graham 1969): all
 have about as many, and since every forward pass is one of all ranks, no rank waits long for another. Which
 sample goes where depends on lengths alone, so arms with the same completions train on the same microbatches.
+
+Where sequences share prompts, those of one prompt stay together, as many of them as make the fewest tokens in
+all: a whole group where groups are small beside the budget, less where they would leave it half empty.
 """
 
 import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple
 
 import torch
@@ -20,9 +24,10 @@ from torch.nn.functional import pad
 
 from abrun import progress
 from abrun.backends import B
-from abrun.backends.packing import Packing, packing_of, sequence_lengths
+from abrun.backends.packing import Packing, packing_of, sequence_lengths, shared_prefixes
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Policy
+from abrun.rl.batch import Sequences
 
 
 class Microbatch(NamedTuple, Generic[B]):
@@ -38,23 +43,23 @@ class Microbatches(Generic[B]):
 
     def __init__(self, batch: B, policy: Policy, ranks: Ranks) -> None:
         self._shape = batch.token_ids.shape
-        lengths = sequence_lengths(batch.token_mask).tolist()
+        rows = _rows_of(batch, policy.share_prompts)
         if policy.micro_batch_tokens is None:
             self._route, parts = None, list(batch.split(policy.micro_batch_size))
-            of_parts, start = [], 0
-            for part in parts:
-                of_parts.append(lengths[start : start + len(part)])
-                start += len(part)
+            starts = pairwise([0, *accumulate(len(part) for part in parts)])
+            of_parts = [rows.picked(range(start, stop)) for start, stop in starts]
         else:
-            self._route = _route(lengths, batch.rows_together, policy.micro_batch_tokens, ranks)
-            of_parts = self._route.lengths
+            self._route = _route(rows, batch.rows_together, policy.micro_batch_tokens, ranks)
+            of_parts = self._route.rows
             parts = list(_dealt_out(batch, self._route))
         # Ranks that share a context share a stream, whatever the recipe says of packing.
         streams = policy.packing or ranks.context is not None
         self._each = [
             Microbatch(
                 part,
-                packing_of(of_part, part.token_ids.shape[1], ranks.device, ranks.context)
+                packing_of(
+                    of_part.lengths, part.token_ids.shape[1], ranks.device, ranks.context, of_part.shared
+                )
                 if streams
                 else None,
             )
@@ -78,6 +83,39 @@ class Microbatches(Generic[B]):
         return _as_wide(self._route.back(rows), self._shape[1])
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Sequences, by their tokens alone."""
+
+    lengths: list[int]
+    shared: list[int]  # see packing_of
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths) - sum(self.shared)
+
+    def picked(self, rows: Sequence[int]) -> "_Rows":
+        """Those of a microbatch, in ascending order."""
+        prompts = list(accumulate(not prefix for prefix in self.shared))
+        pairs = pairwise([None, *rows])
+        return _Rows(
+            [self.lengths[row] for row in rows],
+            [
+                0 if before is None or prompts[before] != prompts[row] else self.shared[row]
+                for before, row in pairs
+                if row is not None
+            ],
+        )
+
+
+def _rows_of(batch: Sequences, share_prompts: bool) -> _Rows:
+    lengths = sequence_lengths(batch.token_mask)
+    if not share_prompts:
+        return _Rows(lengths.tolist(), [0] * len(batch))
+    lengths, shared = torch.stack([lengths, shared_prefixes(batch.token_ids, batch.token_mask)]).tolist()
+    return _Rows(lengths, shared)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Route:
     """Which rows of which rank make this rank's microbatches."""
@@ -87,7 +125,7 @@ class _Route:
     sent_counts: list[int]  # for each rank
     kept_counts: list[int]  # from each rank
     order: Tensor  # int64: of what came, in the order of the microbatches
-    lengths: list[list[int]]  # of the rows of each microbatch
+    rows: list[_Rows]  # of each microbatch
     width: int  # of the longest row of all ranks
 
     def there(self, rows: Tensor) -> Tensor:
@@ -110,20 +148,16 @@ class _Route:
         return found
 
 
-def _route(lengths: list[int], rows_together: int, max_tokens: int, ranks: Ranks) -> _Route:
+def _route(own: _Rows, rows_together: int, max_tokens: int, ranks: Ranks) -> _Route:
     """Collective, as every rank deals out the samples of all."""
     size, rank, device = ranks.data.size(), ranks.data.rank(), ranks.device
-    of_all = ranks.gather(lengths) if size > 1 else lengths
-    samples = [sum(of_all[i : i + rows_together]) for i in range(0, len(of_all), rows_together)]
-    by_rank = dealt(samples, max_tokens, size)
-    own_rows = len(lengths)
-
-    def rows_of(samples: Sequence[int]) -> list[int]:
-        return [sample * rows_together + each for sample in samples for each in range(rows_together)]
+    of_all = _Rows(ranks.gather(own.lengths), ranks.gather(own.shared)) if size > 1 else own
+    by_rank = _dealt_rows(of_all, rows_together, max_tokens, size)
+    own_rows = len(own.lengths)
 
     def from_rank(microbatches: list[list[int]]) -> list[tuple[int, int]]:
         """(the rank that has it, its row there), of all rows of microbatches in their order."""
-        return [divmod(row, own_rows) for part in microbatches for row in rows_of(part)]
+        return [divmod(row, own_rows) for part in microbatches for row in part]
 
     sent = [[row for owner, row in from_rank(parts) if owner == rank] for parts in by_rank]
     wanted = [owner for owner, _ in from_rank(by_rank[rank])]
@@ -135,28 +169,67 @@ def _route(lengths: list[int], rows_together: int, max_tokens: int, ranks: Ranks
         sent_counts=[len(rows) for rows in sent],
         kept_counts=[wanted.count(owner) for owner in range(size)],
         order=order.to(device),
-        lengths=[[of_all[row] for row in rows_of(part)] for part in by_rank[rank]],
-        width=max(of_all),
+        rows=[of_all.picked(part) for part in by_rank[rank]],
+        width=max(of_all.lengths),
     )
+
+
+def _dealt_rows(rows: _Rows, rows_together: int, max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
+    """Microbatches of each rank, each by its rows, such that the longest way through all of them is short."""
+    best, least = [], math.inf
+    # Whole groups, parts of them that are small beside the budget, and rows each for itself.
+    sizes = [max_tokens // parts for parts in (1, 2, 4, 8)] if any(rows.shared) else []
+    for most in [*sizes, 0]:
+        samples = _samples(rows, rows_together, most)
+        if len(samples) < num_ranks:
+            continue
+        tokens = [rows.picked(sample).num_tokens for sample in samples]
+        by_rank = dealt(tokens, max_tokens, num_ranks)
+        each = [[[row for i in part for row in samples[i]] for part in parts] for parts in by_rank]
+        fits = all(_is_within(max_tokens, part, tokens) for parts in by_rank for part in parts)
+        turns = zip(*([rows.picked(part).num_tokens for part in parts] for parts in each), strict=True)
+        longest = sum(max(turn) for turn in turns)
+        if (fits or most == 0) and longest < least:
+            best, least = each, longest
+    return best
+
+
+def _samples(rows: _Rows, rows_together: int, most: int) -> list[range]:
+    """What is never cut apart: so many rows, and those that follow with their prompt, up to `most` tokens."""
+    samples: list[range] = []
+    for start in range(0, len(rows.lengths), rows_together):
+        stop = start + rows_together
+        if rows.shared[start]:
+            longer = range(samples[-1].start, stop)
+            if rows.picked(longer).num_tokens <= most:
+                samples[-1] = longer
+                continue
+        samples.append(range(start, stop))
+    return samples
 
 
 def dealt(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:
     """Samples of these lengths as microbatches: by rank, those of each rank, each by its samples' numbers.
 
-    Every rank has as many microbatches, the fewest with which each is within `max_tokens` or one sample.
+    Every rank has as many microbatches, the fewest with which each is within `max_tokens` or one sample; as
+    many as there can be, where the samples are no multiple of the ranks and none is enough.
     """
-    assert lengths and len(lengths) % num_ranks == 0
-    least = math.ceil(sum(lengths) / max_tokens / num_ranks) * num_ranks
+    assert len(lengths) >= num_ranks
+    least = math.ceil(sum(lengths) / max_tokens / num_ranks)
     parts: list[list[int]] = []
-    for count in range(min(least, len(lengths)), len(lengths) + 1, num_ranks):
+    for count in range(min(least, len(lengths) // num_ranks) * num_ranks, len(lengths) + 1, num_ranks):
         parts = _spread(lengths, count)
-        if all(len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens for part in parts):
+        if all(_is_within(max_tokens, part, lengths) for part in parts):
             break
     parts.sort(key=lambda part: (-sum(lengths[i] for i in part), part))
     turns = [parts[start : start + num_ranks] for start in range(0, len(parts), num_ranks)]
     # To and fro, so that the first rank does not get the fullest of every turn.
     turns = [turn[::-1] if odd % 2 else turn for odd, turn in enumerate(turns)]
     return [[turn[rank] for turn in turns] for rank in range(num_ranks)]
+
+
+def _is_within(max_tokens: int, part: Sequence[int], lengths: Sequence[int]) -> bool:
+    return len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[list[int]]:
@@ -174,10 +247,10 @@ def _dealt_out(batch: B, route: _Route) -> Iterator[B]:
     """The microbatches' rows, from the ranks that have them. Collective."""
     rows = batch.mapped(lambda tensor: route.there(_as_wide(tensor, route.width)))
     start = 0
-    for lengths in route.lengths:
-        part, longest = rows[start : start + len(lengths)], max(lengths)
+    for of_part in route.rows:
+        part, longest = rows[start : start + len(of_part.lengths)], max(of_part.lengths)
         yield part.mapped(lambda tensor, longest=longest: _as_wide(tensor, longest))
-        start += len(lengths)
+        start += len(of_part.lengths)
 
 
 def _as_wide(rows: Tensor, width: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is

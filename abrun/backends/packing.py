@@ -5,6 +5,9 @@ stream: position ids start again with every sequence and attention stays inside 
 into rows [B, S], so that losses, metrics and values know sequences alone, and no token ever has a neighbour
 of another sequence. With context parallelism each rank computes on some of the stream's tokens, inside the
 model only: see abrun.backends.context.
+
+Sequences of one prompt can share it (arXiv:2506.05433): the first of them in the stream has it, the others
+begin with its last token, which predicts a completion token of their own, and attend to what they would.
 """
 
 from collections.abc import Sequence
@@ -23,9 +26,9 @@ class Packing:
     """Where the tokens of B right-padded sequences stand in their stream."""
 
     shape: torch.Size  # [B, S]
-    index: Tensor  # [T] int64, of the stream's tokens in the flattened rows
+    index: Tensor  # [T] int64, of the stream's tokens in the flattened rows; what is shared, in the first
     position_ids: Tensor  # [1, T] int64, each token's place in its sequence
-    starts: tuple[int, ...]  # of the sequences in the stream, and T
+    starts: tuple[int, ...]  # of the sequences' own tokens in the stream, and T
     spans: Spans  # what this rank's tokens attend to
     split: ContextSplit | None = None  # which of the stream's tokens are this rank's; None: all
 
@@ -57,15 +60,20 @@ def packing_of(
     width: int,  # S
     device: torch.device,
     context: dist.ProcessGroup | None = None,
+    shared: Sequence[int] | None = None,  # of each, the leading tokens that it has from the one before it
 ) -> Packing:
     """The stream of sequences of these lengths; what follows them in their rows is padding.
 
-    `context`: the ranks that share the stream.
+    `context`: the ranks that share the stream, whose sequences share nothing.
     """
-    starts = (0, *accumulate(lengths))
+    shared = shared or [0] * len(lengths)
+    starts = (0, *accumulate(length - prefix for length, prefix in zip(lengths, shared, strict=True)))
     split = context and context_split(starts, context, device)
-    whole = [Span(start, stop, start, stop) for start, stop in pairwise(starts)]
-    of_rows = [torch.arange(length) for length in lengths]
+    whole, first = [], 0
+    for (start, stop), prefix in zip(pairwise(starts), shared, strict=True):
+        first = first if prefix else start
+        whole.append(Span(start, stop, start, stop, first, first + prefix))
+    of_rows = [torch.arange(prefix, length) for length, prefix in zip(lengths, shared, strict=True)]
     index = torch.cat([row * width + positions for row, positions in enumerate(of_rows)])
     return Packing(
         shape=torch.Size((len(lengths), width)),
@@ -81,3 +89,12 @@ def sequence_lengths(token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B] int64
     """Tokens up to the last completion token; at least 2, so that there is a token to predict."""
     ends = torch.arange(1, token_mask.shape[1] + 1, device=token_mask.device)
     return (token_mask * ends).amax(dim=1).clamp(min=2)
+
+
+def shared_prefixes(token_ids: Tensor, token_mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> [B] int64
+    """Of each sequence, how many leading tokens it can have from the one before it: where both have the same
+    prompt, all of it but the last token; else 0, as where there is no completion."""
+    prompts = token_mask.int().argmax(dim=1)  # 0 where there is no completion
+    behind = torch.arange(token_ids.shape[1], device=token_ids.device) >= prompts[1:, None]
+    alike = ((token_ids[1:] == token_ids[:-1]) | behind).all(dim=1) & (prompts[1:] == prompts[:-1])
+    return torch.nn.functional.pad((prompts[1:] - 1).clamp(min=0) * alike, (1, 0))

@@ -78,10 +78,10 @@ def changed(config: OwnRunConfig, changes: Mapping[str, Any]) -> OwnRunConfig:
 
 PLAIN = {"policy": {"logprobs": {"one_pass": False}}}  # which only an update has
 TORCH = {"engine": "torch", "gpu_memory_utilization": None, "batch_invariant": False}
-ALONE = {"micro_batch_size": 1, "micro_batch_tokens": None, "packing": False}
+ALONE = {"micro_batch_size": 1, "micro_batch_tokens": None, "packing": False, "share_prompts": False}
 SHAPES = {
     "alone": ("each sequence alone", ALONE),
-    "padded": ("padded microbatches", {"micro_batch_tokens": None, "packing": False}),
+    "padded": ("padded microbatches", {"micro_batch_tokens": None, "packing": False, "share_prompts": False}),
     "packed": ("packed microbatches", {"packing": True}),
 }
 IMPLEMENTATIONS = {"logits": "dense logits", "chunked": "chunked", "triton": "triton"}

@@ -227,6 +227,7 @@ class Policy(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     micro_batch_size: Count | None = None  # sequences a rank; None: the rank's whole share at once
     packing: bool = False  # sequences of a microbatch one after the other, without padding
+    share_prompts: bool = False  # with packing, on dtensor: a microbatch has each prompt once
     micro_batch_tokens: Count | None = None  # with packing: at most so many a microbatch, or one sequence
     activation_checkpointing: Checkpointing = "none"  # OpenPolicy says what they are
     compile: bool = False  # each layer by torch.compile; on dtensor, where a replica is one rank
@@ -273,6 +274,29 @@ class Policy(Section):
                 "policy.activation_checkpointing: got 'selective' without compile; use compile: true, or "
                 "'none' or 'full'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_prompts_stand_in_one_stream(self) -> Self:
+        refusals = [
+            (not self.packing, "without packing", "packing: true"),
+            (self.backend.type != "dtensor", f"with backend {self.backend.type!r}", "type: dtensor"),
+            (
+                self.backend.context_parallel > 1,
+                f"with context_parallel {self.backend.context_parallel}",
+                "context_parallel: 1",
+            ),
+            (
+                self.router_aux_loss_coefficient > 0,
+                "with a loss that balances experts, for which all tokens count",
+                "router_aux_loss_coefficient: 0",
+            ),
+        ]
+        for refused, beside, instead in refusals:
+            if self.share_prompts and refused:
+                raise ValueError(
+                    f"policy.share_prompts: got true {beside}; use {instead}, or share_prompts: false"
+                )
         return self
 
     @model_validator(mode="after")

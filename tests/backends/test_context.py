@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from abrun.backends import context as context_module
 from abrun.backends.attention import _by_kernel
 from abrun.backends.context import ContextSplit, context_split, spans_of
+from abrun.backends.packing import packing_of
 from abrun.rl.losses import clipped_policy_loss, gspo_loss, loss_weights
 from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend, rows, some_batch
 from tests.backends.test_dtensor import LEARNING_RATES, OPTIMIZER, assert_same
@@ -103,6 +104,41 @@ def test_the_kernel_ends_each_span_with_its_last_key(size: int) -> None:
         assert twice.grad is not None
         right = twice.grad.float() - sharded
         assert float((sharded - right).norm() / right.norm()) < 0.02
+
+
+@pytest.mark.gpu
+def test_the_kernel_with_shared_prefixes() -> None:
+    """Against each sequence alone, its prefix in front of it; gradients repeat to the last bit."""
+    gpu, draw = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(0)
+    lengths, shared = [300, 290, 517, 64, 141, 200], [0, 250, 250, 0, 0, 100]
+    packing = packing_of(lengths, max(lengths), gpu, shared=shared)
+    query, key, value = (
+        torch.randn(1, heads, packing.num_own, 64, device=gpu, generator=draw, dtype=torch.bfloat16)
+        for heads in (8, 2, 2)
+    )
+    attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+
+    def gradients(of_all: Any, as_float: bool) -> tuple[Tensor, ...]:
+        states = [(each.float() if as_float else each).requires_grad_() for each in (query, key, value)]
+        found = of_all(*states)
+        found.float().square().sum().backward()
+        return found, *(each.grad for each in states if each.grad is not None)
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outputs = []
+        for span in packing.spans.each:
+            before, own = slice(span.prefix, span.prefix_stop), slice(span.key, span.key_stop)
+            whole: Any = [torch.cat([each[:, :, before], each[:, :, own]], dim=2) for each in (q, k, v)]
+            outputs.append(attend(*whole)[:, :, span.prefix_stop - span.prefix :])
+        return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+    def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _by_kernel(q, k, v, packing.spans, None)
+
+    expected, found = gradients(one_by_one, True), gradients(by_kernel, False)
+    for right, one, other in zip(expected, found, gradients(by_kernel, False), strict=True):
+        assert float((one.float() - right).norm() / right.norm()) < 0.02
+        assert torch.equal(one, other) or right.shape == query.shape
 
 
 # --- on two ranks ---

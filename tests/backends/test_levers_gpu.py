@@ -15,10 +15,12 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.microbatches import Microbatches
 from abrun.backends.ranks import make_ranks
 from abrun.recipe import Policy
-from tests.backends.policies import WeightedLoss, gradients, make_backend, some_batch, tiny
+from tests.backends.policies import WeightedLoss, gradients, make_backend, tiny
+from tests.backends.test_packing import of_prompts
 
 pytestmark = pytest.mark.gpu
 PACKED = {"packing": True, "micro_batch_tokens": 100}
+GROUPS = [(1 + 5 * row % 7, [1 + (3 * row + each) % 9 for each in range(4)]) for row in range(9)]
 KEPT = {"backend": {"keep_gathered": True}}
 LEVERS = {
     "packed": PACKED,
@@ -27,6 +29,8 @@ LEVERS = {
     "full": PACKED | {"compile": True, "activation_checkpointing": "full"},
     "gathered": PACKED | KEPT | {"compile": True},
     "one pass": PACKED | KEPT | {"compile": True, "logprobs": {"impl": "triton", "one_pass": True}},
+    "prompts": PACKED | {"share_prompts": True},
+    "prompts, compiled": PACKED | KEPT | {"compile": True, "share_prompts": True},
     "Liger": PACKED | {"liger": True},
 }
 
@@ -54,7 +58,7 @@ def patched() -> Iterator[None]:
 
 @pytest.mark.timeout(600)
 def test_levers_are_no_worse_than_none(gpu: torch.device, patched: None) -> None:
-    batch = some_batch(size=32)
+    batch = of_prompts(GROUPS)
     exact, loss = make_backend(), WeightedLoss(float(batch.token_mask.sum()))
     exact.forward_backward(batch, loss)
     expected, logprobs = gradients(exact), exact.logprobs(batch)
@@ -79,12 +83,12 @@ def test_levers_are_no_worse_than_none(gpu: torch.device, patched: None) -> None
         assert found[0] <= 1.2 * plain[0] + 1e-5 and found[1] <= 1.2 * plain[1] + 1e-5, name
 
 
-@pytest.mark.parametrize("policy", [PACKED, PACKED | KEPT | {"compile": True}], ids=["packed", "levers"])
+@pytest.mark.parametrize("name", ["packed", "gathered", "prompts, compiled"])
 def test_no_microbatch_waits_for_the_gpu(
-    policy: dict[str, Any], gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = some_batch(size=32).to(gpu)
-    loss, backend = WeightedLoss(float(batch.token_mask.sum())), backend_of(gpu, **policy)
+    batch = of_prompts(GROUPS).to(gpu)
+    loss, backend = WeightedLoss(float(batch.token_mask.sum())), backend_of(gpu, **LEVERS[name])
     for _ in range(2):  # compiles, and tries kernels out
         backend.forward_backward(batch, loss)
         backend.optimizer_step(1e-6)

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import MistralConfig, MistralForCausalLM
 
+from abrun.backends.context import Span
 from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.microbatches import Microbatches, dealt
-from abrun.backends.packing import Packing, packing_of, sequence_lengths
+from abrun.backends.microbatches import Microbatches, _dealt_rows, _Rows, dealt
+from abrun.backends.packing import Packing, packing_of, sequence_lengths, shared_prefixes
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.recipe import Policy
-from abrun.rl.batch import Sequences
+from abrun.rl.batch import Sequences, collate
 from tests.backends.policies import (
     CPU,
     TINY,
@@ -56,6 +57,125 @@ def test_a_stream_by_hand() -> None:
     stream = packing.pack(rows)
     assert stream.tolist() == [[0, 1, 2, 4, 5, 6, 7, 8, 9]]
     assert packing.unpack(stream).tolist() == [[0, 1, 2, 0], [4, 5, 6, 7], [8, 9, 0, 0]]
+
+
+def of_prompts(groups: list[tuple[int, list[int]]], seed: int = 0) -> Advised:
+    """Sequences of prompts of so many tokens, each with completions of these."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(3, 99, (length,), generator=draw).tolist()
+
+    prompts, completions = [], []
+    for length, sizes in groups:
+        prompts += [tokens(length)] * len(sizes)
+        completions += [tokens(each) for each in sizes]
+    batch = collate(prompts, completions, pad_id=0)
+    return batch.at(Advised, advantages=torch.randn(batch.token_ids.shape, generator=draw))
+
+
+GROUPS = [(5, [3, 8, 1, 4]), (1, [2, 6]), (9, [5]), (7, [7, 1, 2])]
+
+
+def test_a_stream_of_shared_prompts_by_hand() -> None:
+    batch = of_prompts([(3, [1, 2]), (1, [1, 1]), (2, [2, 1])])
+    shared = shared_prefixes(batch.token_ids, batch.token_mask).tolist()
+    assert shared == [0, 2, 0, 0, 0, 1]
+    packing = packing_of(lengths(batch).tolist(), 5, CPU, shared=shared)
+    assert packing.starts == (0, 4, 7, 9, 11, 15, 17)
+    assert packing.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 0, 1, 0, 1, 2, 3, 1, 2]]
+    spans = packing.spans
+    assert spans.each[1] == Span(4, 7, 4, 7, 0, 2) and spans.each[5] == Span(15, 17, 15, 17, 11, 12)
+    keys = [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 11, 15, 16]
+    assert spans.key_index is not None and spans.key_index.tolist() == keys
+    assert spans.key_starts.tolist() == [0, 4, 9, 11, 13, 17, 20] and spans.longest_key == 5
+    assert spans.prefixes is not None and spans.prefixes.keys.tolist() == [0, 1, 11]
+    assert spans.prefixes.again.tolist() == [[4, -1], [5, -1], [17, -1]]
+    assert [keys[place] for place in spans.prefixes.first] == list(range(17))
+
+
+def test_what_is_no_common_prompt_is_not_shared() -> None:
+    batch = of_prompts([(4, [2, 3, 1, 2])])
+    ids, mask = batch.token_ids.clone(), batch.token_mask.clone()
+    assert shared_prefixes(ids, mask).tolist() == [0, 3, 3, 3]
+    mask[1] = False  # filtered: no token of it is trained on
+    assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 3]
+    ids[3, 0] = ids[3, 0] % 90 + 1  # another first token
+    assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 0]
+    longer = batch.token_mask.clone()
+    longer[2, 4] = False  # its completion had one token
+    assert shared_prefixes(batch.token_ids, longer).tolist() == [0, 3, 0, 0]
+    gap = batch.token_mask.clone()
+    gap[1, 5] = False  # a tool's answer inside a completion
+    assert shared_prefixes(batch.token_ids, gap).tolist() == [0, 3, 3, 3]
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "experts", "granite", "cohere"])
+@pytest.mark.parametrize("cut", MICROBATCHES, ids=str)
+def test_logprobs_with_shared_prompts_are_those_of_each_sequence_alone(
+    kind: str, cut: dict[str, Any], group: None
+) -> None:
+    batch = of_prompts(GROUPS)
+    with torch.no_grad():
+        expected, _ = plain_logprobs(tiny(kind), batch, 1.3)
+    backend = make_backend(kind, temperature=1.3, packing=True, share_prompts=True, **cut)
+    torch.testing.assert_close(backend.logprobs(batch), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
+@pytest.mark.parametrize("cut", [{}, {"micro_batch_tokens": 25}], ids=str)
+def test_gradients_with_shared_prompts_are_those_of_padded_rows(
+    logprobs: dict[str, Any], cut: dict[str, int], group: None
+) -> None:
+    batch, found = of_prompts(GROUPS), []
+    loss = WeightedLoss(float(batch.token_mask.sum()))
+    shared = {"packing": True, "share_prompts": True, "activation_checkpointing": bool(cut), **cut}
+    for policy in ({}, shared):
+        backend = make_backend(temperature=0.7, logprobs=logprobs, **policy)
+        parts = backend.forward_backward(batch, loss)
+        found.append(gradients(backend) | {"loss": parts.sums["loss"]})
+    assert_same(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_a_shared_prompt_goes_through_the_model_once(group: None) -> None:
+    batch, widths = of_prompts(GROUPS), []
+    backend = make_backend(packing=True, share_prompts=True)
+    backend.module.network.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: widths.append(output.shape[1])
+    )
+    backend.logprobs(batch)
+    assert widths == [int(lengths(batch).sum()) - 3 * 4 - 2 * 6]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 12), min_size=2, max_size=2)), min_size=1),
+    st.integers(1, 120),
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+)
+@settings(deadline=None)
+def test_microbatches_of_shared_prompts(
+    pairs: list[tuple[int, list[int]]], max_tokens: int, num_ranks: int, together: int
+) -> None:
+    """Each row once, within the budget where it can be, and no longer a way than without sharing."""
+    groups = pairs * num_ranks
+    of_rows = [prompt + each for prompt, sizes in groups for each in sizes]
+    shared = [place * (prompt - 1) for prompt, _ in groups for place in range(2)]
+
+    def longest(by_rank: list[list[list[int]]], rows: _Rows) -> int:
+        turns = zip(*([rows.picked(part).num_tokens for part in parts] for parts in by_rank), strict=True)
+        return sum(max(turn) for turn in turns)
+
+    rows, alone = _Rows(of_rows, shared), _Rows(of_rows, [0] * len(of_rows))
+    by_rank = _dealt_rows(rows, together, max_tokens, num_ranks)
+    parts = [part for parts in by_rank for part in parts]
+    assert sorted(row for part in parts for row in part) == list(range(len(of_rows)))
+    for part in parts:
+        assert part == sorted(part)
+        assert len(part) == together or rows.picked(part).num_tokens <= max_tokens
+        assert together == 1 or all(row ^ 1 in part for row in part)
+    if together == 1:
+        assert longest(by_rank, rows) <= longest(_dealt_rows(alone, together, max_tokens, num_ranks), alone)
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "experts", "granite", "cohere"])

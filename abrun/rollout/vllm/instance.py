@@ -99,7 +99,8 @@ class Instance:
         if self._device.type != "cuda":
             return 0
         with self._called("sleep"):
-            self._llm.sleep(level=2)
+            with _kept_by_the_trainer():
+                self._llm.sleep(level=2)
             self._is_asleep = True
             return _away_bytes()
 
@@ -174,6 +175,16 @@ class Instance:
             logprobs=[0.0] * len(token_ids) if temperature == 0 else logprobs,  # no other choice
             truncated=token_ids[-1] not in self._end_ids,
         )
+
+
+@contextlib.contextmanager
+def _kept_by_the_trainer() -> Iterator[None]:
+    """vLLM hands back what torch has cached, and the step that follows would ask the driver for it again."""
+    emptied, torch.cuda.empty_cache = torch.cuda.empty_cache, lambda: None
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache = emptied
 
 
 def _away_bytes() -> int:
