@@ -1,14 +1,14 @@
 """A whole training step on one GPU, generation included: abrun's two engines, and TRL with vLLM and Liger.
 
     python tests/bench/bench_step.py                    # one GPU; needs vllm, trl and liger-kernel
-    python tests/bench/bench_step.py --only abrun-vllm --set policy.compile=false
+    python tests/bench/bench_step.py --only abrun-vllm --set policy.share_prompts=false
     python tests/bench/bench_step.py --only abrun-vllm --algorithm ppo    # with a value model of its own
     python tests/bench/bench_step.py --chart runs/step  # step.png and step.svg: where the steps go
     python tests/bench/bench_step.py --device cpu       # the script's own logic, on a tiny model
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) by GRPO in bfloat16 on the same prompts:
-64 completions of 512 tokens a step, 32 sequences a microbatch, no KL penalty; abrun compiled, TRL with its
-own default, activation checkpointing. Random weights end a completion about never, so that all have their
+64 completions of 512 tokens a step, 32 sequences a microbatch, no KL penalty; abrun compiled and with each
+prompt once for its eight completions, TRL with its own default, activation checkpointing. Random weights end a completion about never, so that all have their
 full length. A candidate is a process of its own; the figures are medians of its steps after the first two,
 which compile and capture graphs.
 """
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ def run_abrun(
             "dtype": "bfloat16" if device == "cuda" else "float32",
             "compile": device == "cuda",
             "packing": True,
+            "share_prompts": True,
             "backend": {"type": "dtensor", "keep_gathered": True},
             "micro_batch_tokens": shapes.micro_batch * (shapes.prompt_words + shapes.completion_tokens),
             "logprobs": {"impl": "triton" if device == "cuda" else "chunked", "one_pass": True},
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--device", choices=list(SHAPES), default="cuda")
     parser.add_argument("--only", nargs="*", choices=CANDIDATES, default=CANDIDATES)
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="of abrun's candidates")
+    parser.add_argument("--prompt-words", type=int, help="a token each; else 128")
     parser.add_argument("--chart", type=Path, help="without its ending")
     parser.add_argument("--set", action="append", default=[], help="key=value for abrun's candidates")
     parser.add_argument("--trl", help=argparse.SUPPRESS)
@@ -239,6 +241,8 @@ def main() -> None:
         train_trl(**given | {"shapes": Shapes(**given["shapes"])})
         return
     shapes, medians, parts = SHAPES[asked.device], {}, {}
+    if asked.prompt_words:
+        shapes = replace(shapes, prompt_words=asked.prompt_words)
     print(f"{shapes.prompts * shapes.group} x {shapes.completion_tokens} tokens, {shapes.preset}")
     with tempfile.TemporaryDirectory() as folder:
         make_model(shapes.preset, Path(folder) / "model", asked.device, vocab_size=shapes.vocab_size)
