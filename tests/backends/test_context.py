@@ -119,7 +119,8 @@ def test_the_kernel_with_shared_prefixes() -> None:
     attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
     def gradients(of_all: Any, as_float: bool) -> tuple[Tensor, ...]:
-        states = [(each.float() if as_float else each).requires_grad_() for each in (query, key, value)]
+        dtype = torch.float32 if as_float else torch.bfloat16
+        states = [each.detach().clone().to(dtype).requires_grad_() for each in (query, key, value)]
         found = of_all(*states)
         found.float().square().sum().backward()
         return found, *(each.grad for each in states if each.grad is not None)

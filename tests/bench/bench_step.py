@@ -8,9 +8,9 @@
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) by GRPO in bfloat16 on the same prompts:
 64 completions of 512 tokens a step, 32 sequences a microbatch, no KL penalty; abrun compiled and with each
-prompt once for its eight completions, TRL with its own default, activation checkpointing. Random weights end a completion about never, so that all have their
-full length. A candidate is a process of its own; the figures are medians of its steps after the first two,
-which compile and capture graphs.
+prompt once for its eight completions, TRL with its own default, activation checkpointing. Random weights end
+a completion about never, so that all have their full length. A candidate is a process of its own; the figures
+are medians of its steps after the first two, which compile and capture graphs.
 """
 
 import argparse
