@@ -18,7 +18,7 @@ from abrun.compare.judge.step_one import StepOne, named_otherwise, share_of_scal
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.untested import counted, not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
-from abrun.compare.read.experiment import Experiment, Sides
+from abrun.compare.read.experiment import Experiment, Sides, no_shared_step
 from abrun.equivalence import ALPHA, bound_text
 from abrun.looks import level_of_a_look
 from abrun.recipe import Primary, units
@@ -194,6 +194,7 @@ def judge_arm(
         results,
         reads_step_one=unread is None,
         recorded=experiment.metrics(),
+        apart=no_shared_step([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
         has_recipe=experiment.has_recipe,
     )
     described = descriptions(experiment, arm, primaries)
@@ -249,17 +250,18 @@ def decide(
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
+    apart: str | None = None,
     has_recipe: bool = True,
 ) -> tuple[Verdict, list[str]]:
-    """The verdict of one arm and why: invalid before mismatch before inconclusive before match."""
+    """The verdict of one arm and why: invalid before mismatch before inconclusive before match.
+
+    `recorded`: the metrics of all runs; `apart` says that the arms share no step, where that is so.
+    """
     if invalid:
         return "INVALID", _shortened(invalid)
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
-        return "INVALID", [
-            "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms "
-            f"at step 0 or 1, so step one cannot be read{named_otherwise(recorded)}; or say --no-step-one"
-        ]
+        return "INVALID", [f"step grids differ: {apart}" if apart else _no_first_step(recorded)]
     sentence = partial(primary_sentence, has_recipe=has_recipe)
     wrong = [
         *(_step_one_sentence(one) for one in first_steps if one.result == "fail"),
@@ -286,6 +288,13 @@ def decide(
     if open_questions:
         return "INCONCLUSIVE", open_questions
     return "MATCH", [sentence(one) for one in primaries]
+
+
+def _no_first_step(recorded: Sequence[str]) -> str:
+    return (
+        "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms at "
+        f"step 0 or 1, so step one cannot be read{named_otherwise(recorded)}; or say --no-step-one"
+    )
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
 from abrun.series import NO_SERIES, Array, Series, Steps
 from abrun.store import Status
 from abrun.store.metrics import ValidationRow
+
+_SHOWN_GRIDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -250,6 +253,23 @@ def union(grids: Iterable[Steps]) -> Steps:
     first, *others = distinct.values() or [np.empty(0, np.int64)]
     differing = [grid for grid in others if not np.array_equal(grid, first)]
     return np.unique(np.concatenate([first, *differing])) if differing else first
+
+
+def no_shared_step(runs: Sequence[RecordedRun]) -> str | None:
+    """What to say of runs of which no step is in all; None where one is, or a run has none at all."""
+    steps = [run.steps for run in runs]
+    if not (steps and all(map(len, steps))) or len(reduce(np.intersect1d, steps)):
+        return None
+    having: dict[str, list[RecordedRun]] = {}
+    for run, its in zip(runs, steps, strict=True):
+        having.setdefault(f"{len(its)} steps, {its[0]}-{its[-1]}", []).append(run)
+    said = [
+        f"{of[0]}{f' and {len(of) - 1} more' * (len(of) > 1)}: {grid}"
+        for grid, of in [*having.items()][:_SHOWN_GRIDS]
+    ]
+    more = len(having) - len(said)
+    said += [f"{more} other grids"] * (more > 0)
+    return f"the runs share no step ({'; '.join(said)}): log them at the same steps"
 
 
 def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
