@@ -285,6 +285,25 @@ def test_runs_without_a_shared_step_are_said_to_have_none_once(
     ]
 
 
+def test_other_runs_of_the_same_names_have_a_report_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for parent in ("a", "b"):
+        for arm in ARMS:
+            for seed in SEEDS:
+                write_csv(Path(parent, arm, "run0", f"seed-{seed}.csv"), rows(arm, seed))
+
+    def folder(parent: str, **options: Any) -> str:
+        sources = [f"{parent}/{arm}/run0" for arm in ARMS]
+        (file,) = compare_sources(sources, Reading(), formats=["json"], **options).files
+        return str(file.parent)
+
+    first, other = folder("a"), folder("b")
+    assert first == "old-vs-new-report" and re.fullmatch(first + "-[0-9a-f]{8}", other)
+    assert (folder("a/"), folder("b", step_one=False), folder("a")) == (first, other, first)
+
+
 def test_seeds_of_one_arm_lead_to_those_of_both(tmp_path: Path) -> None:
     sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
     (tmp_path / "old" / "s3.csv").unlink()

@@ -166,6 +166,7 @@ class Experiment:
     seeds_known: bool = True  # False: unpaired runs that were numbered
     guessed: tuple[str, ...] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
+    sources_sha256: str = ""  # of runs that abrun did not launch: of the sources that were named
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property
@@ -297,16 +298,19 @@ def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array
 def claims_on_recorded(experiment: Experiment, primaries: Sequence[Primary]) -> list[Primary]:
     """The claims, each on a metric that some run recorded: by its name, its trainer's name, or the end of it.
 
-    Raises ComparisonError for any other: given by hand, that is a typing error.
+    Raises ComparisonError for any other, and for one given twice: by hand, that is a typing error.
     """
     known = experiment.metrics()
-    found = []
+    found: list[Primary] = []
     for primary in primaries:
         metric = experiment.renamed.get(primary.metric, primary.metric)
         ending = [name for name in known if f"/{name}".lower().endswith(f"/{metric}".lower())]
         if metric not in known and len(ending) == 1:
             metric = ending[0]
-        found.append(primary.model_copy(update={"metric": metric}) if metric in known else primary)
+        claim = primary.model_copy(update={"metric": metric}) if metric in known else primary
+        if claim in found:
+            raise ComparisonError(f"--primary: got a claim on {primary.metric!r} twice; every claim once")
+        found.append(claim)
         if known and metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:
