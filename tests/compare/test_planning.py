@@ -87,6 +87,17 @@ def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
     assert found.stderr.startswith(warned) and bool(found.stderr) == bool(said)
 
 
+def test_without_a_recipe_an_earlier_experiment_plans_its_own(simulated, monkeypatch):
+    monkeypatch.chdir(simulated().parent)
+    margin = ["--set", "compare.primary.0.margin=0.5"]
+    own, named = (
+        CliRunner().invoke(app, ["plan", *recipe, "--from", "./simulated", *margin])
+        for recipe in ([], ["simulated"])
+    )
+    assert own.exit_code == 0 and own.stdout == named.stdout and not own.stderr
+    assert own.stdout.startswith("simulated: 5 pairs planned") and "±0.5" in own.stdout
+
+
 @pytest.mark.parametrize(
     ("failed", "counts"),
     [(("baseline", "treatment"), "4 failed, 2 finished"), (("treatment",), "4 finished, 2 failed")],
