@@ -146,7 +146,8 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield NextStep(text="Launch it again after the next change", command=again)
     elif experiment.regression:
         yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
-    elif declared or content["paired"]:  # a reference takes claims alone, and is else compared seed by seed
+    elif declared or (content["paired"] and experiment.compare.step_one):
+        # A reference takes claims alone: later runs are compared seed by seed, their first step too
         of, file = "RUNS", f"{_name(experiment)}.json"
         if experiment.directory:
             of, file = _name(experiment), f"{_folder(experiment)}.json"
