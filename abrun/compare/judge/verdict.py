@@ -38,6 +38,7 @@ _NOT_DECLARED = (
     "converge alike; declare compare.primary with a margin"
 )
 _NO_CLAIM = "nothing is claimed (--primary): a description and no verdict on whether the arms converge alike"
+AT_OBSERVED = "at the observed sd"  # of numbers of pairs; `abrun plan --from` takes its upper bound
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
@@ -405,7 +406,7 @@ def _pairs_needed(result: PrimaryResult) -> str:
     if result.pairs_needed_range is None:
         return "unknown"
     low, high = (_or_many(count) for count in result.pairs_needed_range)
-    return f"{_or_many(result.pairs_needed)} ({low} to {high}), if the arms are truly equal"
+    return f"{_or_many(result.pairs_needed)} ({low} to {high}) {AT_OBSERVED}, if the arms are truly equal"
 
 
 def _or_many(count: int | None) -> str:
