@@ -259,7 +259,8 @@ def union(grids: Iterable[Steps]) -> Steps:
 def no_shared_step(runs: Sequence[RecordedRun]) -> str | None:
     """What to say of runs of which no step is in all; None where one is, or a run has none at all."""
     steps = [run.steps for run in runs]
-    if not (steps and all(map(len, steps))) or len(reduce(np.intersect1d, steps)):
+    grids = {its.tobytes(): its for its in steps}.values()  # most often one
+    if not (grids and all(map(len, grids))) or len(reduce(np.intersect1d, grids)):
         return None
     having: dict[str, list[RecordedRun]] = {}
     for run, its in zip(runs, steps, strict=True):
