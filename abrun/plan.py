@@ -168,6 +168,10 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
     if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
         why = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
         raise RecipeError(f"{recipe.name}: compare.step_one_tolerance: got {tolerance}, {why}; drop it")
+    base = configs[BASELINE]
+    for metric in tolerance if isinstance(tolerance, dict) else ():
+        if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
+            raise RecipeError(f"{recipe.name}: compare.step_one_tolerance.{metric}: {problem}")
     claims = recipe.compare.primary
     for index, claim in enumerate(claims):
         if claim in claims[:index]:

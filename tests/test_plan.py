@@ -87,6 +87,14 @@ def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
             "of runs on CPU cores; claim peak_live_tensor_bytes",
         ),
         (
+            ["compare.step_one_tolerance={train/critic/loss: 0.1}"],
+            "compare.step_one_tolerance.train/critic/loss: got 'train/critic/loss', which a run of grpo does",
+        ),
+        (
+            ["compare.step_one_tolerance={train/gen_kl_error: 0.1}", "algorithm.metrics=none"],
+            "step_one_tolerance.train/gen_kl_error: got 'train/gen_kl_error' of runs of algorithm.metrics",
+        ),
+        (
             ["compare.primary.0.window=steps 2-4"],
             "primary.0.window: got 'steps 2-4', and the runs end at step 3",
         ),
@@ -119,6 +127,7 @@ def test_claims_that_can_be_judged_are_planned() -> None:
         assert plan_of(f"compare.primary.0.metric={metric}", option).runs
     # A foreign trainer may log anything; when its runs end is known
     assert make_plan(load_recipe(FOREIGN, ["compare.primary.0.metric=its/own"])).runs
+    assert make_plan(load_recipe(FOREIGN, ["compare.step_one_tolerance={train/critic/loss: 0.1}"])).runs
     with pytest.raises(RecipeError, match="the runs end at step 5"):
         make_plan(load_recipe(FOREIGN, ["compare.primary.0.window=steps 2-9"]))
     with pytest.raises(RecipeError, match=r"primary\.0\.metric: got 'final_weights' of a command"):

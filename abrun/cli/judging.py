@@ -22,7 +22,6 @@ from abrun.cli.arguments import (
     NoStepOne,
     Overrides,
     Pattern,
-    RecipeFile,
     Reference,
     ReportFolder,
     RunsDir,
@@ -31,8 +30,10 @@ from abrun.cli.arguments import (
     StepColumn,
     ToWandb,
     Unpaired,
+    names_of_recipes,
     parse_formats,
     parse_seeds,
+    recipe_file,
     typed_command,
 )
 from abrun.errors import ComparisonError, RecipeError
@@ -237,7 +238,15 @@ def ledger(
 
 @app.command(rich_help_panel=JUDGE)
 def plan(
-    recipe: RecipeFile,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A recipe: a YAML file, the name of one that ships, or an experiment's folder; default: "
+            "what the experiment of --from was launched with.",
+            callback=recipe_file,
+            autocompletion=names_of_recipes,
+        ),
+    ] = None,
     overrides: Overrides = None,
     earlier: Annotated[
         str | None, typer.Option("--from", help="Measure spread and correlation in this earlier experiment.")
@@ -259,6 +268,7 @@ def plan(
     Examples:
         abrun plan quickstart
         abrun plan quickstart --from pilot
+        abrun plan --from pilot --set compare.primary.0.margin=0.1
         abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.compare.read.stored import load_experiment
@@ -273,14 +283,18 @@ def plan(
         )
     if sigma is not None and not math.isfinite(sigma):
         raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
-    loaded = load_recipe(recipe, overrides or [])
+    experiment_dir = find_experiment(earlier, runs_dir) if earlier else None
+    measured = load_experiment(experiment_dir) if experiment_dir else None
+    planned = recipe or experiment_dir
+    if planned is None:
+        raise RecipeError("plan: got no recipe; give one, or --from EXPERIMENT, whose own it is then")
+    loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
         from abrun.launch.stages import until_decided
 
         loaded = until_decided(loaded, max_seeds)
     make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
-    measured = load_experiment(find_experiment(earlier, runs_dir)) if earlier else None
     if measured:
         _refuse_without_pairs(measured)
     if otherwise := measured and other_than_measured(loaded, measured):

@@ -4,8 +4,10 @@ Sources -> Experiment -> validity, guards, evidence -> verdict -> plots and repo
 numpy and scipy: the command line imports it when it compares, not before.
 """
 
+import hashlib
+import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,14 @@ from abrun.compare.read.reference import add_entry, against_reference, freeze, l
 from abrun.compare.read.sources import Reading, open_sources, stored_in
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import NextStep, next_steps
-from abrun.compare.show.report import FIGURES, FORMATS, drawable, slug, terminal_summary, write_report
+from abrun.compare.show.report import (
+    FIGURES,
+    FORMATS,
+    drawable,
+    report_folder,
+    terminal_summary,
+    write_report,
+)
 from abrun.errors import ComparisonError
 from abrun.extras import lacking
 from abrun.metric_names import default_transform
@@ -95,10 +104,15 @@ def compare_sources(
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
     asked = _asked(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
-    default = directory / folder if directory else Path(f"{slug(experiment.name)}-report")
+    if directory is None:
+        named = [*sources, *([str(reference)] if reference else [])]
+        experiment = replace(experiment, sources_sha256=_sha256(map(os.path.abspath, named)))
+    default = directory / folder if directory else report_folder(experiment)
     declared = None
     if directory and experiment.launched_compare_sha256 and _changed(asked.compare, experiment.compare):
-        own = f"{folder}{POST_HOC}{compare_hash(asked.compare)[:8]}"
+        claims = sorted(asked.compare.primary, key=str)  # in whatever order they were given
+        of_any_order = asked.compare.model_copy(update={"primary": claims})
+        own = f"{folder}{POST_HOC}{compare_hash(of_any_order)[:8]}"
         declared, default = default, default.with_name(own)
     comparison = compare(
         experiment,
@@ -111,6 +125,10 @@ def compare_sources(
     )
     stays = declared is not None and output is None and (declared / "verdict.json").exists()
     return replace(comparison, declared=declared if stays else None)
+
+
+def _sha256(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def verdict_in(experiment_dir: Path) -> str | None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from abrun.errors import StoreError
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
 from abrun.store import RunDir, RunState, is_experiment, launcher_of
@@ -18,12 +19,17 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
     """The lines of a run's log, with `follow` also those to come until it has ended; where there are none,
     what is recorded of the run. Of an experiment, what its runs are doing.
 
-    Raises StoreError where the folder holds neither.
+    Raises StoreError where neither is there.
     """
     if is_experiment(directory):
         yield from _runs_of(directory, find_jobs, follow=follow)
         return
     run = RunDir(directory)
+    if not run.exists:
+        raise StoreError(
+            f"{directory}: no run and no experiment is here, nor under --runs-dir; give a folder, or a name "
+            "such as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun logs EXPERIMENT its runs)"
+        )
     name = run.record().name
     experiment_dir = directory.parent.parent
     jobs = find_jobs(experiment_dir)

@@ -267,6 +267,43 @@ def test_runs_that_end_early_are_described_over_the_steps_they_share(tmp_path: P
     assert found.content.descriptions[0].steps == (33, 40)
 
 
+@pytest.mark.parametrize("options", [{}, {"unpaired": True}])
+def test_runs_without_a_shared_step_are_said_to_have_none_once(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    for seed in (0, 1, 2):
+        for arm, moved in (("old", 0), ("new", 200)):
+            later = [{**row, "step": row["step"] + moved} for row in rows(arm, seed)]
+            write_csv(tmp_path / arm / f"seed-{seed}.csv", later)
+    found = described([str(tmp_path / arm) for arm in ("old", "new")], tmp_path / "report", **options)
+    (reason, _) = found.content.reasons  # and that it is post hoc
+    assert found.verdict == "INVALID" and reason.startswith("step grids differ: the runs share no step (old/")
+    assert re.search(r"-0 and 2 more: 60 steps, 1-60; new/.*-0 and 2 more: 60 steps, 201-260\)", reason)
+    said = [one for one in found.content.not_tested if one.startswith("step one: ")]
+    assert said == ["step one: runs that are not paired have no first step in common"] or said == [
+        "step one: the runs share no step"
+    ]
+
+
+def test_other_runs_of_the_same_names_have_a_report_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for parent in ("a", "b"):
+        for arm in ARMS:
+            for seed in SEEDS:
+                write_csv(Path(parent, arm, "run0", f"seed-{seed}.csv"), rows(arm, seed))
+
+    def folder(parent: str, **options: Any) -> str:
+        sources = [f"{parent}/{arm}/run0" for arm in ARMS]
+        (file,) = compare_sources(sources, Reading(), formats=["json"], **options).files
+        return str(file.parent)
+
+    first, other = folder("a"), folder("b")
+    assert first == "old-vs-new-report" and re.fullmatch(first + "-[0-9a-f]{8}", other)
+    assert (folder("a/"), folder("b", step_one=False), folder("a")) == (first, other, first)
+
+
 def test_seeds_of_one_arm_lead_to_those_of_both(tmp_path: Path) -> None:
     sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
     (tmp_path / "old" / "s3.csv").unlink()

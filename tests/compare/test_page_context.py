@@ -182,6 +182,13 @@ def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged, her
     assert load_reference(Path("simulated.json")).compare == claimed(0.1)
 
 
+def test_without_step_one_no_reference_is_proposed(simulated, judged, here):
+    """Later runs would be compared with it by their first step, too."""
+    comparison = judged(simulated(), step_one=False)
+    (fresh,) = comparison.next_steps
+    assert comparison.verdict == "MATCH" and fresh.command.startswith("abrun launch ")
+
+
 def test_a_mismatch_is_read(simulated, judged, here):
     experiment_dir = simulated(shift=0.04)
     comparison = judged(experiment_dir)

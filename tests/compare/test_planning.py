@@ -60,6 +60,8 @@ def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     assert spread.sd_difference == pytest.approx(difference.std(ddof=1))
     text = shown(plan_report("next", Compare(primary=[claim(margin=0.02)]), 4, earlier=experiment))
     assert "measured in simulated over 8 pairs" in text
+    bound = f"planned with its upper 80% bound, {spread.planned_sd:.3g}"
+    assert f"{bound}; abrun compare takes the sd as measured)" in " ".join(text.split())
     assert re.search(r"\d+ pairs \(\d+ to \d+\)", text), "a measured spread has a range"
 
 
@@ -85,6 +87,17 @@ def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
     assert found.exit_code == 0 and found.stdout.startswith("next: ")
     warned = f"abrun: --from: simulated trained otherwise than next will {said}" if said else ""
     assert found.stderr.startswith(warned) and bool(found.stderr) == bool(said)
+
+
+def test_without_a_recipe_an_earlier_experiment_plans_its_own(simulated, monkeypatch):
+    monkeypatch.chdir(simulated().parent)
+    margin = ["--set", "compare.primary.0.margin=0.5"]
+    own, named = (
+        CliRunner().invoke(app, ["plan", *recipe, "--from", "./simulated", *margin])
+        for recipe in ([], ["simulated"])
+    )
+    assert own.exit_code == 0 and own.stdout == named.stdout and not own.stderr
+    assert own.stdout.startswith("simulated: 5 pairs planned") and "±0.5" in own.stdout
 
 
 @pytest.mark.parametrize(
@@ -168,6 +181,8 @@ def test_a_measured_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound
     assert spread and spread.law.spread == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
     expected = claim_power(primary, Compare(), spread)
     assert expected and expected.pairs_needed_range
+    text = shown(plan_report("next", Compare(primary=[primary]), 4, earlier=experiment))
+    assert "(planned with the upper 80% bound of the sd; abrun compare takes the sd as measured)" in text
     low, high = expected.pairs_needed_range
     assert low and expected.pairs_needed and high and low < expected.pairs_needed < high
 

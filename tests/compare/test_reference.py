@@ -44,6 +44,18 @@ def test_the_same_runs_match(tmp_path, frozen):
     assert {one.noise_floor for one in content.divergence} == {"measured", "zero"}  # A/A reruns are kept
 
 
+def test_later_runs_without_a_step_of_the_reference_are_told_so(simulated, tmp_path):
+    freeze(load_experiment(simulated(compare={})), "baseline", tmp_path / "ref.json")
+
+    def move(experiment_dir: Path) -> None:
+        for directory in experiment_dir.glob("baseline/seed-?"):
+            edit_rows(directory, lambda row: row.update(step=row["step"] + 1000))
+
+    content = later(tmp_path, tmp_path / "ref.json", change=move)
+    assert content.verdict == "INVALID" and "--alias" not in content.reasons[0]
+    assert "the runs share no step (reference/seed-0 and 4 more: " in content.reasons[0]
+
+
 def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simulated, tmp_path):
     experiment = load_experiment(simulated())
     began = replace(experiment.runs[RunName(arm="treatment", seed=0)], span_s=(1e9, 1e9 + 60))

@@ -217,7 +217,7 @@ def test_no_baseline_opposes_nothing(simulated, judged):
 @pytest.mark.parametrize(
     ("claim", "shift", "step"),
     [
-        ({"margin": 0.02}, 0.0, "runs of each arm decide it with 80 % power"),
+        ({"margin": 0.02}, 0.0, "runs of each arm decide it with 80 % power at the observed sd, if"),
         ({"margin": 1e-4}, 0.0, "This margin takes more than 1000 runs of each arm"),
         ({"margin": 0.03, "window": "all"}, 0.2, "See whether fresh seeds say so too"),
         ({"margin": "1 sigma"}, 0.0, "runs of each arm decide it with 80 % power"),

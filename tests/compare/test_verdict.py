@@ -470,7 +470,8 @@ def test_in_another_order_they_are_the_same_claims(simulated, judged):
     found = judged(experiment_dir, primaries=again)
     assert not found.content.post_hoc and found.as_json() == as_launched.as_json()
     assert found.next_steps == as_launched.next_steps
-    assert judged(experiment_dir, primaries=[entropy, entropy]).content.post_hoc
+    with pytest.raises(ComparisonError, match="--primary: got a claim on 'entropy' twice; every claim once"):
+        judged(experiment_dir, primaries=[entropy, entropy.model_copy(update={"metric": "entropy"})])
 
 
 @pytest.mark.parametrize("change", [{"margin": 0.03}, {"window": "all"}, {"metric": "train/entropy"}])

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
-from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.compare.read.experiment import Pair, RecordedRun, no_shared_step
 from abrun.equivalence import ALPHA, paired_tost
 from abrun.metric_names import (
     ADVANTAGES_MAX,
@@ -292,6 +292,8 @@ def _shifted(signed: Sequence[float], tolerance: float, alpha: float) -> bool:
 
 def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> str:
     """Why nothing is read of the first step of runs that abrun did not launch."""
+    if pairs and all(no_shared_step([pair.baseline, pair.treatment]) for pair in pairs):
+        return "the runs share no step"
     first = max((first_step(pair.baseline) for pair in pairs), default=0)
     if first > 1:
         return f"the first recorded step is {first}, after updates were made"

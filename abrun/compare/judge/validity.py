@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from abrun.compare.judge.guards import shared_peak_counter
-from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, union
+from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, no_shared_step, union
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -389,6 +389,9 @@ def _brief(value: Any) -> str:
 
 
 def _other_steps(finished: Sequence[RecordedRun]) -> Iterator[str]:
+    if apart := no_shared_step(finished):
+        yield f"step grids differ: {apart}"
+        return
     everything = union(run.steps for run in finished)
     for run in finished:
         if len(run.steps) < len(everything):

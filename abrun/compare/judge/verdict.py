@@ -18,7 +18,7 @@ from abrun.compare.judge.step_one import StepOne, named_otherwise, share_of_scal
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.untested import counted, not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
-from abrun.compare.read.experiment import Experiment, Sides
+from abrun.compare.read.experiment import Experiment, Sides, no_shared_step
 from abrun.equivalence import ALPHA, bound_text
 from abrun.looks import level_of_a_look
 from abrun.recipe import Primary, units
@@ -38,6 +38,7 @@ _NOT_DECLARED = (
     "converge alike; declare compare.primary with a margin"
 )
 _NO_CLAIM = "nothing is claimed (--primary): a description and no verdict on whether the arms converge alike"
+AT_OBSERVED = "at the observed sd"  # of numbers of pairs; `abrun plan --from` takes its upper bound
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
@@ -194,6 +195,7 @@ def judge_arm(
         results,
         reads_step_one=unread is None,
         recorded=experiment.metrics(),
+        apart=no_shared_step([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
         has_recipe=experiment.has_recipe,
     )
     described = descriptions(experiment, arm, primaries)
@@ -249,17 +251,18 @@ def decide(
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
+    apart: str | None = None,
     has_recipe: bool = True,
 ) -> tuple[Verdict, list[str]]:
-    """The verdict of one arm and why: invalid before mismatch before inconclusive before match."""
+    """The verdict of one arm and why: invalid before mismatch before inconclusive before match.
+
+    `recorded`: the metrics of all runs; `apart` says that the arms share no step, where that is so.
+    """
     if invalid:
         return "INVALID", _shortened(invalid)
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
-        return "INVALID", [
-            "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms "
-            f"at step 0 or 1, so step one cannot be read{named_otherwise(recorded)}; or say --no-step-one"
-        ]
+        return "INVALID", [f"step grids differ: {apart}" if apart else _no_first_step(recorded)]
     sentence = partial(primary_sentence, has_recipe=has_recipe)
     wrong = [
         *(_step_one_sentence(one) for one in first_steps if one.result == "fail"),
@@ -286,6 +289,13 @@ def decide(
     if open_questions:
         return "INCONCLUSIVE", open_questions
     return "MATCH", [sentence(one) for one in primaries]
+
+
+def _no_first_step(recorded: Sequence[str]) -> str:
+    return (
+        "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms at "
+        f"step 0 or 1, so step one cannot be read{named_otherwise(recorded)}; or say --no-step-one"
+    )
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
@@ -396,7 +406,7 @@ def _pairs_needed(result: PrimaryResult) -> str:
     if result.pairs_needed_range is None:
         return "unknown"
     low, high = (_or_many(count) for count in result.pairs_needed_range)
-    return f"{_or_many(result.pairs_needed)} ({low} to {high}), if the arms are truly equal"
+    return f"{_or_many(result.pairs_needed)} ({low} to {high}) {AT_OBSERVED}, if the arms are truly equal"
 
 
 def _or_many(count: int | None) -> str:

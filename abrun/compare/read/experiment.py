@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
 from abrun.series import NO_SERIES, Array, Series, Steps
 from abrun.store import Status
 from abrun.store.metrics import ValidationRow
+
+_SHOWN_GRIDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,6 +166,7 @@ class Experiment:
     seeds_known: bool = True  # False: unpaired runs that were numbered
     guessed: tuple[str, ...] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
+    sources_sha256: str = ""  # of runs that abrun did not launch: of the sources that were named
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property
@@ -252,6 +256,24 @@ def union(grids: Iterable[Steps]) -> Steps:
     return np.unique(np.concatenate([first, *differing])) if differing else first
 
 
+def no_shared_step(runs: Sequence[RecordedRun]) -> str | None:
+    """What to say of runs of which no step is in all; None where one is, or a run has none at all."""
+    steps = [run.steps for run in runs]
+    grids = {its.tobytes(): its for its in steps}.values()  # most often one
+    if not (grids and all(map(len, grids))) or len(reduce(np.intersect1d, grids)):
+        return None
+    having: dict[str, list[RecordedRun]] = {}
+    for run, its in zip(runs, steps, strict=True):
+        having.setdefault(f"{len(its)} steps, {its[0]}-{its[-1]}", []).append(run)
+    said = [
+        f"{of[0]}{f' and {len(of) - 1} more' * (len(of) > 1)}: {grid}"
+        for grid, of in [*having.items()][:_SHOWN_GRIDS]
+    ]
+    more = len(having) - len(said)
+    said += [f"{more} other grids"] * (more > 0)
+    return f"the runs share no step ({'; '.join(said)}): log them at the same steps"
+
+
 def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
     """The shared steps [S] of a metric and its values [R, S]: inner join, never interpolated."""
     series = [run.series(metric) for run in runs]
@@ -277,16 +299,19 @@ def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array
 def claims_on_recorded(experiment: Experiment, primaries: Sequence[Primary]) -> list[Primary]:
     """The claims, each on a metric that some run recorded: by its name, its trainer's name, or the end of it.
 
-    Raises ComparisonError for any other: given by hand, that is a typing error.
+    Raises ComparisonError for any other, and for one given twice: by hand, that is a typing error.
     """
     known = experiment.metrics()
-    found = []
+    found: list[Primary] = []
     for primary in primaries:
         metric = experiment.renamed.get(primary.metric, primary.metric)
         ending = [name for name in known if f"/{name}".lower().endswith(f"/{metric}".lower())]
         if metric not in known and len(ending) == 1:
             metric = ending[0]
-        found.append(primary.model_copy(update={"metric": metric}) if metric in known else primary)
+        claim = primary.model_copy(update={"metric": metric}) if metric in known else primary
+        if claim in found:
+            raise ComparisonError(f"--primary: got a claim on {primary.metric!r} twice; every claim once")
+        found.append(claim)
         if known and metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:

@@ -13,6 +13,7 @@ from typing import Any
 
 from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import claimable
+from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.samples import samples_in
 from abrun.errors import StoreError
@@ -146,7 +147,8 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield NextStep(text="Launch it again after the next change", command=again)
     elif experiment.regression:
         yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
-    elif declared or content["paired"]:  # a reference takes claims alone, and is else compared seed by seed
+    elif declared or (content["paired"] and experiment.compare.step_one):
+        # A reference takes claims alone: later runs are compared seed by seed, their first step too
         of, file = "RUNS", f"{_name(experiment)}.json"
         if experiment.directory:
             of, file = _name(experiment), f"{_folder(experiment)}.json"
@@ -238,7 +240,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
             experiment, text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
         )
     elif needed and None not in needed:
-        text = f"{max(needed)} {counted} decide it with 80 % power, if the arms are truly equal"
+        text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
         observed = [one["pairs_needed_observed"] for one in undecided]
         if None not in observed and max(observed) > max(needed):
             text += f" ({max(observed)}, if they differ as they do here)"
@@ -325,7 +327,9 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
         count = max(3, found.runs_needed or 3)
         if not alone:
             counted = units(paired=found.paired)
-            text += f": {count} {counted} decide it with 80 % power, if the arms are truly equal"
+            text += (
+                f": {count} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
+            )
         yield _with_fresh_seeds(claimed, text, count)
     if not alone:
         yield NextStep(

@@ -22,6 +22,7 @@ from abrun.redaction import shortened, shown_tree
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
 WHAT_LEARNS_WHAT = ("trainer.type", "model.", "algorithm.", "task.")  # keys that a spread depends on most
 MOST_NAMED = 3
+OF_COMPARE = "abrun compare takes the sd as measured"
 
 
 def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = True) -> Spread | None:
@@ -236,7 +237,11 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
     rho = spread.correlation if spread else claim.correlation
     correlated = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
     if claim.sigmas is not None and not compare.reference:
-        return f"margin in sigmas of the baseline, {correlated}"
+        measured = spread is not None and spread.num_pairs
+        planned = (
+            f" (planned with the upper {ASSURANCE:.0%} bound of the sd; {OF_COMPARE})" if measured else ""
+        )
+        return f"margin in sigmas of the baseline, {correlated}{planned}"
     if spread is None:
         return (
             "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.primary.0.sigma"
@@ -248,7 +253,8 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
         same = f": its {'pairs' if compare.paired else 'runs'} do not differ at all"
         planned = f"{same}, which plans nothing; give --sigma, or a longer pilot"
     elif spread.num_pairs:
-        planned = f"; planned with its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
+        bound = f"its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
+        planned = f"; planned with {bound}; {OF_COMPARE}"
     return f"{sigma}{correlated}, {difference} ({spread.source}{planned})"
 
 

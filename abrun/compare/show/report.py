@@ -8,6 +8,7 @@ import io
 import multiprocessing
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ def write_report(
     files: list[Path] = []
     images = [form for form in FIGURES if form in formats]
     drawn = {
+        "sources": experiment.sources_sha256,
         "formats": sorted({"html", *images} & set(formats)),
         "of": _fingerprint(experiment, content, beside),
     }
@@ -98,6 +100,19 @@ def write_report(
             f"--output: {output} cannot be written: {reason}; choose another folder"
         ) from None
     return [*files, *figures]
+
+
+def report_folder(experiment: Experiment) -> Path:
+    """Where the report of runs goes that abrun did not launch: `<name>-report`.
+
+    Where the report of other sources is there, it has the hash of these behind it.
+    """
+    folder = Path(f"{slug(experiment.name)}-report")
+    with suppress(StoreError):
+        there = read_json(folder / STAMP).get("sources", experiment.sources_sha256)
+        if there != experiment.sources_sha256:
+            return Path(f"{folder}-{experiment.sources_sha256[:8]}")
+    return folder
 
 
 def _draw(
