@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple
 
@@ -83,12 +84,16 @@ class Microbatches(Generic[B]):
         return _as_wide(self._route.back(rows), self._shape[1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Rows:
     """Sequences, by their tokens alone."""
 
     lengths: list[int]
     shared: list[int]  # see packing_of
+
+    @cached_property
+    def _prompts(self) -> list[int]:  # a number for each, the same where a prompt is shared
+        return list(accumulate(not prefix for prefix in self.shared))
 
     @property
     def num_tokens(self) -> int:
@@ -96,16 +101,12 @@ class _Rows:
 
     def picked(self, rows: Sequence[int]) -> "_Rows":
         """Those of a microbatch, in ascending order."""
-        prompts = list(accumulate(not prefix for prefix in self.shared))
-        pairs = pairwise([None, *rows])
-        return _Rows(
-            [self.lengths[row] for row in rows],
-            [
-                0 if before is None or prompts[before] != prompts[row] else self.shared[row]
-                for before, row in pairs
-                if row is not None
-            ],
-        )
+        prompts = [0, *(self._prompts[row] for row in rows)]  # none is 0
+        shared = [
+            self.shared[row] * (before == prompt)
+            for row, (before, prompt) in zip(rows, pairwise(prompts), strict=True)
+        ]
+        return _Rows([self.lengths[row] for row in rows], shared)
 
 
 def _rows_of(batch: Sequences, share_prompts: bool) -> _Rows:
@@ -197,14 +198,15 @@ def _dealt_rows(rows: _Rows, rows_together: int, max_tokens: int, num_ranks: int
 def _samples(rows: _Rows, rows_together: int, most: int) -> list[range]:
     """What is never cut apart: so many rows, and those that follow with their prompt, up to `most` tokens."""
     samples: list[range] = []
+    num_tokens = 0
     for start in range(0, len(rows.lengths), rows_together):
         stop = start + rows_together
-        if rows.shared[start]:
-            longer = range(samples[-1].start, stop)
-            if rows.picked(longer).num_tokens <= most:
-                samples[-1] = longer
-                continue
-        samples.append(range(start, stop))
+        more = sum(rows.lengths[start:stop]) - sum(rows.shared[start:stop])
+        if rows.shared[start] and num_tokens + more <= most:
+            samples[-1], num_tokens = range(samples[-1].start, stop), num_tokens + more
+        else:
+            samples.append(range(start, stop))
+            num_tokens = rows.shared[start] + more
     return samples
 
 
