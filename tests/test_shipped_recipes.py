@@ -28,6 +28,7 @@ NAME = r"(?P<algorithm>[a-z]+)-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g-(?P<f
 FACTORS = {
     "ablation": "algorithm.",
     "context-parallel": "policy.backend.context_parallel",
+    "shared-prompts": "policy.share_prompts",
     "fp32-head": "policy.logprobs.head_dtype",
     "fused-logprobs": "policy.logprobs.",
     "megatron": "policy.backend.",
