@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple
 
@@ -83,12 +84,17 @@ class Microbatches(Generic[B]):
         return _as_wide(self._route.back(rows), self._shape[1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Rows:
     """Sequences, by their tokens alone."""
 
     lengths: list[int]
     shared: list[int]  # see packing_of
+
+    @cached_property
+    def prompts(self) -> list[int]:
+        """Each row's, by a number; those that share one have the same."""
+        return list(accumulate(not prefix for prefix in self.shared))
 
     @property
     def num_tokens(self) -> int:
@@ -96,15 +102,11 @@ class _Rows:
 
     def picked(self, rows: Sequence[int]) -> "_Rows":
         """Those of a microbatch, in ascending order."""
-        prompts = list(accumulate(not prefix for prefix in self.shared))
-        pairs = pairwise([None, *rows])
+        prompts = [self.prompts[row] for row in rows]
+        again = [before == prompt for before, prompt in pairwise([None, *prompts])]
         return _Rows(
             [self.lengths[row] for row in rows],
-            [
-                0 if before is None or prompts[before] != prompts[row] else self.shared[row]
-                for before, row in pairs
-                if row is not None
-            ],
+            [self.shared[row] * shares for row, shares in zip(rows, again, strict=True)],
         )
 
 
@@ -196,16 +198,16 @@ def _dealt_rows(rows: _Rows, rows_together: int, max_tokens: int, num_ranks: int
 
 def _samples(rows: _Rows, rows_together: int, most: int) -> list[range]:
     """What is never cut apart: so many rows, and those that follow with their prompt, up to `most` tokens."""
-    samples: list[range] = []
+    samples, num_tokens = [range(0)], 0  # of the last
     for start in range(0, len(rows.lengths), rows_together):
         stop = start + rows_together
-        if rows.shared[start]:
-            longer = range(samples[-1].start, stop)
-            if rows.picked(longer).num_tokens <= most:
-                samples[-1] = longer
-                continue
-        samples.append(range(start, stop))
-    return samples
+        more = sum(rows.lengths[start:stop]) - sum(rows.shared[start:stop])
+        if rows.shared[start] and num_tokens + more <= most:
+            samples[-1], num_tokens = range(samples[-1].start, stop), num_tokens + more
+        else:
+            samples.append(range(start, stop))
+            num_tokens = more + rows.shared[start]
+    return samples[1:]
 
 
 def dealt(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:

@@ -32,6 +32,7 @@ from tests.backends.policies import (
     tiny,
 )
 from tests.backends.test_dtensor import assert_same
+from tests.backends.test_packing import of_prompts
 from tests.models.architectures import tiny_network
 
 CUTS: list[dict[str, Any]] = [
@@ -117,13 +118,16 @@ def test_own_routes_replayed_change_nothing(cut: dict[str, Any], group: None) ->
     assert float(found["model.layers.0.mlp.gate.weight"].norm()) > 0
 
 
-@pytest.mark.parametrize("recorded", CUTS[:3], ids=["whole", "rows", "packed"])
-@each_cut
+PROMPTS = {"packing": True, "share_prompts": True}
+
+
+@pytest.mark.parametrize("recorded", [*CUTS[:3], PROMPTS], ids=["whole", "rows", "packed", "prompts"])
+@pytest.mark.parametrize("cut", [*CUTS, PROMPTS | {"micro_batch_size": 3}])
 def test_other_routes_are_those_of_a_router_that_is_told(
     recorded: dict[str, Any], cut: dict[str, Any], group: None
 ) -> None:
     """Recorded in one cut by weights before an update, and replayed in another cut by those after it."""
-    batch = some_batch()
+    batch = of_prompts([(5, [3, 8, 1, 4]), (2, [2, 6]), (9, [5])])
     backend = make_backend("experts", **recorded)
     _, routes = backend.routed_logprobs(batch)
     network, told = tiny("experts"), iter(())

@@ -309,7 +309,7 @@ class DtensorBackend:
                         route_dtype(routing.num_experts)
                     )
                     routes.append(
-                        packing.unpack(packing.whole(route[None]))
+                        packing.unpack_prompts(packing.whole(route[None]))
                         if packing
                         else route.view(*logprobs.shape, -1)
                     )
