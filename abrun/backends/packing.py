@@ -60,6 +60,11 @@ class Packing:
         rows, (again, first) = self.unpack(stream).flatten(0, 1), self.shared
         return rows.index_copy(0, again, rows[first]).view(*self.shape, *stream.shape[2:])
 
+    def counted(self, rows: Tensor) -> Tensor:  # [B, S] -> [B, S]
+        """What counts each token, with a shared prompt's all at the one that stands in the stream."""
+        flat, (again, first) = rows.flatten(), self.shared
+        return flat.index_add(0, first, flat[again]).view(self.shape)
+
 
 def packing_of(
     lengths: Sequence[int],  # of B sequences, each up to its last completion token
