@@ -28,6 +28,7 @@ class Packing:
     shape: torch.Size  # [B, S]
     index: Tensor  # [T] int64, of the stream's tokens in the flattened rows; what is shared, in the first
     position_ids: Tensor  # [1, T] int64, each token's place in its sequence
+    shared: Tensor  # [2, shared tokens] int64: where in the flattened rows one stands, and where first
     starts: tuple[int, ...]  # of the sequences' own tokens in the stream, and T
     spans: Spans  # what this rank's tokens attend to
     split: ContextSplit | None = None  # which of the stream's tokens are this rank's; None: all
@@ -54,6 +55,16 @@ class Packing:
         rows = stream.new_zeros(self.shape.numel(), *stream.shape[2:])
         return rows.index_copy(0, self.index, stream[0]).view(*self.shape, *stream.shape[2:])
 
+    def unpack_prompts(self, stream: Tensor) -> Tensor:  # [1, T, ...] -> [B, S, ...], 0 on padding
+        """With what a shared prompt has in each of its rows: other microbatches have other rows together."""
+        rows, (again, first) = self.unpack(stream).flatten(0, 1), self.shared
+        return rows.index_copy(0, again, rows[first]).view(*self.shape, *stream.shape[2:])
+
+    def counted(self, rows: Tensor) -> Tensor:  # [B, S] -> [B, S]
+        """What counts each token, with a shared prompt's all at the one that stands in the stream."""
+        flat, (again, first) = rows.flatten(), self.shared
+        return flat.index_add(0, first, flat[again]).view(self.shape)
+
 
 def packing_of(
     lengths: Sequence[int],  # of B sequences, each up to its last completion token
@@ -69,16 +80,18 @@ def packing_of(
     shared = shared or [0] * len(lengths)
     starts = (0, *accumulate(length - prefix for length, prefix in zip(lengths, shared, strict=True)))
     split = context and context_split(starts, context, device)
-    whole, first = [], 0
-    for (start, stop), prefix in zip(pairwise(starts), shared, strict=True):
-        first = first if prefix else start
+    whole, again, first, first_row = [], [torch.empty(2, 0, dtype=torch.int64)], 0, 0
+    for row, ((start, stop), prefix) in enumerate(zip(pairwise(starts), shared, strict=True)):
+        first, first_row = (first, first_row) if prefix else (start, row)
         whole.append(Span(start, stop, start, stop, first, first + prefix))
+        again.append(torch.tensor([[row], [first_row]]) * width + torch.arange(prefix))
     of_rows = [torch.arange(prefix, length) for length, prefix in zip(lengths, shared, strict=True)]
     index = torch.cat([row * width + positions for row, positions in enumerate(of_rows)])
     return Packing(
         shape=torch.Size((len(lengths), width)),
         index=index.to(device),
         position_ids=torch.cat(of_rows)[None].to(device),
+        shared=torch.cat(again, dim=1).to(device),
         starts=starts,
         spans=spans_of(split.spans if split else whole, device),
         split=split,

@@ -54,14 +54,13 @@ class Load:
     num_tokens: Tensor  # []
 
     @classmethod
-    def of(cls, seen: list[tuple[Tensor, Tensor]], counted: Tensor) -> Self:  # [T] bool
-        """Of one forward pass."""
-        weight = counted.double()
+    def of(cls, seen: list[tuple[Tensor, Tensor]], counted: Tensor) -> Self:  # [T] float64
+        """Of one forward pass, of whose tokens each counts so often."""
         return cls(
-            counts=torch.stack([_counts(chosen, weight, p.shape[1]) for p, chosen in seen]),
-            probabilities=torch.stack([weight @ p.double() for p, _ in seen]).sum(dim=0),
-            entropy=torch.stack([weight @ _entropy(p.detach().double()) for p, _ in seen]).sum(),
-            num_tokens=weight.sum(),
+            counts=torch.stack([_counts(chosen, counted, p.shape[1]) for p, chosen in seen]),
+            probabilities=torch.stack([counted @ p.double() for p, _ in seen]).sum(dim=0),
+            entropy=torch.stack([counted @ _entropy(p.detach().double()) for p, _ in seen]).sum(),
+            num_tokens=counted.sum(),
         )
 
     def __add__(self, other: Self) -> Self:

@@ -286,11 +286,6 @@ class Policy(Section):
                 f"with context_parallel {self.backend.context_parallel}",
                 "context_parallel: 1",
             ),
-            (
-                self.router_aux_loss_coefficient > 0,
-                "with a loss that balances experts, for which all tokens count",
-                "router_aux_loss_coefficient: 0",
-            ),
         ]
         for refused, beside, instead in refusals:
             if self.share_prompts and refused:

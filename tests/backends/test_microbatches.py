@@ -16,6 +16,7 @@ from abrun.rl.batch import Sequences
 from abrun.rl.sampling import packed
 from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend, some_batch
 from tests.backends.test_dtensor import assert_same
+from tests.backends.test_packing import of_prompts
 from tests.backends.test_support import VOCAB
 from tests.backends.test_value_model import SquaredError
 from tests.spawn import run_ranks
@@ -116,12 +117,13 @@ ROWS = 6  # of two ranks and of three
 def everything(packing: dict[str, Any]) -> dict[str, Any]:
     """Of this rank's share: log-probs and values, and gradients of policy and value model by both."""
     kept = torch.rand(ROWS, 24, VOCAB, generator=torch.Generator().manual_seed(5)) < 0.3
-    whole = some_batch(size=ROWS)
+    whole = of_prompts([(4, [3, 8, 1, 4]), (2, [2, 6])])
     width = whole.token_ids.shape[1]
     whole.token_mask[2] = False  # an empty completion
     whole.token_mask[3:, 4:] = False
     routes = torch.randint(1, 9, (ROWS, width, 4), generator=torch.Generator().manual_seed(6))
     routes[..., 1::2] = 1 + routes[..., ::2] % 8  # two different experts a layer
+    routes = routes[[0, 0, 0, 0, 4, 4]]  # the same of the same prompt
     kept = kept[:, :width].scatter(-1, whole.token_ids[..., None], True) & whole.token_mask[..., None]
     whole = replace(whole, routes=routes.to(torch.int16), support=packed(kept))
     settings = {"replay_routing": True, "router_aux_loss_coefficient": 0.1, **packing}
@@ -143,16 +145,17 @@ def everything(packing: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def everything_on_ranks(rank: int, world_size: int, max_tokens: int) -> dict[str, Any]:
-    return everything({"packing": True, "micro_batch_tokens": max_tokens})
+def everything_on_ranks(rank: int, world_size: int, max_tokens: int, shared: bool) -> dict[str, Any]:
+    return everything({"packing": True, "micro_batch_tokens": max_tokens, "share_prompts": shared})
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("world_size", "max_tokens"), [(2, 1), (2, 12), (3, 12), (3, 1000)])
 def test_policy_and_value_model_of_several_ranks_are_those_of_one(
-    world_size: int, max_tokens: int, group: None
+    world_size: int, max_tokens: int, shared: bool, group: None
 ) -> None:
-    expected, by_rank = everything({}), run_ranks(everything_on_ranks, world_size, max_tokens)
+    expected, by_rank = everything({}), run_ranks(everything_on_ranks, world_size, max_tokens, shared)
     for name in ("logprobs", "values"):
         width = expected[name].shape[1]
         rows = [pad(found[name], (0, width - found[name].shape[1])) for found in by_rank]

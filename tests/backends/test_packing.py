@@ -1,5 +1,6 @@
 """Packed sequences against padded ones: the same log-probs and gradients, and nothing across a border."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -82,6 +83,8 @@ def test_a_stream_of_shared_prompts_by_hand() -> None:
     shared = shared_prefixes(batch.token_ids, batch.token_mask).tolist()
     assert shared == [0, 2, 0, 0, 0, 1]
     packing = packing_of(lengths(batch).tolist(), 5, CPU, shared=shared)
+    of_prompts_too = packing.unpack_prompts(packing.pack(batch.token_ids))
+    assert torch.equal(of_prompts_too, batch.token_ids)  # whose padding is 0
     assert packing.starts == (0, 4, 7, 9, 11, 15, 17)
     assert packing.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 0, 1, 0, 1, 2, 3, 1, 2]]
     spans = packing.spans
@@ -145,6 +148,14 @@ def test_a_shared_prompt_goes_through_the_model_once(group: None) -> None:
     )
     backend.logprobs(batch)
     assert widths == [int(lengths(batch).sum()) - 3 * 4 - 2 * 6]
+
+
+@pytest.mark.timeout(5)  # which what is quadratic in rows exceeds by far
+def test_a_large_batch_is_dealt_out_at_once() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(900, 1900) for _ in range(2**14)]
+    by_rank = _dealt_rows(_Rows(lengths, [800 * (row % 16 > 0) for row in range(2**14)]), 1, 32768, 8)
+    assert sorted(row for parts in by_rank for part in parts for row in part) == list(range(2**14))
 
 
 @given(

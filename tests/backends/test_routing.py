@@ -32,6 +32,7 @@ from tests.backends.policies import (
     tiny,
 )
 from tests.backends.test_dtensor import assert_same
+from tests.backends.test_packing import GROUPS, of_prompts
 from tests.models.architectures import tiny_network
 
 CUTS: list[dict[str, Any]] = [
@@ -39,8 +40,9 @@ CUTS: list[dict[str, Any]] = [
     {"micro_batch_size": 3, "activation_checkpointing": True},
     {"packing": True, "micro_batch_tokens": 25},
     {"packing": True, "logprobs": {"impl": "chunked", "one_pass": True}, "micro_batch_size": 5},
+    {"packing": True, "share_prompts": True, "micro_batch_size": 3},
 ]
-each_cut = pytest.mark.parametrize("cut", CUTS, ids=["whole", "rows", "packed", "one pass"])
+each_cut = pytest.mark.parametrize("cut", CUTS, ids=["whole", "rows", "packed", "one pass", "prompts"])
 MAX_LOAD, ENTROPY, AUX_LOSS = (f"train/moe/{name}" for name in ("max_load", "routing_entropy", "aux_loss"))
 
 
@@ -58,7 +60,7 @@ def test_the_auxiliary_loss_is_transformers_own() -> None:
         logits: Any = router_logits(network, batch.token_ids)
         expected = load_balancing_loss_func(tuple(logits), 8, 2, real)
         seen = [(one.softmax(-1), one.topk(2).indices) for one in logits]
-        load = Load.of(seen, real.flatten())
+        load = Load.of(seen, real.flatten().double())
         found = load.imbalance(load.counts, load.num_tokens)
         assert float(found) == pytest.approx(float(expected), rel=1e-5)
         assert float(plain_imbalance(network, batch)) == pytest.approx(float(expected), rel=1e-5)
@@ -66,7 +68,7 @@ def test_the_auxiliary_loss_is_transformers_own() -> None:
 
 @each_cut
 def test_a_balanced_update_has_the_gradient_of_the_global_batch(cut: dict[str, Any], group: None) -> None:
-    batch, network = some_batch(), tiny("experts")
+    batch, network = of_prompts(GROUPS), tiny("experts")
     metrics, found = updated(make_backend("experts", router_aux_loss_coefficient=0.5, **cut), batch)
     imbalance = plain_imbalance(network, batch)
     loss = plain_loss(network, batch)
@@ -82,7 +84,7 @@ def test_a_balanced_update_has_the_gradient_of_the_global_batch(cut: dict[str, A
 
 @each_cut
 def test_metrics_of_routers_are_of_all_tokens_however_they_are_cut(cut: dict[str, Any], group: None) -> None:
-    batch, network = some_batch(), tiny("experts")
+    batch, network = of_prompts(GROUPS), tiny("experts")
     metrics, _ = updated(make_backend("experts", **cut), batch)
     counts, entropies = torch.zeros(2, 8), []
     for row, length in zip(batch.token_ids, sequence_lengths(batch.token_mask).tolist(), strict=True):
@@ -103,7 +105,7 @@ def test_a_model_without_experts_has_no_such_metrics(group: None) -> None:
 
 @each_cut
 def test_own_routes_replayed_change_nothing(cut: dict[str, Any], group: None) -> None:
-    batch = some_batch()
+    batch = of_prompts(GROUPS)
     backend = make_backend("experts", replay_routing=True, **cut)
     logprobs, routes = backend.routed_logprobs(batch)
     assert routes.shape == (*batch.token_ids.shape, 2 * 2) and routes.dtype == torch.uint8
@@ -117,13 +119,13 @@ def test_own_routes_replayed_change_nothing(cut: dict[str, Any], group: None) ->
     assert float(found["model.layers.0.mlp.gate.weight"].norm()) > 0
 
 
-@pytest.mark.parametrize("recorded", CUTS[:3], ids=["whole", "rows", "packed"])
+@pytest.mark.parametrize("recorded", [*CUTS[:3], CUTS[4]], ids=["whole", "rows", "packed", "prompts"])
 @each_cut
 def test_other_routes_are_those_of_a_router_that_is_told(
     recorded: dict[str, Any], cut: dict[str, Any], group: None
 ) -> None:
     """Recorded in one cut by weights before an update, and replayed in another cut by those after it."""
-    batch = some_batch()
+    batch = of_prompts(GROUPS)
     backend = make_backend("experts", **recorded)
     _, routes = backend.routed_logprobs(batch)
     network, told = tiny("experts"), iter(())

@@ -83,7 +83,7 @@ def test_dense_fused_and_cut_agree(name: str, tmp_path: Path, warm_weights: Path
     assert whole[3]["train/probs_ratio_max"] > 1.0001
     others = {"chunked": (CHUNKED, "policy.micro_batch_size=13"), "packed": PACKED}
     if name != "gspo":
-        others["one-pass"] = (ONE_PASS, *PACKED)
+        others["one-pass"] = (ONE_PASS, *PACKED, "policy.share_prompts=true")
     for other, overrides in others.items():
         assert_same_up_to_rounding(train(tmp_path / other, warm_weights, *settings, *overrides), whole)
 

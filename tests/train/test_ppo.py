@@ -33,7 +33,7 @@ PPO = (
 SHARED = ("algorithm.value_backbone=shared", "algorithm.value_coefficient=0.2")
 CHUNKED = "policy.logprobs={impl: chunked, chunk_size: 40}"
 ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
-PACKED = ("policy.packing=true", "policy.micro_batch_tokens=60")
+PACKED = ("policy.packing=true", "policy.share_prompts=true", "policy.micro_batch_tokens=60")
 
 
 def train(directory: Path, weights: Path, *overrides: str, ranks: int = 1) -> dict[int, dict[str, float]]:

@@ -309,7 +309,7 @@ class DtensorBackend:
                         route_dtype(routing.num_experts)
                     )
                     routes.append(
-                        packing.unpack(packing.whole(route[None]))
+                        packing.unpack_prompts(packing.whole(route[None]))
                         if packing
                         else route.view(*logprobs.shape, -1)
                     )
@@ -357,8 +357,8 @@ def _of_tokens(routes: Tensor | None, packing: Packing | None) -> Tensor | None:
     return (packing.own(packing.pack(routes)) if packing else routes).flatten(0, 1)
 
 
-def _counted(batch: Sequences, packing: Packing | None) -> Tensor:  # [T] bool
-    """The tokens of a pass that belong to a sequence, prompts included: all but padding."""
+def _counted(batch: Sequences, packing: Packing | None) -> Tensor:  # [T] float64
+    """Of each token of a pass how many sequences have it, prompts included: 0 where it is padding."""
     positions = torch.arange(batch.token_mask.shape[1], device=batch.token_mask.device)
-    real = positions < sequence_lengths(batch.token_mask)[:, None]
-    return (packing.own(packing.pack(real)) if packing else real).flatten()
+    real = (positions < sequence_lengths(batch.token_mask)[:, None]).double()
+    return (packing.own(packing.pack(packing.counted(real))) if packing else real).flatten()
