@@ -37,6 +37,7 @@ class Noting:
         self.loaded: list[str] = []
         self.is_reset = True
         self.room = MAX_NEW_TOKENS
+        self.model = Layers(self)
         self._waiting: list[str] = []
 
     def add_request(self, name: str, prompt: dict[str, list[int]], parameters: Any) -> None:
@@ -65,12 +66,35 @@ class Noting:
         self.loaded = [name for name, _ in kwargs["weights_iterator"]]
         self.events.append(method)
 
-    def apply_model(self, function: Any) -> None:
-        self.events.append(function.__name__)
+    def apply_model(self, function: Any) -> list[Any]:
+        if function is instance._repack:
+            self.events.append("_repack")
+            return [None]
+        return [function(self.model)]
 
     def reset_prefix_cache(self) -> bool:
         self.events.append("reset_prefix_cache")
         return self.is_reset
+
+
+class Layers(torch.nn.Module):
+    """A model of vLLM's with a norm and a product, of which `lost` does not arrive."""
+
+    def __init__(self, vllm: Noting, method: str = "UnquantizedLinearMethod", lost: str = "") -> None:
+        super().__init__()
+        self.norm, self.up_proj = torch.nn.LayerNorm(2, bias=False), torch.nn.Linear(2, 2, bias=False)
+        self.up_proj.quant_method = type(method, (), {})()
+        self.act = torch.nn.Identity()
+        self.act.quant_method = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._events, self._lost = vllm.events, lost
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self._events.append("load_weights")
+        return {"norm.weight", "up_proj.weight", *(name for name, _ in weights)} - {self._lost}
+
+
+class MLAAttention(torch.nn.Module):
+    """What vLLM calls attention whose weights it multiplies with each other."""
 
 
 @pytest.fixture
@@ -175,7 +199,7 @@ def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_bes
     monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
     engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
     assert not engine.wake(), "it has not slept"
-    loads = ["reload_weights", "kv_cache", "reset_prefix_cache"]
+    loads = ["load_weights", "kv_cache", "reset_prefix_cache"]
     for free_bytes, expected in (
         ([16 * GIB, 12 * GIB], ["weights", *loads]),
         ([15 * GIB, 16 * GIB], ["empty_cache", "weights", *loads]),
@@ -201,6 +225,23 @@ def test_a_sync_ends_with_an_empty_prefix_cache(vllm: Noting, group: None) -> No
     vllm.is_reset = False
     with pytest.raises(LaunchError, match=r"failed to take the policy's weights: .*prefix cache is in use"):
         engine.sync(iter(weights))
+
+
+def test_on_a_gpu_weights_go_to_their_places_where_vllm_computes_with_them_as_they_are(
+    vllm: Noting, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
+    engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
+    engine.load(iter([]))
+    experts, mla = Layers(vllm, "UnquantizedFusedMoEMethod"), Layers(vllm)
+    mla.attention = MLAAttention()
+    for vllm.model in (experts, mla):
+        engine.load(iter([]))
+    plain, processed = ([how, "reset_prefix_cache"] for how in ("load_weights", "reload_weights"))
+    assert vllm.events == plain + processed * 2
+    vllm.model = Layers(vllm, lost="norm.weight")
+    with pytest.raises(LaunchError, match=r"failed to take .*weights were not loaded: norm\.weight"):
+        engine.load(iter([]))
 
 
 def test_a_mixture_that_lacks_an_experts_matrix_is_an_error(vllm: Noting, group: None) -> None:

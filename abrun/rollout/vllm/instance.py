@@ -6,6 +6,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from abrun.rollout import Completion
 from abrun.rollout.vllm.starting import Tail, apart, end, failing, sharing, start
 
 SPARE_BYTES = 2 << 30  # of a device, that a waking engine leaves to others
+PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # vLLM's, of layers in a checkpoint's form
 
 
 class Instance:
@@ -75,15 +77,10 @@ class Instance:
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Take the policy's weights, whole and one by one under their Hugging Face names."""
         with self._called("take the policy's weights"):
-            experts = Counter[tuple[str, str]]()
-            self._llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": _counted(weights, experts)}
-            )
-            if self._tail.not_loaded:
-                raise RuntimeError(self._tail.not_loaded)
-            _check_experts(experts)
-            if self._device.type == "cpu":
-                self._llm.apply_model(_repack)
+            if self._device.type == "cuda" and all(self._llm.apply_model(_is_as_in_checkpoints)):
+                self._llm.apply_model(partial(_load, weights=weights))
+            else:
+                self._reload(weights)
             if self._is_asleep:
                 self._map("kv_cache")
                 self._is_asleep = False
@@ -120,6 +117,16 @@ class Instance:
         heard = contextlib.suppress(Exception) if self._tail.has_failed else failing("end", self._tail)
         with apart(self._device), heard:
             end(self._llm)
+
+    def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """By copies of each layer, which vLLM processes as it did when it started."""
+        experts = Counter[tuple[str, str]]()
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _counted(weights, experts)})
+        if self._tail.not_loaded:
+            raise RuntimeError(self._tail.not_loaded)
+        _check_experts(experts)
+        if self._device.type == "cpu":
+            self._llm.apply_model(_repack)
 
     def _map(self, tag: str) -> None:
         """Take memory again, with what torch has kept of the trainer's where too little is free beside it."""
@@ -192,6 +199,22 @@ def _away_bytes() -> int:
     pool: Any = importlib.import_module("vllm.device_allocator.cumem")
     data = pool.CuMemAllocator.get_instance().pointer_to_data.values()
     return sum(one.handle[1] for one in data if one.is_asleep)
+
+
+def _is_as_in_checkpoints(model: Any) -> bool:
+    """Whether vLLM computes, on GPUs, with the very numbers of a checkpoint, some of them joined: those of
+    experts are rearranged, MLA's are multiplied, and a quantisation's are others."""
+    if any(type(layer).__name__ == "MLAAttention" for layer in model.modules()):
+        return False
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    return {type(method).__name__ for method in methods if method is not None} <= PLAIN
+
+
+def _load(model: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Into the model's own memory. Raises RuntimeError where some did not come."""
+    missing = {name for name, _ in model.named_parameters()} - model.load_weights(weights)
+    if missing:
+        raise RuntimeError(f"weights were not loaded: {', '.join(sorted(missing))}")
 
 
 def _counted(
