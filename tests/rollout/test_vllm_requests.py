@@ -83,9 +83,9 @@ class Layers(torch.nn.Module):
     def __init__(self, vllm: Noting, method: str = "UnquantizedLinearMethod", lost: str = "") -> None:
         super().__init__()
         self.norm, self.up_proj = torch.nn.LayerNorm(2, bias=False), torch.nn.Linear(2, 2, bias=False)
-        self.up_proj.quant_method = type(method, (), {})()
+        vars(self.up_proj)["quant_method"] = type(method, (), {})()
         self.act = torch.nn.Identity()
-        self.act.quant_method = None  # pyright: ignore[reportAttributeAccessIssue]
+        vars(self.act)["quant_method"] = None
         self._events, self._lost = vllm.events, lost
 
     def load_weights(self, weights: Any) -> set[str]:
