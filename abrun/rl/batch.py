@@ -7,9 +7,10 @@ t of the sequence.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,19 +120,20 @@ def last_token(token_mask: Tensor) -> int:  # [B, S] bool
 
 def collate(prompts: list[list[int]], completions: list[list[int]], *, pad_id: int) -> Sequences:
     """Prompts and completions as one right-padded batch on the CPU."""
-    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    shape = (len(prompts), max(lengths))
-    token_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    token_mask = torch.zeros(shape, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        token_ids[row, : lengths[row]] = torch.tensor(prompt + completion)
-        token_mask[row, len(prompt) : lengths[row]] = True
-    return Sequences(token_ids=token_ids, token_mask=token_mask)
+    rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    starts, stops = (torch.tensor([len(one) for one in each])[:, None] for each in (prompts, rows))
+    positions = torch.arange(max(map(len, rows)))
+    padding = torch.full((len(rows), len(positions)), pad_id, dtype=torch.int64)
+    flat = torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64))
+    return Sequences(
+        token_ids=padding.masked_scatter(positions < stops, flat),
+        token_mask=(starts <= positions) & (positions < stops),
+    )
 
 
 def on_completions(values: Sequence[Sequence[float]], token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B, S]
     """Numbers of completion tokens, sequence by sequence, at those tokens: float32, 0 elsewhere."""
-    flat = torch.tensor([value for of_sequence in values for value in of_sequence])
+    flat = torch.from_numpy(np.fromiter(chain.from_iterable(values), np.float32))
     return torch.zeros(token_mask.shape).masked_scatter(token_mask, flat)
 
 

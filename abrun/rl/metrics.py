@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from abrun.rl.batch import PolicyBatch
 from abrun.rl.losses import PolicyLoss, k3, masked_mean, masked_sum
@@ -189,6 +190,5 @@ def together(one: MetricParts, other: MetricParts) -> MetricParts:
 
 def _extreme(values: Tensor, mask: Tensor, nothing: float) -> Tensor:
     """The largest (nothing = -inf) or smallest (nothing = inf) counted value."""
-    counted = torch.where(mask, values, nothing).flatten()
-    counted = torch.cat([counted, counted.new_tensor([nothing])])  # a microbatch may have no sequence at all
+    counted = pad(torch.where(mask, values, nothing).flatten(), (0, 1), value=nothing)  # there may be no row
     return counted.amax() if nothing < 0 else counted.amin()

@@ -1,5 +1,6 @@
 """The loop around every algorithm: resume, step, record, checkpoint, stop when asked."""
 
+import gc
 import os
 import signal
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError
 from abrun.recipe import OwnRunConfig
 from abrun.store import RunDir, RunRecord, RunWriter, Sample
-from abrun.train import checkpoint
+from abrun.train import checkpoint, early
 from abrun.train.branch import Origin, start_from
 from abrun.train.recorder import Recorder
 from abrun.train.setup import Setup, make_setup
@@ -56,6 +57,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     try:
         _train(run, setup, make_algorithm(setup), recorder, requests, writer, origin)
     finally:
+        gc.unfreeze()
         setup.sampler.close()
 
 
@@ -80,6 +82,8 @@ def _train(
     progress.stepped()
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
+        if step == start + 1:
+            early.stay()
         row = {**values, **_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)

@@ -7,6 +7,7 @@ and chosen over all ranks, in the order of the global batch: how many ranks ther
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain, filterfalse
 
 import torch
 
@@ -144,10 +145,8 @@ class Rollouts:
 
 def _check_finite(completions: list[Completion], step: int) -> None:
     """Raises LaunchError where an engine has drawn from what is no distribution."""
-    for completion in completions:
-        for logprob in completion.logprobs:
-            if not math.isfinite(logprob):
-                raise LaunchError(
-                    f"policy: got a log-prob of {logprob} at step {step}, so its weights have diverged; use "
-                    "a lower policy.optimizer.learning_rate"
-                )
+    for logprob in filterfalse(math.isfinite, chain.from_iterable(one.logprobs for one in completions)):
+        raise LaunchError(
+            f"policy: got a log-prob of {logprob} at step {step}, so its weights have diverged; use "
+            "a lower policy.optimizer.learning_rate"
+        )

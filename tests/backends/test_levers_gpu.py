@@ -14,7 +14,9 @@ from abrun.backends import dtensor
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.microbatches import Microbatches
 from abrun.backends.ranks import make_ranks
-from abrun.recipe import Policy
+from abrun.recipe import Grpo, Policy
+from abrun.rl.batch import PolicyBatch
+from abrun.train.policy_gradient import PolicyObjective
 from tests.backends.policies import WeightedLoss, gradients, make_backend, tiny
 from tests.backends.test_packing import of_prompts
 
@@ -87,8 +89,19 @@ def test_levers_are_no_worse_than_none(gpu: torch.device, patched: None) -> None
 def test_no_microbatch_waits_for_the_gpu(
     name: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = of_prompts(GROUPS).to(gpu)
-    loss, backend = WeightedLoss(float(batch.token_mask.sum())), backend_of(gpu, **LEVERS[name])
+    sequences, backend = of_prompts(GROUPS).to(gpu), backend_of(gpu, **LEVERS[name])
+    mask = sequences.token_mask
+    batch = sequences.at(
+        PolicyBatch,
+        inference_logprobs=torch.where(mask, -2.0, 0.0),
+        old_logprobs=None,
+        reference_logprobs=None,
+        importance_weights=None,
+        loss_weights=mask / mask.sum(dtype=torch.float64),
+        advantages=torch.where(mask, 1.0, 0.0),
+    )
+    settings = Grpo.model_validate({"prompts_per_step": len(GROUPS), "group_size": 4})
+    loss = PolicyObjective(settings=settings, num_tokens=float(mask.sum()), num_sequences=float(len(mask)))
     for _ in range(2):  # compiles, and tries kernels out
         backend.forward_backward(batch, loss)
         backend.optimizer_step(1e-6)
