@@ -100,7 +100,7 @@ def test_no_microbatch_waits_for_the_gpu(
         loss_weights=mask / mask.sum(dtype=torch.float64),
         advantages=torch.where(mask, 1.0, 0.0),
     )
-    settings = Grpo.model_validate({"prompts_per_step": len(GROUPS), "group_size": 4})
+    settings = Grpo.model_validate({"type": "grpo", "prompts_per_step": len(GROUPS), "group_size": 4})
     loss = PolicyObjective(settings=settings, num_tokens=float(mask.sum()), num_sequences=float(len(mask)))
     for _ in range(2):  # compiles, and tries kernels out
         backend.forward_backward(batch, loss)
