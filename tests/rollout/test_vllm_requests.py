@@ -50,11 +50,11 @@ class Noting:
     def step(self) -> list[Any]:
         row = int(self._waiting.pop())
         tokens = [20 + row] * row + [END] if row % 2 else [50] * self.room
-        # vLLM gives the most likely tokens beside the drawn one
-        logprobs = [
-            {0: SimpleNamespace(logprob=-9.0), token: SimpleNamespace(logprob=-0.25 * (place + 1))}
-            for place, token in enumerate(tokens)
-        ]
+        logprobs = SimpleNamespace(  # vLLM may give others behind the drawn one
+            token_ids=[each for token in tokens for each in (token, 0)],
+            logprobs=[value for place in range(len(tokens)) for value in (-0.25 * (place + 1), -9.0)],
+            start_indices=range(0, 2 * len(tokens), 2),
+        )
         reason = "stop" if row % 2 else "length"
         output = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
         return [
@@ -134,6 +134,7 @@ def test_every_request_asks_for_the_recipes_distribution_and_its_rows_own_seed(
         "stop_token_ids": sorted(TEXT.end_ids),
         "ignore_eos": True,
         "logprobs": 0,
+        "flat_logprobs": True,
         "detokenize": False,
         "output_kind": "final",
     }

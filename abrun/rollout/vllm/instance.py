@@ -161,6 +161,7 @@ class Instance:
             stop_token_ids=self._end_ids,
             ignore_eos=True,  # which is one of those, or does not end a completion
             logprobs=0,  # the drawn token's
+            flat_logprobs=True,  # in lists: else they are two objects a token, and garbage soon
             detokenize=False,
             output_kind=library.RequestOutputKind.FINAL_ONLY,
         )
@@ -174,9 +175,13 @@ class Instance:
                 f"a completion was cut after {len(token_ids)} of {longest} tokens: vLLM has no positions, or "
                 "no memory, for longer sequences"
             )
-        logprobs = [
-            of_token[token].logprob for token, of_token in zip(token_ids, output.logprobs, strict=True)
-        ]
+        found, drawn = (
+            output.logprobs,
+            output.logprobs.start_indices,
+        )  # at each position the drawn one is first
+        if [found.token_ids[at] for at in drawn] != token_ids:
+            raise RuntimeError("log-probs of other tokens than were drawn")
+        logprobs = [found.logprobs[at] for at in drawn]
         return Completion(
             token_ids=token_ids,
             logprobs=[0.0] * len(token_ids) if temperature == 0 else logprobs,  # no other choice
@@ -212,8 +217,9 @@ def _is_as_in_checkpoints(model: Any) -> bool:
 
 def _load(model: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Into the model's own memory. Raises RuntimeError where some did not come."""
-    missing = {name for name, _ in model.named_parameters()} - model.load_weights(weights)
-    if missing:
+    loaded = model.load_weights(weights)
+    missing = {name for name, _ in model.named_parameters()}.difference(loaded or ())
+    if missing and loaded is not None:  # None: of some models vLLM does not say
         raise RuntimeError(f"weights were not loaded: {', '.join(sorted(missing))}")
 
 
