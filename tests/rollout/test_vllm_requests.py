@@ -37,6 +37,7 @@ class Noting:
         self.loaded: list[str] = []
         self.is_reset = True
         self.room = MAX_NEW_TOKENS
+        self.beside = 0  # by how much its log-probs are of other tokens than were drawn
         self.model = Layers(self)
         self._waiting: list[str] = []
 
@@ -51,7 +52,7 @@ class Noting:
         row = int(self._waiting.pop())
         tokens = [20 + row] * row + [END] if row % 2 else [50] * self.room
         logprobs = SimpleNamespace(  # vLLM may give others behind the drawn one
-            token_ids=[each for token in tokens for each in (token, 0)],
+            token_ids=[each for token in tokens for each in (token + self.beside, 0)],
             logprobs=[value for place in range(len(tokens)) for value in (-0.25 * (place + 1), -9.0)],
             start_indices=range(0, 2 * len(tokens), 2),
         )
@@ -154,6 +155,12 @@ def test_without_filters_none_is_asked_for(vllm: Noting, group: None) -> None:
     engine_of().generate(PROMPTS[:1], draws())
     parameters = vllm.requests["0"][1]
     assert (parameters.min_p, parameters.top_k, parameters.top_p) == (0.0, 0, 1.0)
+
+
+def test_log_probs_of_other_tokens_are_an_error(vllm: Noting, group: None) -> None:
+    vllm.beside = 1
+    with pytest.raises(LaunchError, match="log-probs of other tokens than were drawn"):
+        engine_of().generate(PROMPTS, draws())
 
 
 def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(

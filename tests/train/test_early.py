@@ -4,11 +4,14 @@ import ctypes
 import gc
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from abrun import progress
 from abrun.train import early
+from tests.train.runs import make_run, run_config, single_rank, train_here
 
 ENDS = """
 from abrun.train import early
@@ -96,3 +99,15 @@ def ran(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
+
+
+def test_garbage_is_not_looked_for_in_what_the_first_step_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept: list[bool] = []
+    monkeypatch.setattr(progress, "stepped", lambda: kept.append(gc.get_freeze_count() > before))
+    before = gc.get_freeze_count()
+    with single_rank():
+        train_here(make_run(tmp_path / "run", run_config("steps=3")))
+    assert kept == [False, True, True, True]
+    assert gc.get_freeze_count() == 0
