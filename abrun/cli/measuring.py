@@ -136,10 +136,13 @@ def memory_profile(
     numbers = parse_lengths(sequences, "--sequences", 1) if sequences else ()
     plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
     if predict:
-        return _predict(plan, folder, device_memory)
-    if device_memory:
+        _predict(plan, folder, device_memory)
+    elif device_memory:
         raise RecipeError("--device-memory: got it without --predict, of which it is; add that, or drop it")
-    _show(measure_recipe(plan, folder, _say), folder)
+    else:
+        _show(measure_recipe(plan, folder, _say), folder)
+    if unseen := plan.unseen():
+        _say(unseen)
 
 
 def _measure_head(

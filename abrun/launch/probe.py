@@ -93,7 +93,7 @@ def _rows(
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
         if first := next(said, None):
             raise ProbeRefused(first.removeprefix("error: "))
-        raise LaunchError(f"{directory.name}: could not be measured; see {log}")
+        raise LaunchError(f"{directory.name}: ended with an error; see {log}")
     return rows_of(directory)
 
 

@@ -45,6 +45,7 @@ WEIGHTS, GATHERED, GRADIENTS = "weights", "gathered weights", "gradients"
 OPTIMIZER, LOGPROBS, BACKWARD = "optimizer state", "log-probs", "backward"
 REFERENCE, LIBRARIES = "reference weights", "cuBLAS"
 
+MAKES_INTEGERS = (aten.arange, aten.randint, aten.scalar_tensor)  # without being asked for a dtype
 # What autograd does out of place for tensors that may be of any subclass, and in place for plain ones.
 IN_PLACE = {
     aten.scatter_add.default: aten.scatter_add_.default,
@@ -102,7 +103,7 @@ class HollowTensors(TorchDispatchMode):
             on_meta = all(each.is_meta for each in inputs)
             return on_meta and kwargs.get("device") is not None
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        return dtype.is_floating_point and func.overloadpacket not in (aten.arange, aten.scalar_tensor)
+        return dtype.is_floating_point and func.overloadpacket not in MAKES_INTEGERS
 
 
 def _scalar(func: Any, fake: FakeTensorMode, tensor: Tensor) -> Any:

@@ -104,6 +104,16 @@ class Plan:
     budget_bytes: int | None = None  # as if a device had no more
     longest: Literal["length", "num_sequences"] | None = None  # what to look for the most of
 
+    def unseen(self) -> str | None:
+        """What its arms do that sequences without a prompt in common do not show."""
+        each = (config for variant in self.variants for config in variant.configs(here=False).values())
+        if any(config.policy.share_prompts for config in each):
+            return (
+                "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a budget "
+                "of tokens is filled with it as without, in fewer microbatches"
+            )
+        return None
+
     def refuse_endless_search(self, config: OwnRunConfig) -> None:
         """Raises LaunchError where nothing would tell that memory ran out, but the machine's end."""
         if self.longest and self.budget_bytes is None and not config.cluster.gpus_per_node:

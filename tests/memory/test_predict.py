@@ -75,10 +75,15 @@ def live(config: OwnRunConfig) -> dict[str, float]:
 @pytest.mark.parametrize(
     "sets",
     [
-        ["policy.activation_checkpointing=full", "policy.packing=true", "policy.micro_batch_tokens=384"],
+        [
+            "policy.activation_checkpointing=full",
+            "policy.packing=true",
+            "policy.share_prompts=true",
+            "policy.micro_batch_tokens=384",
+        ],
         [CHUNKED, "policy.micro_batch_size=2", "algorithm.kl_coefficient=0.1"],
     ],
-    ids=["dense, recomputed, packed", "chunked, microbatches, a reference"],
+    ids=["dense, recomputed, packed, prompts shared", "chunked, microbatches, a reference"],
 )
 def test_a_real_step_has_the_predicted_peaks(sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Under the tracker autograd works out of place, as it does for any mode that sees operators.
@@ -282,7 +287,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(monkeypatch: pytest.MonkeyP
     (said,) = fit_of(recipe, 80 * GIB, traced=True)
     assert said == f"no peak is predicted, as what decides it is not known on this machine: {why}"
     script.write_text("raise ValueError\n")
-    with pytest.raises(LaunchError, match=r"could not be measured; see .*output\.log"):
+    with pytest.raises(LaunchError, match=r"ended with an error; see .*output\.log"):
         fit_of(recipe, 80 * GIB, traced=True)
 
 
