@@ -109,8 +109,8 @@ class Plan:
         each = (config for variant in self.variants for config in variant.configs(here=False).values())
         if any(config.policy.share_prompts for config in each):
             return (
-                "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a budget "
-                "of tokens is filled with it as without, in fewer microbatches"
+                "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a "
+                "budget of tokens is filled with it as without, in fewer microbatches"
             )
         return None
 
