@@ -279,7 +279,8 @@ def plan(
 
     if earlier and (sigma is not None or correlation is not None):
         raise RecipeError(
-            f"--from: got {earlier!r} and --sigma or --correlation, which it measures; give one"
+            f"--from: got {earlier!r} and --sigma or --correlation, which it measures; drop them, or "
+            "plan without it: abrun plan RECIPE --sigma X"
         )
     if sigma is not None and not math.isfinite(sigma):
         raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
@@ -288,6 +289,8 @@ def plan(
     planned = recipe or experiment_dir
     if planned is None:
         raise RecipeError("plan: got no recipe; give one, or --from EXPERIMENT, whose own it is then")
+    sets = [word for one in overrides or [] for word in ("--set", one)]
+    assuming = f"{shlex.join(['abrun', 'plan', str(planned), *sets])} --sigma X"
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
         from abrun.launch.stages import until_decided
@@ -296,17 +299,21 @@ def plan(
     make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     if measured:
-        _refuse_without_pairs(measured)
+        _refuse_without_pairs(measured, assuming)
     if otherwise := measured and other_than_measured(loaded, measured):
         complain(otherwise)
     if as_json:
         print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
         return
-    console().print(plan_report(*asked, earlier=measured, sigma=sigma, correlation=correlation))
+    report = plan_report(*asked, earlier=measured, assuming=assuming, sigma=sigma, correlation=correlation)
+    console().print(report)
 
 
-def _refuse_without_pairs(earlier: "Experiment") -> None:
-    """Raises ComparisonError where no pair of runs has finished, in which a spread could be measured."""
+def _refuse_without_pairs(earlier: "Experiment", assuming: str) -> None:
+    """Raises ComparisonError where no pair of runs has finished, in which a spread could be measured.
+
+    `assuming`: the command that plans without.
+    """
     if any(all(earlier.sides(arm).finished.sizes) for arm in earlier.treatments):
         return
     runs = earlier.runs.values()
@@ -315,5 +322,5 @@ def _refuse_without_pairs(earlier: "Experiment") -> None:
     raise ComparisonError(
         f"--from: {earlier.name}: no pair of its runs has finished, so there is no spread to measure "
         f"({', '.join(f'{count} {status}' for status, count in counts.items())}{first}); finish it with "
-        "--resume, or give --sigma"
+        f"--resume, or assume a spread: {assuming}"
     )

@@ -105,19 +105,19 @@ def test_samples_of_an_experiment_names_its_runs(simulated):
     assert "name one of its runs:" in str(result.exception) + result.output
 
 
-def test_a_pilot_that_does_not_vary_plans_nothing(simulated, tmp_path):
-    from rich.console import Console
-
-    from abrun.compare.show.planning import plan_report
-
+def test_a_pilot_that_does_not_vary_plans_nothing(simulated, monkeypatch):
     experiment_dir = simulated()
     for seed in range(5):
         rows = (experiment_dir / f"baseline/seed-{seed}/metrics.jsonl").read_text()
         (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_text(rows)
-    experiment = load_experiment(experiment_dir)
-    console = Console(width=300, file=(tmp_path / "said").open("w"))
-    console.print(plan_report("x", experiment.compare, 5, earlier=experiment))
-    console.file.close()
-    said = (tmp_path / "said").read_text()
+    monkeypatch.chdir(experiment_dir.parent)
+    typed = ["plan", "--from", "./simulated", "--set", "compare.primary.0.margin=0.5"]
+    said = " ".join(CliRunner().invoke(app, typed).stdout.split())
+    advice = "abrun plan simulated --set compare.primary.0.margin=0.5 --sigma X"
     assert "its pairs do not differ at all, which plans nothing" in said and "steps 33-40" in said
+    assert f"; take a longer pilot, or assume a spread: {advice})" in said
     assert "P(match) if the arms are truly equal" not in said
+    both = CliRunner().invoke(app, [*typed, "--sigma", "0.02"])
+    assert str(both.exception).endswith("; drop them, or plan without it: abrun plan RECIPE --sigma X")
+    planned = CliRunner().invoke(app, advice.replace("X", "0.02").split()[1:])
+    assert "±0.5" in planned.stdout and "sigma 0.02" in planned.stdout
