@@ -285,7 +285,7 @@ def test_runs_without_a_shared_step_are_said_to_have_none_once(
     ]
 
 
-def test_other_runs_of_the_same_names_have_a_report_of_their_own(
+def test_another_comparison_of_the_same_names_has_a_report_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -295,13 +295,21 @@ def test_other_runs_of_the_same_names_have_a_report_of_their_own(
                 write_csv(Path(parent, arm, "run0", f"seed-{seed}.csv"), rows(arm, seed))
 
     def folder(parent: str, **options: Any) -> str:
-        sources = [f"{parent}/{arm}/run0" for arm in ARMS]
-        (file,) = compare_sources(sources, Reading(), formats=["json"], **options).files
+        sources, reading = [f"{parent}/{arm}/run0" for arm in ARMS], options.pop("reading", Reading())
+        (file,) = compare_sources(sources, reading, formats=["json"], **options).files
         return str(file.parent)
 
     first, other = folder("a"), folder("b")
     assert first == "old-vs-new-report" and re.fullmatch(first + "-[0-9a-f]{8}", other)
-    assert (folder("a/"), folder("b", step_one=False), folder("a")) == (first, other, first)
+    assert (folder("a/"), folder("b"), folder("a")) == (first, other, first)
+    wide, narrow = (parse_primary(f"reward:last 20%:{margin}") for margin in (0.5, 0.1))
+    claims = ([wide], [narrow], [narrow, parse_primary("loss:all:0.1")])
+    asked: list[dict[str, Any]] = [{"primaries": one} for one in claims]
+    asked += [{"step_one": False}, {"reading": Reading(seeds=SEEDS[:2])}, {"reading": Reading(unpaired=True)}]
+    folders = [folder("a", **options) for options in asked]
+    assert len({first, other, *folders}) == 2 + len(asked)  # none replaces another's
+    assert folder("a", primaries=claims[-1][::-1]) == folders[2]  # in whatever order
+    assert folder("a", reading=Reading(seeds=SEEDS[:2])) == folders[4] and folder("a") == first
 
 
 def test_seeds_of_one_arm_lead_to_those_of_both(tmp_path: Path) -> None:
