@@ -434,6 +434,9 @@ def _missing_metrics(
         needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not measuring
     for metric, role in needed.items():
         everything = union(run.series(metric).steps for run in finished)
+        if finished and not len(everything):
+            yield f"missing metric: no run recorded {metric} ({role}){_unread(finished[0], metric)}"
+            continue
         for run in finished:
             grid = run.series(metric).steps
             if not len(grid):
