@@ -273,6 +273,7 @@ def plan(
     """
     from abrun.compare.read.stored import load_experiment
     from abrun.compare.show.planning import other_than_measured, plan_json, plan_report
+    from abrun.launch.stages import until_decided
     from abrun.plan import make_draft
     from abrun.recipe import load_recipe
     from abrun.store import find_experiment
@@ -289,12 +290,9 @@ def plan(
     planned = recipe or experiment_dir
     if planned is None:
         raise RecipeError("plan: got no recipe; give one, or --from EXPERIMENT, whose own it is then")
-    sets = [word for one in overrides or [] for word in ("--set", one)]
-    assuming = f"{shlex.join(['abrun', 'plan', str(planned), *sets])} --sigma X"
+    assuming = f"abrun plan {shlex.quote(str(planned))}{_as_options({'--set': overrides or []})} --sigma X"
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
-        from abrun.launch.stages import until_decided
-
         loaded = until_decided(loaded, max_seeds)
     make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)

@@ -153,36 +153,42 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     if problems:
         yield _longer(experiment, "These runs could not have shown it (see the reasons)")
     unsure = any(one["result"] == "open" for one in content["step_one"])
-    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
     if unsure:
-        num_pairs = max((one or 0 for one in needed), default=0) or None
+        num_pairs = max((one["pairs_needed"] or 0 for one in undecided), default=0) or None
         yield from _rounding_or_fault(experiment, content["step_one"], num_pairs)
+    if undecided:
+        yield from _more_pairs(experiment, content, undecided)
+    elif problems:
+        yield from _other_claims(experiment, content)
+    elif not unsure:
+        yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+
+
+def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Content]) -> Iterator[NextStep]:
+    """Of claims that more of them decide."""
+    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
     if any(one["limited"] is not None for one in undecided):
         text = f"Four times the {counted} halve the interval that a limit is tested by"
         yield _with_fresh_seeds(
             experiment, text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
         )
-    elif needed and None not in needed:
+    elif None not in needed:
         text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
         observed = [one["pairs_needed_observed"] for one in undecided]
         if None not in observed and max(observed) > max(needed):
             text += f" ({max(observed)}, if they differ as they do here)"
         yield _with_fresh_seeds(experiment, text, max(needed))
-    elif needed:
+    else:
         yield NextStep(
             text=f"This margin takes more than 1000 {counted}: see what a wider one takes",
             command=f"abrun plan RECIPE{_declared(experiment)} --from {name_of(experiment)}",
         )
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
-    if cheaper and undecided:
+    if cheaper:
         pairs, prompts = cheaper[0]["pairs_needed_with_twice"], 2 * cheaper[0]["num_prompts"]
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
-    if problems and not undecided:
-        yield from _other_claims(experiment, content)
-    elif not (undecided or unsure):
-        yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
 def _rounding_or_fault(
