@@ -282,7 +282,7 @@ def test_a_config_outside_the_declared_treatment(simulated, judged):
 def test_other_initial_weights(simulated, judged):
     experiment_dir = simulated()
     edit(experiment_dir / "treatment/seed-1/config.json", lambda content: content.update(initial_weights="x"))
-    invalid(judged(experiment_dir), "config initial_weights is 'x', but None")
+    invalid(judged(experiment_dir), "config initial_weights is x, but null")
 
 
 def test_a_treatment_that_was_not_applied(simulated, judged):
@@ -292,7 +292,7 @@ def test_a_treatment_that_was_not_applied(simulated, judged):
     edit(treatment, lambda content: content.update(config=read_config(baseline)))
     invalid(
         judged(experiment_dir),
-        "treatment/seed-1: config policy.logprobs.impl is 'logits', not 'chunked' as the treatment declares",
+        "treatment/seed-1: config policy.logprobs.impl is logits, not chunked as the treatment declares",
     )
 
 

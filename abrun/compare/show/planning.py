@@ -1,6 +1,6 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -63,16 +63,15 @@ def other_than_measured(recipe: Declared, earlier: Experiment) -> str | None:
     named = [*types, *others]
     if not named:
         return None
-    said = [f"{key} {_value(there, key)} there and {_value(here, key)} here" for key in named[:MOST_NAMED]]
+    said = [
+        f"{key} {shortened(there.get(key))} there and {shortened(here.get(key))} here"
+        for key in named[:MOST_NAMED]
+    ]
     said += [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
     return (
         f"--from: {earlier.name} trained otherwise than {recipe.name} will ({'; '.join(said)}), and the "
         "spread over seeds depends on that: take its numbers of pairs for a first guess"
     )
-
-
-def _value(config: Mapping[str, Any], key: str) -> str:
-    return shortened(config[key]) if config.get(key) is not None else "null"
 
 
 def _where(steps: tuple[int, int] | None) -> str:
