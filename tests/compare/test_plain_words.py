@@ -9,7 +9,7 @@ from abrun.compare import compare
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import RecipeError
 from abrun.recipe import Recipe, parse_primary
-from tests.compare.simulate import RECIPE, edit_rows
+from tests.compare.simulate import RECIPE, edit, edit_rows
 
 TEN = {"seeds": list(range(10)), "controls": {"aa_reruns": 0}}
 
@@ -103,6 +103,24 @@ def test_samples_of_an_experiment_names_its_runs(simulated):
     result = CliRunner().invoke(app, ["samples", str(experiment_dir)])
     assert result.exit_code != 0
     assert "name one of its runs:" in str(result.exception) + result.output
+
+
+def test_a_tolerance_that_nothing_reads_stops_a_resumed_launch_before_it_begins(simulated, monkeypatch):
+    experiment_dir = simulated(compare={"step_one_tolerance": {"train/loss": 0.1}})
+    unread = {"step_one_tolerance": {"train/critic/loss": 0.1}}
+    edit(experiment_dir / "experiment.json", lambda content: content["recipe"]["compare"].update(unread))
+    before = sorted(experiment_dir.rglob("*"))
+    monkeypatch.chdir(experiment_dir.parent)
+    resume = ["launch", "./simulated", "--name", "simulated", "--runs-dir", ".", "--resume"]
+    found = CliRunner().invoke(app, resume)
+    said = str(found.exception)
+    assert said.startswith(
+        "simulated: compare.step_one_tolerance.train/critic/loss: got 'train/critic/loss', "
+    )
+    assert said.endswith("; or leave it out: nothing reads it") and "\n" not in said
+    assert sorted(experiment_dir.rglob("*")) == before
+    without = [*resume, "--set", "compare.step_one_tolerance=null", "--dry-run"]
+    assert CliRunner().invoke(app, without).exit_code == 0
 
 
 def test_a_pilot_that_does_not_vary_plans_nothing(simulated, monkeypatch):
