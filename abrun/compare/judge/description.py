@@ -76,13 +76,13 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
 
 def claimable(experiment: Experiment) -> Description | None:
     """What to claim: the first metric on which the runs of the first treatment could have shown a difference
-    of a sensible margin, as it is.
+    of a sensible margin, in its own units.
     """
     arm, grid = experiment.treatments[0], experiment.all_steps()
     sides = experiment.sides(arm).finished
     if min(sides.sizes) == 0 or not len(grid):
         return None
-    for metric in _ranked(sides):
+    for metric in _ranked(sides)[:MOST_OTHERS]:
         found = _description(arm, sides, metric, WINDOW, grid)
         if found is None or found.margin is None or default_transform(metric) != "identity":
             continue

@@ -344,6 +344,8 @@ def _other_claims(experiment: Experiment, content: Content) -> Iterator[NextStep
     cannot = {(one["metric"], one["window"]) for one in content["primaries"] if one["problem"]}
     claims = [one for one in experiment.compare.primary if (one.metric, one.window) not in cannot]
     text = "Leave out what these runs cannot show"
+    if not cannot:
+        return
     if not claims:
         found = claimable(experiment)
         if found is None:
@@ -399,7 +401,8 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             command=_resumed(experiment),
         )
     else:
-        if any("(primary)" in reason for reason in content["reasons"]):  # a metric that is missing
+        missing = any("(primary)" in reason for reason in content["reasons"])
+        if missing and not experiment.regression:
             yield from _other_claims(experiment, content)
         yield NextStep(
             text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
