@@ -171,7 +171,8 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
     base = configs[BASELINE]
     for metric in tolerance if isinstance(tolerance, dict) else ():
         if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
-            raise RecipeError(f"{recipe.name}: compare.step_one_tolerance.{metric}: {problem}")
+            field = f"compare.step_one_tolerance.{metric}"
+            raise RecipeError(f"{recipe.name}: {field}: {problem}; or leave it out: nothing reads it")
     claims = recipe.compare.primary
     for index, claim in enumerate(claims):
         if claim in claims[:index]:

@@ -6,6 +6,7 @@ says what they are (`HF_TOKEN`, `--db-password`), and never where they are numbe
 
 import functools
 import hashlib
+import json
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -195,13 +196,23 @@ def told(message: str, most: int = MOST_TOLD) -> str:
     return line if len(line) <= most else f"{line[:most]}..."
 
 
+def in_yaml(value: Any) -> str:
+    """A value in a recipe's words, as long as it is: null, true and false, and text without quotes."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value) or "''"
+
+
 class _Bounded(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(redacted(x[:MOST_QUOTED]), level)  # first: half a token is not recognised
 
+    def repr_bool(self, x: bool, level: int) -> str:
+        return in_yaml(x)
+
+    repr_NoneType = repr_bool
+
 
 def shortened(value: Any) -> str:
-    """A value as one bounded line without secrets, however long or deep it is."""
+    """A value in a recipe's words as one bounded line without secrets, however long or deep it is."""
     bounded = _Bounded()
     bounded.maxlevel, bounded.maxstring, bounded.maxother = 3, 60, 60
     text = bounded.repr(value)

@@ -131,7 +131,7 @@ def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("runs", "words"),
     [
-        (None, "runs: got None"),
+        (None, "runs: got null"),
         ({"a": 1}, "runs: got"),
         ([1], "runs: got"),
         ([{"arm": "baseline", "seed": "0", "rerun": 0}], "runs: got"),

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from abrun import store, watch
+from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.watch import overview
 from abrun.watch.reading import time_left_s
@@ -380,6 +381,11 @@ def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path) -> Non
         "treatment/seed-0: failed at step 3/60: out of memory\n",
         f"That is an experiment; the log of one of its runs: abrun logs {failed.path} --follow\n",
     ]
+    arm = experiment_dir / "treatment"
+    with pytest.raises(StoreError) as refused:
+        list(watch.log_of(arm, lambda experiment_dir: None, follow=False))
+    said = f"{arm}: an arm of {experiment_dir}; give one of its runs: {failed.path}"
+    assert str(refused.value) == said
 
 
 @pytest.mark.parametrize(

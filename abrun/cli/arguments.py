@@ -114,7 +114,7 @@ ReportFolder = Annotated[
         "--output",
         "-o",
         help="Where the report goes; default: <experiment>/report (report-post-hoc-HASH of a comparison that "
-        "was not declared), or <name>-report (<name>-report-HASH where that is of other sources).",
+        "was not declared), or <name>-report (<name>-report-HASH where that is of another comparison).",
     ),
 ]
 Formats = Annotated[

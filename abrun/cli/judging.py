@@ -273,13 +273,15 @@ def plan(
     """
     from abrun.compare.read.stored import load_experiment
     from abrun.compare.show.planning import other_than_measured, plan_json, plan_report
+    from abrun.launch.stages import until_decided
     from abrun.plan import make_draft
     from abrun.recipe import load_recipe
     from abrun.store import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
         raise RecipeError(
-            f"--from: got {earlier!r} and --sigma or --correlation, which it measures; give one"
+            f"--from: got {earlier!r} and --sigma or --correlation, which it measures; drop them, or "
+            "plan without it: abrun plan RECIPE --sigma X"
         )
     if sigma is not None and not math.isfinite(sigma):
         raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
@@ -288,25 +290,28 @@ def plan(
     planned = recipe or experiment_dir
     if planned is None:
         raise RecipeError("plan: got no recipe; give one, or --from EXPERIMENT, whose own it is then")
+    assuming = f"abrun plan {shlex.quote(str(planned))}{_as_options({'--set': overrides or []})} --sigma X"
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
-        from abrun.launch.stages import until_decided
-
         loaded = until_decided(loaded, max_seeds)
     make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     if measured:
-        _refuse_without_pairs(measured)
+        _refuse_without_pairs(measured, assuming)
     if otherwise := measured and other_than_measured(loaded, measured):
         complain(otherwise)
     if as_json:
         print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
         return
-    console().print(plan_report(*asked, earlier=measured, sigma=sigma, correlation=correlation))
+    report = plan_report(*asked, earlier=measured, assuming=assuming, sigma=sigma, correlation=correlation)
+    console().print(report)
 
 
-def _refuse_without_pairs(earlier: "Experiment") -> None:
-    """Raises ComparisonError where no pair of runs has finished, in which a spread could be measured."""
+def _refuse_without_pairs(earlier: "Experiment", assuming: str) -> None:
+    """Raises ComparisonError where no pair of runs has finished, in which a spread could be measured.
+
+    `assuming`: the command that plans without.
+    """
     if any(all(earlier.sides(arm).finished.sizes) for arm in earlier.treatments):
         return
     runs = earlier.runs.values()
@@ -315,5 +320,5 @@ def _refuse_without_pairs(earlier: "Experiment") -> None:
     raise ComparisonError(
         f"--from: {earlier.name}: no pair of its runs has finished, so there is no spread to measure "
         f"({', '.join(f'{count} {status}' for status, count in counts.items())}{first}); finish it with "
-        "--resume, or give --sigma"
+        f"--resume, or assume a spread: {assuming}"
     )

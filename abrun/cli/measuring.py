@@ -118,10 +118,12 @@ def memory_profile(
         of_recipes |= {"--predict": predict, "--device-memory": device_memory}
         given = [option for option, value in of_recipes.items() if value]
         return _measure_head(hidden, vocab, given, options, output or runs_dir / "head-memory")
-    if hidden or vocab:
+    for option, value in (("--hidden", hidden), ("--vocab", vocab)):
+        if value is None:
+            continue
         raise RecipeError(
-            f"--hidden, --vocab: got {hidden} and {vocab} with a recipe, whose model has its own; "
-            "drop them, or use --sweep model.shape.vocab_size=..."
+            f"{option}: got {value} with a recipe, whose model has its own; "
+            "drop it, or use --sweep model.shape.vocab_size=..."
         )
     measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
     measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}

@@ -88,8 +88,8 @@ def compare_sources(
     With a `reference` (or one arm alone, whose recipe names one), `arm` (default: the baseline) is compared
     with the frozen ensemble, by its claims. `primaries` replace the declared claims. The report of a stored
     experiment goes into its directory by default, beside that of what was declared where the options change
-    that, and names the `command` it was made by. Raises StoreError or ComparisonError for what cannot be
-    read.
+    that, and names the `command` it was made by; of other runs see `report_folder`. Raises StoreError or
+    ComparisonError for what cannot be read.
     """
     directory = stored_in(sources, reading.runs_dir)
     experiment = open_sources(
@@ -104,16 +104,16 @@ def compare_sources(
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
     asked = _asked(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
+    claims = sorted(asked.compare.primary, key=str)  # in whatever order they were given
+    of_any_order = compare_hash(asked.compare.model_copy(update={"primary": claims}))
     if directory is None:
         named = [*sources, *([str(reference)] if reference else [])]
-        experiment = replace(experiment, sources_sha256=_sha256(map(os.path.abspath, named)))
+        how = [*map(str, reading.given.items()), str(arm), of_any_order]
+        experiment = replace(experiment, asked_sha256=_sha256([*map(os.path.abspath, named), *how]))
     default = directory / folder if directory else report_folder(experiment)
     declared = None
-    if directory and experiment.launched_compare_sha256 and _changed(asked.compare, experiment.compare):
-        claims = sorted(asked.compare.primary, key=str)  # in whatever order they were given
-        of_any_order = asked.compare.model_copy(update={"primary": claims})
-        own = f"{folder}{POST_HOC}{compare_hash(of_any_order)[:8]}"
-        declared, default = default, default.with_name(own)
+    if directory and _changed(asked.compare, experiment.compare):
+        declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
     comparison = compare(
         experiment,
         output=output or default,

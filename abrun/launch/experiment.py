@@ -18,6 +18,7 @@ from abrun.launch.engine import queued_jobs
 from abrun.launch.requirements import refuse_unset_variables
 from abrun.plan import Plan, RunName, compare_hash, config_diff
 from abrun.recipe import NAME, RunConfig, stored_run
+from abrun.redaction import in_yaml
 from abrun.store import RunDir, RunRecord
 
 
@@ -235,5 +236,5 @@ def _difference(run: RunDir, config: RunConfig) -> str | None:
     differences = config_diff(there.model_copy(update={"limits": config.limits}), config)
     for key, (has, wants) in differences.items():
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        return f"{key} is {has!r} there and {wants!r} in the recipe{more}"
+        return f"{key} is {in_yaml(has)} there and {in_yaml(wants)} in the recipe{more}"
     return None

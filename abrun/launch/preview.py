@@ -23,7 +23,7 @@ from abrun.recipe import (
     invocation,
     units,
 )
-from abrun.redaction import REFERENCE, printable
+from abrun.redaction import REFERENCE, in_yaml, printable
 
 MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
 MOST_COMMANDS = 20
@@ -217,15 +217,11 @@ def _at_once(plan: Plan, machine: Machine, num_jobs: int | None) -> int:
 
 def _diff(plan: Plan) -> list[RenderableType]:
     rows = [
-        (arm, key, _value(has), _value(wants))
+        (arm, key, in_yaml(has), in_yaml(wants))
         for arm, changes in plan.treatment_diff.items()
         for key, (has, wants) in changes.items()
     ]
     return _table(["arm", "key", "baseline", "arm's"], rows, len(rows))
-
-
-def _value(value: Any) -> str:
-    return "-" if value is None else str(value)
 
 
 def _power(compare: Compare, num_pairs: int) -> RenderableType:

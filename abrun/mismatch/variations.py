@@ -82,7 +82,7 @@ ALONE = {"micro_batch_size": 1, "micro_batch_tokens": None, "packing": False, "s
 SHAPES = {
     "alone": ("each sequence alone", ALONE),
     "padded": ("padded microbatches", {"micro_batch_tokens": None, "packing": False, "share_prompts": False}),
-    "packed": ("packed microbatches", {"packing": True}),
+    "packed": ("packed microbatches, no prompt shared", {"packing": True, "share_prompts": False}),
 }
 IMPLEMENTATIONS = {"logits": "dense logits", "chunked": "chunked", "triton": "triton"}
 
@@ -117,7 +117,7 @@ def _shapes(config: OwnRunConfig) -> Iterator[Change]:
     policy = config.policy
     own = "packed" if policy.packing else "alone" if policy.micro_batch_size == 1 else "padded"
     for key, (label, changes) in SHAPES.items():
-        if key != own:
+        if key != own or policy.share_prompts:  # which is neither of them
             scoring = Scoring(method="trainer", config=changed(config, {"policy": changes}))
             yield Change(key=key, label=label, kind="batch shape", scoring=scoring)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from abrun.errors import RecipeError
 from abrun.recipe import ReasoningGym
+from abrun.redaction import shortened
 from abrun.tasks import Example
 from abrun.tasks.final_answers import last_number
 from abrun.tasks.generated import Generated
@@ -51,8 +52,8 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
             return problems, problems[0]
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RecipeError(
-                f"task.parameters: got {config.parameters} with task.name {config.name!r}, which refuses "
-                f"them: {' '.join(str(error).split()) or type(error).__name__}"
+                f"task.parameters: got {shortened(config.parameters)} with task.name {config.name!r}, which "
+                f"refuses them: {' '.join(str(error).split()) or type(error).__name__}"
             ) from error
 
     def draw(generator: random.Random) -> Example:

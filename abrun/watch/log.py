@@ -8,10 +8,11 @@ from pathlib import Path
 from abrun.errors import StoreError
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
-from abrun.store import RunDir, RunState, is_experiment, launcher_of
+from abrun.store import RunDir, RunState, is_experiment, launcher_of, planned_runs
 from abrun.watch.reading import ExperimentReader, FindJobs
 
 POLL_S = 0.5
+MOST_NAMED = 8  # runs in a message
 AT_WORK = ("waiting", "running", "stalled")
 
 
@@ -26,6 +27,9 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
         return
     run = RunDir(directory)
     if not run.exists:
+        of_arm = _runs_of_arm(directory)
+        if of_arm:
+            raise StoreError(f"{directory}: an arm of {directory.parent}; give one of its runs: {of_arm}")
         raise StoreError(
             f"{directory}: no run and no experiment is here, nor under --runs-dir; give a folder, or a name "
             "such as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun logs EXPERIMENT its runs)"
@@ -67,6 +71,15 @@ def _runs_of(experiment_dir: Path, find_jobs: FindJobs, *, follow: bool) -> Iter
     for run in failed[:1] or began[-1:] or runs[:1]:
         command = ["abrun", "logs", str(run.state.directory), *(["--follow"] if follow else [])]
         yield shown(f"That is an experiment; the log of one of its runs: {shlex.join(command)}") + "\n"
+
+
+def _runs_of_arm(directory: Path) -> str:
+    """The folders of an arm's runs, shortened; empty where it is none."""
+    if not is_experiment(directory.parent):
+        return ""
+    names = [name for name in planned_runs(directory.parent) if name.arm == directory.name]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(str(directory.parent / str(name)) for name in names[:MOST_NAMED]) + more
 
 
 def _read(run: RunDir, position: int) -> tuple[int, bytes]:

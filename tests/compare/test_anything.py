@@ -279,13 +279,39 @@ def test_runs_without_a_shared_step_are_said_to_have_none_once(
     (reason, _) = found.content.reasons  # and that it is post hoc
     assert found.verdict == "INVALID" and reason.startswith("step grids differ: the runs share no step (old/")
     assert re.search(r"-0 and 2 more: 60 steps, 1-60; new/.*-0 and 2 more: 60 steps, 201-260\)", reason)
+    column, again = [step.command.replace(str(tmp_path), "") for step in found.next_steps]
+    assert again == "abrun compare A B" and column == f"{again} --step-column NAME"
     said = [one for one in found.content.not_tested if one.startswith("step one: ")]
     assert said == ["step one: runs that are not paired have no first step in common"] or said == [
         "step one: the runs share no step"
     ]
 
 
-def test_other_runs_of_the_same_names_have_a_report_of_their_own(
+def test_where_a_claim_cannot_be_tested_another_is_proposed_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, reward in (("r", {}), ("dead", {"reward": 0.5})):
+        for arm in ARMS:
+            for seed in SEEDS:
+                flat = [{**row, **reward, "loss": 0.5} for row in rows(arm, seed)]
+                write_csv(Path(f"{name}/{arm}/seed-{seed}.csv"), flat)
+    loss, reward = "--primary loss:all:0.1", "--primary 'reward:last 20%:0.5'"
+    _, output, (other, again) = pasted(f"abrun compare r/old r/new {loss} --no-step-one", monkeypatch)
+    assert "Claim what these runs can show, within a margin that you accept (here a tenth of the" in output
+    assert again == f"abrun compare r/old r/new {loss} --no-step-one"
+    code, output, _ = pasted(other, monkeypatch)
+    assert code == 0 and "train/reward: equivalent within" in output and "train/loss: not" not in output
+    _, output, (left, _) = pasted(f"abrun compare r/old r/new {loss} {reward}", monkeypatch)
+    assert "Leave out what these runs cannot show" in output
+    assert left == f"abrun compare r/old r/new {reward.replace('reward', 'train/reward')}"
+    _, output, found = pasted("abrun compare dead/old dead/new", monkeypatch)
+    assert "On no metric could these runs show a difference" in output
+    assert found == ["abrun compare dead/old dead/new"]
+    assert pasted(f"{found[0]} {loss}", monkeypatch)[2] == [f"{found[0]} {loss}"]
+
+
+def test_another_comparison_of_the_same_names_has_a_report_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -295,13 +321,21 @@ def test_other_runs_of_the_same_names_have_a_report_of_their_own(
                 write_csv(Path(parent, arm, "run0", f"seed-{seed}.csv"), rows(arm, seed))
 
     def folder(parent: str, **options: Any) -> str:
-        sources = [f"{parent}/{arm}/run0" for arm in ARMS]
-        (file,) = compare_sources(sources, Reading(), formats=["json"], **options).files
+        sources, reading = [f"{parent}/{arm}/run0" for arm in ARMS], options.pop("reading", Reading())
+        (file,) = compare_sources(sources, reading, formats=["json"], **options).files
         return str(file.parent)
 
     first, other = folder("a"), folder("b")
     assert first == "old-vs-new-report" and re.fullmatch(first + "-[0-9a-f]{8}", other)
-    assert (folder("a/"), folder("b", step_one=False), folder("a")) == (first, other, first)
+    assert (folder("a/"), folder("b"), folder("a")) == (first, other, first)
+    wide, narrow = (parse_primary(f"reward:last 20%:{margin}") for margin in (0.5, 0.1))
+    claims = ([wide], [narrow], [narrow, parse_primary("loss:all:0.1")])
+    asked: list[dict[str, Any]] = [{"primaries": one} for one in claims]
+    asked += [{"step_one": False}, {"reading": Reading(seeds=SEEDS[:2])}, {"reading": Reading(unpaired=True)}]
+    folders = [folder("a", **options) for options in asked]
+    assert len({first, other, *folders}) == 2 + len(asked)  # none replaces another's
+    assert folder("a", primaries=claims[-1][::-1]) == folders[2]  # in whatever order
+    assert folder("a", reading=Reading(seeds=SEEDS[:2])) == folders[4] and folder("a") == first
 
 
 def test_seeds_of_one_arm_lead_to_those_of_both(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
     assert comparison.verdict == "INCONCLUSIVE"
     first, *others = beside(comparison, experiment_dir).next_steps
     assert "Declare a margin that you accept (here a tenth of the 0.4" in first.text
-    claim = '"primary": [{"metric": "train/reward", "margin": 0.05, "transform": "identity"}]'
+    claim = '"primary": [{"metric": "train/reward", "margin": 0.05}]'
     assert claim in first.command and " ±0.05 " in pasted(first.command)
     if num_seeds == 1:
         assert "--seeds 1-3 " in first.command and not others
@@ -241,6 +241,20 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
     assert plan.command.startswith("abrun plan runs/simulated --set 'compare=")
     assert f"{int(first.text.split(': ')[-1].split()[0])} pairs" in first.text
     assert "measured in simulated over 5 pairs" in " ".join(pasted(plan.command).split())
+
+
+def test_a_claim_that_no_seed_can_test_is_replaced_on_fresh_seeds(simulated, judged, here):
+    flat, reward = ({"metric": metric, "margin": 0.05} for metric in ("train/entropy", "train/reward"))
+    for declared in ([flat], [flat, reward]):
+        experiment_dir = simulated(compare={"primary": declared})
+        for run in experiment_dir.glob("*/seed-*"):
+            edit_rows(run, lambda row: row.update({"train/entropy": 1.5}))
+        comparison = judged(experiment_dir)
+        assert comparison.verdict == "INCONCLUSIVE"
+        longer, other = commands(comparison, experiment_dir)
+        assert longer.endswith(" --set steps=80 --name simulated-longer")
+        assert f"--seeds 5-9 --set 'compare={json.dumps({'primary': [reward]})}'" in other
+        assert " ±0.05 " in pasted(other)
 
 
 def test_what_broke_is_looked_at_and_continued(simulated, judged, here):

@@ -9,7 +9,7 @@ from abrun.compare import compare
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import RecipeError
 from abrun.recipe import Recipe, parse_primary
-from tests.compare.simulate import RECIPE, edit_rows
+from tests.compare.simulate import RECIPE, edit, edit_rows
 
 TEN = {"seeds": list(range(10)), "controls": {"aa_reruns": 0}}
 
@@ -105,19 +105,37 @@ def test_samples_of_an_experiment_names_its_runs(simulated):
     assert "name one of its runs:" in str(result.exception) + result.output
 
 
-def test_a_pilot_that_does_not_vary_plans_nothing(simulated, tmp_path):
-    from rich.console import Console
+def test_a_tolerance_that_nothing_reads_stops_a_resumed_launch_before_it_begins(simulated, monkeypatch):
+    experiment_dir = simulated(compare={"step_one_tolerance": {"train/loss": 0.1}})
+    unread = {"step_one_tolerance": {"train/critic/loss": 0.1}}
+    edit(experiment_dir / "experiment.json", lambda content: content["recipe"]["compare"].update(unread))
+    before = sorted(experiment_dir.rglob("*"))
+    monkeypatch.chdir(experiment_dir.parent)
+    resume = ["launch", "./simulated", "--name", "simulated", "--runs-dir", ".", "--resume"]
+    found = CliRunner().invoke(app, resume)
+    said = str(found.exception)
+    assert said.startswith(
+        "simulated: compare.step_one_tolerance.train/critic/loss: got 'train/critic/loss', "
+    )
+    assert said.endswith("; or leave it out: nothing reads it") and "\n" not in said
+    assert sorted(experiment_dir.rglob("*")) == before
+    without = [*resume, "--set", "compare.step_one_tolerance=null", "--dry-run"]
+    assert CliRunner().invoke(app, without).exit_code == 0
 
-    from abrun.compare.show.planning import plan_report
 
+def test_a_pilot_that_does_not_vary_plans_nothing(simulated, monkeypatch):
     experiment_dir = simulated()
     for seed in range(5):
         rows = (experiment_dir / f"baseline/seed-{seed}/metrics.jsonl").read_text()
         (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_text(rows)
-    experiment = load_experiment(experiment_dir)
-    console = Console(width=300, file=(tmp_path / "said").open("w"))
-    console.print(plan_report("x", experiment.compare, 5, earlier=experiment))
-    console.file.close()
-    said = (tmp_path / "said").read_text()
+    monkeypatch.chdir(experiment_dir.parent)
+    typed = ["plan", "--from", "./simulated", "--set", "compare.primary.0.margin=0.5"]
+    said = " ".join(CliRunner().invoke(app, typed).stdout.split())
+    advice = "abrun plan simulated --set compare.primary.0.margin=0.5 --sigma X"
     assert "its pairs do not differ at all, which plans nothing" in said and "steps 33-40" in said
+    assert f"; take a longer pilot, or assume a spread: {advice})" in said
     assert "P(match) if the arms are truly equal" not in said
+    both = CliRunner().invoke(app, [*typed, "--sigma", "0.02"])
+    assert str(both.exception).endswith("; drop them, or plan without it: abrun plan RECIPE --sigma X")
+    planned = CliRunner().invoke(app, advice.replace("X", "0.02").split()[1:])
+    assert "±0.5" in planned.stdout and "sigma 0.02" in planned.stdout

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from abrun.equivalence import pairs_needed, power, runs_needed, sd_of_difference
 from abrun.power import assumed_spread, claim_power
 from abrun.recipe import Compare, Primary
 from abrun.sigmas import sigma_lower_bound
+from abrun.start.shipped import find_recipe
 from tests.compare.simulate import RECIPE, fail
 
 
@@ -116,12 +118,20 @@ def test_an_earlier_experiment_without_a_pair_plans_nothing(simulated, monkeypat
     assert (exited.value.code, said) == (2, "")
     first = f"{failed[0]}/seed-0: exit code 1: CUDA out of memory"
     why = "abrun: --from: simulated: no pair of its runs has finished, so there is no spread to measure"
-    assert errors.splitlines()[-1].startswith(f"{why} ({counts}; {first}); ")
+    without = (
+        f"finish it with --resume, or assume a spread: abrun plan {find_recipe(Path('quickstart'))} --sigma X"
+    )
+    assert errors.splitlines()[-1] == f"{why} ({counts}; {first}); {without}"
 
 
-def test_without_a_sigma_it_says_how_to_get_one():
+def test_without_a_sigma_it_says_how_to_get_one(simulated):
     text = shown(plan_report("next", Compare(primary=[claim()]), 4))
     assert "sigma over seeds unknown: give --sigma, --from an earlier experiment" in text
+    directory = simulated(seeds=[0, 1])
+    fail(directory / "treatment/seed-1", after_steps=0)
+    one_pair = load_experiment(directory)
+    found = shown(plan_report("next", Compare(primary=[claim()]), 4, earlier=one_pair))
+    assert "simulated has not measured its sigma over seeds; assume one: abrun plan RECIPE --sigma X" in found
     assert "1.5 sigma" in text and "19 pairs" in text  # the general table
 
 

@@ -215,7 +215,7 @@ def reference_of(run: str) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "got schema_version None; a reference of version 1"),
+        ("{}", "got schema_version null; a reference of version 1"),
         ('{"schema_version": 1, "runs": [{}]}', "not a reference: 'compare'"),
         ("\x00\x01", "not readable as JSON"),
         ('{"schema_version": 1, "runs": [], "recipe": {}}', "got an experiment's own file; .* abrun freeze "),

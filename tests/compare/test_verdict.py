@@ -282,7 +282,7 @@ def test_a_config_outside_the_declared_treatment(simulated, judged):
 def test_other_initial_weights(simulated, judged):
     experiment_dir = simulated()
     edit(experiment_dir / "treatment/seed-1/config.json", lambda content: content.update(initial_weights="x"))
-    invalid(judged(experiment_dir), "config initial_weights is 'x', but None")
+    invalid(judged(experiment_dir), "config initial_weights is x, but null")
 
 
 def test_a_treatment_that_was_not_applied(simulated, judged):
@@ -292,7 +292,7 @@ def test_a_treatment_that_was_not_applied(simulated, judged):
     edit(treatment, lambda content: content.update(config=read_config(baseline)))
     invalid(
         judged(experiment_dir),
-        "treatment/seed-1: config policy.logprobs.impl is 'logits', not 'chunked' as the treatment declares",
+        "treatment/seed-1: config policy.logprobs.impl is logits, not chunked as the treatment declares",
     )
 
 
@@ -395,7 +395,14 @@ def test_a_metric_missing_at_one_step(simulated, judged):
 def test_a_claim_on_a_metric_nobody_recorded(simulated, judged):
     claim = {"metric": "validation/accuracy", "margin": 0.1}
     comparison = judged(simulated(compare={"primary": [claim]}, validation={"every": 40}))
-    invalid(comparison, "missing metric: baseline/seed-0 did not record validation/accuracy", "and 6 more")
+    invalid(comparison, "missing metric: no run recorded validation/accuracy (primary)")
+    assert len(comparison.content.reasons) == 1
+    other, again = comparison.next_steps
+    assert other.text.startswith(
+        "Claim what these runs can show, within a margin that you accept (here a tenth"
+    )
+    assert '"primary": [{"metric": "train/reward", "margin": 0.05}]' in other.command
+    assert again.command.endswith(" --dry-run")
 
 
 def test_a_baseline_that_is_not_a_number(simulated, judged):

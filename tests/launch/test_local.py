@@ -710,7 +710,7 @@ def test_resume_adds_no_run_that_starts_from_other_weights_than_its_arm(tmp_path
         ),
         (
             ["arms.treatment.policy.logprobs.chunk_size=7"],
-            "treatment/seed-0: .* policy.logprobs.chunk_size is None",
+            "treatment/seed-0: .* policy.logprobs.chunk_size is null",
         ),
         (["seeds=[0, 2]"], "no run baseline/seed-1, which"),
     ],

@@ -121,6 +121,13 @@ def test_what_changes_and_which_way_the_path_goes() -> None:
     } <= set(keys)
     asked = keys["set_0"]
     assert asked is not None and asked.config.rollout.temperature == 0.9
+    sharing = run_config("policy={packing: true, share_prompts: true, micro_batch_tokens: 60}")
+    unpacked = {"alone": (False, False, 1), "padded": (False, False, None)}
+    for of, shapes in ((config, unpacked), (sharing, unpacked | {"packed": (True, False, None)})):
+        scored = {one.key: one.scoring for one in changes_of(of, []) if one.kind == "batch shape"}
+        policies = {key: scoring.config.policy for key, scoring in scored.items() if scoring}
+        found = {key: (of.packing, of.share_prompts, of.micro_batch_size) for key, of in policies.items()}
+        assert found == shapes
     path = [step.key for step in path_of(config)]
     assert path == ["shape", "logprobs", "head", "dtype", "engine_float32", "engine", "rest"]
     assert [step.key for step in path_of(run_config())] == ["shape", "engine", "rest"]

@@ -345,7 +345,7 @@ def test_a_launcher_does_not_speak_of_an_attempt_that_fenced_its_job(tmp_path: P
     [
         ("attempts/0001", {"pid": "x"}, "pid: got 'x'"),
         ("attempts/0001", {"status": "asleep"}, "status: got 'asleep'"),
-        ("launch", {"launches": [None]}, "launches.0: got None"),
+        ("launch", {"launches": [None]}, "launches.0: got null"),
     ],
 )
 def test_values_of_another_kind_are_one_line(tmp_path: Path, stem: str, content: dict, words: str) -> None:

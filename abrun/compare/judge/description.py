@@ -12,11 +12,13 @@ from functools import reduce
 
 import numpy as np
 
+from abrun.compare.judge.claims import judge_primary
+from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.summaries import climbs, direction_in, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
 from abrun.equivalence import Tost, paired_tost, pairs_needed, runs_needed, sd_in_steps, welch_tost
 from abrun.errors import ComparisonError
-from abrun.metric_names import REWARD, STEP_ONE, is_clock, with_role
+from abrun.metric_names import REWARD, STEP_ONE, default_transform, is_clock, with_role
 from abrun.recipe import Primary
 from abrun.series import Array, Steps, window_bounds
 
@@ -73,13 +75,26 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
 
 
 def claimable(experiment: Experiment) -> Description | None:
-    """What to claim where nothing is: the first metric that has a sensible margin, of the first treatment."""
+    """What to claim: the first metric on which the runs of the first treatment could have shown a difference
+    of a sensible margin, in its own units.
+    """
     arm, grid = experiment.treatments[0], experiment.all_steps()
     sides = experiment.sides(arm).finished
     if min(sides.sizes) == 0 or not len(grid):
         return None
-    found = (_description(arm, sides, metric, WINDOW, grid) for metric in _ranked(sides))
-    return next((one for one in found if one and one.margin is not None), None)
+    for metric in _ranked(sides)[:MOST_OTHERS]:
+        found = _description(arm, sides, metric, WINDOW, grid)
+        if found is None or found.margin is None or default_transform(metric) != "identity":
+            continue
+        claim = claim_on(found)
+        margin = resolved_margin(claim, None)
+        if judge_primary(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
+            return found
+    return None
+
+
+def claim_on(found: Description) -> Primary:
+    return Primary(metric=found.metric, window=found.window, margin=found.margin)
 
 
 def num_metrics(sides: Sides) -> tuple[int, int]:

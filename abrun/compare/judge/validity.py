@@ -17,6 +17,7 @@ from abrun.metric_names import (
     is_clock,
 )
 from abrun.recipe import Primary
+from abrun.redaction import in_yaml
 from abrun.series import Steps, window_bounds
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
@@ -243,13 +244,12 @@ def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, A
     for key in sorted({*run.config, *reference.config}):
         got, expected = run.config.get(key), declared.get(key, reference.config.get(key))
         if got != expected and expected is not ...:
+            here, there = in_yaml(got), in_yaml(expected)
             if key in declared:
-                yield f"{run}: config {key} is {got!r}, not {expected!r} as the treatment declares"
+                yield f"{run}: config {key} is {here}, not {there} as the treatment declares"
             else:
-                yield (
-                    f"{run}: config {key} is {got!r}, but {expected!r} in {reference}: "
-                    "outside the declared treatment"
-                )
+                outside = "outside the declared treatment"
+                yield f"{run}: config {key} is {here}, but {there} in {reference}: {outside}"
 
 
 def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -257,7 +257,7 @@ def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
     for key, values in _config_values(pairs).items():
         if _kind(values) == "mixed":
             shown = ", ".join(
-                f"{pair.baseline} {a!r} / {pair.treatment} {b!r}"
+                f"{pair.baseline} {in_yaml(a)} / {pair.treatment} {in_yaml(b)}"
                 for pair, (a, b) in zip(pairs, values, strict=True)
             )
             yield f"config {key} differs within an arm, and not by seed: {shown[:300]}"
@@ -295,7 +295,7 @@ def _config_differences_apart(experiment: Experiment, arm: str, sides: Sides) ->
             yield from _differences(run, reference, declared)
         return
     for key, (left, right) in _values_by_arm(sides).items():
-        texts = [repr(value) for value in (*left, *right)]
+        texts = [in_yaml(value) for value in (*left, *right)]
         constant = all(value == left[0] for value in left) and all(value == right[0] for value in right)
         distinct = all(len({repr(value) for value in of}) == len(of) for of in (left, right))
         if not (constant or distinct):
@@ -434,6 +434,9 @@ def _missing_metrics(
         needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not measuring
     for metric, role in needed.items():
         everything = union(run.series(metric).steps for run in finished)
+        if finished and not len(everything):
+            yield f"missing metric: no run recorded {metric} ({role}){_unread(finished[0], metric)}"
+            continue
         for run in finished:
             grid = run.series(metric).steps
             if not len(grid):

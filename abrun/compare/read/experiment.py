@@ -166,7 +166,7 @@ class Experiment:
     seeds_known: bool = True  # False: unpaired runs that were numbered
     guessed: tuple[str, ...] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
-    sources_sha256: str = ""  # of runs that abrun did not launch: of the sources that were named
+    asked_sha256: str = ""  # of runs that abrun did not launch: of their sources and what was asked of them
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property

@@ -27,22 +27,26 @@ class Reading:
     may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
     alone: bool = False  # one arm is enough: its counterpart is a reference
 
-    def refuse_for_stored(self, directory: Path) -> None:
-        """An experiment of the store says all this itself: an option would be without effect."""
-        given = {
+    @property
+    def given(self) -> dict[str, str]:
+        """What was said of how runs are to be found, by option."""
+        options = {
             "--baseline": self.baseline,
             "--pattern": self.pattern,
             "--group": self.group,
-            "--alias": self.aliases[0] if self.aliases else None,
+            "--alias": ",".join(self.aliases) or None,
             "--step-column": self.step_column,
             "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
         }
-        for option, value in given.items():
-            if value is not None:
-                raise ComparisonError(
-                    f"{option}: got {value!r} for {directory}, an experiment, whose arms, seeds and metrics "
-                    "are recorded; drop it, or name the folders of the arms"
-                )
+        return {option: value for option, value in options.items() if value is not None}
+
+    def refuse_for_stored(self, directory: Path) -> None:
+        """An experiment of the store says all this itself: an option would be without effect."""
+        for option, value in self.given.items():
+            raise ComparisonError(
+                f"{option}: got {value!r} for {directory}, an experiment, whose arms, seeds and metrics "
+                "are recorded; drop it, or name the folders of the arms"
+            )
 
 
 def stored_in(sources: Sequence[str], runs_dir: Path) -> Path | None:

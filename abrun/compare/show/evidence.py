@@ -8,6 +8,7 @@ from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.levels import levels
 from abrun.compare.show.planted import sentence
 from abrun.compare.show.spent import spent_sentence
+from abrun.redaction import in_yaml
 
 MOST_LEVELS = 2  # of an arm's claims; the page has all
 Content = Mapping[str, Any]
@@ -76,7 +77,7 @@ def _metrics(described: Sequence[Content], arm: str, counts: Sequence[int]) -> s
 
 
 def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
-    shown = [f"{key}: {old} -> {new}" for key, (old, new) in treatment_diff.items()]
+    shown = [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in treatment_diff.items()]
     return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 

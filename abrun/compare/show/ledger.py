@@ -6,7 +6,7 @@ from rich.text import Text
 
 from abrun.compare.judge.ledger import ledger_sentence
 from abrun.compare.read.experiment import Reference
-from abrun.redaction import printable
+from abrun.redaction import in_yaml, printable
 
 
 def ledger_shown(reference: Reference) -> RenderableType:
@@ -16,7 +16,7 @@ def ledger_shown(reference: Reference) -> RenderableType:
     for heading in ("", "date", "experiment", "what changed", "commit", "difference [90 %]", "drift then"):
         table.add_column(heading, overflow="fold")
     for number, entry in enumerate(reference.ledger.entries, 1):
-        changes = [f"{key}: {before} -> {after}" for key, (before, after) in entry.treatment.items()]
+        changes = [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in entry.treatment.items()]
         changes += [f"not judged: {entry.moved}"] if entry.moved else []
         low, high = entry.interval
         cells = (

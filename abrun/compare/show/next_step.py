@@ -2,20 +2,20 @@
 
 import json
 import math
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from abrun.compare.judge.assay import no_signal
-from abrun.compare.judge.description import claimable
+from abrun.compare.judge.description import claim_on, claimable
 from abrun.compare.judge.verdict import AT_OBSERVED
-from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
+from abrun.compare.show.pasted import AGAIN, UNPAIRED, filled, name_of
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
@@ -23,12 +23,7 @@ from abrun.recipe import Primary, primary_option, units
 from abrun.redaction import shown
 
 MOST_STEPS = 2
-RUNS_DIR = Path("runs")  # where commands look without --runs-dir
-UNPAIRED = " --unpaired"
 MEND = "Mend what the reasons name, then compare again"
-AGAIN = "abrun compare NEW --reference FILE"
-LAUNCHING = ("launch", "sensitivity")  # commands that start runs
-READING = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")  # of foreign runs
 Content = Mapping[str, Any]
 
 
@@ -45,79 +40,7 @@ def next_steps(experiment: Experiment, content: Content, typed: str | None = Non
     of = {"MATCH": _match, "MISMATCH": _mismatch, "INCONCLUSIVE": _inconclusive, "INVALID": _invalid}
     steps = islice(of[content["verdict"]](experiment, content), MOST_STEPS)
     words = shlex.split(typed or "")
-    return [replace(step, command=shown(_filled(step.command, experiment, words))) for step in steps]
-
-
-def _filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
-    """With what is launched in the place of RECIPE, and what was typed in that of RUNS, as far as known."""
-    if experiment.directory:
-        command = command.replace("RECIPE", _recipe(command, experiment.directory, words), 1)
-    compared = list(words[2:]) if list(words[:2]) == ["abrun", "compare"] else []
-    sources = [*takewhile(lambda word: not word.startswith("-"), compared)]
-    options = compared[len(sources) :]
-    if _options(options, ["--reference"])[0]:
-        command = command.replace(AGAIN, shlex.join(["abrun", "compare", "NEW", *options]))
-    elif experiment.directory:
-        command = command.replace(f" && {AGAIN}", "")  # its recipe names the reference
-    if not compared:
-        return command.replace("RUNS", _name(experiment)) if experiment.directory else command
-    if command.startswith(("abrun freeze NEW", "abrun compare NEW NEW")):  # read as those that were compared
-        return shlex.join([*shlex.split(command), *_options(options, READING)[0]])
-    if UNPAIRED.strip() in options:
-        command = command.replace(UNPAIRED, "")
-    if " --seeds " in command:
-        _, options = _options(options, ["--seeds"])
-    if command.startswith("abrun freeze"):
-        sources += _options(options, READING)[0]
-    command = command.replace("abrun compare RUNS", shlex.join(["abrun", "compare", *sources, *options]))
-    return command.replace("RUNS", shlex.join(sources) or "RUNS")
-
-
-def _recipe(command: str, directory: Path, words: Sequence[str]) -> str:
-    """Of the launch that was typed, with what was set; else the experiment's folder, which holds that."""
-    launch = list(words[2:]) if list(words[:2]) == ["abrun", "launch"] else []
-    named = [word for word in launch[:1] if not word.startswith("-")]
-    named = named or [word for word in launch if word.endswith((".yaml", ".yml"))][:1]
-    path = _path(directory)
-    found = named or [str(path)]
-    starts = command.split()[1] in LAUNCHING
-    if named:
-        seeds = ["--seeds"] * (starts and " --seeds " not in command)
-        found += _options(launch, ["--set", *seeds, *(["--launcher"] * starts)])[0]
-    if starts and path.parent != RUNS_DIR:
-        found += ["--runs-dir", str(path.parent)]
-    return shlex.join(found)
-
-
-def _options(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of a command line the options of those names, with their values, and all the rest."""
-    those: list[str] = []
-    others: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, equals, _ = word.partition("=")
-        if name in names:
-            those += [word] if equals else [word, next(left, "")]
-        else:
-            others.append(word)
-    return those, others
-
-
-def _path(directory: Path) -> Path:
-    """From here, where it is below; a path of one part could be taken for a name."""
-    directory = directory.resolve()
-    if directory.parent == RUNS_DIR.resolve():
-        return RUNS_DIR / directory.name
-    path = Path(os.path.relpath(directory))
-    return directory if path.parts[:1] == ("..",) or len(path.parts) < 2 else path
-
-
-def _name(experiment: Experiment) -> str:
-    """By which commands find an experiment of the store; of other runs, a name for files."""
-    if experiment.directory is None:
-        return shlex.quote(experiment.name)
-    path = _path(experiment.directory)
-    return shlex.quote(path.name if path.parent == RUNS_DIR else str(path))
+    return [replace(step, command=shown(filled(step.command, experiment, words))) for step in steps]
 
 
 def _folder(experiment: Experiment, suffix: str = "") -> str:
@@ -149,9 +72,9 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
     elif declared or (content["paired"] and experiment.compare.step_one):
         # A reference takes claims alone: later runs are compared seed by seed, their first step too
-        of, file = "RUNS", f"{_name(experiment)}.json"
+        of, file = "RUNS", f"{name_of(experiment)}.json"
         if experiment.directory:
-            of, file = _name(experiment), f"{_folder(experiment)}.json"
+            of, file = name_of(experiment), f"{_folder(experiment)}.json"
         yield NextStep(
             text="Hold later versions to these runs",
             command=f"abrun freeze {of}{'' if declared else _claims(experiment)} --output {file}",
@@ -171,9 +94,9 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield _with_fresh_seeds(experiment, "See whether fresh seeds say so too")
         return
     arm, seed = _of_first([*deviating, *failing, *differing], experiment)
-    run = f"{_name(experiment)}/{shlex.quote(arm)}/seed-{seed}"
+    run = f"{name_of(experiment)}/{shlex.quote(arm)}/seed-{seed}"
     if any(one["guard"] == "finished" for one in failing):
-        yield NextStep(text="See how the failed runs ended", command=f"abrun status {_name(experiment)}")
+        yield NextStep(text="See how the failed runs ended", command=f"abrun status {name_of(experiment)}")
     errors = {TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR}
     of_engines = [one for one in deviating if one["metric"] in errors]
     if of_engines or any("prob_error" in one["guard"] or "kl_error" in one["guard"] for one in failing):
@@ -183,7 +106,7 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         )
     if not experiment.regression and all(_said(experiment, one, seed) for one in (arm, experiment.baseline)):
         step = f" --step {deviating[0]['step']}" if deviating else ""
-        other = f"{_name(experiment)}/{experiment.baseline}/seed-{seed}"
+        other = f"{name_of(experiment)}/{experiment.baseline}/seed-{seed}"
         yield NextStep(
             text="Read what both arms said to each prompt",
             command=f"abrun samples {run} --against {other}{step}",
@@ -230,34 +153,42 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     if problems:
         yield _longer(experiment, "These runs could not have shown it (see the reasons)")
     unsure = any(one["result"] == "open" for one in content["step_one"])
-    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
     if unsure:
-        num_pairs = max((one or 0 for one in needed), default=0) or None
+        num_pairs = max((one["pairs_needed"] or 0 for one in undecided), default=0) or None
         yield from _rounding_or_fault(experiment, content["step_one"], num_pairs)
+    if undecided:
+        yield from _more_pairs(experiment, content, undecided)
+    elif problems:
+        yield from _other_claims(experiment, content)
+    elif not unsure:
+        yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+
+
+def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Content]) -> Iterator[NextStep]:
+    """Of claims that more of them decide."""
+    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
     if any(one["limited"] is not None for one in undecided):
         text = f"Four times the {counted} halve the interval that a limit is tested by"
         yield _with_fresh_seeds(
             experiment, text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
         )
-    elif needed and None not in needed:
+    elif None not in needed:
         text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
         observed = [one["pairs_needed_observed"] for one in undecided]
         if None not in observed and max(observed) > max(needed):
             text += f" ({max(observed)}, if they differ as they do here)"
         yield _with_fresh_seeds(experiment, text, max(needed))
-    elif needed:
+    else:
         yield NextStep(
             text=f"This margin takes more than 1000 {counted}: see what a wider one takes",
-            command=f"abrun plan RECIPE{_declared(experiment)} --from {_name(experiment)}",
+            command=f"abrun plan RECIPE{_declared(experiment)} --from {name_of(experiment)}",
         )
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
-    if cheaper and undecided:
+    if cheaper:
         pairs, prompts = cheaper[0]["pairs_needed_with_twice"], 2 * cheaper[0]["num_prompts"]
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
-    if not (undecided or unsure):
-        yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
 def _rounding_or_fault(
@@ -313,14 +244,13 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
         yield _longer(experiment, f"These runs could show nothing: {empty}")
         return
     found = claimable(experiment)
-    if found is None or found.margin is None:
+    if found is None:
         yield NextStep(
             text="Declare what has to agree, and how closely",
             command="abrun plan RECIPE --set 'compare.primary=[{metric: METRIC, margin: MARGIN}]'",
         )
         return
-    claim = Primary(metric=found.metric, window=found.window, margin=found.margin, transform="identity")
-    claimed = replace(experiment, compare=experiment.compare.model_copy(update={"primary": [claim]}))
+    claimed = _claiming(experiment, [claim_on(found)])
     text = f"Declare a margin that you accept (here {found.margin_is}), and test it on fresh seeds"
     alone = found.interval is None
     if alone or found.runs_needed is not None:
@@ -334,7 +264,7 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
     if not alone:
         yield NextStep(
             text="Or see first how many seeds it takes",
-            command=f"abrun plan RECIPE{_declared(claimed)} --from {_name(experiment)}",
+            command=f"abrun plan RECIPE{_declared(claimed)} --from {name_of(experiment)}",
         )
 
 
@@ -342,8 +272,9 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
     """Of runs that abrun did not launch."""
     described = content["descriptions"]
     yield from _open_of_others(content)
+    if described and not content["primaries"]:
+        yield _claim_to_make(experiment, content)
     if described:
-        yield from _claim_to_make(content)
         if max(described[0]["num_runs"]) == 1:
             shared = ", with the same seeds in both arms" if content["paired"] else ""
             yield NextStep(
@@ -356,6 +287,9 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
         yield NextStep(
             text="Say which metrics are the same", command="abrun compare RUNS --alias train/reward=NAME"
         )
+    elif any(one["problem"] for one in content["primaries"]):
+        yield from _other_claims(experiment, content)
+        yield NextStep(text=MEND, command="abrun compare RUNS")
     else:
         more = "More pairs narrow the interval: train more seeds, then compare again"
         if not content["paired"]:
@@ -376,6 +310,9 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
         return
     there, here = set(experiment.arm(experiment.baseline)), set(experiment.arm(experiment.treatments[0]))
     left = ", ".join(map(str, sorted(there - here)))
+    if not left and any(one["problem"] for one in content["primaries"]):
+        yield NextStep(text=MEND, command="abrun compare RUNS")
+        return
     if not left:
         yield _with_fresh_seeds(experiment, "More pairs narrow the interval")
         return
@@ -387,16 +324,43 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
     )
 
 
-def _claim_to_make(content: Content) -> Iterator[NextStep]:
+def _claim_to_make(experiment: Experiment, content: Content) -> NextStep:
     """Of runs without a claim: one on what they learn, with a margin that owes nothing to the treatment."""
-    described = next((one for one in content["descriptions"] if one["margin"] is not None), None)
-    if content["primaries"] or described is None:
-        return
-    claim = shlex.quote(f"{described['metric']}:{described['window']}:{described['margin']:g}")
-    yield NextStep(
-        text=f"Claim that they are alike within a margin that you accept (here {described['margin_is']})",
-        command=f"abrun compare RUNS{'' if content['paired'] else UNPAIRED} --primary {claim}",
+    found = claimable(experiment)
+    if found is None:
+        return NextStep(
+            text="On no metric could these runs show a difference: log what they learn, or train longer",
+            command="abrun compare RUNS",
+        )
+    claims = _claims(_claiming(experiment, [claim_on(found)]))
+    return NextStep(
+        text=f"Claim that they are alike within a margin that you accept (here {found.margin_is})",
+        command=f"abrun compare RUNS{'' if content['paired'] else UNPAIRED}{claims}",
     )
+
+
+def _other_claims(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    """In the place of those that these runs cannot show, however many seeds there are."""
+    cannot = {(one["metric"], one["window"]) for one in content["primaries"] if one["problem"]}
+    claims = [one for one in experiment.compare.primary if (one.metric, one.window) not in cannot]
+    text = "Leave out what these runs cannot show"
+    if not cannot:
+        return
+    if not claims:
+        found = claimable(experiment)
+        if found is None:
+            return
+        claims = [claim_on(found)]
+        text = f"Claim what these runs can show, within a margin that you accept (here {found.margin_is})"
+    claimed = _claiming(experiment, claims)
+    if experiment.directory:
+        yield _with_fresh_seeds(claimed, f"{text}, on fresh seeds")
+    else:
+        yield NextStep(text=text, command=f"abrun compare RUNS{_claims(claimed)}")
+
+
+def _claiming(experiment: Experiment, claims: list[Primary]) -> Experiment:
+    return replace(experiment, compare=experiment.compare.model_copy(update={"primary": claims}))
 
 
 def _fewer_pairs(one: Content) -> bool:
@@ -419,19 +383,27 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
                 text="Compare them as independent runs, of other seeds",
                 command="abrun compare RUNS --unpaired",
             )
+        elif no_shared_step([*experiment.runs.values()]):
+            yield NextStep(
+                text="If another column counts the steps of all of them, name it",
+                command="abrun compare RUNS --step-column NAME",
+            )
         yield NextStep(text=MEND, command="abrun compare RUNS")
         return
     broken = [run for run in experiment.runs.values() if not run.finished and not run.thinned]
     if broken:
         began = [run for run in broken if run.status != "missing"]
         if began:
-            run = f"{_name(experiment)}/{began[0].name}"
+            run = f"{name_of(experiment)}/{began[0].name}"
             yield NextStep(text="See how the first of them ended", command=f"abrun logs {run}")
         yield NextStep(
             text="Continue the runs that did not finish",
             command=_resumed(experiment),
         )
     else:
+        missing = any("(primary)" in reason for reason in content["reasons"])
+        if missing and not experiment.regression:
+            yield from _other_claims(experiment, content)
         yield NextStep(
             text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",

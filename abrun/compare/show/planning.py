@@ -1,6 +1,6 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -63,16 +63,15 @@ def other_than_measured(recipe: Declared, earlier: Experiment) -> str | None:
     named = [*types, *others]
     if not named:
         return None
-    said = [f"{key} {_value(there, key)} there and {_value(here, key)} here" for key in named[:MOST_NAMED]]
+    said = [
+        f"{key} {shortened(there.get(key))} there and {shortened(here.get(key))} here"
+        for key in named[:MOST_NAMED]
+    ]
     said += [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
     return (
         f"--from: {earlier.name} trained otherwise than {recipe.name} will ({'; '.join(said)}), and the "
         "spread over seeds depends on that: take its numbers of pairs for a first guess"
     )
-
-
-def _value(config: Mapping[str, Any], key: str) -> str:
-    return shortened(config[key]) if config.get(key) is not None else "null"
 
 
 def _where(steps: tuple[int, int] | None) -> str:
@@ -106,12 +105,14 @@ def plan_report(
     num_pairs: int,
     *,
     earlier: Experiment | None = None,
+    assuming: str = "abrun plan RECIPE --sigma X",
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> RenderableType:
     """For each claim: its spread and where that is from, the power by pairs, and the pairs for 80 %.
 
-    `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead.
+    `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead, and `assuming` is
+    the command that plans without it.
     """
     if not compare.primary:
         return Text(
@@ -131,7 +132,8 @@ def plan_report(
         if claim.margin is None:
             lines.append(Text(f"{claim.metric} over {claim.window}: {claim_text(claim)}: not planned"))
             continue
-        lines.append(Text(f"{claim.metric} over {claim.window}: {_about(spread, claim, compare)}"))
+        about = _about(spread, claim, compare, earlier, assuming)
+        lines.append(Text(f"{claim.metric} over {claim.window}: {about}"))
         if earlier is not None:
             lines += [
                 Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim, compare, spread, alpha)
@@ -233,7 +235,9 @@ def _of_prompts(
             yield f"{arm}: {'; '.join(advice(asdict(said)))}"
 
 
-def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
+def _about(
+    spread: Spread | None, claim: Primary, compare: Compare, earlier: Experiment | None, assuming: str
+) -> str:
     rho = spread.correlation if spread else claim.correlation
     correlated = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
     if claim.sigmas is not None and not compare.reference:
@@ -242,6 +246,8 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
             f" (planned with the upper {ASSURANCE:.0%} bound of the sd; {OF_COMPARE})" if measured else ""
         )
         return f"margin in sigmas of the baseline, {correlated}{planned}"
+    if spread is None and earlier is not None:
+        return f"{earlier.name} has not measured its sigma over seeds; assume one: {assuming}"
     if spread is None:
         return (
             "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.primary.0.sigma"
@@ -251,7 +257,7 @@ def _about(spread: Spread | None, claim: Primary, compare: Compare) -> str:
     planned = ""
     if spread.num_pairs and not spread.sd_difference > 0:
         same = f": its {'pairs' if compare.paired else 'runs'} do not differ at all"
-        planned = f"{same}, which plans nothing; give --sigma, or a longer pilot"
+        planned = f"{same}, which plans nothing; take a longer pilot, or assume a spread: {assuming}"
     elif spread.num_pairs:
         bound = f"its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
         planned = f"; planned with {bound}; {OF_COMPARE}"

@@ -70,7 +70,7 @@ def write_report(
     files: list[Path] = []
     images = [form for form in FIGURES if form in formats]
     drawn = {
-        "sources": experiment.sources_sha256,
+        "asked": experiment.asked_sha256,
         "formats": sorted({"html", *images} & set(formats)),
         "of": _fingerprint(experiment, content, beside),
     }
@@ -105,13 +105,13 @@ def write_report(
 def report_folder(experiment: Experiment) -> Path:
     """Where the report of runs goes that abrun did not launch: `<name>-report`.
 
-    Where the report of other sources is there, it has the hash of these behind it.
+    Where the report of other sources is there, or of another comparison of these, it has a hash behind it.
     """
     folder = Path(f"{slug(experiment.name)}-report")
     with suppress(StoreError):
-        there = read_json(folder / STAMP).get("sources", experiment.sources_sha256)
-        if there != experiment.sources_sha256:
-            return Path(f"{folder}-{experiment.sources_sha256[:8]}")
+        there = read_json(folder / STAMP).get("asked", experiment.asked_sha256)
+        if there != experiment.asked_sha256:
+            return Path(f"{folder}-{experiment.asked_sha256[:8]}")
     return folder
 
 
