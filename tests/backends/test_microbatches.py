@@ -14,7 +14,7 @@ from abrun.backends.ranks import make_ranks
 from abrun.recipe import Policy, Ppo
 from abrun.rl.batch import Sequences
 from abrun.rl.sampling import packed
-from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend, some_batch
+from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend
 from tests.backends.test_dtensor import assert_same
 from tests.backends.test_packing import of_prompts
 from tests.backends.test_support import VOCAB
