@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from abrun.backends.context import Span
 from abrun.backends.dtensor import DtensorBackend
@@ -269,12 +269,15 @@ def test_a_packed_policy_still_samples(group: None) -> None:
     assert torch.equal(*logits)
 
 
-def test_a_sliding_window_is_refused(group: None) -> None:
+def test_attention_that_cannot_take_a_stream_is_refused(group: None) -> None:
     settings = {key: value for key, value in TINY.items() if key != "pad_token_id"}
-    network = MistralForCausalLM(MistralConfig(**settings, sliding_window=4))
-    with pytest.raises(RecipeError, match=r"policy\.packing: got true with MistralForCausalLM") as caught:
-        DtensorBackend(lambda: network, Policy(packing=True), make_ranks(CPU, {}))
-    assert len(str(caught.value).splitlines()) == 1 and "packing: false" in str(caught.value)
+    sliding = MistralForCausalLM(MistralConfig(**settings, sliding_window=4))
+    own = BloomForCausalLM(BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4))
+    for network in (sliding, own):
+        message = rf"policy\.packing: got true with {type(network).__name__}"
+        with pytest.raises(RecipeError, match=message) as caught:
+            DtensorBackend(lambda network=network: network, Policy(packing=True), make_ranks(CPU, {}))
+        assert len(str(caught.value).splitlines()) == 1 and "packing: false" in str(caught.value)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40), st.integers(1, 4))
