@@ -82,7 +82,7 @@ ALONE = {"micro_batch_size": 1, "micro_batch_tokens": None, "packing": False, "s
 SHAPES = {
     "alone": ("each sequence alone", ALONE),
     "padded": ("padded microbatches", {"micro_batch_tokens": None, "packing": False, "share_prompts": False}),
-    "packed": ("packed microbatches", {"packing": True}),
+    "packed": ("packed microbatches", {"packing": True, "share_prompts": False}),
 }
 IMPLEMENTATIONS = {"logits": "dense logits", "chunked": "chunked", "triton": "triton"}
 
@@ -114,11 +114,10 @@ def changes_of(config: OwnRunConfig, sets: Sequence[str]) -> list[Change]:
 
 
 def _shapes(config: OwnRunConfig) -> Iterator[Change]:
-    policy = config.policy
-    own = "packed" if policy.packing else "alone" if policy.micro_batch_size == 1 else "padded"
     for key, (label, changes) in SHAPES.items():
-        if key != own:
-            scoring = Scoring(method="trainer", config=changed(config, {"policy": changes}))
+        other = changed(config, {"policy": changes})
+        if other != config:
+            scoring = Scoring(method="trainer", config=other)
             yield Change(key=key, label=label, kind="batch shape", scoring=scoring)
 
 
