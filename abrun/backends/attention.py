@@ -45,10 +45,11 @@ def enable_streams(network: Any, policy: Policy) -> None:
             f"{asked} with {type(network).__name__}, whose attention is not full and causal in every layer; "
             f"use {instead}"
         )
+    name = APART if policy.activation_checkpointing == "selective" else ATTENTION
     try:
-        network.set_attn_implementation(
-            APART if policy.activation_checkpointing == "selective" else ATTENTION
-        )
+        network.set_attn_implementation(name)
+        if network.config._attn_implementation != name:  # transformers has warned, and left it
+            raise ValueError("transformers cannot replace its attention")
     except ValueError as error:
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(f"{asked} with {type(network).__name__}: {reason}; use {instead}") from error

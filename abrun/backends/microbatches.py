@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from abrun import progress
 from abrun.backends import B
-from abrun.backends.packing import Packing, packing_of, sequence_lengths, shared_prefixes
+from abrun.backends.packing import Packing, has_prompt, packing_of, sequence_lengths, shared_prefixes
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Policy
 from abrun.rl.batch import Sequences
@@ -92,8 +92,10 @@ class _Rows:
     shared: list[int]  # see packing_of
 
     @cached_property
-    def _prompts(self) -> list[int]:  # a number for each, the same where a prompt is shared
-        return list(accumulate(not prefix for prefix in self.shared))
+    def _prompts(self) -> list[int]:  # a number for each, the same where a prompt is shared; 0: none could be
+        have = [has_prompt(length) for length in self.lengths]
+        numbers = accumulate(has and not prefix for has, prefix in zip(have, self.shared, strict=True))
+        return [has * number for has, number in zip(have, numbers, strict=True)]
 
     @property
     def num_tokens(self) -> int:
@@ -101,10 +103,11 @@ class _Rows:
 
     def picked(self, rows: Sequence[int]) -> "_Rows":
         """Those of a microbatch, in ascending order."""
-        prompts = [0, *(self._prompts[row] for row in rows)]  # none is 0
+        prompts = [self._prompts[row] for row in rows]
+        last = accumulate([0, *prompts[:-1]], max)
         shared = [
             self.shared[row] * (before == prompt)
-            for row, (before, prompt) in zip(rows, pairwise(prompts), strict=True)
+            for row, before, prompt in zip(rows, last, prompts, strict=True)
         ]
         return _Rows([self.lengths[row] for row in rows], shared)
 
@@ -186,7 +189,7 @@ def _dealt_rows(rows: _Rows, rows_together: int, max_tokens: int, num_ranks: int
             continue
         tokens = [rows.picked(sample).num_tokens for sample in samples]
         by_rank = dealt(tokens, max_tokens, num_ranks)
-        each = [[[row for i in part for row in samples[i]] for part in parts] for parts in by_rank]
+        each = [[sorted(row for i in part for row in samples[i]) for part in parts] for parts in by_rank]
         fits = all(_is_within(max_tokens, part, tokens) for parts in by_rank for part in parts)
         turns = zip(*([rows.picked(part).num_tokens for part in parts] for parts in each), strict=True)
         longest = sum(max(turn) for turn in turns)
@@ -195,18 +198,21 @@ def _dealt_rows(rows: _Rows, rows_together: int, max_tokens: int, num_ranks: int
     return best
 
 
-def _samples(rows: _Rows, rows_together: int, most: int) -> list[range]:
-    """What is never cut apart: so many rows, and those that follow with their prompt, up to `most` tokens."""
-    samples: list[range] = []
-    num_tokens = 0
+def _samples(rows: _Rows, rows_together: int, most: int) -> list[list[int]]:
+    """What is never cut apart: so many rows, and those that follow with their prompt, up to `most` tokens.
+    Rows without a completion between these are samples of their own."""
+    samples: list[list[int]] = []
+    last, num_tokens = 0, 0  # of the samples the last with a prompt
     for start in range(0, len(rows.lengths), rows_together):
-        stop = start + rows_together
-        more = sum(rows.lengths[start:stop]) - sum(rows.shared[start:stop])
+        sample = range(start, start + rows_together)
+        more = sum(rows.lengths[row] - rows.shared[row] for row in sample)
         if rows.shared[start] and num_tokens + more <= most:
-            samples[-1], num_tokens = range(samples[-1].start, stop), num_tokens + more
-        else:
-            samples.append(range(start, stop))
-            num_tokens = rows.shared[start] + more
+            samples[last] += sample
+            num_tokens += more
+            continue
+        samples.append([*sample])
+        if any(has_prompt(rows.lengths[row]) for row in sample):
+            last, num_tokens = len(samples) - 1, rows.picked(sample).num_tokens
     return samples
 
 

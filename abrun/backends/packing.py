@@ -7,7 +7,8 @@ of another sequence. With context parallelism each rank computes on some of the 
 model only: see abrun.backends.context.
 
 Sequences of one prompt can share it (arXiv:2506.05433): the first of them in the stream has it, the others
-begin with its last token, which predicts a completion token of their own, and attend to what they would.
+begin with its last token, which predicts a completion token of their own, and attend to what they would. A
+sequence without a completion is two tokens of its own, wherever it stands.
 """
 
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ def packing_of(
     width: int,  # S
     device: torch.device,
     context: dist.ProcessGroup | None = None,
-    shared: Sequence[int] | None = None,  # of each, the leading tokens that it has from the one before it
+    shared: Sequence[int] | None = None,  # of each, the leading tokens that it has from one before it
 ) -> Packing:
     """The stream of sequences of these lengths; what follows them in their rows is padding.
 
@@ -82,7 +83,8 @@ def packing_of(
     split = context and context_split(starts, context, device)
     whole, again, first, first_row = [], [torch.empty(2, 0, dtype=torch.int64)], 0, 0
     for row, ((start, stop), prefix) in enumerate(zip(pairwise(starts), shared, strict=True)):
-        first, first_row = (first, first_row) if prefix else (start, row)
+        if not prefix and has_prompt(stop - start):
+            first, first_row = start, row
         whole.append(Span(start, stop, start, stop, first, first + prefix))
         again.append(torch.tensor([[row], [first_row]]) * width + torch.arange(prefix))
     of_rows = [torch.arange(prefix, length) for length, prefix in zip(lengths, shared, strict=True)]
@@ -104,10 +106,17 @@ def sequence_lengths(token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B] int64
     return (token_mask * ends).amax(dim=1).clamp(min=2)
 
 
+def has_prompt(length: int) -> bool:
+    """Whether a sequence has what others could share; what has no completion has two tokens."""
+    return length > 2
+
+
 def shared_prefixes(token_ids: Tensor, token_mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> [B] int64
-    """Of each sequence, how many leading tokens it can have from the one before it: where both have the same
-    prompt, all of it but the last token; else 0, as where there is no completion."""
+    """Of each sequence, how many leading tokens it can have from the last one with a completion before it:
+    where both have the same prompt, all of it but the last token; else 0, as where it has no completion."""
     prompts = token_mask.int().argmax(dim=1)  # 0 where there is no completion
+    rows = torch.arange(len(prompts), device=token_ids.device)
+    before = (rows * (prompts > 0)).cummax(dim=0).values[:-1]
     behind = torch.arange(token_ids.shape[1], device=token_ids.device) >= prompts[1:, None]
-    alike = ((token_ids[1:] == token_ids[:-1]) | behind).all(dim=1) & (prompts[1:] == prompts[:-1])
+    alike = ((token_ids[1:] == token_ids[before]) | behind).all(dim=1) & (prompts[1:] == prompts[before])
     return torch.nn.functional.pad((prompts[1:] - 1).clamp(min=0) * alike, (1, 0))

@@ -114,11 +114,10 @@ def changes_of(config: OwnRunConfig, sets: Sequence[str]) -> list[Change]:
 
 
 def _shapes(config: OwnRunConfig) -> Iterator[Change]:
-    policy = config.policy
-    own = "packed" if policy.packing else "alone" if policy.micro_batch_size == 1 else "padded"
     for key, (label, changes) in SHAPES.items():
-        if key != own or policy.share_prompts:  # which is neither of them
-            scoring = Scoring(method="trainer", config=changed(config, {"policy": changes}))
+        other = changed(config, {"policy": changes})
+        if other != config:
+            scoring = Scoring(method="trainer", config=other)
             yield Change(key=key, label=label, kind="batch shape", scoring=scoring)
 
 

@@ -46,12 +46,15 @@ SHARED = {**PPO, "value_backbone": "shared", "loss_reduction": "document_sum"}
 BALANCED = {"router_aux_loss_coefficient": 0.5, "replay_routing": True}
 ONE_PASS = {"impl": "chunked", "one_pass": True}
 PACKED = {"packing": True, "micro_batch_tokens": 12}
+PROMPTS = {**PACKED, "micro_batch_tokens": 24, "share_prompts": True}
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 
 CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "dtensor, context": (2, "qwen2", {"context_parallel": 2}, SHARED, PACKED),
     "megatron, experts": (2, "qwen3_moe", {"type": "megatron", "expert_parallel": 2}, GRPO, BALANCED),
     "dtensor, data": (2, "qwen3", {}, GSPO, {"micro_batch_size": 1}),
+    "dtensor, prompts": (2, "qwen3_moe", {"expert_parallel": 2}, SHARED, {**PROMPTS, **BALANCED}),
+    "dtensor, prompts cut": (2, "qwen2", SP, GSPO, {**PROMPTS, "activation_checkpointing": True}),
     "dtensor, sequence": (2, "llama", SP, PPO, {"logprobs": ONE_PASS}),
     "dtensor, experts": (2, "qwen3_moe", {"expert_parallel": 2, "context_parallel": 2}, GRPO, BALANCED),
     "megatron, stages": (2, "qwen2", {"type": "megatron", "pipeline_parallel": 2}, SHARED, PACKED),
@@ -72,17 +75,19 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]
         {**BALANCED, **PACKED},
     ),
 }
-QUICK = ("dtensor, context", "megatron, experts")
+QUICK = ("dtensor, context", "dtensor, prompts", "megatron, experts")
 
 
 def some_rows(draw: random.Random, number: int, vocabulary: int) -> list[Row]:
-    rows = []
+    rows, prompt = [], []
     for index in range(number):
         low, high = (1, 2) if index < number // 2 else (5, 11)  # the first rank's are short
+        if index % 4 == 0:  # of a group and the next
+            prompt = [draw.choice([END, draw.randrange(1, vocabulary)]) for _ in range(low + 1)]
         completion = [draw.randrange(1, vocabulary) for _ in range(draw.randint(low, high) - 1)] + [END]
         rows.append(
             Row(
-                prompt=[draw.choice([END, draw.randrange(1, vocabulary)]) for _ in range(low + index % 2)],
+                prompt=prompt,
                 completion=completion if index != 3 else [],
                 inference=[-draw.uniform(0.5, 4) for _ in completion] if index != 3 else [],
                 reward=draw.choice([0.0, 1.0, 0.3]),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from abrun.backends.context import Span
 from abrun.backends.dtensor import DtensorBackend
@@ -102,12 +102,23 @@ def test_what_is_no_common_prompt_is_not_shared() -> None:
     ids, mask = batch.token_ids.clone(), batch.token_mask.clone()
     assert shared_prefixes(ids, mask).tolist() == [0, 3, 3, 3]
     mask[1] = False  # filtered: no token of it is trained on
+    assert shared_prefixes(ids, mask).tolist() == [0, 0, 3, 3]
+    mask[2] = False
+    assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 3]
+    mask[0] = False
+    assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 0]
+    mask = batch.token_mask.clone()
+    ids[2, 1] = ids[1, 1] % 90 + 1  # another prompt
+    assert shared_prefixes(ids, mask).tolist() == [0, 3, 0, 0]
+    mask[1:3] = False
     assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 3]
     ids[3, 0] = ids[3, 0] % 90 + 1  # another first token
     assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 0]
     longer = batch.token_mask.clone()
     longer[2, 4] = False  # its completion had one token
-    assert shared_prefixes(batch.token_ids, longer).tolist() == [0, 3, 0, 0]
+    assert shared_prefixes(batch.token_ids, longer).tolist() == [0, 3, 0, 3]
+    longer[1, 4] = False  # which is then one of the prompt
+    assert shared_prefixes(batch.token_ids, longer).tolist() == [0, 0, 0, 0]
     gap = batch.token_mask.clone()
     gap[1, 5] = False  # a tool's answer inside a completion
     assert shared_prefixes(batch.token_ids, gap).tolist() == [0, 3, 3, 3]
@@ -131,6 +142,7 @@ def test_gradients_with_shared_prompts_are_those_of_padded_rows(
     logprobs: dict[str, Any], cut: dict[str, int], group: None
 ) -> None:
     batch, found = of_prompts(GROUPS), []
+    batch.token_mask[[0, 2, 8]] = False  # filtered
     loss = WeightedLoss(float(batch.token_mask.sum()))
     shared = {"packing": True, "share_prompts": True, "activation_checkpointing": bool(cut), **cut}
     for policy in ({}, shared):
@@ -147,7 +159,9 @@ def test_a_shared_prompt_goes_through_the_model_once(group: None) -> None:
         lambda module, args, output: widths.append(output.shape[1])
     )
     backend.logprobs(batch)
-    assert widths == [int(lengths(batch).sum()) - 3 * 4 - 2 * 6]
+    batch.token_mask[[0, 2, 8]] = False  # filtered, before and between others
+    backend.logprobs(batch)
+    assert widths == [91 - 3 * 4 - 2 * 6, (2 + 13 + 2 + 9 - 4) + 10 + 14 + (14 + 2 + 9 - 6)]
 
 
 @pytest.mark.timeout(5)  # which what is quadratic in rows exceeds by far
@@ -159,19 +173,29 @@ def test_a_large_batch_is_dealt_out_at_once() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 12), min_size=2, max_size=2)), min_size=1),
+    st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 12), min_size=4, max_size=4)), min_size=1),
     st.integers(1, 120),
     st.integers(1, 3),
     st.sampled_from([1, 2]),
 )
 @settings(deadline=None)
 def test_microbatches_of_shared_prompts(
-    pairs: list[tuple[int, list[int]]], max_tokens: int, num_ranks: int, together: int
+    groups: list[tuple[int, list[int]]], max_tokens: int, num_ranks: int, together: int
 ) -> None:
-    """Each row once, within the budget where it can be, and no longer a way than without sharing."""
-    groups = pairs * num_ranks
-    of_rows = [prompt + each for prompt, sizes in groups for each in sizes]
-    shared = [place * (prompt - 1) for prompt, _ in groups for place in range(2)]
+    """Each row once, a prompt once a microbatch, within the budget where it can be, and no longer a way than
+    without sharing. Completions of 0 tokens are filtered."""
+    of_rows, shared, prompts = [], [], []
+    for number, (prompt, sizes) in enumerate(groups * num_ranks):
+        for place, size in enumerate(sizes):
+            of_rows.append(prompt + size if size else 2)
+            shared.append((prompt - 1) * any(sizes[:place]) * (size > 0))
+            prompts.append((number, prompt - 1) if size else (None, 0))
+
+    def tokens_of(part: list[int]) -> int:
+        return sum(of_rows[row] for row in part) - sum(
+            prefix * (sum(prompts[row][0] == number for row in part) - 1)
+            for number, prefix in {prompts[row] for row in part}
+        )
 
     def longest(by_rank: list[list[list[int]]], rows: _Rows) -> int:
         turns = zip(*([rows.picked(part).num_tokens for part in parts] for parts in by_rank), strict=True)
@@ -182,8 +206,8 @@ def test_microbatches_of_shared_prompts(
     parts = [part for parts in by_rank for part in parts]
     assert sorted(row for part in parts for row in part) == list(range(len(of_rows)))
     for part in parts:
-        assert part == sorted(part)
-        assert len(part) == together or rows.picked(part).num_tokens <= max_tokens
+        assert part == sorted(part) and rows.picked(part).num_tokens == tokens_of(part)
+        assert len(part) == together or tokens_of(part) <= max_tokens
         assert together == 1 or all(row ^ 1 in part for row in part)
     if together == 1:
         assert longest(by_rank, rows) <= longest(_dealt_rows(alone, together, max_tokens, num_ranks), alone)
@@ -245,12 +269,15 @@ def test_a_packed_policy_still_samples(group: None) -> None:
     assert torch.equal(*logits)
 
 
-def test_a_sliding_window_is_refused(group: None) -> None:
+def test_attention_that_cannot_take_a_stream_is_refused(group: None) -> None:
     settings = {key: value for key, value in TINY.items() if key != "pad_token_id"}
-    network = MistralForCausalLM(MistralConfig(**settings, sliding_window=4))
-    with pytest.raises(RecipeError, match=r"policy\.packing: got true with MistralForCausalLM") as caught:
-        DtensorBackend(lambda: network, Policy(packing=True), make_ranks(CPU, {}))
-    assert len(str(caught.value).splitlines()) == 1 and "packing: false" in str(caught.value)
+    sliding = MistralForCausalLM(MistralConfig(**settings, sliding_window=4))
+    own = BloomForCausalLM(BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4))
+    for network in (sliding, own):
+        message = rf"policy\.packing: got true with {type(network).__name__}"
+        with pytest.raises(RecipeError, match=message) as caught:
+            DtensorBackend(lambda network=network: network, Policy(packing=True), make_ranks(CPU, {}))
+        assert len(str(caught.value).splitlines()) == 1 and "packing: false" in str(caught.value)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40), st.integers(1, 4))

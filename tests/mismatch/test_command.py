@@ -119,6 +119,9 @@ def test_what_changes_and_which_way_the_path_goes() -> None:
         "weights_before",
         "set_0",
     } <= set(keys)
+    assert "packed" not in keys
+    sharing = run_config("policy.packing=true", "policy.share_prompts=true")
+    assert {"alone", "padded", "packed"} <= {change.key for change in changes_of(sharing, [])}
     asked = keys["set_0"]
     assert asked is not None and asked.config.rollout.temperature == 0.9
     sharing = run_config("policy={packing: true, share_prompts: true, micro_batch_tokens: 60}")

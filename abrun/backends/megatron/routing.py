@@ -105,7 +105,7 @@ class Routing:
             weights, chosen = routing(logits, *inputs, **named)
         assert choice.made is not None
         probabilities = logits.flatten(0, -2).float().softmax(dim=-1)
-        load = Load.of([(probabilities, choice.made[1])], routed.counted)
+        load = Load.of([(probabilities, choice.made[1])], routed.counted.double())
         routed.loads[index], routed.chosen[index] = load.detached(), choice.made[1]
         if routed.balance is not None:
             coefficient, whole = routed.balance
