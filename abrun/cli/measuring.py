@@ -13,7 +13,7 @@ from abrun.cli.arguments import (
     parse_lengths,
     recipe_file,
 )
-from abrun.errors import RecipeError
+from abrun.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from abrun.memory.cells import MemoryProfile
@@ -176,6 +176,8 @@ def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
     console().print(prediction.table())
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
         _say(line)
+    if missing := prediction.not_predicted:
+        raise LaunchError("; ".join(f"arms.{arm}: not predicted: {why}" for arm, why in missing.items()))
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)

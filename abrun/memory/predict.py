@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ class Prediction:
     name: str
     peaks: list[Predicted]  # point by point, the baseline's first
     device_bytes: int | None  # of one device; None: not known
+    not_predicted: Mapping[str, str] = field(default_factory=dict[str, str])  # arms that cannot be: why
 
     def fits(self, peaks: Predicted) -> str:
         """Whether a device has room for it, given the error of a prediction."""
@@ -151,6 +152,7 @@ class Prediction:
                 }
                 for peaks in self.peaks
             ],
+            "not_predicted": self.not_predicted,
         }
 
     @property
@@ -164,24 +166,34 @@ class Prediction:
 def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None) -> Prediction:
     """Predict the cells of `plan`, and write prediction.json into `output`.
 
-    Raises LaunchError where an arm cannot be predicted.
+    An arm that cannot be predicted leaves the others theirs. Raises LaunchError where no arm can be.
     """
     jobs: list[tuple[Variant, int, str, OwnRunConfig]] = []
     for variant in plan.variants:
         configs = variant.configs(here=False)
-        for arm, config in configs.items():
-            if config.policy.backend.type != "dtensor":
-                raise LaunchError(
-                    f"arms.{arm}: policy.backend.type: got {config.policy.backend.type!r}, whose step cannot "
-                    "be predicted; use type: dtensor, or measure it on GPUs, without --predict"
-                )
         for num_sequences in plan.num_sequences(configs):
             jobs += [(variant, num_sequences, arm, config) for arm, config in configs.items()]
 
     directories = [output / "cells" / f"{number:03d}-{arm}" for number, (_, _, arm, _) in enumerate(jobs)]
 
+    refused: dict[str, LaunchError] = {}
+
     def of_arm(number: int) -> list[Predicted]:
         variant, num_sequences, arm, config = jobs[number]
+        try:
+            return traced(number, variant, num_sequences, arm, config)
+        except LaunchError as why:
+            refused.setdefault(arm, why)
+            return []
+
+    def traced(
+        number: int, variant: Variant, num_sequences: int, arm: str, config: OwnRunConfig
+    ) -> list[Predicted]:
+        if config.policy.backend.type != "dtensor":
+            raise LaunchError(
+                f"policy.backend.type: got {config.policy.backend.type!r}, whose step cannot be predicted; "
+                "use type: dtensor, or measure it on GPUs, without --predict"
+            )
         job = {"lengths": list(plan.lengths), "num_sequences": num_sequences}
         rows = probe_alone("abrun.memory.trace", directories[number], config, job)
         points = [
@@ -193,9 +205,14 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
 
     with store.folder_lock(output, COMMAND), _traces(directories) as several:
         found = [peaks for of in several.map(of_arm, range(len(jobs))) for peaks in of]
+    not_predicted = {arm: str(why) for arm, why in refused.items()}
+    if not found:
+        raise LaunchError("; ".join(f"arms.{arm}: {why}" for arm, why in not_predicted.items()))
     places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
     found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
-    prediction = Prediction(name=plan.name, peaks=found, device_bytes=device_bytes)
+    prediction = Prediction(
+        name=plan.name, peaks=found, device_bytes=device_bytes, not_predicted=not_predicted
+    )
     store.write_json(output / "prediction.json", prediction.content())
     return prediction
 

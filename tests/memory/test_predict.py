@@ -12,7 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import MixtralConfig
+from typer.testing import CliRunner
 
+from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.probe import probe_alone
 from abrun.memory import hollow, predict
@@ -305,3 +307,23 @@ def test_another_backend_is_refused(tmp_path: Path) -> None:
         LaunchError, match=r"policy\.backend\.type: got 'megatron', whose step cannot be predicted"
     ):
         predict_recipe(plan(recipe, [64]), tmp_path)
+
+
+def test_an_arm_that_cannot_be_predicted_leaves_the_other_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def probed(module: str, directory: Path, *_: Any) -> list[dict[str, Any]]:
+        if directory.name.endswith("treatment"):
+            raise LaunchError("no such kernel")
+        phases = {"forward_backward": {"weights": 2**20}}
+        return [{"length": 64, "by_phase": phases, "vllm": None, "experts": False}]
+
+    monkeypatch.setattr(predict, "probe_alone", probed)
+    command = ["memory-profile", str(RECIPE), "--predict", "--lengths", "64", "-o", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, LaunchError)
+    assert str(result.exception) == "arms.treatment: not predicted: no such kernel"
+    assert "1 x 64 tokens, baseline" in result.output and "treatment" not in result.output
+    written = json.loads((tmp_path / "prediction.json").read_text())
+    assert [cell["arm"] for cell in written["cells"]] == ["baseline"]
+    assert written["not_predicted"] == {"treatment": "no such kernel"}
