@@ -138,13 +138,10 @@ def memory_profile(
     numbers = parse_lengths(sequences, "--sequences", 1) if sequences else ()
     plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
     if predict:
-        _predict(plan, folder, device_memory)
-    elif device_memory:
+        return _predict(plan, folder, device_memory)
+    if device_memory:
         raise RecipeError("--device-memory: got it without --predict, of which it is; add that, or drop it")
-    else:
-        _show(measure_recipe(plan, folder, _say), folder)
-    if unseen := plan.unseen():
-        _say(unseen)
+    _show(measure_recipe(plan, folder, _say), folder)
 
 
 def _measure_head(
@@ -166,6 +163,8 @@ def _show(profile: "MemoryProfile", folder: Path) -> None:
 
     for table in tables(profile):
         console().print(table)
+    if profile.note:
+        _say(profile.note)
     _say(f"memory.html, peaks.json and the pictures are in {folder}")
 
 

@@ -123,6 +123,7 @@ class MemoryProfile:
     counter: str  # peak_allocated_bytes (CUDA) or peak_live_tensor_bytes (CPU)
     cells: list[Cell]  # point by point, the baseline's first
     longest: list[Longest] = field(default_factory=list)
+    note: str = ""  # on what the figures are not
 
     def ratio(self, cell: Cell) -> float | None:
         """The cell's highest peak over that of the baseline (or of the first arm) at the same point."""

@@ -82,6 +82,7 @@ class Prediction:
     peaks: list[Predicted]  # point by point, the baseline's first
     device_bytes: int | None  # of one device; None: not known
     not_predicted: Mapping[str, str] = field(default_factory=dict[str, str])  # arms that cannot be: why
+    note: str = ""  # on what the figures are not
 
     def fits(self, peaks: Predicted) -> str:
         """Whether a device has room for it, given the error of a prediction."""
@@ -126,7 +127,8 @@ class Prediction:
         """What the figures are, and what they are not."""
         return [
             f"Within {ERROR:.0%} of measured peaks, of PPO's value update and of experts up to "
-            f"{ERROR_BELOW:.0%} too low. Not in it: {NOT_IN_IT}."
+            f"{ERROR_BELOW:.0%} too low. Not in it: {NOT_IN_IT}.",
+            *filter(None, [self.note]),
         ]
 
     def content(self) -> dict[str, Any]:
@@ -211,7 +213,11 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
     places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
     found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
     prediction = Prediction(
-        name=plan.name, peaks=found, device_bytes=device_bytes, not_predicted=not_predicted
+        name=plan.name,
+        peaks=found,
+        device_bytes=device_bytes,
+        not_predicted=not_predicted,
+        note=plan.unseen(),
     )
     store.write_json(output / "prediction.json", prediction.content())
     return prediction

@@ -34,8 +34,8 @@ class Bench:
     Several threads may measure cells at once.
     """
 
-    def __init__(self, name: str, output: Path, say: Say) -> None:
-        self._name, self._output, self._say = name, output, say
+    def __init__(self, name: str, output: Path, say: Say, note: str = "") -> None:
+        self._name, self._output, self._say, self._note = name, output, say, note
         self._counter, self._cells, self._longest = "", dict[int, Cell](), dict[int, Longest]()
         self._num_begun, self._lock = 0, threading.Lock()
         self.devices = Devices(this_machine().gpus)
@@ -84,6 +84,7 @@ class Bench:
             counter=self._counter,
             cells=[cell for _, cell in sorted(self._cells.items())],
             longest=[longest for _, longest in sorted(self._longest.items())],
+            note=self._note,
         )
 
     def write(self) -> None:
@@ -118,7 +119,7 @@ def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> Me
     for _, configs in of_variants:
         plan.refuse_endless_search(configs[BASELINE])
     sizes = [plan.num_sequences(configs) for _, configs in of_variants]  # refused before anything is measured
-    bench = Bench(plan.name, output, say)
+    bench = Bench(plan.name, output, say, plan.unseen())
     with store.folder_lock(output, COMMAND):
         _measure(plan, bench, of_variants, sizes, say)
         show(bench.profile, output)

@@ -198,6 +198,8 @@ def page(profile: MemoryProfile, svgs: Sequence[str]) -> str:
     parts = [f"<h1>{html.escape(profile.name)}: memory</h1>"]
     for title, (headings, rows) in _all_tables(profile):
         parts.append(f"<h2>{html.escape(title)}</h2>{_html(headings, rows)}")
+    if profile.note:
+        parts.append(f"<p>{html.escape(profile.note)}</p>")
     parts += [f"<figure>{svg[svg.index('<svg') :]}</figure>" for svg in svgs]
     for cell in drawn_cells(profile):
         parts.append(

@@ -14,6 +14,10 @@ from abrun.recipe import BASELINE, Declared, Dpo, OwnRunConfig, load_recipe, not
 from abrun.recipe.reading import parse_yaml
 
 COMMAND = "abrun memory-profile"
+SHARED = (
+    "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a budget of tokens "
+    "is filled with it as without, in fewer microbatches"
+)
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
 
 
@@ -104,15 +108,10 @@ class Plan:
     budget_bytes: int | None = None  # as if a device had no more
     longest: Literal["length", "num_sequences"] | None = None  # what to look for the most of
 
-    def unseen(self) -> str | None:
-        """What its arms do that sequences without a prompt in common do not show."""
+    def unseen(self) -> str:
+        """What its arms do that sequences without a prompt in common do not show; empty: nothing."""
         each = (config for variant in self.variants for config in variant.configs(here=False).values())
-        if any(config.policy.share_prompts for config in each):
-            return (
-                "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a "
-                "budget of tokens is filled with it as without, in fewer microbatches"
-            )
-        return None
+        return SHARED if any(config.policy.share_prompts for config in each) else ""
 
     def refuse_endless_search(self, config: OwnRunConfig) -> None:
         """Raises LaunchError where nothing would tell that memory ran out, but the machine's end."""
