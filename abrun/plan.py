@@ -17,6 +17,7 @@ from abrun.recipe import (
     Completions,
     Declared,
     Dpo,
+    Guards,
     OwnRunConfig,
     PolicyGradientSettings,
     Preferences,
@@ -169,10 +170,13 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
         why = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
         raise RecipeError(f"{recipe.name}: compare.step_one_tolerance: got {tolerance}, {why}; drop it")
     base = configs[BASELINE]
-    for metric in tolerance if isinstance(tolerance, dict) else ():
+    tolerances = tolerance if isinstance(tolerance, dict) else {}
+    usual = Guards().finite  # not all of which every algorithm records
+    fields = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
+    fields += [("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in usual]
+    for field, metric in fields:
         if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
-            field = f"compare.step_one_tolerance.{metric}"
-            raise RecipeError(f"{recipe.name}: {field}: {problem}; or leave it out: nothing reads it")
+            raise RecipeError(f"{recipe.name}: compare.{field}: {problem}; or leave it out: nothing reads it")
     claims = recipe.compare.primary
     for index, claim in enumerate(claims):
         if claim in claims[:index]:

@@ -95,6 +95,10 @@ def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
             "step_one_tolerance.train/gen_kl_error: got 'train/gen_kl_error' of runs of algorithm.metrics",
         ),
         (
+            ["compare.guards.finite=[train/grad_norn]"],
+            "compare.guards.finite: got 'train/grad_norn', which a run of grpo does not record; did you mean",
+        ),
+        (
             ["compare.primary.0.window=steps 2-4"],
             "primary.0.window: got 'steps 2-4', and the runs end at step 3",
         ),
