@@ -172,11 +172,11 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
     base = configs[BASELINE]
     tolerances = tolerance if isinstance(tolerance, dict) else {}
     usual = Guards().finite  # not all of which every algorithm records
-    fields = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
-    fields += [("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in usual]
-    for field, metric in fields:
+    read = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
+    read += [("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in usual]
+    for key, metric in read:
         if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
-            raise RecipeError(f"{recipe.name}: compare.{field}: {problem}; or leave it out: nothing reads it")
+            raise RecipeError(f"{recipe.name}: compare.{key}: {problem}; or leave it out: nothing reads it")
     claims = recipe.compare.primary
     for index, claim in enumerate(claims):
         if claim in claims[:index]:
