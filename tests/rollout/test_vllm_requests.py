@@ -87,6 +87,7 @@ class Layers(torch.nn.Module):
         vars(self.up_proj)["quant_method"] = type(method, (), {})()
         self.act = torch.nn.Identity()
         vars(self.act)["quant_method"] = None
+        self.attn = Attention()
         self._events, self._lost = vllm.events, lost
 
     def load_weights(self, weights: Any) -> set[str]:
@@ -94,7 +95,18 @@ class Layers(torch.nn.Module):
         return {"norm.weight", "up_proj.weight", *(name for name, _ in weights)} - {self._lost}
 
 
-class MLAAttention(torch.nn.Module):
+class Attention(torch.nn.Module):
+    """vLLM's, with a tensor that is no buffer; what it samples with is in `impl`."""
+
+    def __init__(self, sinks: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.scale, self.kv_cache = torch.tensor(3.0), torch.zeros(2)
+        self.impl = SimpleNamespace(alibi_slopes=torch.tensor([0.5, 0.25]), sinks=sinks)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
+
+
+class MLAAttention(Attention):
     """What vLLM calls attention whose weights it multiplies with each other."""
 
 
@@ -194,12 +206,15 @@ def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_bes
     def sleep(level: int) -> None:
         for data in pool.values():
             data.is_asleep = level == 2
+        for tensor in (attn.scale, attn.kv_cache, attn.impl.alibi_slopes):
+            tensor.fill_(torch.nan)
 
     def wake_up(tags: list[str]) -> None:
         for tag in tags:
             pool[tag].is_asleep = False
             vllm.events.append(tag)
 
+    attn: Any = vllm.model.attn
     vllm.sleep, vllm.wake_up = sleep, wake_up  # pyright: ignore[reportAttributeAccessIssue]
     free: list[int] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.pop(0), 80 * GIB))
@@ -218,6 +233,8 @@ def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_bes
         free[:] = free_bytes
         vllm.events.clear()
         assert engine.wake()
+        assert (attn.scale.item(), attn.impl.alibi_slopes.tolist()) == (3.0, [0.5, 0.25])
+        assert attn.kv_cache.isnan().all(), "its memory is away still"
         engine.load(iter([]))
         assert vllm.events == expected
         assert not engine.wake(), "its weights are there"
@@ -241,12 +258,12 @@ def test_on_a_gpu_weights_go_to_their_places_where_vllm_computes_with_them_as_th
     monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
     engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
     engine.load(iter([]))
-    experts, mla = Layers(vllm, "UnquantizedFusedMoEMethod"), Layers(vllm)
-    mla.attention = MLAAttention()
-    for vllm.model in (experts, mla):
+    experts, mla, sinks = Layers(vllm, "UnquantizedFusedMoEMethod"), Layers(vllm), Layers(vllm)
+    mla.attn, sinks.attn = MLAAttention(), Attention(sinks=torch.zeros(2))
+    for vllm.model in (experts, mla, sinks):
         engine.load(iter([]))
     plain, processed = ([how, "reset_prefix_cache"] for how in ("load_weights", "reload_weights"))
-    assert vllm.events == plain + processed * 2
+    assert vllm.events == plain + processed * 3
     vllm.model = Layers(vllm, lost="norm.weight")
     with pytest.raises(LaunchError, match=r"failed to take .*weights were not loaded: norm\.weight"):
         engine.load(iter([]))

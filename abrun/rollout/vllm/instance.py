@@ -19,7 +19,9 @@ from abrun.rollout import Completion
 from abrun.rollout.vllm.starting import Tail, apart, end, failing, sharing, start
 
 SPARE_BYTES = 2 << 30  # of a device, that a waking engine leaves to others
-PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # vLLM's, of layers in a checkpoint's form
+# What vLLM lets process weights once they are loaded, and leaves them as they are on a GPU.
+PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Attention", "MMEncoderAttention"}
+CONSTANT_BYTES = 1 << 20  # at most: larger tensors beside a model's own are caches, or made from its weights
 
 
 class Instance:
@@ -43,6 +45,7 @@ class Instance:
         self._llm = start(config, device, num_ranks, self._tail)
         self.group: ProcessGroup | None = sharing() if config.rollout.tensor_parallel > 1 else None
         self._is_asleep = False
+        self._constants: list[tuple[Tensor, Tensor]] = []
 
     def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
         """A completion for each prompt and its seed; at temperature 0 of the most likely tokens."""
@@ -96,6 +99,8 @@ class Instance:
         if self._device.type != "cuda":
             return 0
         with self._called("sleep"):
+            if not self._is_asleep:
+                (self._constants,) = self._llm.apply_model(_constants)
             with _kept_by_the_trainer():
                 self._llm.sleep(level=2)
             self._is_asleep = True
@@ -109,6 +114,9 @@ class Instance:
         if self._is_asleep:
             with self._called("wake"):
                 self._map("weights")
+                with torch.inference_mode():  # where some may have been made
+                    for constant, copy in self._constants:
+                        constant.copy_(copy)
         return self._is_asleep
 
     def close(self) -> None:
@@ -175,10 +183,8 @@ class Instance:
                 f"a completion was cut after {len(token_ids)} of {longest} tokens: vLLM has no positions, or "
                 "no memory, for longer sequences"
             )
-        found, drawn = (
-            output.logprobs,
-            output.logprobs.start_indices,
-        )  # at each position the drawn one is first
+        found = output.logprobs
+        drawn = found.start_indices  # at each position the drawn one is first
         if [found.token_ids[at] for at in drawn] != token_ids:
             raise RuntimeError("log-probs of other tokens than were drawn")
         logprobs = [found.logprobs[at] for at in drawn]
@@ -208,11 +214,27 @@ def _away_bytes() -> int:
 
 def _is_as_in_checkpoints(model: Any) -> bool:
     """Whether vLLM computes, on GPUs, with the very numbers of a checkpoint, some of them joined: those of
-    experts are rearranged, MLA's are multiplied, and a quantisation's are others."""
-    if any(type(layer).__name__ == "MLAAttention" for layer in model.modules()):
+    experts are rearranged, MLA's are multiplied, sinks are copied in float32, a quantisation's are others."""
+    layers = list(model.modules())
+    if any(getattr(getattr(layer, "impl", None), "sinks", None) is not None for layer in layers):
         return False
-    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
-    return {type(method).__name__ for method in methods if method is not None} <= PLAIN
+    processing = [layer for layer in layers if hasattr(layer, "process_weights_after_loading")]
+    methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
+    return {type(one).__name__ for one in (*processing, *methods)} <= PLAIN
+
+
+def _constants(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Small tensors that are neither parameters nor buffers, such as ALiBi's slopes and the scales of Gemma
+    3n, each with a copy: vLLM brings buffers alone back from its sleep."""
+    holders = [one for layer in model.modules() for one in (layer, getattr(layer, "impl", None))]
+    values = (
+        value for one in holders for name, value in getattr(one, "__dict__", {}).items() if name != "kv_cache"
+    )
+    return [
+        (value, value.to("cpu", copy=True))
+        for value in values
+        if isinstance(value, Tensor) and value.nbytes <= CONSTANT_BYTES
+    ]
 
 
 def _load(model: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
