@@ -99,7 +99,7 @@ class Instance:
         if self._device.type != "cuda":
             return 0
         with self._called("sleep"):
-            if not self._is_asleep:
+            if not self._constants:
                 (self._constants,) = self._llm.apply_model(_constants)
             with _kept_by_the_trainer():
                 self._llm.sleep(level=2)
@@ -233,7 +233,7 @@ def _constants(model: Any) -> list[tuple[Tensor, Tensor]]:
     return [
         (value, value.to("cpu", copy=True))
         for value in values
-        if isinstance(value, Tensor) and value.nbytes <= CONSTANT_BYTES
+        if isinstance(value, Tensor) and not value.is_meta and value.nbytes <= CONSTANT_BYTES
     ]
 
 
