@@ -1,6 +1,7 @@
 """`abrun bisect`: a repository of twelve commits, of which the sixth breaks its trainer."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Collection
@@ -52,8 +53,14 @@ compare:
 
 def git(repo: Path, *arguments: str) -> str:
     named = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    # A candidate's noise is by its hash, which dates are part of.
+    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "2026-01-01T00:00:00Z")
     return subprocess.run(
-        ["git", *named, "-C", str(repo), *arguments], check=True, capture_output=True, text=True
+        ["git", *named, "-C", str(repo), *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | dates,
     ).stdout.strip()
 
 
