@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from abrun.implementations import BACKENDS
 from abrun.processes import RUN_DIR
 from abrun.recipe import CommandRunConfig, OwnRunConfig, RunConfig
+
+AGENT = "abrun.train.agent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +41,17 @@ def ranks(
     limits = config.limits
     bounds = ["--stalled-s", str(config.stalled_s), "--log-mib", str(limits.log_mib)]
     bounds += ["--run-s", str(limits.run_s)] if limits.run_s else []
-    agent = [sys.executable, "-m", "abrun.train.agent", "--ranks", str(num_ranks)]
+    agent = [sys.executable, "-m", AGENT, "--ranks", str(num_ranks)]
     if meeting:
         bounds += ["--nodes", str(config.cluster.nodes), "--node", str(meeting.node)]
         bounds += ["--meet", meeting.address, "--grace-s", str(meeting.grace_s)]
     return [*agent, *bounds, module, str(directory)]
+
+
+def imports(config: OwnRunConfig) -> tuple[str, ...]:
+    """Modules that every rank of such runs imports, and that take long."""
+    backend = BACKENDS[config.policy.backend.type].partition(":")[0]
+    return "abrun.train.loop", backend, *(("torch._inductor.compile_fx",) if config.policy.compile else ())
 
 
 def external(directory: Path) -> list[str]:

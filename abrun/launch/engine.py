@@ -3,7 +3,8 @@
 Whatever a run does, it says through its directory; an engine finds it a place, starts it, and stops it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +49,10 @@ class Engine(Protocol):
 
     def refusals(self, plan: Plan) -> list[str]:
         """Why the plan cannot run here, a line a reason; none where it can."""
+        ...
+
+    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+        """While these are started and end: what it prepares for so many, a null context where nothing."""
         ...
 
     def place(self, run: RunDir, config: RunConfig) -> Place | None:

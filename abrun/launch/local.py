@@ -1,16 +1,31 @@
 """The local engine: runs as processes on this machine, as many as fit its devices at once."""
 
+import contextlib
+import math
 import signal
 import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from abrun.launch.command import command_of, environment
+from abrun.launch.command import AGENT, command_of, environment, imports
 from abrun.launch.engine import Place
 from abrun.launch.requirements import Machine, refusals, this_machine
 from abrun.plan import Plan
-from abrun.processes import Popen, below, end_all, processes_of, start
-from abrun.recipe import RunConfig
+from abrun.processes import RUN_DIR, Child, below, end_all, processes_of, start, wait
+from abrun.processes.forks import ForkServer
+from abrun.recipe import OwnRunConfig, RunConfig
 from abrun.store import RunDir
+
+FORKED = "abrun.train.forked"
+FEWEST_LATER = (
+    2  # runs of a kind that wait for others' places: imports once more, for all of them, are worth it
+)
+LATE = frozenset({RUN_DIR, "CUDA_VISIBLE_DEVICES"})  # variables that nothing reads while it is imported
+# With it torch asks for GPUs, as its compiler does when imported, without the driver, which no fork survives:
+# docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
+NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Slots:
@@ -46,6 +61,15 @@ class Slots:
             self._num_free += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What runs have in common that begin as copies of one process: its imports, and its environment."""
+
+    modules: tuple[str, ...]
+    on_gpus: bool
+    variables: frozenset[tuple[str, str]]
+
+
 class LocalEngine:
     """Runs in sessions of their own, on devices that they do not share."""
 
@@ -53,25 +77,56 @@ class LocalEngine:
         self._machine = this_machine()
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
+        self._servers: dict[Kind, ForkServer] = {}
 
     def refusals(self, plan: Plan) -> list[str]:
         return refusals(plan, self._machine, self._num_jobs)
+
+    @contextlib.contextmanager
+    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
+        """A process for each kind of runs of which many wait for places, for them to begin as its copies.
+
+        It does its imports beside the first runs.
+        """
+        found = [(self._kind(run, config), config) for run, config in runs]
+        counts = Counter(kind for kind, _ in found)
+        configs = {kind: config for kind, config in found if kind is not None}
+        with contextlib.ExitStack() as servers:
+            for kind, config in configs.items():
+                if counts[kind] - self._at_once(config) < FEWEST_LATER:
+                    continue
+                with contextlib.suppress(OSError):  # what hinders it the runs will say
+                    server = ForkServer(FORKED, kind.modules, self._of_server(kind))
+                    servers.callback(server.close)
+                    self._servers[kind] = server
+            servers.callback(self._servers.clear)
+            yield
 
     def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return self._slots.find(config)
 
     def start(self, run: RunDir, config: RunConfig, place: Place) -> "LocalRun":
+        command, env = self.command(run, config, place), self.environment(run, config, place)
+        kind = self._kind(run, config) if self._servers else None
+        server = self._servers.get(kind) if kind else None
+        process: Child | None = None
         with run.open_log() as output:
-            process = start(
-                self.command(run, config, place),
-                self.environment(run, config, place),
-                dies_by=signal.SIGTERM,  # with the launcher, but after a checkpoint
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must reach the launcher alone
-            )
+            if kind and server:
+                process = server.fork(command[2:], _changed(self._of_server(kind), env), output)
+            if not process:
+                server, process = (
+                    None,
+                    start(
+                        command,
+                        env,
+                        dies_by=signal.SIGTERM,  # with the launcher, but after a checkpoint
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C must reach the launcher alone
+                    ),
+                )
         self._slots.take(place)
-        return LocalRun(run, process, place, self._slots)
+        return LocalRun(run, process, place, self._slots, server)
 
     def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
         return command_of(run.path, config)
@@ -79,15 +134,45 @@ class LocalEngine:
     def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
         return environment(run.path, place, config)
 
+    def _kind(self, run: RunDir, config: RunConfig) -> Kind | None:
+        """None of runs that are not our own trainer's, started as it is started here."""
+        on_gpus = bool(config.cluster.gpus_per_node)
+        place = self._machine.gpus if on_gpus else ("cpu",) * config.devices_per_node
+        if not isinstance(config, OwnRunConfig) or sys.platform != "linux":
+            return None
+        if self.command(run, config, place)[:3] != [sys.executable, "-m", AGENT]:
+            return None
+        env = self.environment(run, config, place)
+        return Kind(imports(config), on_gpus, frozenset((k, v) for k, v in env.items() if k not in LATE))
+
+    def _of_server(self, kind: Kind) -> dict[str, str]:
+        gpus = ",".join(self._machine.gpus) if kind.on_gpus else ""
+        return dict(kind.variables) | NO_DRIVER | {"CUDA_VISIBLE_DEVICES": gpus}
+
+    def _at_once(self, config: RunConfig) -> int:
+        """How many such runs fit on this machine side by side."""
+        slots, count = Slots(self._machine, self._num_jobs), 0
+        while place := slots.find(config):
+            slots.take(place)
+            count += 1
+        return count
+
+
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    return {
+        name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    }
+
 
 @dataclass(slots=True, eq=False)
 class LocalRun:
     """A run's first process, which passes SIGTERM on, and all that came of it."""
 
     run: RunDir
-    process: Popen
+    process: Child
     place: Place
     slots: Slots
+    server: ForkServer | None = None  # that it is a copy of
     ended: bool = False
 
     @property
@@ -96,7 +181,8 @@ class LocalRun:
 
     @property
     def lost(self) -> bool:
-        return False  # so is this launcher, then
+        # All else that can get lost takes this launcher along
+        return self.server is not None and self.server.gone
 
     def poll(self) -> int | None:
         status = self.process.poll()
@@ -113,5 +199,5 @@ class LocalRun:
         if self.process.poll() is None:
             end_all(lambda: below(self.pid) | processes_of(self.run.path))
             self.process.kill()  # should its environment not be readable
-        self.process.wait()
+        wait(self.process, math.inf, lambda: False)
         self.poll()

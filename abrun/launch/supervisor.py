@@ -168,7 +168,8 @@ class Supervisor:
 
     def run(self) -> int | None:
         """Returns the signal that stopped it, or None when every job has ended by itself."""
-        with stopping_signals() as self._requests:
+        expected = [(job.run, job.config) for job in self._queue.jobs if not job.done]
+        with self._engine.expecting(expected), stopping_signals() as self._requests:
             try:
                 while self._requests.first is None and not self._queue.done:
                     self._reap()
@@ -251,11 +252,12 @@ class Supervisor:
         job.run.end_launch(job.status, message, **seen)
         job.lock.close()
         out_of_time = (message or "").startswith("limits.run_s")  # it would take as long again
-        lost = job.started is not None and job.started.lost  # which is no fault of the run's
+        ended = job.status == "finished" or job.stopping
+        lost = job.started is not None and job.started.lost and not ended  # which is no fault of the run's
         told = job.status == "failed" and status >= 0 and not is_wordless(str(message))
         if told and not (lost or job.run.heartbeat().step):
             job.failure = str(message).replace(str(job.run.path), "RUN_DIR")
-        if job.status == "failed" and (lost or (job.may_retry and not out_of_time)):
+        if lost or (job.status == "failed" and job.may_retry and not out_of_time):
             self._observer.say(f"{job.label}: {message}: starting it again")
             job.begin_again(is_retry=not lost)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RUN_DIR = "ABRUN_RUN_DIR"  # the environment variable that every process of a run has
@@ -33,6 +33,22 @@ Popen = subprocess.Popen[bytes]
 PYTHON_ERROR = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception|Interrupt)\b.*"
 
 # --- starting and stopping ---
+
+
+class Child(Protocol):
+    """A process that this one looks after: a `subprocess.Popen`, or a copy (abrun.processes.forks)."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], *, dies_by: int, **options: Any) -> Popen:
@@ -69,7 +85,7 @@ def end_group(process: Popen, grace_s: float, insisted: Callable[[], bool] = lam
     process.wait()
 
 
-def wait(process: Popen, timeout_s: float, stopped: Callable[[], Any]) -> int | None:
+def wait(process: Child, timeout_s: float, stopped: Callable[[], Any]) -> int | None:
     """The exit status, or None where time is up or `stopped` has become true."""
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline and not stopped():

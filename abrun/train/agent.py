@@ -32,7 +32,7 @@ from abrun.processes import (
     PYTHON_ERROR,
     RUN_DIR,
     Awake,
-    Popen,
+    Child,
     StopRequests,
     adopt_orphans,
     below,
@@ -65,9 +65,37 @@ MOST_SHOWN = 4
 WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\((.*?)\) ran for (\d+) milliseconds"
 LOST_OTHERS = r"LaunchError: (waited in vain|rank \d+ does not find all others)"
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
+# Starts a rank by what it runs (words behind `python -m`), its environment, and the open files it inherits
+StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 
-def main() -> int:
+def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
+    """A process of its own, in a session: whoever signals the agent's group asks the agent alone (_Watch)."""
+    command = [sys.executable, "-u", "-m", *words]
+    return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
+
+
+def main(start_rank: StartRank = start_rank_anew) -> int:
+    """The exit code."""
+    asked = asked_for()
+    os.environ[RUN_DIR] = os.path.realpath(asked.directory)
+    os.environ[progress.AGENT] = str(os.getpid())
+    adopt_orphans()
+    run = RunDir(asked.directory)
+    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20)):
+        known = run.last_attempt
+        try:
+            with _scratch(_ranks_here(asked)) as (scratch, lines):
+                notes = _Notes(run, known, asked.node, asked.nodes)
+                status, message = _watched(asked, start_rank, requests, scratch, lines, notes)
+        except LaunchError as error:
+            status, message = FAILED, str(error)
+        _conclude(run if asked.node == 0 else None, known, status, message, requests.first)
+    return end_like(status)
+
+
+def asked_for() -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m abrun.train.agent", description=__doc__)
     parser.add_argument("module", help="what each rank runs, with DIRECTORY as its argument")
     parser.add_argument("directory", type=Path)
@@ -79,21 +107,7 @@ def main() -> int:
     parser.add_argument("--stalled-s", type=float, default=math.inf)
     parser.add_argument("--grace-s", type=float, default=GRACE_S)
     parser.add_argument("--log-mib", type=float, default=64.0)
-    asked = parser.parse_args()
-    os.environ[RUN_DIR] = os.path.realpath(asked.directory)
-    os.environ[progress.AGENT] = str(os.getpid())
-    adopt_orphans()
-    run = RunDir(asked.directory)
-    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20)):
-        known = run.last_attempt
-        try:
-            with _scratch(_ranks_here(asked)) as (scratch, lines):
-                notes = _Notes(run, known, asked.node, asked.nodes)
-                status, message = _watched(asked, requests, scratch, lines, notes)
-        except LaunchError as error:
-            status, message = FAILED, str(error)
-        _conclude(run if asked.node == 0 else None, known, status, message, requests.first)
-    return end_like(status)
+    return parser.parse_args()
 
 
 def _ranks_here(asked: argparse.Namespace) -> range:
@@ -103,6 +117,7 @@ def _ranks_here(asked: argparse.Namespace) -> range:
 
 def _watched(
     asked: argparse.Namespace,
+    start_rank: StartRank,
     requests: StopRequests,
     scratch: Path,
     lines: Mapping[int, int],
@@ -113,7 +128,7 @@ def _watched(
     watch = _Watch(requests, asked, scratch, lines, notes)
     watch.start()
     try:
-        status, message = _run_ranks(asked, scratch)
+        status, message = _run_ranks(asked, start_rank, scratch)
     finally:
         watch.done.set()
         watch.join()
@@ -155,11 +170,11 @@ def _remove_unused(folder: Path) -> None:
         os.close(file)
 
 
-def _run_ranks(asked: argparse.Namespace, scratch: Path) -> tuple[int, str | None]:
+def _run_ranks(asked: argparse.Namespace, start_rank: StartRank, scratch: Path) -> tuple[int, str | None]:
     """The exit status of the first rank that failed, as `subprocess` gives it, and a line on it; or 0."""
     oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
     try:
-        with _started_ranks(asked, scratch) as processes:
+        with _started_ranks(asked, start_rank, scratch) as processes:
             failure = _first_failure(processes, scratch)
     except (OSError, OverflowError, ValueError) as error:  # the latter two of a port that is none
         raise LaunchError(f"node {asked.node} cannot start its ranks: {error}") from None
@@ -171,7 +186,9 @@ def _run_ranks(asked: argparse.Namespace, scratch: Path) -> tuple[int, str | Non
 
 
 @contextlib.contextmanager
-def _started_ranks(asked: argparse.Namespace, scratch: Path) -> Iterator[dict[int, Popen]]:
+def _started_ranks(
+    asked: argparse.Namespace, start_rank: StartRank, scratch: Path
+) -> Iterator[dict[int, Child]]:
     """This node's ranks, as processes. The first of all inherits the socket where they meet.
 
     It stays open here, too: where the first rank dies before it serves, the others wait to be ended, and
@@ -184,17 +201,15 @@ def _started_ranks(asked: argparse.Namespace, scratch: Path) -> Iterator[dict[in
             listening = stack.enter_context(_listen(int(port), everywhere=bool(asked.meet)))
             port, inherited[0] = listening.getsockname()[1], listening.fileno()
         yield {
-            rank: subprocess.Popen(
-                [sys.executable, "-u", "-m", asked.module, str(asked.directory)],
-                env={
+            rank: start_rank(
+                [asked.module, str(asked.directory)],
+                {
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
                     **os.environ,
                     **_variables(asked, rank, host.strip("[]"), port, inherited.get(rank)),
                     ERROR_FILE: str(_error_file(scratch, rank)),
                 },
-                pass_fds=[inherited[rank]] if rank in inherited else [],
-                # Whoever signals the agent's group, as Ctrl-C does, asks the agent alone: see _Watch
-                start_new_session=True,
+                [inherited[rank]] if rank in inherited else [],
             )
             for rank in ranks
         }
@@ -250,7 +265,7 @@ class Failure:
         return bool(re.match(LOST_OTHERS, str(self.said.get("message"))))
 
 
-def _first_failure(processes: Mapping[int, Popen], scratch: Path) -> Failure | None:
+def _first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | None:
     """Returns once all ranks have ended. The first that fails ends the others, with time for a checkpoint.
 
     What a rank says that has lost others is an effect, whenever it says so.
@@ -275,7 +290,7 @@ def _first_failure(processes: Mapping[int, Popen], scratch: Path) -> Failure | N
     return min(failures.values(), key=lambda failure: (failure.lost_others, failure.time_s), default=None)
 
 
-def _note_failures(processes: Mapping[int, Popen], scratch: Path, failures: dict[int, Failure]) -> None:
+def _note_failures(processes: Mapping[int, Child], scratch: Path, failures: dict[int, Failure]) -> None:
     for rank, process in processes.items():
         status = process.poll()
         if not status or rank in failures:

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,9 @@ class ToyEngine:
 
     def refusals(self, plan: Plan) -> list[str]:
         return [] if len(plan.recipe.seeds) == 1 else [f"seeds: got {plan.recipe.seeds}; a toy takes one"]
+
+    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return None if any(run.poll() is None for run in self.started) else ("toy",)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,9 @@ class GangEngine:
 
     def refusals(self, plan: Plan) -> list[str]:
         return []  # what nodes cannot do they say themselves
+
+    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def place(self, run: RunDir, config: RunConfig) -> Place | None:
         """Where a run could start; its gang is asked for where it has none."""

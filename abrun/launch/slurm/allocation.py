@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +43,9 @@ class StepEngine(LocalEngine):
     def __init__(self, settings: Slurm, num_runs: int) -> None:
         super().__init__()
         self._settings, self._num_runs = settings, num_runs
+
+    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # a step's processes are its node's
 
     def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return ()  # of this machine's devices none: the allocation has room for all of its runs

@@ -1,0 +1,50 @@
+"""`python -m abrun.train.forked FD MODULE...`: imports modules once, for all runs that begin as its copies.
+
+A copy is a run's agent and, while that is one thread yet, forks what will be its ranks.
+"""
+
+import atexit
+import gc
+import importlib
+import os
+import runpy
+import socket
+import sys
+
+from abrun.processes import forks
+from abrun.train import agent
+
+
+def main() -> None:
+    asked, *modules = sys.argv[1:]
+    gc.disable()  # see abrun.train.early
+    for module in " ".join(modules).split():
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)
+    words = forks.serve(socket.socket(fileno=int(asked)), _may_fork)
+    # From here on this is a copy.
+    sys.argv = words
+    spares: list[forks.Spare] = []
+    for _ in range(agent.asked_for().ranks):
+        spares.append(forks.Spare(_run, spares))
+    status = agent.main(lambda *rank: spares.pop().become(*rank))
+    os._exit(status)  # an agent holds nothing that could be lost, and what has been imported ends slowly
+
+
+def _may_fork() -> bool:
+    """Whether a GPU's driver can come up in this copy, as it cannot where it has in the server."""
+    import torch
+
+    return not torch.cuda._is_in_bad_fork()
+
+
+def _run(words: list[str]) -> None:
+    """As `python -m` does."""
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

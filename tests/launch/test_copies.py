@@ -1,0 +1,158 @@
+"""Runs that begin as copies of one process with all imports done are those of processes of their own."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from abrun import store
+from abrun.implementations import LAUNCHERS
+from abrun.launch import Outcome, local, supervisor
+from abrun.plan import make_plan
+from abrun.processes import children, processes_of
+from abrun.processes.forks import Copy, ForkServer
+from abrun.recipe import load_recipe
+from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
+SMALL = Path(__file__).parent / "small.yaml"
+LAUNCHER = """
+import sys
+from pathlib import Path
+from abrun.implementations import LAUNCHERS
+from tests.launch.fakes import FAKE_UNDER_AGENT
+from tests.launch.test_copies import launch
+LAUNCHERS.update([FAKE_UNDER_AGENT])
+launch(Path(sys.argv[1]), "steps=2000", launcher="fake-under-agent")
+"""
+
+
+def launch(
+    runs_dir: Path, *overrides: str, launcher: str, tick: Callable[[], object] = lambda: None
+) -> Outcome:
+    plan = make_plan(load_recipe(SMALL, overrides))
+    return supervisor.launch(plan, runs_dir, launcher=launcher, observer=Silent(tick), jobs=1)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that were forked; no run is started before one could be."""
+    found, fork = list[int](), ForkServer.fork
+
+    def noted(server: ForkServer, words: list[str], *rest: object) -> Copy | None:
+        until(lambda: server._hear() is None and (server._may_ask or server.gone))
+        copy = fork(server, words, *rest)  # pyright: ignore[reportArgumentType]
+        found.extend([copy.pid] if copy else [])
+        return copy
+
+    monkeypatch.setattr(ForkServer, "fork", noted)
+    return found
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def servers_below(pid: int) -> list[int]:
+    return [
+        one for one in children(pid) if b"abrun.train.forked" in Path(f"/proc/{one}/cmdline").read_bytes()
+    ]
+
+
+def test_they_train_as_processes_of_their_own_bit_for_bit(
+    tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("cluster.cpu_ranks=2", "steps=2", "algorithm.prompts_per_step=4", "compare.primary=[]")
+    assert launch(tmp_path / "copies", *overrides, launcher="local").exit_code == 0
+    pids = {
+        one.pid
+        for path in (tmp_path / "copies").rglob("launch.json")
+        for one in store.RunDir(path.parent).launches()
+    }
+    assert pids == set(copies) and len(copies) == 4
+    monkeypatch.setattr(local, "FEWEST_LATER", math.inf)
+    assert launch(tmp_path / "own", *overrides, "seeds=[0]", launcher="local").exit_code == 0
+    assert len(copies) == 4
+    for arm in ("baseline", "treatment"):
+        own, copied = (store.RunDir(tmp_path / made / "small" / arm / "seed-0") for made in ("own", "copies"))
+        expected, found = own.metrics(), copied.metrics()
+        assert found.keys() == expected.keys()
+        for key in (key for key in expected if not key.startswith(("timing/", "performance/"))):
+            assert np.array_equal(found[key].values, expected[key].values), key
+        expected, found = (run.environment() or {} for run in (own, copied))
+        assert found and found == expected
+
+
+def test_where_the_server_is_killed_its_runs_begin_again(
+    tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAUNCHERS, *FAKE_UNDER_AGENT)
+    monkeypatch.setenv("FAKE_TRAINER", '{"step_s": 0.05}')
+    second = store.RunDir(tmp_path / "small" / "treatment" / "seed-0")
+
+    def kill() -> None:
+        if second.exists and second.heartbeat().step > 3:
+            for pid in servers_below(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+
+    outcome = launch(tmp_path, "steps=20", launcher="fake-under-agent", tick=kill)
+    assert outcome.exit_code == 0 and len(copies) == 2
+    for name in outcome.statuses:
+        run = store.RunDir(tmp_path / "small" / str(name))
+        assert list(run.metrics()["train/reward"].steps) == [*range(1, 21)]
+    assert [len(store.RunDir(tmp_path / "small" / str(name)).launches()) for name in outcome.statuses] == [
+        1,
+        2,
+        1,
+        1,
+    ]
+    assert not children(os.getpid())
+
+
+def test_a_killed_launcher_leaves_neither_runs_nor_the_server(tmp_path: Path) -> None:
+    environment = {**os.environ, "FAKE_TRAINER": '{"step_s": 0.02}'}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], env=environment)
+    run = tmp_path / "small" / "baseline" / "seed-0"
+    until(lambda: processes_of(run) and servers_below(launcher.pid))
+    (server,) = servers_below(launcher.pid)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not processes_of(run) and not Path(f"/proc/{server}").exists())
+
+
+def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[tuple[tuple[str, ...], str]]()
+
+    def server(module: str, modules: tuple[str, ...], env: dict[str, str]) -> ForkServer:
+        started.append((modules, env.get("ODD", "")))
+        raise OSError("none is started here")
+
+    monkeypatch.setattr(local, "ForkServer", server)
+    engine = local.LocalEngine(1)
+
+    def expected(*overrides: str) -> list[tuple[tuple[str, ...], str]]:
+        plan = make_plan(load_recipe(SMALL, overrides))
+        runs = [(store.RunDir(tmp_path / str(run.name)), run.config) for run in plan.runs]
+        started.clear()
+        with engine.expecting(runs):
+            return [*started]
+
+    base = ("abrun.train.loop", "abrun.backends.dtensor")
+    assert expected() == [(base, "")]
+    assert expected("seeds=[0]", "compare.primary=[]") == []
+    odd = "arms={baseline: {}, treatment: {trainer.env: {ODD: odd}, policy.compile: true}}"
+    assert expected(odd) == []
+    compiled = (*base, "torch._inductor.compile_fx")
+    assert sorted(expected(odd, "seeds=[0, 1, 2]")) == [(base, ""), (compiled, "odd")]
