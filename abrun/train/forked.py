@@ -29,7 +29,7 @@ def main() -> None:
     spares: list[forks.Spare] = []
     for _ in range(agent.asked_for().ranks):
         spares.append(forks.Spare(_run, spares))
-    status = agent.main(lambda *rank: spares.pop().become(*rank))
+    status = agent.main(lambda *rank: spares.pop(0).become(*rank))
     os._exit(status)  # an agent holds nothing that could be lost, and what has been imported ends slowly
 
 

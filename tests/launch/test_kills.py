@@ -17,8 +17,9 @@ import pytest
 
 from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome, supervisor
+from abrun.launch.local import FORKED
 from abrun.plan import Plan, make_plan
-from abrun.processes import below, processes_of
+from abrun.processes import below, children, processes_of
 from abrun.recipe import load_recipe
 from abrun.store import RunDir
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
@@ -61,13 +62,14 @@ LAYOUTS = {
 }
 TIMES = re.compile(r"timing/|memory/|_per_sec")  # metrics that are another at each start
 ONE_RUN = "seeds=[0]"  # of the baseline: all that is planned of such a recipe
-TRAINERS = {b"abrun.train", b"tests.launch.fake_trainer"}
-# What a process is known by, beside the run directory in its environment: of its command line, or rank
+AGENTS, TRAINERS = {"abrun.train.agent"}, {"abrun.train", "tests.launch.fake_trainer"}
+# What a process is known by, beside the run directory in its environment: of its command line, or which rank
 VICTIMS = {
     "launcher": (OWN, None),
+    "server of copies": (OWN, FORKED),
     "agent": (OWN, "abrun.train.agent"),
-    "rank 0": (OWN, "RANK=0"),
-    "rank 1": (OWN, "RANK=1"),
+    "rank 0": (OWN, "rank 0"),
+    "rank 1": (OWN, "rank 1"),
     "launcher of a command": (FOREIGN, None),
     "external": (FOREIGN, "abrun.external"),
     "command": (FOREIGN, "foreign_trainer.py"),
@@ -99,21 +101,26 @@ def metrics(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path) -> dict[str, n
     return found
 
 
-def pids(runs_dir: Path, known_by: str) -> list[int]:
-    """The processes of any run that are what `known_by` says."""
+def pids(runs_dir: Path, launcher: int, known_by: str) -> list[int]:
+    """The processes of a launcher, or of any run, that are what `known_by` says."""
+    if known_by == FORKED:
+        return [one for one in children(launcher) if known_by in _words(one, "cmdline")]
     found = []
     for config in runs_dir.rglob("config.json"):
-        for process in processes_of(config.parent):
-            words = []
-            for file in ("cmdline", "environ"):
-                try:
-                    words += Path(f"/proc/{process.pid}/{file}").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-            other = known_by.startswith("RANK=") and not TRAINERS & set(words)
-            if not other and any(word.decode(errors="replace").endswith(known_by) for word in words):
-                found.append(process.pid)
+        words = {one.pid: _words(one.pid, "cmdline") for one in sorted(processes_of(config.parent))}
+        if known_by.startswith("rank"):
+            ranks = [pid for pid in words if TRAINERS & set(words[pid]) and not AGENTS & set(words[pid])]
+            found += ranks[int(known_by.removeprefix("rank ")) :][:1]
+        else:
+            found += [pid for pid in words if any(word.endswith(known_by) for word in words[pid])]
     return sorted(found)
+
+
+def _words(pid: int, file: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def kill_one(runs_dir: Path, launcher: int, known_by: str | None, delay_s: float) -> None:
@@ -123,10 +130,10 @@ def kill_one(runs_dir: Path, launcher: int, known_by: str | None, delay_s: float
         os.kill(launcher, signal.SIGKILL)
         return
     deadline = time.monotonic() + 60
-    while not pids(runs_dir, known_by) and time.monotonic() < deadline:
+    while not pids(runs_dir, launcher, known_by) and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(delay_s)
-    for pid in pids(runs_dir, known_by)[-1:]:
+    for pid in pids(runs_dir, launcher, known_by)[-1:]:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:  # it has just ended by itself
@@ -223,7 +230,7 @@ def test_a_run_whose_ranks_share_a_layer_goes_on_after_the_second_dies(
     after_steps(run, moments.randint(1, 2))
     time.sleep(moments.uniform(0, 1))
     if end == signal.SIGKILL:
-        os.kill(pids(runs_dir, "RANK=1")[-1], end)
+        os.kill(pids(runs_dir, launcher, "rank 1")[-1], end)
     else:
         os.kill(launcher, end)
     wait_for(launcher, timeout_s=60)
