@@ -1,29 +1,30 @@
 """A whole training step: abrun with each of its levers on and off, and TRL with and without Liger's kernels.
 
-    python tests/bench/bench_step.py --algorithm sft            # one GPU; needs trl and liger-kernel
-    python tests/bench/bench_step.py --algorithm grpo           # and vllm
-    python tests/bench/bench_step.py --algorithm ppo            # with a value model of its own; TRL has no PPO
+    python tests/bench/bench_step.py --algorithm sft     # one GPU; needs trl and liger-kernel
+    python tests/bench/bench_step.py --algorithm grpo    # and vllm
+    python tests/bench/bench_step.py --algorithm ppo     # with a value model of its own; TRL has no PPO
     python tests/bench/bench_step.py --algorithm sft --only "all on" "TRL, Liger" --chart runs/step-sft
     python tests/bench/bench_step.py --algorithm sft --only "all on" --set policy.logprobs.impl=chunked
     python tests/bench/bench_step.py --algorithm sft --gpus 2 --lengths mixed --only "all on"
-    python tests/bench/bench_step.py --algorithm sft --starts --only "all on" "no compile"    # up to the first step
-    python tests/bench/bench_step.py --algorithm grpo --device cpu    # the script's own logic, on a tiny model
+    python tests/bench/bench_step.py --algorithm sft --starts --only "all on"    # up to the first step
+    python tests/bench/bench_step.py --device cpu        # the script's own logic, on a tiny model
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) in bfloat16 products on the same texts.
-SFT: 96 sequences of 512 tokens a step, or of log-normal lengths (`--lengths mixed`: a median of 400 tokens, at
-most 4,096), float32 masters. GRPO and PPO: 8 prompts of 128 tokens, 64 completions of 512, sampled by vLLM,
-one update a step, no KL penalty; TRL's weights then in bfloat16. Random weights end a completion about never,
-so that all have their full length. abrun: whole runs of `python -m abrun.train`, Triton log-probs throughout;
-each row after the first differs from it by what it is named after. TRL: activation checkpointing, its default.
+SFT: 96 sequences of 512 tokens a step, or of log-normal lengths (`--lengths mixed`: a median of 400 tokens,
+at most 4,096), float32 masters. GRPO and PPO: 8 prompts of 128 tokens, 64 completions of 512, sampled by
+vLLM, one update a step, no KL penalty; TRL's weights then in bfloat16. Random weights end a completion about
+never, so that all have their full length. abrun: whole runs of `python -m abrun.train`, Triton log-probs
+throughout; what has another name than "all on" differs from it by what it is named after. TRL: activation
+checkpointing, its default.
 
 A candidate is a process of its own, in which some methods are followed from outside. Seconds are medians of
-three steps after two that compile; a last one tells where they go. Tokens are those of the sequences trained
-on. Utilisation is 6 x parameters x tokens that go through the model (shared prompts once) over the seconds of
-forward and backward passes, and over those of the step, and 989 TFLOP/s (dense bfloat16 of an H100 or H200).
-Busy is the share of a step in which the GPU runs a kernel; peaks are those of training. The chart has the
-seconds in which the GPU works for each part, and those in which it does for none; without a GPU, all seconds.
-`--starts`: a process fills the caches, and of three more the median seconds of each part of the way to the end
-of the first update, imports and all.
+three steps after two that compile; a last one tells where they go. Tokens are those of the sequences that
+were trained on, a device. Utilisation is 6 x parameters x tokens that go through the model (a shared prompt's
+once) over the seconds of forward and backward passes, over those of the step, and over 989 TFLOP/s (dense
+bfloat16 of an H100 or H200). Busy is the share of a step in which the GPU runs a kernel; peaks are those of
+training. The chart has the seconds in which the GPU works for each part, rewards the CPU's own, and those in
+which it does for none; without a GPU all seconds. `--starts`: a process fills the caches, and of three more
+the median seconds of each part of the way to the end of the first update, imports and all.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from typing import Any
 
 from charts import chart  # pyright: ignore[reportMissingImports]
 from random_model import make_model  # pyright: ignore[reportMissingImports]
-from step_parts import STEPS, shares  # pyright: ignore[reportMissingImports]
+from step_parts import PARTS, STEPS, shares  # pyright: ignore[reportMissingImports]
 
 PEAK_FLOPS = 989e12
 HERE = Path(__file__).parent
@@ -126,8 +127,8 @@ PUBLISHED = """As published by others, on other hardware and of other sizes, gen
     the mean, on policy: 91.0 s a step, 3,359 tokens/s a GPU
   verl (docs/advance/one_step_off.md): DAPO of Qwen2.5-Math-7B on H20, vLLM and FSDP2, at most 20,480 tokens a
     completion, colocated: 749 s a step, of them generation 321, old log-probs 88, update of the policy 286
-  verl (docs/advance/fully_async.md): the same model on 32 H20, at most 28K tokens, colocated: 790 s a step, of
-    them generation 357, old log-probs 108, update of the policy 270"""
+  verl (docs/advance/fully_async.md): the same on 32 H20, at most 28K tokens a completion, colocated: 790 s a
+    step, of them generation 357, old log-probs 108, update of the policy 270"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,19 +279,14 @@ def line(name: str, *cells: str) -> str:
 
 
 def shown(bench: Bench, name: str, row: dict[str, Any], trl: dict[str, Any] | None) -> str:
-    step, parts, on_gpu, device = (
-        row["step"],
-        row["parts"],
-        bench.device == "cuda",
-        row["tokens"] / bench.gpus,
-    )
-    flops = 6 * row["parameters"] * row["through"] / bench.gpus / PEAK_FLOPS
-    passes = sum(parts.get(part, 0.0) for part in ("forward", "head", "backward"))
-    paces = [device / step, device / but_generation(row)]
-    theirs = [trl["tokens"] / trl["step"], trl["tokens"] / but_generation(trl)] if trl else []
+    step, rest, on_gpu = row["step"], but_generation(row), bench.device == "cuda"
+    paces = [row["tokens"] / bench.gpus / seconds for seconds in (step, rest)]
+    theirs = [trl["tokens"] / seconds for seconds in (trl["step"], but_generation(trl))] if trl else []
     ratios = [f"{pace / their:.2f}" for pace, their in zip(paces, theirs, strict=False)] or ["-", "-"]
-    cells = [f"{step:.3f}", f"{paces[0]:,.0f}", ratios[0], f"{but_generation(row):.3f}", ratios[1]]
-    cells += [f"{flops / passes:.3f}", f"{flops / step:.3f}"] if on_gpu else ["-", "-"]
+    passes = sum(row["parts"].get(part, 0.0) for part in ("forward", "head", "backward"))
+    flops = 6 * row["parameters"] * row["through"] / bench.gpus
+    cells = [f"{step:.3f}", f"{paces[0]:,.0f}", ratios[0], f"{rest:.3f}", ratios[1]]
+    cells += [f"{flops / seconds / PEAK_FLOPS:.3f}" if on_gpu else "-" for seconds in (passes, step)]
     cells += [f"{sum(row['busy'].values()) / step:.2f}" if row["busy"] else "-"]
     cells += [f"{row['peak'] / 2**30:.1f}" if on_gpu else "-"]
     return f"{line(name, *cells)}  {row.get('note', '')}".rstrip()
@@ -325,7 +321,9 @@ def measure(bench: Bench, names: list[str], starts: bool) -> dict[str, dict[str,
             continue
         trl = next((found[one] for one in TRL if one in found), None)
         print(shown(bench, name, found[name], trl), flush=True)
-    return {name: shares(row) for name, row in found.items()}
+    parts = {name: shares(row) for name, row in found.items()}
+    present = [part for part in PARTS if any(of_one[part] for of_one in parts.values())]
+    return {name: {part: of_one[part] for part in present} for name, of_one in parts.items()}
 
 
 def main() -> None:

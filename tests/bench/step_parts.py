@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, whoever's trainer it is: which part runs, and whether the GPU works."""
+"""Where the time of a training step goes, whoever trains: which part runs, and whether the GPU works."""
 
 import contextlib
 import statistics

@@ -1,4 +1,4 @@
-"""TRL's trainer on the same model, texts and sizes, followed as a run of abrun is: `bench_step.py` starts it."""
+"""TRL's trainer on the same model, texts and sizes, followed as a run of abrun is, for `bench_step.py`."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from step_parts import STEPS, Steps  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 ALIKE = 0.05  # of the largest logit: how far bfloat16 takes the same ones apart, and less than a mix-up does
 
@@ -104,7 +104,8 @@ def check_packing(network: Any, rows: list[list[int]], device: str) -> None:
     apart = float((packed - alone).abs().max() / alone.abs().max())
     if apart > ALIKE:
         raise ValueError(
-            f"packing is not measured: this attention mixes the sequences of a row, logits differ by {apart:.0%}"
+            f"not measured, as {network.config._attn_implementation} attention mixes the sequences of a row: "
+            f"logits differ by {apart:.0%}"
         )
 
 
@@ -183,7 +184,7 @@ def follow_training(trainer: Any, steps: Steps) -> list[int]:
     def counted(model: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
         if steps.looks:
             masks = [inputs[key] for key in ("prompt_mask", "completion_mask") if key in inputs]
-            masks = masks or [inputs["attention_mask"] if "attention_mask" in inputs else None]
+            masks = masks or [inputs.get("attention_mask")]  # none where nothing is padded
             tokens.extend(inputs["input_ids"].numel() if one is None else int(one.sum()) for one in masks)
         return compute_loss(model, inputs, *args, **settings)
 
