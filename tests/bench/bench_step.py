@@ -120,15 +120,17 @@ LEFT_OUT = {  # unless named
     "ppo": ("TRL, Liger", "TRL, packed", "TRL, Liger, packed", "recomputed, selective"),
 }
 CANDIDATES = (*TRL, *LEVERS)
-PUBLISHED = """As published by others, on other hardware and of other sizes, generation included:
+PUBLISHED = """
+As published by others of their own, on other hardware and of other sizes, generation included:
   NeMo-RL v0.6 (docs/about/performance-summary.md): GRPO of Qwen3-30B-A3B on 32 H100, Megatron-core, 2,048
     completions of 3,203 tokens in the mean, on policy: 192 s a step, 1,102 tokens/s a GPU
-  NeMo-RL v0.5 (the same page at r0.5.0): GRPO of Llama-3.1-8B on 8 H100, 2,048 completions of 1,066 tokens in
-    the mean, on policy: 91.0 s a step, 3,359 tokens/s a GPU
+  NeMo-RL v0.5 (the same page at r0.5.0): GRPO of Llama-3.1-8B on 16 H100, Megatron-core, 2,048 completions of
+    1,019 tokens in the mean, on policy: 92.8 s a step, 1,581 tokens/s a GPU
   verl (docs/advance/one_step_off.md): DAPO of Qwen2.5-Math-7B on H20, vLLM and FSDP2, at most 20,480 tokens a
     completion, colocated: 749 s a step, of them generation 321, old log-probs 88, update of the policy 286
   verl (docs/advance/fully_async.md): the same on 32 H20, at most 28K tokens a completion, colocated: 790 s a
-    step, of them generation 357, old log-probs 108, update of the policy 270"""
+    step, of them generation 357, old log-probs 108, update of the policy 270
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,14 +222,14 @@ class Bench:
         if not importlib.util.find_spec("trl"):
             raise RuntimeError("not measured, trl is not installed")
         liger, packed = TRL[name]
+        if self.algorithm == "ppo":
+            raise RuntimeError("not measured, TRL has no PPO (1.16)")
+        if packed and self.algorithm != "sft":
+            raise RuntimeError("not measured, TRL's GRPOTrainer packs nothing")
         if liger and self.device == "cuda" and not importlib.util.find_spec("liger_kernel"):
             raise RuntimeError("not measured, liger-kernel is not installed")
         if liger and self.device == "cpu":
             raise RuntimeError("not measured, Liger's kernels are for GPUs")
-        if packed and self.algorithm != "sft":
-            raise RuntimeError("not measured, TRL's GRPOTrainer packs nothing")
-        if self.algorithm == "ppo":
-            raise RuntimeError("not measured, TRL has no PPO (1.16)")
         if self.gpus > 1:
             raise RuntimeError("not measured, TRL is compared on one GPU")
         asked = {

@@ -38,6 +38,7 @@ class Steps:
         self._profiler: Any = None
         self.rows: list[dict[str, float]] = []  # of each step that has ended, the seconds of its parts
         self.busy: dict[str, float] | None = None  # seconds in which the GPU works for each part
+        self.note = ""
 
     @property
     def looks(self) -> bool:
@@ -53,17 +54,20 @@ class Steps:
             from torch.profiler import ProfilerActivity, profile
 
             self._profiler = profile(activities=[ProfilerActivity.CUDA])
-            self._profiler.start()
+            self._profiler.start()  # takes its time, before the step
         self._segments, self._since = [], self._now()
 
     def end(self) -> None:
         self._turn()
         self.rows.append(_seconds(self._segments))
         if self._profiler is not None:
-            self._profiler.stop()
-            kernels = _kernels(self._profiler)
-            self.busy = busy_seconds(self._segments, kernels) if kernels else None  # unknown
-            self._profiler = None
+            try:
+                self._profiler.stop()
+                kernels = _kernels(self._profiler)
+            except (RuntimeError, AttributeError) as error:  # what else was measured stands
+                self.note = f"kernels not recorded: {' '.join(str(error).split())[:100]}"
+            else:
+                self.busy = busy_seconds(self._segments, kernels)
 
     @contextlib.contextmanager
     def part(self, name: str | None, *, inner: bool = False) -> Iterator[None]:
@@ -106,6 +110,7 @@ class Steps:
             "parts": {name: statistics.median(row.get(name, 0.0) for row in usual) for name in names},
             "last": last,
             "busy": self.busy,
+            "note": self.note,
         }
 
     def _turn(self) -> None:

@@ -86,7 +86,8 @@ def supervised(asked: dict[str, Any], steps: Steps) -> Any:
         processing_class=tokenizer,
         callbacks=[Clock(steps)],
     )
-    return trainer, f"attention by {attention}" if asked["packed"] else ""
+    steps.note = f"attention by {attention}" if asked["packed"] else ""
+    return trainer
 
 
 def check_packing(network: Any, rows: list[list[int]], device: str) -> None:
@@ -152,7 +153,7 @@ def policy_gradient(asked: dict[str, Any], steps: Steps) -> Any:
     steps.follow(trainer, "_calculate_rewards", "rewards")
     before = "_get_per_token_logps_and_entropies"
     steps.follow(trainer, before, "log-probs", when=lambda: not torch.is_grad_enabled())
-    return trainer, ""
+    return trainer
 
 
 def forget_peak_after(generation: Any) -> None:
@@ -208,7 +209,7 @@ def follow_training(trainer: Any, steps: Steps) -> list[int]:
 def main() -> None:
     asked = json.loads(sys.argv[1])
     steps = Steps(asked["device"])
-    trainer, note = (supervised if asked["algorithm"] == "sft" else policy_gradient)(asked, steps)
+    trainer = (supervised if asked["algorithm"] == "sft" else policy_gradient)(asked, steps)
     tokens = follow_training(trainer, steps)
     trainer.train()
     peak = torch.cuda.max_memory_allocated() - asleep_bytes() if asked["device"] == "cuda" else 0
@@ -218,7 +219,6 @@ def main() -> None:
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "peak": peak,
         "starts": {},
-        "note": note,
     }
     print("ROW " + json.dumps(row), flush=True)
     os._exit(0)  # vLLM's engine may hold on to the process
