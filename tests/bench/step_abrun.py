@@ -17,7 +17,7 @@ from abrun.train import early
 
 PART_OF = {  # a phase; the others are parts of these, or hold them
     "generation": "generation",
-    "engine_sleep": "generation",
+    "engine_sleep": "generation",  # as TRL's is
     "reward": "rewards",
     "logprobs": "log-probs",
     "values": "log-probs",
@@ -87,12 +87,8 @@ class Watch:
         from abrun.backends.head import Head
         from abrun.train import loop, phases, setup
 
-        steps, make_ranks, make_setup, make_algorithm = (
-            self.steps,
-            setup.make_ranks,
-            loop.make_setup,
-            loop.make_algorithm,
-        )
+        steps, make_ranks = self.steps, setup.make_ranks
+        make_setup, make_algorithm = loop.make_setup, loop.make_algorithm
         timed, collect = phases.Phases.__call__, phases.Phases.collect
 
         def ranks_made(*args: Any, **settings: Any) -> Any:

@@ -58,11 +58,8 @@ def supervised(asked: dict[str, Any], steps: Steps) -> Any:
     network: Any = AutoModelForCausalLM.from_pretrained(
         f"{asked['work']}/model", dtype=torch.float32, attn_implementation=attention
     )
-    data, at_once, longest = (
-        Dataset.from_list([{"input_ids": row} for row in rows]),
-        asked["rows"],
-        max(map(len, rows)),
-    )
+    data = Dataset.from_list([{"input_ids": row} for row in rows])
+    at_once, longest = asked["rows"], max(map(len, rows))
     more: dict[str, Any] = {}
     if asked["packed"]:
         check_packing(network.to(asked["device"]), rows, asked["device"])
