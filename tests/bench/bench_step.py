@@ -1,22 +1,39 @@
-"""A whole training step on one GPU, generation included: abrun's two engines, and TRL with vLLM and Liger.
+"""A whole training step: abrun with each of its levers on and off, and TRL with and without Liger's kernels.
 
-    python tests/bench/bench_step.py                    # one GPU; needs vllm, trl and liger-kernel
-    python tests/bench/bench_step.py --only abrun-vllm --set policy.share_prompts=false
-    python tests/bench/bench_step.py --only abrun-vllm --algorithm ppo    # with a value model of its own
-    python tests/bench/bench_step.py --chart runs/step  # step.png and step.svg: where the steps go
-    python tests/bench/bench_step.py --device cpu       # the script's own logic, on a tiny model
+    python tests/bench/bench_step.py --algorithm sft     # one GPU; needs trl and liger-kernel
+    python tests/bench/bench_step.py --algorithm grpo    # and vllm
+    python tests/bench/bench_step.py --algorithm ppo     # with a value model of its own; TRL has no PPO
+    python tests/bench/bench_step.py --algorithm sft --only "all on" "TRL, Liger" --chart runs/step-sft
+    python tests/bench/bench_step.py --algorithm sft --only "all on" --set policy.logprobs.impl=chunked
+    python tests/bench/bench_step.py --algorithm sft --gpus 2 --lengths mixed --only "all on"
+    python tests/bench/bench_step.py --algorithm sft --starts --only "all on"    # up to the first step
+    python tests/bench/bench_step.py --device cpu        # the script's own logic, on a tiny model
 
-All train one folder of random weights (Qwen2.5-1.5B's architecture) by GRPO in bfloat16 on the same prompts:
-64 completions of 512 tokens a step, 32 sequences a microbatch, no KL penalty; abrun compiled and with each
-prompt once for its eight completions, TRL with its own default, activation checkpointing. Random weights end
-a completion about never, so that all have their full length. A candidate is a process of its own; the figures
-are medians of its steps after the first two, which compile and capture graphs.
+All train one folder of random weights (Qwen2.5-1.5B's architecture) in bfloat16 products on the same texts.
+SFT: 96 sequences of 512 tokens a step, or of log-normal lengths (`--lengths mixed`: a median of 400 tokens,
+at most 4,096), float32 masters. GRPO and PPO: 8 prompts of 128 tokens, 64 completions of 512, sampled by
+vLLM, one update a step, no KL penalty; TRL's weights then in bfloat16. Random weights end a completion about
+never, so that all have their full length. abrun: whole runs of `python -m abrun.train`, Triton log-probs
+throughout; what has another name than "all on" differs from it by what it is named after. TRL: activation
+checkpointing, its default.
+
+A candidate is a process of its own, in which some methods are followed from outside. Seconds are medians of
+three steps after two that compile; a last one tells where they go. Tokens are those of the sequences that
+were trained on, a device. Utilisation is 6 x parameters x tokens that go through the model (a shared prompt's
+once) over the seconds of forward and backward passes, over those of the step, and over 989 TFLOP/s (dense
+bfloat16 of an H100 or H200). Busy is the share of a step in which the GPU runs a kernel; peaks are those of
+training. The chart has the seconds in which the GPU works for each part, rewards the CPU's own, and those in
+which it does for none; without a GPU all seconds. `--starts`: a process fills the caches, and of three more
+the median seconds of each part of the way to the end of the first update, imports and all.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import os
+import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,254 +45,331 @@ from typing import Any
 
 from charts import chart  # pyright: ignore[reportMissingImports]
 from random_model import make_model  # pyright: ignore[reportMissingImports]
+from step_parts import PARTS, STEPS, shares  # pyright: ignore[reportMissingImports]
 
-STEPS, WARM_UP = 5, 2
-TOTAL = "total_step_time"
-PHASES = (  # none is a part of another
-    "generation",
-    "engine_sleep",
-    "weight_sync",
-    "reward",
-    "logprobs",
-    "values",
-    "forward_backward",
-    "optimizer",
-    "value_forward_backward",
-    "value_optimizer",
-)
-CANDIDATES = ("abrun-torch", "abrun-vllm", "trl-vllm", "trl-transformers")
+PEAK_FLOPS = 989e12
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
     preset: str
     vocab_size: int
-    prompts: int
+    sequences: int  # SFT's, of `length` tokens
+    length: int
+    prompts: int  # GRPO's and PPO's
     group: int
     prompt_words: int
     completion_tokens: int
-    micro_batch: int
+    rows: tuple[int, int]  # of a padded microbatch: SFT's and the others'
+    packed: tuple[int, int]  # of a packed one, times such rows
 
 
 SHAPES = {
     "cuda": Shapes(
         preset="qwen2.5-1.5b",
         vocab_size=151_936,
+        sequences=96,
+        length=512,
         prompts=8,
         group=8,
         prompt_words=128,
         completion_tokens=512,
-        micro_batch=32,
+        rows=(8, 32),
+        packed=(4, 1),
     ),
     "cpu": Shapes(
         preset="qwen2-tiny-128",
         vocab_size=128,
+        sequences=8,
+        length=32,
         prompts=2,
         group=4,
         prompt_words=8,
         completion_tokens=16,
-        micro_batch=4,
+        rows=(2, 4),
+        packed=(2, 1),
     ),
 }
+NOT_COMPILED, NOT_GATHERED = "policy.compile=false", "policy.backend.keep_gathered=false"
+TWO_PASSES, RECOMPUTED = "policy.logprobs.one_pass=false", "policy.activation_checkpointing=full"
+UNSHARED = "policy.share_prompts=false"
+PADDED = (UNSHARED, "policy.packing=false", "policy.micro_batch_tokens=null", "policy.micro_batch_size=ROWS")
+LEVERS = {  # what each candidate sets otherwise than the first does
+    "all on": (),
+    "no compile": (NOT_COMPILED,),
+    "Liger for compile": (NOT_COMPILED, "policy.liger=true"),
+    "not gathered": (NOT_GATHERED,),
+    "two passes": (TWO_PASSES,),
+    "prompts not shared": (UNSHARED,),
+    "padded": PADDED,
+    "recomputed, full": (RECOMPUTED,),
+    "recomputed, selective": ("policy.activation_checkpointing=selective",),
+    "torch rollouts": ("rollout.engine=torch",),
+    "all off": (NOT_COMPILED, NOT_GATHERED, TWO_PASSES, RECOMPUTED, *PADDED),
+}
+TRL = {  # whether with Liger's kernels, whether packed; ratios are to the first that was measured
+    "TRL, Liger": (True, False),
+    "TRL": (False, False),
+    "TRL, Liger, packed": (True, True),
+    "TRL, packed": (False, True),
+}
+LEFT_OUT = {  # unless named
+    "sft": ("TRL, packed", "recomputed, selective", "prompts not shared", "torch rollouts"),
+    "grpo": ("TRL, packed", "recomputed, selective"),
+    "ppo": ("TRL, Liger", "TRL, packed", "TRL, Liger, packed", "recomputed, selective"),
+}
+CANDIDATES = (*TRL, *LEVERS)
+PUBLISHED = """
+As published by others of their own, on other hardware and of other sizes, generation included:
+  NeMo-RL v0.6 (docs/about/performance-summary.md): GRPO of Qwen3-30B-A3B on 32 H100, Megatron-core, 2,048
+    completions of 3,203 tokens in the mean, on policy: 192 s a step, 1,102 tokens/s a GPU
+  NeMo-RL v0.5 (the same page at r0.5.0): GRPO of Llama-3.1-8B on 16 H100, Megatron-core, 2,048 completions of
+    1,019 tokens in the mean, on policy: 92.8 s a step, 1,581 tokens/s a GPU
+  verl (docs/advance/one_step_off.md): DAPO of Qwen2.5-Math-7B on H20, vLLM and FSDP2, at most 20,480 tokens a
+    completion, colocated: 749 s a step, of them generation 321, old log-probs 88, update of the policy 286
+  verl (docs/advance/fully_async.md): the same on 32 H20, at most 28K tokens a completion, colocated: 790 s a
+    step, of them generation 357, old log-probs 108, update of the policy 270
+"""
 
 
-def prompts(shapes: Shapes) -> list[str]:
-    return [
-        " ".join(str((17 * row + 5 * word) % 100) for word in range(shapes.prompt_words))
-        for row in range(STEPS * shapes.prompts)
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What all candidates have in common."""
 
+    algorithm: str
+    device: str
+    gpus: int
+    shapes: Shapes
+    overrides: list[str]
+    limit_s: float
+    work: Path
 
-def run_abrun(
-    engine: str, algorithm: str, shapes: Shapes, device: str, work: Path, overrides: list[str]
-) -> list[dict[str, float]]:
-    """Seconds of each step, whole and by phase."""
-    from abrun import store
-    from abrun.layout import RunName
-    from abrun.recipe import OwnRunConfig, overridden
+    @property
+    def rows(self) -> int:
+        """Of a padded microbatch."""
+        return self.shapes.rows[self.algorithm != "sft"]
 
-    data = work / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": one, "answer": "7"}) + "\n" for one in prompts(shapes)))
-    tree: dict[str, Any] = {
-        "algorithm": {"type": algorithm, "prompts_per_step": shapes.prompts, "group_size": shapes.group},
-        "model": {"path": str(work / "model")},
-        "policy": {
-            "dtype": "bfloat16" if device == "cuda" else "float32",
-            "compile": device == "cuda",
-            "packing": True,
-            "share_prompts": True,
-            "backend": {"type": "dtensor", "keep_gathered": True},
-            "micro_batch_tokens": shapes.micro_batch * (shapes.prompt_words + shapes.completion_tokens),
-            "logprobs": {"impl": "triton" if device == "cuda" else "chunked", "one_pass": True},
-            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0},
-        },
-        "rollout": {"engine": engine, "max_new_tokens": shapes.completion_tokens},
-        "task": {"type": "jsonl", "path": str(data)},
-        "steps": STEPS,
-        "checkpoint": {"every": 10 * STEPS},
-        "cluster": {"gpus_per_node": int(device == "cuda")},
-    }
-    for override in overrides:
-        tree = overridden(tree, override)
-    config = OwnRunConfig.model_validate(tree)
-    run = store.RunDir(work / f"abrun-{engine}")
-    name = RunName(arm="baseline", seed=0)
-    run.write_record(
-        store.RunRecord(
-            experiment="x", name=name, initial_weights=None, config=config.model_dump(mode="json")
-        )
-    )
-    finish([sys.executable, "-m", "abrun.train", str(run.path)])
-    metrics = run.metrics()
-    found = {name: metrics.get(f"timing/train/{name}_s") for name in (TOTAL, *PHASES)}
-    return [
-        {name: float(one.values[step]) for name, one in found.items() if one is not None}
-        for step in range(STEPS)
-    ]
+    def write_texts(self, lengths: str) -> None:
+        """As many as a step has: every step is one pass over them."""
+        shapes, draws = self.shapes, random.Random(0)
+        if self.algorithm == "sft":
+            sizes = [shapes.length] * (shapes.sequences * self.gpus)
+            if lengths == "mixed":
+                usual, most = 400 / 512 * shapes.length, 8 * shapes.length
+                sizes = [min(max(int(draws.lognormvariate(math.log(usual), 0.8)), 8), most) for _ in sizes]
+            # The end of a sequence is a token, too
+            texts = [{"prompt": words(draws, 4), "completion": words(draws, size - 5)} for size in sizes]
+        else:
+            texts = [
+                {"prompt": words(draws, shapes.prompt_words), "answer": "7"}
+                for _ in range(shapes.prompts * self.gpus)
+            ]
+        (self.work / "data.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
 
+    def recipe(self, lever: str) -> dict[str, Any]:
+        from abrun.recipe import OwnRunConfig, overridden
 
-def run_trl(with_vllm: bool, shapes: Shapes, device: str, work: Path) -> list[dict[str, float]]:
-    """Seconds of each step, in a process of its own."""
-    asked = {"work": str(work), "device": device, "with_vllm": with_vllm, "shapes": asdict(shapes)}
-    return finish([sys.executable, __file__, "--trl", json.dumps(asked)])
-
-
-def train_trl(work: str, device: str, with_vllm: bool, shapes: Shapes) -> None:
-    import torch
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from transformers import TrainerCallback
-    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
-    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
-
-    on_gpu = device == "cuda"
-    rows: list[dict[str, float]] = []
-
-    def now() -> float:
-        torch.cuda.synchronize() if on_gpu else None
-        return time.perf_counter()
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            rows.append({TOTAL: -now()})
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            rows[-1][TOTAL] += now()
-
-    def timed(owner: Any, method: str, phase: str) -> None:
-        inner = getattr(owner, method)
-
-        def run(*args: Any, **settings: Any) -> Any:
-            start = now()
-            found = inner(*args, **settings)
-            rows[-1][phase] = rows[-1].get(phase, 0.0) + now() - start
-            return found
-
-        setattr(owner, method, run)
-
-    sequences = shapes.prompts * shapes.group
-    settings: dict[str, Any] = {
-        "output_dir": f"{work}/trl",
-        "max_steps": STEPS,
-        "learning_rate": 1e-6,
-        "beta": 0.0,
-        "per_device_train_batch_size": shapes.micro_batch,
-        "gradient_accumulation_steps": sequences // shapes.micro_batch,
-        "num_generations": shapes.group,
-        "max_completion_length": shapes.completion_tokens,
-        "gradient_checkpointing": True,
-        "bf16": on_gpu,
-        "use_cpu": not on_gpu,
-        "use_liger_kernel": on_gpu,
-        "model_init_kwargs": {"dtype": "bfloat16" if on_gpu else "float32"},
-        "use_vllm": with_vllm,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    if with_vllm:
-        longest = shapes.prompt_words + shapes.completion_tokens
-        settings |= {
-            "vllm_mode": "colocate",
-            "vllm_gpu_memory_utilization": 0.6,
-            "vllm_max_model_length": longest,
+        shapes, on_gpu, supervised = self.shapes, self.device == "cuda", self.algorithm == "sft"
+        longest = shapes.length if supervised else shapes.prompt_words + shapes.completion_tokens
+        drawn = {"prompts_per_step": shapes.prompts * self.gpus, "group_size": shapes.group}
+        tree: dict[str, Any] = {
+            "algorithm": {
+                "type": self.algorithm,
+                **({"batch_size": shapes.sequences * self.gpus} if supervised else drawn),
+            },
+            "model": {"path": str(self.work / "model")},
+            "policy": {
+                "dtype": "bfloat16" if on_gpu else "float32",
+                "compile": on_gpu,
+                "packing": True,
+                "share_prompts": not supervised,
+                "backend": {"type": "dtensor", "keep_gathered": True},
+                "micro_batch_tokens": self.rows * longest * shapes.packed[not supervised],
+                "logprobs": {"impl": "triton" if on_gpu else "chunked", "one_pass": True},
+                "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0},
+            },
+            "rollout": {
+                "engine": "vllm" if on_gpu and not supervised else "torch",
+                "max_new_tokens": shapes.completion_tokens,
+            },
+            "task": {
+                "type": "completions" if supervised else "jsonl",
+                "path": str(self.work / "data.jsonl"),
+            },
+            "steps": STEPS,
+            "checkpoint": {"every": 10 * STEPS},
+            "cluster": {"gpus_per_node": self.gpus} if on_gpu else {"cpu_ranks": self.gpus},
         }
-        settings |= {"vllm_enable_sleep_mode": on_gpu}
-    trainer = GRPOTrainer(
-        model=f"{work}/model",
-        reward_funcs=lambda completions, **_: [float(len(text) % 2) for text in completions],
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(shapes)]),
-        args=GRPOConfig(**settings),
-        callbacks=[Clock()],
+        for override in (*LEVERS[lever], *self.overrides):
+            tree = overridden(tree, override.replace("ROWS", str(self.rows)))
+        return OwnRunConfig.model_validate(tree).model_dump(mode="json")
+
+    def of_abrun(self, lever: str) -> dict[str, Any]:
+        from abrun import store
+        from abrun.layout import RunName
+
+        run = store.RunDir(Path(tempfile.mkdtemp(dir=self.work)) / "run")
+        name = RunName(arm="baseline", seed=0)
+        run.write_record(
+            store.RunRecord(experiment="x", name=name, initial_weights=None, config=self.recipe(lever))
+        )
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
+        command = [sys.executable, *(ranks if self.gpus > 1 else []), str(HERE / "step_abrun.py")]
+        return finish([*command, json.dumps([str(run.path), self.device, time.time()])], self.limit_s)
+
+    def of_trl(self, name: str) -> dict[str, Any]:
+        if not importlib.util.find_spec("trl"):
+            raise RuntimeError("not measured, trl is not installed")
+        liger, packed = TRL[name]
+        if self.algorithm == "ppo":
+            raise RuntimeError("not measured, TRL has no PPO (1.16)")
+        if packed and self.algorithm != "sft":
+            raise RuntimeError("not measured, TRL's GRPOTrainer packs nothing")
+        if liger and self.device == "cuda" and not importlib.util.find_spec("liger_kernel"):
+            raise RuntimeError("not measured, liger-kernel is not installed")
+        if liger and self.device == "cpu":
+            raise RuntimeError("not measured, Liger's kernels are for GPUs")
+        if self.gpus > 1:
+            raise RuntimeError("not measured, TRL is compared on one GPU")
+        asked = {
+            "algorithm": self.algorithm,
+            "work": str(self.work),
+            "device": self.device,
+            "liger": liger,
+            "packed": packed,
+            "rows": self.rows,
+            "length": self.shapes.length,
+            "shapes": asdict(self.shapes),
+        }
+        return finish([sys.executable, str(HERE / "step_trl.py"), json.dumps(asked)], self.limit_s)
+
+
+def words(draws: random.Random, count: int) -> str:
+    """A token each: of digits, as what transformers makes of a tokenizer may split numbers."""
+    return " ".join(str(draws.randrange(10)) for _ in range(count))
+
+
+def finish(command: list[str], limit_s: float) -> dict[str, Any]:
+    """The row that a process has printed. Raises RuntimeError, one line."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    if with_vllm:
-        timed(trainer.vllm_generation, "generate", "generation")
-        timed(trainer.vllm_generation, "sync_weights", "weight_sync")
-    trainer.train()
-    print("ROWS " + json.dumps(rows), flush=True)
-    os._exit(0)  # vLLM's engine may hold on to the process
+    try:
+        out, told = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        told = f"not done after {limit_s:.0f} s"
+    rows = [line[4:] for line in out.splitlines() if line.startswith("ROW ")]
+    if rows:  # whatever comes of its end
+        return json.loads(rows[-1])
+    lines = [line for line in told.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
+    errors = [line for line in lines if "rror: " in line] or lines
+    raise RuntimeError(f"failed: {errors[-1].strip()[:300]}")
 
 
-def finish(command: list[str]) -> list[dict[str, float]]:
-    """Runs a command; returns the rows it printed. Raises RuntimeError with its last lines."""
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    rows = [line[5:] for line in ended.stdout.splitlines() if line.startswith("ROWS ")]
-    if ended.returncode:
-        raise RuntimeError("\n".join(ended.stderr.strip().splitlines()[-20:]))
-    return json.loads(rows[-1]) if rows else []
+HEADER = (
+    *("", "s a step", "tokens/s", "of TRL's", "but generation, s", "of TRL's pace"),
+    *("util. passes", "of step", "busy", "peak GiB"),
+)
+
+
+def line(name: str, *cells: str) -> str:
+    widths = [max(len(title), 7) + 2 for title in HEADER[1:]]
+    return f"{name:22s}" + "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
+
+
+def shown(bench: Bench, name: str, row: dict[str, Any], trl: dict[str, Any] | None) -> str:
+    step, rest, on_gpu = row["step"], but_generation(row), bench.device == "cuda"
+    paces = [row["tokens"] / bench.gpus / seconds for seconds in (step, rest)]
+    theirs = [trl["tokens"] / seconds for seconds in (trl["step"], but_generation(trl))] if trl else []
+    ratios = [f"{pace / their:.2f}" for pace, their in zip(paces, theirs, strict=False)] or ["-", "-"]
+    passes = sum(row["parts"].get(part, 0.0) for part in ("forward", "head", "backward"))
+    flops = 6 * row["parameters"] * row["through"] / bench.gpus
+    cells = [f"{step:.3f}", f"{paces[0]:,.0f}", ratios[0], f"{rest:.3f}", ratios[1]]
+    cells += [f"{flops / seconds / PEAK_FLOPS:.3f}" if on_gpu else "-" for seconds in (passes, step)]
+    cells += [f"{sum(row['busy'].values()) / step:.2f}" if row["busy"] else "-"]
+    cells += [f"{row['peak'] / 2**30:.1f}" if on_gpu else "-"]
+    return f"{line(name, *cells)}  {row.get('note', '')}".rstrip()
+
+
+def but_generation(row: dict[str, Any]) -> float:
+    return row["step"] - row["parts"].get("generation", 0.0)
+
+
+def show_start(bench: Bench, name: str) -> None:
+    """The medians of three processes after one that fills the caches."""
+    found = [bench.of_abrun(name)["starts"] for _ in range(1 + 3)][1:]
+    parts = {part: statistics.median(one[part] for one in found) for part in found[0]}
+    whole = statistics.median(sum(one.values()) for one in found)
+    told = ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts.items())
+    print(f"{name:22s} first step ended after {whole:.1f} s: {told}", flush=True)
+
+
+def measure(bench: Bench, names: list[str], starts: bool) -> dict[str, dict[str, float]]:
+    """Prints a line for each candidate; returns the parts of those that were measured."""
+    found: dict[str, dict[str, Any]] = {}
+    if not starts:
+        print(line(*HEADER))
+    for name in names:
+        try:
+            if starts:
+                show_start(bench, name)
+                continue
+            found[name] = bench.of_trl(name) if name in TRL else bench.of_abrun(name)
+        except (RuntimeError, ValueError) as error:  # a recipe may be refused
+            print(f"{name:22s}  {' '.join(str(error).split())}", flush=True)
+            continue
+        trl = next((found[one] for one in TRL if one in found), None)
+        print(shown(bench, name, found[name], trl), flush=True)
+    parts = {name: shares(row) for name, row in found.items()}
+    present = [part for part in PARTS if any(of_one[part] for of_one in parts.values())]
+    return {name: {part: of_one[part] for part in present} for name, of_one in parts.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--algorithm", choices=("sft", "grpo", "ppo"), default="grpo")
     parser.add_argument("--device", choices=list(SHAPES), default="cuda")
-    parser.add_argument("--only", nargs="*", choices=CANDIDATES, default=CANDIDATES)
-    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="of abrun's candidates")
-    parser.add_argument("--prompt-words", type=int, help="a token each; else 128")
-    parser.add_argument("--chart", type=Path, help="without its ending")
+    parser.add_argument("--only", nargs="*", choices=CANDIDATES, help="these candidates")
     parser.add_argument("--set", action="append", default=[], help="key=value for abrun's candidates")
-    parser.add_argument("--trl", help=argparse.SUPPRESS)
+    parser.add_argument("--preset", help="another architecture")
+    parser.add_argument("--lengths", choices=("one", "mixed"), default="one", help="of SFT's sequences")
+    parser.add_argument("--sequences", type=int, help="of SFT, other than so many a device")
+    parser.add_argument("--prompt-words", type=int, help="of GRPO and PPO, a token each; else 128")
+    parser.add_argument("--gpus", type=int, default=1, help="of one host; each has as many sequences")
+    parser.add_argument("--starts", action="store_true", help="the way to the first step alone")
+    parser.add_argument("--limit", type=float, default=240, help="seconds of a candidate")
+    parser.add_argument("--chart", type=Path, help="PNG and SVG of where the steps go, without the ending")
     asked = parser.parse_args()
-    if asked.trl:
-        given = json.loads(asked.trl)
-        train_trl(**given | {"shapes": Shapes(**given["shapes"])})
-        return
-    shapes, medians, parts = SHAPES[asked.device], {}, {}
-    if asked.prompt_words:
-        shapes = replace(shapes, prompt_words=asked.prompt_words)
-    print(f"{shapes.prompts * shapes.group} x {shapes.completion_tokens} tokens, {shapes.preset}")
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(shapes.preset, Path(folder) / "model", asked.device, vocab_size=shapes.vocab_size)
-        for name in asked.only:
-            trainer, engine = name.split("-")
-            if trainer == "trl" and not importlib.util.find_spec("trl"):
-                print(f"{name}: not measured, trl is not installed")
-                continue
-            try:
-                if trainer == "abrun":
-                    more = asked.device, Path(folder), asked.set
-                    rows = run_abrun(engine, asked.algorithm, shapes, *more)
-                else:
-                    rows = run_trl(engine == "vllm", shapes, asked.device, Path(folder))
-            except RuntimeError as error:
-                print(f"{name}: failed\n{error}", flush=True)
-                continue
-            found = {key: statistics.median(row.get(key, 0.0) for row in rows[WARM_UP:]) for key in rows[-1]}
-            medians[name] = found.pop(TOTAL)
-            parts[name] = found | {"all else": medians[name] - sum(found.values())}
-            phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in parts[name].items())
-            besides = medians[name] - found.get("generation", 0.0) - found.get("engine_sleep", 0.0)
-            print(
-                f"{name:18s} {medians[name]:8.2f} s a step, {besides:.2f} s without generation  {phases}",
-                flush=True,
-            )
-    if asked.chart:
-        chart(parts, asked.chart, "s a step")
-    for name, seconds in medians.items() if len(medians) > 1 else ():
-        ratios = ", ".join(
-            f"{other / seconds:.2f} x {theirs}" for theirs, other in medians.items() if theirs != name
+    shapes = SHAPES[asked.device]
+    given = {"preset": asked.preset, "sequences": asked.sequences, "prompt_words": asked.prompt_words}
+    shapes = replace(shapes, **{key: value for key, value in given.items() if value})
+    wanted = asked.only or [name for name in CANDIDATES if name not in LEFT_OUT[asked.algorithm]]
+    names = [name for name in CANDIDATES if name in wanted and not (asked.starts and name in TRL)]
+    with tempfile.TemporaryDirectory() as work:
+        bench = Bench(
+            algorithm=asked.algorithm,
+            device=asked.device,
+            gpus=asked.gpus,
+            shapes=shapes,
+            overrides=asked.set,
+            limit_s=asked.limit,
+            work=Path(work),
         )
-        print(f"{name:18s} is as fast as {ratios}")
+        make_model(shapes.preset, bench.work / "model", asked.device, vocab_size=shapes.vocab_size)
+        bench.write_texts(asked.lengths)
+        print(f"{asked.algorithm}, {shapes.preset}, {asked.device} x {asked.gpus}", flush=True)
+        parts = measure(bench, names, asked.starts)
+    if asked.algorithm != "sft" and not asked.starts:
+        print(PUBLISHED)
+    for name, of_one in parts.items():
+        print(f"{name:22s} " + ", ".join(f"{part} {seconds:.3f}" for part, seconds in of_one.items()))
+    if asked.chart and parts:
+        chart(parts, asked.chart, "s a step")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""A run of abrun that tells of its steps: `bench_step.py` starts it as a rank of its own, or as several.
+
+What trains is `python -m abrun.train RUN_DIR`, with some methods followed from outside.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from step_parts import STEPS, Steps  # pyright: ignore[reportMissingImports]
+
+from abrun.train import __main__ as entry
+from abrun.train import early
+
+PART_OF = {  # a phase; the others are parts of these, or hold them
+    "generation": "generation",
+    "engine_sleep": "generation",  # as TRL's is
+    "reward": "rewards",
+    "logprobs": "log-probs",
+    "values": "log-probs",
+    "forward_backward": "forward",
+    "value_forward_backward": "forward",
+    "optimizer": "optimizer",
+    "value_optimizer": "optimizer",
+    "weight_sync": "sync",
+}
+TRAINING = (
+    "logprobs",
+    "values",
+    "forward_backward",
+    "value_forward_backward",
+    "optimizer",
+    "value_optimizer",
+)
+
+
+class Way:
+    """To the end of the first update: the seconds of each of its parts."""
+
+    def __init__(self, started: float, on_gpu: bool) -> None:
+        self._last_s, self._on_gpu = started, on_gpu
+        self.seconds: dict[str, float] = {}
+
+    def reached(self, end_of: str) -> None:
+        if end_of in self.seconds:
+            return
+        if self._on_gpu and "model" in self.seconds:
+            import torch
+
+            torch.cuda.synchronize()
+        now_s = time.time()
+        self.seconds[end_of], self._last_s = now_s - self._last_s, now_s
+
+
+class Watch:
+    """What is known of a run from outside."""
+
+    def __init__(self, device: str, started: float) -> None:
+        self.steps, self.way = Steps(device), Way(started, device == "cuda")
+        self._peak, self._tokens, self._through = 0.0, 0, 0
+        self._setup: Any = None
+
+    def follow_imports(self) -> None:
+        begin, finish = early.begin, early.finish
+
+        def begun() -> Any:
+            driver = begin()
+            import torch  # noqa: F401
+
+            self.way.reached("torch")
+            return driver
+
+        def finished(driver: Any) -> None:
+            self.way.reached("other imports")
+            self._follow_run()
+            finish(driver)
+            self.way.reached("the driver's rest")
+
+        early.begin, early.finish = begun, finished
+
+    def _follow_run(self) -> None:
+        import torch
+
+        from abrun.backends.head import Head
+        from abrun.train import loop, phases, setup
+
+        steps, make_ranks = self.steps, setup.make_ranks
+        make_setup, make_algorithm = loop.make_setup, loop.make_algorithm
+        timed, collect = phases.Phases.__call__, phases.Phases.collect
+
+        def ranks_made(*args: Any, **settings: Any) -> Any:
+            found = make_ranks(*args, **settings)
+            self.way.reached("process group")
+            return found
+
+        def set_up(*args: Any) -> Any:
+            self._setup = make_setup(*args)
+            self.way.reached("model")
+            return self._setup
+
+        def algorithm_made(built: Any) -> Any:
+            algorithm = make_algorithm(built)
+            self._follow_steps(algorithm, built.policy)
+            return algorithm
+
+        @contextlib.contextmanager
+        def phase(of: Any, name: str, **settings: Any) -> Iterator[None]:
+            with steps.part(PART_OF.get(name)), timed(of, name, **settings):
+                yield
+
+        def collected(of: Any) -> Any:
+            seconds, peaks = collect(of)
+            keys = [f"memory/{name}/peak_allocated_bytes" for name in TRAINING]
+            self._peak = max(self._peak, *(peaks.get(key, 0.0) for key in keys))
+            return seconds, peaks
+
+        setup.make_ranks, loop.make_setup, loop.make_algorithm = ranks_made, set_up, algorithm_made
+        of_all: Any = phases.Phases
+        of_all.__call__, of_all.collect = phase, collected
+        steps.follow(Head, "judge", "head", inner=True, when=lambda: steps.runs == "forward")
+        steps.follow(torch.Tensor, "backward", "backward", inner=True)
+
+    def _follow_steps(self, algorithm: Any, policy: Any) -> None:
+        from abrun.backends.packing import sequence_lengths
+
+        step, forward_backward, forward = algorithm.step, policy.forward_backward, policy._forward
+        optimizer_step = policy.optimizer_step
+
+        def stepped(number: int) -> Any:
+            self.steps.begin()
+            found = step(number)
+            self.steps.end()
+            if len(self.steps.rows) == STEPS:
+                self._tell()
+            return found
+
+        def went_back(batch: Any, objective: Any) -> Any:
+            self.way.reached("data")
+            if self.steps.looks:
+                self._tokens += int(sequence_lengths(batch.token_mask).sum())
+            found = forward_backward(batch, objective)
+            self.way.reached("first gradient")
+            return found
+
+        def went_forward(batch: Any, objective: Any, packing: Any) -> Any:
+            if self.steps.looks:
+                self._through += packing.num_own if packing else int(sequence_lengths(batch.token_mask).sum())
+            return forward(batch, objective, packing)
+
+        def updated(learning_rate: float) -> float:
+            norm = optimizer_step(learning_rate)
+            self.way.reached("first update")
+            return norm
+
+        algorithm.step, policy.forward_backward, policy._forward = stepped, went_back, went_forward
+        policy.optimizer_step = updated
+
+    def _tell(self) -> None:
+        """Of all ranks together; collective."""
+        ranks = self._setup.ranks
+        tokens, through = ranks.total(self._tokens, self._through)
+        row = self.steps.row() | {
+            "tokens": tokens,
+            "through": through,
+            "parameters": num_parameters(self._setup.policy, self._setup.value_model),
+            "peak": self._peak,
+            "starts": self.way.seconds,
+        }
+        if ranks.is_first:
+            print("ROW " + json.dumps(row), flush=True)
+
+
+def num_parameters(policy: Any, value_model: Any) -> int:
+    """That a token is multiplied with: of a tied embedding, and of none that only a value model looks up."""
+    count = sum(parameter.numel() for parameter in policy.module.parameters())
+    if value_model is None:
+        return count
+    backbone = value_model._hidden_states
+    looked_up = backbone.base_model.get_input_embeddings().weight.numel()
+    return count + sum(parameter.numel() for parameter in backbone.parameters()) - looked_up
+
+
+def main() -> None:
+    run, device, started = json.loads(sys.argv[1])
+    watch = Watch(device, started)
+    watch.way.reached("Python")
+    watch.follow_imports()
+    sys.argv = ["abrun.train", run]
+    sys.exit(entry.main())
+
+
+if __name__ == "__main__":
+    main()
