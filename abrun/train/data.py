@@ -1,7 +1,9 @@
 """What a run trains on: the examples of a step, as texts and as token ids, and what their verifier says."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
@@ -11,6 +13,9 @@ from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
 from abrun.seeds import derive
 from abrun.tasks import Example, Task, hold_out, make_task
+
+Texts = Sequence[tuple[str, str]]  # prompts with their completions
+Tokens = tuple[list[list[int]], list[list[int]]]  # of prompts, and of completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,8 @@ class Data:
     seed: int
     batch_size: int  # examples of a global batch
     held_out: list[Example]  # of the task's stream, for validation; none without one
+    # Tokenizers fail where two threads ask them at once
+    _tokenizes: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def examples(self, step: int, fetch: int = 0) -> list[Example]:
         """The examples of a step's global batch, in order.
@@ -37,13 +44,22 @@ class Data:
         """This rank's examples of a step."""
         return self.examples(step)[self.ranks.share(self.batch_size)]
 
-    def encoded(self, texts: Sequence[tuple[str, str]]) -> Sequences:
+    def tokens_of(self, texts: Texts) -> Tokens:
+        """Of this rank's prompts and completions."""
+        with self._tokenizes:
+            prompts = [self.text.encode_prompt(prompt) for prompt, _ in texts]
+            return prompts, [self.text.encode_completion(completion) for _, completion in texts]
+
+    def encoded(self, texts: Texts) -> Sequences:
+        """This rank's prompts and completions as a batch. Collective; errors as of `batch_of`."""
+        return self.batch_of(self.tokens_of(texts))
+
+    def batch_of(self, tokens: Tokens) -> Sequences:
         """This rank's prompts and completions as a batch. Collective.
 
         Raises RecipeError, on every rank, where one is too long for the model, or no completion has a token.
         """
-        prompts = [self.text.encode_prompt(prompt) for prompt, _ in texts]
-        completions = [self.text.encode_completion(completion) for _, completion in texts]
+        prompts, completions = tokens
         batch = collate(prompts, completions, pad_id=self.text.pad_id).to(self.ranks.device)
         sizes = self.ranks.gather([(batch.token_ids.shape[1], sum(map(len, completions)))])
         check_length(self.text, max(length for length, _ in sizes), "task: got an example")
@@ -69,6 +85,27 @@ class Data:
         if self.ranks.total(bool(failure))[0]:
             raise RecipeError(next(filter(None, self.ranks.of_all(failure))))
         return rewards
+
+
+class Ahead:
+    """This rank's batches of texts, step by step. Those of the next step are tokenized while one runs: a GPU
+    would wait for it."""
+
+    def __init__(self, data: Data, texts_of: Callable[[list[Example]], Texts], num_steps: int) -> None:
+        self._data, self._texts_of, self._num_steps = data, texts_of, num_steps
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._tokens: dict[int, Future[Tokens]] = {}  # of the next step
+
+    def batch(self, step: int) -> Sequences:
+        """Collective; errors as of `Data.batch_of`."""
+        tokens = self._tokens.pop(step, None) or self._begun(step)
+        batch = self._data.batch_of(tokens.result())
+        if step < self._num_steps:
+            self._tokens = {step + 1: self._begun(step + 1)}
+        return batch
+
+    def _begun(self, step: int) -> Future[Tokens]:
+        return self._thread.submit(lambda: self._data.tokens_of(self._texts_of(self._data.share_of(step))))
 
 
 def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data:

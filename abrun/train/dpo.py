@@ -13,6 +13,7 @@ from abrun.rl.losses import masked_mean, weighted
 from abrun.rl.metrics import MetricParts, together
 from abrun.store import Sample
 from abrun.tasks import Example
+from abrun.train.data import Ahead, Texts
 from abrun.train.setup import Setup, make_reference
 from abrun.train.validation import Evaluation
 
@@ -25,10 +26,11 @@ class DpoAlgorithm:
     def __init__(self, setup: Setup, settings: Dpo) -> None:
         self._setup, self._settings = setup, settings
         self._reference = make_reference(setup)
+        self._batches = Ahead(setup.data, _texts, setup.config.steps)
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
-        return self.update(self._pairs(self._setup.data.share_of(step)), step)
+        return self.update(replace(self._batches.batch(step), rows_together=2), step)
 
     def update(self, batch: Sequences, step: int) -> dict[str, float]:
         """Reference log-probs and gradients of this rank's `batch`, whose rows alternate, and one update."""
@@ -46,7 +48,8 @@ class DpoAlgorithm:
         A pair's reward is its margin: 0 before the first update, which is not right.
         """
         ranks = self._setup.ranks
-        pairs = self._with_reference(self._pairs(examples[ranks.share(len(examples))]))
+        batch = self._setup.data.encoded(_texts(examples[ranks.share(len(examples))]))
+        pairs = self._with_reference(replace(batch, rows_together=2))
         logprobs, objective = self._setup.policy.logprobs(pairs), self._objective(pairs)
         no_entropy = torch.zeros_like(logprobs)  # the loss has no such term
         (loss,) = ranks.total(float(objective.losses(pairs, logprobs, no_entropy).sum()))
@@ -55,10 +58,6 @@ class DpoAlgorithm:
         accuracy = sum(margin > 0 for margin in margins) / len(margins)
         metrics = {"validation/loss": loss, "validation/accuracy": accuracy}
         return Evaluation(rewards=margins, lengths=lengths, metrics=metrics)
-
-    def _pairs(self, examples: list[Example]) -> Sequences:
-        texts = [(one.prompt, text) for one in examples for text in (one.completion, one.rejected)]
-        return replace(self._setup.data.encoded(texts), rows_together=2)
 
     def _with_reference(self, batch: Sequences) -> Pairs:
         return batch.at(Pairs, reference_logprobs=self._reference.logprobs(batch))
@@ -73,6 +72,10 @@ class DpoAlgorithm:
             num_tokens=num_tokens,
             num_chosen_tokens=max(num_chosen_tokens, 1.0),  # they may be empty
         )
+
+
+def _texts(examples: list[Example]) -> Texts:
+    return [(one.prompt, text) for one in examples for text in (one.completion, one.rejected)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

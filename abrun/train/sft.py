@@ -11,6 +11,7 @@ from abrun.rl.losses import masked_mean, weighted
 from abrun.rl.metrics import MetricParts
 from abrun.store import Sample
 from abrun.tasks import Example
+from abrun.train.data import Ahead, Texts
 from abrun.train.setup import Setup
 from abrun.train.validation import Evaluation
 
@@ -22,10 +23,11 @@ class SftAlgorithm:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self._batches = Ahead(setup.data, _texts, setup.config.steps)
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
-        return self.update(self._batch(self._setup.data.share_of(step)), step)
+        return self.update(self._batches.batch(step), step)
 
     def update(self, batch: Sequences, step: int) -> dict[str, float]:
         """Gradients of this rank's `batch` and one optimizer step."""
@@ -38,7 +40,7 @@ class SftAlgorithm:
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
         """The loss on these examples; a prompt's reward is minus its own. Collective."""
         ranks = self._setup.ranks
-        batch = self._batch(examples[ranks.share(len(examples))])
+        batch = self._setup.data.encoded(_texts(examples[ranks.share(len(examples))]))
         logprobs = self._setup.policy.logprobs(batch).double()  # 0 outside of the mask
         lengths = ranks.gather(batch.token_mask.sum(dim=1).tolist())
         sums = ranks.gather(logprobs.sum(dim=1).tolist())
@@ -48,8 +50,9 @@ class SftAlgorithm:
             metrics={"validation/loss": -math.fsum(sums) / sum(lengths)},
         )
 
-    def _batch(self, examples: list[Example]) -> Sequences:
-        return self._setup.data.encoded([(example.prompt, example.completion) for example in examples])
+
+def _texts(examples: list[Example]) -> Texts:
+    return [(example.prompt, example.completion) for example in examples]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the loss falls, and the final checkpoint is an ordinary Hugging Face one."""
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from abrun.errors import RecipeError
 from abrun.models import load_network, load_text
 from abrun.recipe import Model
 from abrun.rl.batch import Sequences
-from abrun.train.data import make_data
+from abrun.train.data import Ahead, Data, Texts, Tokens, make_data
 from abrun.train.sft import SupervisedObjective
 from tests.conftest import TRITON_ON_CPU
 from tests.train.runs import make_run, metrics_by_step, run_config, train_here
@@ -94,6 +95,32 @@ def test_a_batch_without_a_token_to_learn_is_refused(tmp_path: Path, group: None
     assert data.encoded([("1+2=", ""), ("1+2=", "3")]).token_mask.sum() == 1
     with pytest.raises(RecipeError, match="completions without a token"):
         data.encoded([("1+2=", ""), ("2+2=", "")])
+
+
+def test_the_next_steps_texts_are_tokenized_beside_a_step(
+    monkeypatch: pytest.MonkeyPatch, group: None
+) -> None:
+    text = load_text(Model(preset="qwen2-tiny"), weights=None)
+    data = make_data(sft("steps=3"), text, make_ranks(torch.device("cpu"), {}), seed=0)
+    tokenized, tokens_of = list[tuple[bool, threading.Event]](), Data.tokens_of
+
+    def noted(data: Data, texts: Texts) -> Tokens:
+        here, done = threading.current_thread() is threading.main_thread(), threading.Event()
+        tokenized.append((here, done))
+        try:
+            return tokens_of(data, texts)
+        finally:
+            done.set()
+
+    monkeypatch.setattr(Data, "tokens_of", noted)
+    batches = Ahead(data, lambda examples: [(one.prompt, one.completion) for one in examples], num_steps=3)
+    for step in (1, 2, 3, 2):  # the last as after a failure, which nobody could foresee
+        batch = batches.batch(step)
+        if step < 3:
+            assert tokenized[-1][1].wait(10)  # while nobody asks for it
+        whole = [(one.prompt, one.completion) for one in data.share_of(step)]
+        assert torch.equal(batch.token_ids, data.batch_of(tokens_of(data, whole)).token_ids)
+    assert len(tokenized) == 5 and not any(here for here, _ in tokenized)
 
 
 def test_microbatches_change_only_rounding(tmp_path: Path, group: None) -> None:
