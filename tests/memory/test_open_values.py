@@ -27,6 +27,7 @@ from abrun.recipe import (
     KEEP_GATHERED,
     MICRO_BATCH_TOKENS,
     OPEN,
+    Cluster,
     CommandRecipe,
     OwnRunConfig,
     Recipe,
@@ -640,7 +641,7 @@ def test_a_step_is_as_large_as_the_run_makes_it(sets: list[str], num_sequences: 
 
 @pytest.mark.slow
 def test_a_real_prediction_decides(abrun: Callable[..., tuple[int, str, str]]) -> None:
-    """A step of a tiny model, 128 sequences of 506 tokens, three times traced."""
+    """A step of a tiny model, 128 sequences of 506 tokens, traced three times of each arm."""
     larger = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 1024}")
     command = ("launch", SMALL, *sets(*ON_GPUS, *larger), "--dry-run", "--json", "--device-memory")
     decided = {}
@@ -652,6 +653,46 @@ def test_a_real_prediction_decides(abrun: Callable[..., tuple[int, str, str]]) -
     none, full = (one["peaks"]["baseline"] for one in decided["1GiB"]["candidates"])
     assert none == decided["80GiB"]["candidates"][0]["peaks"]["baseline"]
     assert none["length"] == full["length"] == 506 and none["peak_bytes"] > 2 * full["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_real_tasks_and_predictions_decide_all(abrun: Callable[..., tuple[int, str, str]]) -> None:
+    """With positions for 506 tokens: a microbatch is many sequences, of the 32 that a rank has an update."""
+    larger = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600}")
+    values = (AUTO, f"{KEEP_GATHERED}=auto", f"{MICRO_BATCH_TOKENS}=auto", "policy.packing=true")
+    both = ("cluster={gpus_per_node: 2}", "algorithm.minibatches_per_step=2")
+    command = ("launch", SMALL, *sets(*values, *larger, *both), "--dry-run", "--json", "--device-memory")
+    code, said, _ = abrun(*command, "80GiB")
+    assert code == 0, said
+    of = json.loads(said)["decided"]
+    assert [one["value"] for one in of.values()] == ["none", True, 16192]  # 32 x 506
+    (first,) = of[KEEP_GATHERED]["candidates"]
+    assert (first["peaks"]["baseline"]["num_sequences"], first["peaks"]["baseline"]["length"]) == (27, 600)
+
+
+@pytest.mark.slow
+def test_a_real_measurement_is_that_of_the_prediction(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step on CPU cores in a GPU's place, whose rank counts live tensors within a budget."""
+    monkeypatch.setattr(predict, "_smallest_here", lambda: GIB)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    real = open_values.measured_cell
+
+    def on_cores(module: str, directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Any) -> Any:
+        return real(module, directory, arm, point, config.model_copy(update={"cluster": Cluster()}), job)
+
+    monkeypatch.setattr(open_values, "measured_cell", on_cores)
+    large = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600, vocab_size: 8192}")
+    one = decide(recipe(*TOKENS, *large), None, here=True)[MICRO_BATCH_TOKENS]
+    print(one["why"])
+    measured = one["candidates"][-1]["measured"]
+    predicted = one["candidates"][-1]["peaks"][measured["arm"]]
+    assert one["measured"] and measured["out_of_memory"] is None
+    # The attention of CPU cores holds more than a GPU's
+    assert predicted["peak_bytes"] < measured["peak_bytes"] < 1.25 * predicted["peak_bytes"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
