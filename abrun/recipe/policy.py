@@ -321,11 +321,11 @@ def _count_or_auto(value: object) -> object:
 
 
 class OpenDtensor(Dtensor):
-    """A recipe may leave open here, too, what a launch decides."""
+    """That of a recipe, which may leave open what a launch decides."""
 
     # Weights and gradients stay whole on every rank from an update's first microbatch to its last: gathered
     # once and reduced once, for 6 bytes a parameter in bfloat16 (2 of weights, 4 of gradients). auto: where
-    # all arms are predicted to fit the devices' memory with it
+    # all arms fit the devices' memory with it
     keep_gathered: Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)] = False
 
 
@@ -333,11 +333,11 @@ class OpenPolicy(Policy):
     """A recipe's policy may leave open what a launch decides; a run's never does."""
 
     backend: Annotated[OpenDtensor | Megatron, Field(discriminator="type")] = OpenDtensor()
-    # With packing: at most so many a microbatch, or one sequence. auto: up to 16384, as many as all arms are
-    # predicted to have memory for
+    # With packing: at most so many a microbatch, or one sequence. auto: 16384, or the longest sequence, or as
+    # many less as all arms' memory demands
     micro_batch_tokens: Annotated[Count | Literal["auto"] | None, BeforeValidator(_count_or_auto)] = None
     # What the backward pass computes again of each layer: nothing, what `compile` has compiled (all but
-    # attention), all of it. auto: the least with which all arms are predicted to fit the devices' memory
+    # attention), all of it. auto: the least with which all arms fit the devices' memory
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "none"
 
 
