@@ -35,7 +35,7 @@ def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
     if not budget:
         return num_sequences, longest(config)
     # A completion that is longer than the budget has a microbatch of its own
-    length = max(budget // num_sequences, _sampled(config))
+    length = max(budget // num_sequences, _sampled(config), 1)
     parts = math.ceil(length / (positions_of(config_of(config.model)) or length))
     return num_sequences * parts, math.ceil(length / parts)
 

@@ -121,7 +121,7 @@ def decide(
         )
     not_measured = _not_measured(own_bytes, device_bytes, here=here, dry_run=dry_run)
     trials = _Trials(recipe, got, device_bytes, say, measures=not_measured is None)
-    last = trials.chosen(_groups(recipe, configs))
+    last = trials.chosen(_groups(recipe, configs, say))
     has = f"and a device has {device_bytes / GIB:.1f} GiB"
     if not last.fits and last.is_hopeless:
         raise LaunchError(
@@ -182,7 +182,9 @@ def _not_measured(own_bytes: int | None, device_bytes: int, *, here: bool, dry_r
 # --- the order of preference ---
 
 
-def _groups(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig]) -> list[list[Values]]:
+def _groups(
+    recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
+) -> list[list[Values]]:
     """The candidates, the preferred first; in a group the last one takes the least memory."""
     compiled = isinstance(recipe, Recipe) and recipe.policy.compile
     compiled = compiled and all(config.policy.compile for config in configs.values())
@@ -191,7 +193,7 @@ def _groups(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig])
         choices[CHECKPOINTING] = tuple(one for one in choices[CHECKPOINTING] if one != "selective")
     fewer: list[int] = []
     if MICRO_BATCH_TOKENS in choices:
-        budgets = _budgets(recipe, configs)
+        budgets = _budgets(recipe, configs, say)
         fast = [one for one in budgets if one >= min(choices[MICRO_BATCH_TOKENS])] or budgets[:1]
         choices[MICRO_BATCH_TOKENS], fewer = tuple(fast), budgets[len(fast) :]
     every = [dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
@@ -200,7 +202,7 @@ def _groups(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig])
     return [*groups, last] if last else groups
 
 
-def _budgets(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig]) -> list[int]:
+def _budgets(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say) -> list[int]:
     """Tokens of a microbatch, from what is fast downwards by halves: the longest sequence of all arms at the
     least, and at most a rank's share of an update."""
     whole = {
@@ -213,6 +215,7 @@ def _budgets(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig]
     size, sizes = OPEN[MICRO_BATCH_TOKENS].values[0], list[int]()
     if not whole:
         return [size]
+    say(f"{MICRO_BATCH_TOKENS}: auto: looking for the longest sequence of {', '.join(whole)}")
     lengths = longest_sequences(whole)
     least = max(own_sequences(configs[arm]) * length for arm, length in lengths.items())
     most = max(own_sequences(whole[arm]) * length for arm, length in lengths.items())

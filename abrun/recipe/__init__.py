@@ -358,6 +358,14 @@ class Recipe(Declared, OwnRunConfig):
                     f"arms.{arm}.{key}: got 'auto', which is decided for all arms alike; say it outside of "
                     f"arms, or give {OPEN[key].instead}"
                 )
+            own = {MICRO_BATCH_TOKENS: self.policy.micro_batch_tokens, **dotted(change)}
+            padded, size = own.get("policy.packing") is False, own.get("policy.micro_batch_size")
+            if own[MICRO_BATCH_TOKENS] == "auto" and (padded or size):
+                raise ValueError(
+                    f"arms.{arm}.policy.{'packing' if padded else 'micro_batch_size'}: got "
+                    f"{'false' if padded else size} with {MICRO_BATCH_TOKENS} 'auto'; give this arm "
+                    f"{MICRO_BATCH_TOKENS}: null, too"
+                )
         return self
 
 

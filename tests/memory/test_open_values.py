@@ -503,6 +503,32 @@ def test_values_are_numbers_switches_or_auto(values: dict[str, str], said: str) 
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            "{policy.packing: false}",
+            "arms.treatment.policy.packing: got false with policy.micro_batch_tokens 'auto'",
+        ),
+        (
+            "{policy: {packing: false, micro_batch_size: 4}}",
+            "arms.treatment.policy.packing: got false with policy.micro_batch_tokens 'auto'; give this arm",
+        ),
+        (
+            "{policy.micro_batch_size: 1}",
+            "arms.treatment.policy.micro_batch_size: got 1 with policy.micro_batch",
+        ),
+    ],
+)
+def test_a_padded_arm_says_that_it_has_no_budget(change: str, said: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        recipe(*TOKENS, f"arms.treatment={change}")
+    assert said in str(refused.value)
+    padded = "{policy.packing: false, policy.micro_batch_size: 4, policy.micro_batch_tokens: null}"
+    config = recipe(*TOKENS, f"arms.treatment={padded}").closed().run_config("treatment")
+    assert isinstance(config, OwnRunConfig) and config.policy.micro_batch_size == 4
+
+
 # --- what is measured ---
 
 
