@@ -44,7 +44,9 @@ from abrun.recipe import (
 
 ASLEEP_BYTES = GIB // 4  # of vLLM on the same device, while the trainer works (docs/measured.md)
 LEAST_TOKENS = 1024  # of a microbatch: below, weights and their optimizer take what there is
-MEASURED = 0.05  # of a device: what a measured peak leaves free, to fragmentation and to what is not torch's
+MEASURED_MARGIN = (
+    0.05  # of a device: what a measured peak leaves free, to fragmentation and to what is not torch's
+)
 MOST_TOLD = 3  # candidates of a line
 
 Say = Callable[[str], object]
@@ -117,13 +119,13 @@ def decide(
         whose = "this machine has no GPU" if here else "the GPUs of a cluster are not known here"
         raise LaunchError(
             f"{got}, and {whose}; add --device-memory with what one has, such as 80GiB or h200, or give "
-            f"{' and '.join(OPEN[key].instead for key in keys)}"
+            f"values: {_instead(keys)}"
         )
     not_measured = _not_measured(own_bytes, device_bytes, here=here, dry_run=dry_run)
     trials = _Trials(recipe, got, device_bytes, say, measures=not_measured is None)
     last = trials.chosen(_groups(recipe, configs, say))
     has = f"and a device has {device_bytes / GIB:.1f} GiB"
-    if not last.fits and last.is_hopeless:
+    if last.is_hopeless:
         raise LaunchError(
             f"{got}, and nothing fits: {_told([last])}, {has}; use smaller microbatches "
             "(policy.micro_batch_tokens or micro_batch_size), more ranks, more of policy.backend's "
@@ -164,7 +166,7 @@ def _refuse_unpredictable(got: str, keys: Iterable[str], configs: Mapping[str, O
         if config.policy.backend.type != "dtensor":
             raise LaunchError(
                 f"{got} with arms.{arm} on policy.backend.type {config.policy.backend.type!r}, whose step "
-                f"cannot be predicted; give {' and '.join(OPEN[key].instead for key in keys)}"
+                f"cannot be predicted; give values: {_instead(keys)}"
             )
 
 
@@ -247,7 +249,7 @@ class _Trial:
     @property
     def margin(self) -> float:
         """What of a device is to be left free."""
-        return MEASURED if self.measured else self.error
+        return MEASURED_MARGIN if self.measured else self.error
 
     @property
     def ran_out(self) -> bool:
@@ -337,7 +339,7 @@ class _Trials:
             except LaunchError as error:
                 raise LaunchError(
                     f"{self._got}, and a step of arms.{arm} with {name} could not be measured: {error}; or "
-                    "give the values instead"
+                    f"give values: {_instead(self._recipe.open_keys)}"
                 ) from None
         found = {
             "arm": arm,
@@ -372,6 +374,10 @@ def _peaks(found: Iterable[Predicted]) -> dict[str, dict[str, Any]]:
 def _shown(values: Values) -> str:
     """As a recipe would have them, in the order of its open keys."""
     return ", ".join(one if isinstance(one, str) else json.dumps(one) for one in values.values())
+
+
+def _instead(keys: Iterable[str]) -> str:
+    return "; ".join(f"{key} {OPEN[key].instead}" for key in keys)
 
 
 def _told(trials: Sequence[_Trial]) -> str:
