@@ -172,12 +172,12 @@ def launch(
     """Run every arm and seed of a recipe, and wait for the end; `abrun launch` without its comparison.
 
     `recipe` is a file, the name of one that ships, or an experiment's folder. `overrides` sets values by
-    their dotted keys, such as `{"steps": 20}`. `device_memory`: of a GPU, such as "80GiB", for
-    `policy.activation_checkpointing: auto` where it is not this machine's. Raises RecipeError, LaunchError or
+    their dotted keys, such as `{"steps": 20}`. `device_memory`: of a GPU, such as "80GiB", for what
+    the policy leaves open by `auto`, where it is not this machine's. Raises RecipeError, LaunchError or
     StoreError before anything has started.
     """
     from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
-    from abrun.memory.recompute import planned
+    from abrun.memory.open_values import planned
     from abrun.recipe import launcher_settings, load_recipe
     from abrun.start.shipped import find_recipe
     from abrun.terminal import terminal

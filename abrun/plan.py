@@ -12,6 +12,7 @@ from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find, unknown_m
 from abrun.recipe import (
     BASELINE,
     ONE_ULP,
+    OPEN,
     CommandRunConfig,
     Compare,
     Completions,
@@ -50,18 +51,21 @@ class Plan:
     warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
     # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
-    # dotted key -> what was decided of what the recipe left open, and why; see abrun.memory.recompute
+    # dotted key -> what was decided of what the recipe left open, and why; see abrun.memory.open_values
     decided: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def decisions(self) -> list[str]:
-        """A line for each."""
-        return [f"{key}: {one['why']}" for key, one in self.decided.items()]
 
     def of_first_seeds(self, num_seeds: int) -> set[RunName]:
         """The runs of its first seeds: all arms of them, reruns and controls."""
         seeds = self.recipe.seeds[:num_seeds]
         return {run.name for run in self.runs if run.name.seed in seeds}
+
+
+def decisions(decided: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for what was decided together, of `Plan.decided`."""
+    keys: dict[str, list[str]] = {}
+    for key, one in decided.items():
+        keys.setdefault(one["why"], []).append(key)
+    return [f"{', '.join(of_one)}: {why}" for why, of_one in keys.items()]
 
 
 def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
@@ -134,11 +138,12 @@ def make_plan(recipe: Declared) -> Plan:
 def make_draft(recipe: Declared) -> Plan:
     """The plan of a recipe that may be open, for what does not depend on what a launch decides."""
     try:
-        return make_plan(recipe.checkpointing("none"))
+        return make_plan(recipe.closed())
     except RecipeError:
-        if not recipe.is_open:
+        if not recipe.open_keys:
             raise
-        return make_plan(recipe.checkpointing("full"))  # an arm that states none would be the baseline
+        last = {key: OPEN[key].values[-1] for key in recipe.open_keys}
+        return make_plan(recipe.closed(last))  # an arm that states the first ones would be the baseline
 
 
 def _names(recipe: Declared) -> list[RunName]:

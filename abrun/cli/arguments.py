@@ -136,8 +136,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
-        help="What a GPU has, 80GiB or h200 (default: this machine's): what activation_checkpointing: auto "
-        "has to fit, and what --dry-run predicts arms to exceed."
+        help="What a GPU has, 80GiB or h200 (default: this machine's): what the policy's values of auto have "
+        "to fit, and what --dry-run predicts arms to exceed."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]

@@ -113,7 +113,7 @@ def sensitivity(
     """
     from abrun.launch import experiment_dir_of, make_scheduler
     from abrun.launch.controls import with_faults_alone
-    from abrun.memory.recompute import planned
+    from abrun.memory.open_values import planned
     from abrun.recipe import launcher_settings, load_recipe
 
     faulty, not_planted = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)

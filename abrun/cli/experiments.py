@@ -76,7 +76,7 @@ def launch(
         abrun launch recipe.yaml --launcher slurm --detach
     """
     from abrun.launch import experiment_dir_of, make_scheduler, queued_jobs
-    from abrun.memory.recompute import planned
+    from abrun.memory.open_values import planned
     from abrun.recipe import launcher_settings, load_recipe
 
     failing = _failing(fail_on, no_compare=no_compare or detach)

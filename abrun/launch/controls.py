@@ -24,7 +24,7 @@ def with_faults_alone(
     `names`: NAME or NAME:SIZE, by commas; None: its own `controls.faults`, or all that it can plant. Raises
     RecipeError for one that was asked for and cannot be planted.
     """
-    baseline = recipe.checkpointing("none").run_config(BASELINE)
+    baseline = recipe.closed().run_config(BASELINE)
     if not isinstance(baseline, OwnRunConfig):
         raise RecipeError(
             f"{recipe.name}: arms.baseline: got a foreign trainer, in which no fault is planted"

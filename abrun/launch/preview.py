@@ -12,7 +12,7 @@ from rich.text import Text
 from abrun.launch.engine import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
-from abrun.plan import Plan
+from abrun.plan import Plan, decisions
 from abrun.recipe import (
     DIMENSIONS,
     CommandRunConfig,
@@ -93,7 +93,7 @@ def _plan(plan: Plan) -> list[RenderableType]:
         *_layouts(plan),
         _heading("What differs from the baseline, resolved"),
         *_diff(plan),
-        *([_heading("Left open by the recipe"), *map(Text, plan.decisions)] if plan.decided else []),
+        *([_heading("Left open by the recipe"), *map(Text, decisions(plan.decided))] if plan.decided else []),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),
         *_looks(recipe.compare),

@@ -226,19 +226,30 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
 def predict_steps(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
     """The step of each arm as its run has it, in up to a minute or two. Raises LaunchError.
 
-    Its sequences are as long as tasks or budgets make them (abrun.memory.trace).
+    Its microbatches are as large as tasks or budgets make them (abrun.memory.lengths).
     """
-    with _scratch() as folder:
+    found = []
+    for arm, row in _of_each("abrun.memory.trace", configs).items():
+        point = Point(length=row["length"], num_sequences=row["num_sequences"])
+        found.append(_predicted(arm, configs[arm], point, row, device_bytes))
+    return found
 
-        def of_arm(arm: str) -> Predicted:
-            num_sequences = own_sequences(configs[arm])
-            job = {"lengths": None, "num_sequences": num_sequences}
-            (row,) = probe_alone("abrun.memory.trace", folder / arm, configs[arm], job)
-            point = Point(length=row["length"], num_sequences=num_sequences)
-            return _predicted(arm, configs[arm], point, row, device_bytes)
+
+def longest_sequences(configs: Mapping[str, OwnRunConfig]) -> dict[str, int]:
+    """Tokens of the longest sequence to expect of each arm, as far as its task tells. Raises LaunchError."""
+    return {arm: row["longest"] for arm, row in _of_each("abrun.memory.lengths", configs).items()}
+
+
+def _of_each(module: str, configs: Mapping[str, OwnRunConfig]) -> dict[str, dict[str, Any]]:
+    """The one row that `module` writes of each arm."""
+    with scratch() as folder:
+
+        def of_arm(arm: str) -> dict[str, Any]:
+            (row,) = probe_alone(module, folder / arm, configs[arm], {})
+            return row
 
         with _traces([folder / arm for arm in configs]) as several:
-            return list(several.map(of_arm, configs))
+            return dict(zip(configs, several.map(of_arm, configs), strict=True))
 
 
 @contextlib.contextmanager
@@ -258,9 +269,9 @@ def _traces(directories: Sequence[Path]) -> Iterator[ThreadPoolExecutor]:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
     """A folder that goes away, unless an error names it."""
-    directory = Path(tempfile.mkdtemp(prefix="abrun-prediction-"))
+    directory = Path(tempfile.mkdtemp(prefix="abrun-memory-"))
     try:
         yield directory
     except BaseException as error:
@@ -284,8 +295,8 @@ def fit_of(recipe: Declared, device_bytes: int, *, traced: bool, besides: Collec
         elif traced:
             lines.append(f"arms.{arm}: its peak is not predicted: {why}")
 
-    def line(arm: str, length: int, what: str, peak: int) -> str:
-        size, has = f"{own_sequences(configs[arm])} x {length:,} tokens", f"{device_bytes / GIB:.1f} GiB"
+    def line(arm: str, num_sequences: int, length: int, what: str, peak: int) -> str:
+        size, has = f"{num_sequences} x {length:,} tokens", f"{device_bytes / GIB:.1f} GiB"
         too_much = ": too much" * (peak > device_bytes)
         return f"arms.{arm}: a step with microbatches of {size} {what}, and a device has {has}{too_much}"
 
@@ -297,13 +308,14 @@ def fit_of(recipe: Declared, device_bytes: int, *, traced: bool, besides: Collec
         for one in found:
             phase, peak = one.highest
             what = f"is predicted to peak at {peak / GIB:.1f} GiB in {phase}"
-            lines.append(line(one.arm, one.point.length, what, peak))
+            lines.append(line(one.arm, one.point.num_sequences, one.point.length, what, peak))
         return lines
     for arm, config in configs.items():
-        length = _known_length(config)
-        floor = floor_of(config, length=length, num_sequences=own_sequences(config)) or {}
+        num_sequences, length = own_sequences(config), _known_length(config)
+        floor = floor_of(config, length=length, num_sequences=num_sequences) or {}
         if (peak := sum(floor.values())) > device_bytes:
-            lines.append(line(arm, length, f"needs {peak / GIB:.1f} GiB at the least", peak))
+            what = f"needs {peak / GIB:.1f} GiB at the least"
+            lines.append(line(arm, num_sequences, length, what, peak))
     return lines
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from abrun import store
 from abrun.errors import LaunchError
-from abrun.launch.probe import probe, rows_of
+from abrun.launch.probe import Place, probe, rows_of
 from abrun.launch.requirements import shape_of, this_machine
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point, cell_of
 from abrun.memory.devices import Devices
@@ -53,14 +53,8 @@ class Bench:
         with self._lock:
             number, self._num_begun = self._num_begun, self._num_begun + 1
         directory = self._output / "cells" / f"{number:03d}-{arm}"
-        try:
-            with self.devices.place(config) as place:
-                rows = probe(module, directory, config, job, place)
-        except LaunchError:
-            rows = rows_of(directory)
-            if not any(row["out_of_memory"] for row in rows):
-                raise
-        cell, counter = cell_of(arm, point, rows)
+        with self.devices.place(config) as place:
+            cell, counter = measured_cell(module, directory, arm, point, config, job, place)
         if module == MODULE:
             floor = floor_of(config, length=point.length, num_sequences=point.num_sequences)
             cell = replace(cell, floor=floor)
@@ -108,6 +102,28 @@ class Bench:
                 ],
             },
         )
+
+
+def measured_cell(
+    module: str,
+    directory: Path,
+    arm: str,
+    point: Point,
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+    place: Place | None = None,
+) -> tuple[Cell, str]:
+    """A cell, and the counter of its peaks, by processes of its own; one that runs out of memory is one, too.
+
+    Raises LaunchError where it cannot be measured.
+    """
+    try:
+        rows = probe(module, directory, config, job, place)
+    except LaunchError:
+        rows = rows_of(directory)
+        if not any(row["out_of_memory"] for row in rows):
+            raise
+    return cell_of(arm, point, rows)
 
 
 def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:

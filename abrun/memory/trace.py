@@ -18,18 +18,16 @@ from abrun.errors import AbrunError
 from abrun.launch.probe import read_job, row_writer
 from abrun.memory.account import Account
 from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
+from abrun.memory.lengths import largest_microbatch
 from abrun.memory.step import num_rows, of_size
-from abrun.models import config_of, load_text
-from abrun.recipe import Dpo, OwnRunConfig, PolicyGradientSettings, Ppo, Sft
+from abrun.models import config_of
+from abrun.recipe import Dpo, OwnRunConfig, Ppo, Sft
 from abrun.rl.batch import Sequences
 from abrun.rollout.vllm.starting import cache_bytes
-from abrun.tasks import make_task
 from abrun.train.batches import RandomBatches
 from abrun.train.learner import Learner
 from abrun.train.loop import make_algorithm
 from abrun.train.setup import Setup
-
-MOST_EXAMPLES = 4096  # of a task, among which the longest is looked for
 
 
 class HollowPhases:
@@ -87,7 +85,8 @@ def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Itera
             if isinstance(config.algorithm, Sft | Dpo):
                 batch = batch.at(Sequences)
             algorithm.update(batch, step=1)
-            yield {"length": length, "experts": experts, "vllm": vllm, "by_phase": phases.collect()}
+            size = {"length": length, "num_sequences": num_sequences}
+            yield {**size, "experts": experts, "vllm": vllm, "by_phase": phases.collect()}
 
 
 def _vllm(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
@@ -124,28 +123,16 @@ def _setup(config: OwnRunConfig, account: Account) -> Setup:
     )
 
 
-def longest(config: OwnRunConfig) -> int:
-    """Tokens of a sequence in the largest microbatch to expect of a run: its budget's, or its task's."""
-    sampled = config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
-    budget, pair = config.policy.micro_batch_tokens, 2 if isinstance(config.algorithm, Dpo) else 1
-    if budget:  # and a completion that is longer has a microbatch of its own
-        return max(budget // pair, sampled)
-    text, task = load_text(config.model, weights=None), make_task(config.task)
-    tokens = []
-    for example in task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MOST_EXAMPLES)):
-        written = () if sampled else (example.completion, example.rejected)
-        completion = max((len(text.encode_completion(one)) for one in written), default=sampled)
-        tokens.append(len(text.encode_prompt(example.prompt)) + completion)
-    return min(max(tokens), text.max_positions or max(tokens))
-
-
 def main() -> int:
     directory = Path(sys.argv[1])
     job = read_job(directory)
     writer = row_writer(directory)
     try:
         config = OwnRunConfig.model_validate(job["config"])
-        for row in trace(config, job["lengths"] or [longest(config)], job["num_sequences"]):
+        if "lengths" not in job:  # the run's own microbatch
+            num_sequences, length = largest_microbatch(config)
+            job |= {"lengths": [length], "num_sequences": num_sequences}
+        for row in trace(config, job["lengths"], job["num_sequences"]):
             writer.write(row)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,6 +9,7 @@ from abrun.models.families import (
     experts_of,
     facts_of,
     persistent_buffers,
+    positions_of,
     routers_of,
 )
 from abrun.models.in_place import Places, attention_in_place, has_all_tokens
@@ -49,6 +50,7 @@ __all__ = [
     "open_network",
     "part_of",
     "persistent_buffers",
+    "positions_of",
     "published",
     "routers_of",
     "sample_of",

@@ -8,6 +8,7 @@ is one `RecipeError` line.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -51,7 +52,6 @@ from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron
 from abrun.recipe.policy import (
     DIMENSIONS,
     NO_FILTERS,
-    Checkpointing,
     Dtensor,
     Filters,
     Logprobs,
@@ -107,17 +107,19 @@ __all__ = [
     "DIMENSIONS",
     "FAULTS",
     "GENERATED",
+    "KEEP_GATHERED",
     "LIBRARY",
     "MEGATRON_FAMILIES",
     "MEGATRON_VERSIONS",
+    "MICRO_BATCH_TOKENS",
     "MOST_OF_A_CACHE",
     "NAME",
     "NO_FILTERS",
     "ONE_ULP",
+    "OPEN",
     "VLLM_VERSIONS",
     "Arithmetic",
     "Checkpoint",
-    "Checkpointing",
     "Cluster",
     "Command",
     "CommandRecipe",
@@ -195,8 +197,26 @@ __all__ = [
 ]
 
 BASELINE = "baseline"
-CHECKPOINTING = "policy.activation_checkpointing"
 MOST_ARMS = 1000
+CHECKPOINTING = "policy.activation_checkpointing"
+KEEP_GATHERED = "policy.backend.keep_gathered"
+MICRO_BATCH_TOKENS = "policy.micro_batch_tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """A value that a recipe may leave to its launch, by `auto`."""
+
+    values: tuple[Any, ...]  # from what takes the least time, and the most memory, to the other end
+    instead: str  # what a recipe may say, in words
+
+
+# By dotted key; what costs the most time to give up first. Why: docs/training.md
+OPEN = {
+    CHECKPOINTING: Open(values=("none", "selective", "full"), instead="none, selective or full"),
+    KEEP_GATHERED: Open(values=(True, False), instead="true or false"),
+    MICRO_BATCH_TOKENS: Open(values=(16_384, 8_192), instead="a number such as 16384"),
+}
 
 
 class Declared(Section):
@@ -271,10 +291,11 @@ class Declared(Section):
         Raises RecipeError where its differences do not fit, or where something is left to a launch.
         """
         source = f"{self.name}: arms.{arm}"
-        if self.is_open:
+        if self.open_keys:
+            key = self.open_keys[0]
             raise RecipeError(
-                f"{self.name}: {CHECKPOINTING}: got 'auto', which abrun launch alone decides; give none, "
-                "selective or full (which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)"
+                f"{self.name}: {key}: got 'auto', which abrun launch alone decides; give "
+                f"{OPEN[key].instead} (which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)"
             )
         base, change = self.model_dump(exclude=set(Declared.model_fields)), nested(self.arms[arm])
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
@@ -283,13 +304,16 @@ class Declared(Section):
         return validated(model, merge(base, change), source)
 
     @property
-    def is_open(self) -> bool:
-        """Whether it leaves to a launch what is computed again."""
-        return False
+    def open_keys(self) -> tuple[str, ...]:
+        """Those of OPEN that it leaves to a launch."""
+        return ()
 
-    def checkpointing(self, decided: Checkpointing) -> Self:
-        """The recipe with that decided, where it is open."""
-        return self
+    def closed(self, values: Mapping[str, Any] | None = None) -> Self:
+        """The recipe with these values for what it leaves open; without any with those of the least time."""
+        if not self.open_keys:
+            return self
+        chosen = {key: OPEN[key].values[0] for key in self.open_keys} | dict(values or {})
+        return validated(type(self), merge(self.model_dump(), nested(chosen)), self.name)
 
     @property
     def control_arms(self) -> dict[str, PlantedFault]:
@@ -322,20 +346,25 @@ class Recipe(Declared, OwnRunConfig):
     policy: OpenPolicy = OpenPolicy()
 
     @property
-    def is_open(self) -> bool:
-        return self.policy.activation_checkpointing == "auto"
-
-    def checkpointing(self, decided: Checkpointing) -> Self:
-        policy = self.policy.model_copy(update={"activation_checkpointing": decided})
-        return self.model_copy(update={"policy": policy}) if self.is_open else self
+    def open_keys(self) -> tuple[str, ...]:
+        given = dotted({"policy": self.policy.model_dump()})
+        return tuple(key for key in OPEN if given.get(key) == "auto")
 
     @model_validator(mode="after")
     def _arms_leave_nothing_open(self) -> Self:
         for arm, change in self.arms.items():
-            if dotted(change).get(CHECKPOINTING) == "auto":
+            for key in (key for key in OPEN if dotted(change).get(key) == "auto"):
                 raise ValueError(
-                    f"arms.{arm}.{CHECKPOINTING}: got 'auto', which is decided for all arms alike; say it "
-                    "outside of arms, or give none, selective or full"
+                    f"arms.{arm}.{key}: got 'auto', which is decided for all arms alike; say it outside of "
+                    f"arms, or give {OPEN[key].instead}"
+                )
+            own = {MICRO_BATCH_TOKENS: self.policy.micro_batch_tokens, **dotted(change)}
+            padded, size = own.get("policy.packing") is False, own.get("policy.micro_batch_size")
+            if own[MICRO_BATCH_TOKENS] == "auto" and (padded or size):
+                raise ValueError(
+                    f"arms.{arm}.policy.{'packing' if padded else 'micro_batch_size'}: got "
+                    f"{'false' if padded else size} with {MICRO_BATCH_TOKENS} 'auto'; give this arm "
+                    f"{MICRO_BATCH_TOKENS}: null, too"
                 )
         return self
 
@@ -366,12 +395,13 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply to be a recipe; a few levels are enough") from None
     recipe = stored_recipe(raw, str(path))
+    closed = recipe.closed()
     for arm, change in recipe.arms.items():
         model = RUN_CONFIGS[_trainer_type(nested(change), f"{path}: arms.{arm}") or recipe.trainer.type]
         for key in change:
             if key.split(".")[0] not in model.model_fields:
                 raise RecipeError(f"{path}: arms.{arm}.{key}: {unknown(key.split('.')[0], model)}")
-        recipe.checkpointing("none").run_config(arm)
+        closed.run_config(arm)
     return recipe
 
 

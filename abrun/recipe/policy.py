@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.section import Count, Fraction, NonNegative, Positive, Section
+from abrun.redaction import shortened
 
 # The presets with experts: how many a layer has.
 PRESET_EXPERTS = {
@@ -109,9 +110,7 @@ class Dtensor(Layout):
     """PyTorch's own parallelism: FSDP2, tensor-parallel layers, sequences and experts over ranks."""
 
     type: Literal["dtensor"] = "dtensor"
-    # Weights and gradients stay whole on every rank from an update's first microbatch to its last: gathered
-    # once and reduced once, for 6 bytes a parameter in bfloat16 (2 of weights, 4 of gradients)
-    keep_gathered: bool = False
+    keep_gathered: bool = False  # OpenDtensor says what it is
 
 
 class Megatron(Layout):
@@ -228,8 +227,8 @@ class Policy(Section):
     micro_batch_size: Count | None = None  # sequences a rank; None: the rank's whole share at once
     packing: bool = False  # sequences of a microbatch one after the other, without padding
     share_prompts: bool = False  # with packing, on dtensor: a microbatch has each prompt once
-    micro_batch_tokens: Count | None = None  # with packing: at most so many a microbatch, or one sequence
-    activation_checkpointing: Checkpointing = "none"  # OpenPolicy says what they are
+    micro_batch_tokens: Count | None = None  # OpenPolicy says what this is, and the next one
+    activation_checkpointing: Checkpointing = "none"
     compile: bool = False  # each layer by torch.compile; on dtensor, where a replica is one rank
     # Norms, rotary embeddings and SwiGLU by Liger's kernels; on GPUs, with dtensor, where nothing is compiled
     liger: bool = False
@@ -298,22 +297,47 @@ class Policy(Section):
     def _one_size_of_microbatches(self) -> Self:
         if self.micro_batch_tokens is not None and not self.packing:
             raise ValueError(
-                f"policy.micro_batch_tokens: got {self.micro_batch_tokens} without packing; use packing: "
+                f"policy.micro_batch_tokens: got {self.micro_batch_tokens!r} without packing; use packing: "
                 "true, or micro_batch_size"
             )
         if self.micro_batch_tokens is not None and self.micro_batch_size is not None:
             raise ValueError(
-                f"policy.micro_batch_tokens: got {self.micro_batch_tokens} with micro_batch_size "
+                f"policy.micro_batch_tokens: got {self.micro_batch_tokens!r} with micro_batch_size "
                 f"{self.micro_batch_size}; give one of the two (the other null)"
             )
         return self
 
 
+def _switch_or_auto(value: object) -> object:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise ValueError(f"got {shortened(value)}; allowed: true, false or auto")
+
+
+def _count_or_auto(value: object) -> object:
+    if value is None or value == "auto" or (type(value) is int and 0 < value < 2**31):
+        return value
+    raise ValueError(f"got {shortened(value)}; allowed: a whole number from 1, null or auto")
+
+
+class OpenDtensor(Dtensor):
+    """That of a recipe, which may leave open what a launch decides."""
+
+    # Weights and gradients stay whole on every rank from an update's first microbatch to its last: gathered
+    # once and reduced once, for 6 bytes a parameter in bfloat16 (2 of weights, 4 of gradients). auto: where
+    # all arms fit the devices' memory with it
+    keep_gathered: Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)] = False
+
+
 class OpenPolicy(Policy):
     """A recipe's policy may leave open what a launch decides; a run's never does."""
 
+    backend: Annotated[OpenDtensor | Megatron, Field(discriminator="type")] = OpenDtensor()
+    # With packing: at most so many a microbatch, or one sequence. auto: 16384, or the longest sequence, or as
+    # many less as all arms' memory demands
+    micro_batch_tokens: Annotated[Count | Literal["auto"] | None, BeforeValidator(_count_or_auto)] = None
     # What the backward pass computes again of each layer: nothing, what `compile` has compiled (all but
-    # attention), all of it. auto: the least with which all arms are predicted to fit the devices' memory
+    # attention), all of it. auto: the least with which all arms fit the devices' memory
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "none"
 
 

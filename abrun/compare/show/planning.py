@@ -54,7 +54,7 @@ def other_than_measured(recipe: Declared, earlier: Experiment) -> str | None:
     there = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if there is None:
         return None
-    config = recipe.checkpointing("none").run_config(BASELINE)
+    config = recipe.closed().run_config(BASELINE)
     here = shown_tree(dotted(config.model_dump(mode="json")))
     keys = [key for key in {**there, **here} if key.startswith(WHAT_LEARNS_WHAT)]
     differing = [key for key in keys if there.get(key) != here.get(key)]
