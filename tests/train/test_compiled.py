@@ -1,5 +1,6 @@
 """`policy.compile`: what a run trains with is compiled, on a CPU too, whose memory a dispatch mode counts."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from abrun.models import load_network
+from tests.spawn import run_ranks
 from tests.train.runs import make_run, run_config, train_here
 
 COMPILED = ("steps=2", "policy.compile=true")
@@ -55,3 +57,23 @@ def test_every_layer_runs_compiled_forwards_and_backwards_and_nothing_else_is_co
     times = 2 * 2 * len(network.model.layers)  # steps, microbatches
     assert ran == {"fw graphs": 1, "bw graphs": 1, "fw": times, "bw": times}
     assert rows[1]["timing/train/compile_s"] > 0 == rows[2]["timing/train/compile_s"]
+
+
+def _trained(rank: int, world_size: int, directory: Path, cache: Path) -> dict[str, int]:
+    """The cache's counts of a run in a process that has compiled nothing before."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    from torch._dynamo.utils import counters
+
+    train_here(directory)
+    return {key: count for key, count in counters["aot_autograd"].items() if key.startswith("autograd_cache")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_second_run_of_an_experiment_has_all_its_code_from_the_first(tmp_path: Path) -> None:
+    config = run_config(*COMPILED, "algorithm.ratio=old", "policy.micro_batch_size=8")
+    counts = []
+    for seed in (0, 1):
+        directory = make_run(tmp_path / f"seed-{seed}", config, seed=seed)
+        counts += run_ranks(_trained, 1, directory, tmp_path / "cache", timeout_s=300)
+    assert counts == [{"autograd_cache_miss": 2, "autograd_cache_saved": 2}, {"autograd_cache_hit": 2}]

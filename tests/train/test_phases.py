@@ -75,7 +75,7 @@ def test_a_backward_pass_is_followed() -> None:
 
 @pytest.mark.slow
 def test_what_compiled_code_takes_is_followed_and_counts_as_it_is() -> None:
-    """Three operators in one kernel write one storage of 50 x 1,000, before a product: eager has two at a time."""
+    """Three operators in one kernel write one storage of 50 x 1,000; eager has two at a time."""
     rows, weight = torch.randn(50, 1000), torch.randn(1000, 4)
 
     def chain() -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama as llama
@@ -24,6 +25,12 @@ def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
     Both replace the layer's method `forward`, so that FSDP's hooks stay outside and run once. Lengths are
     dynamic, and the layers share their code: one compilation serves all of them and any microbatch.
     """
+    if policy.compile:
+        # A number such as a norm's epsilon is taken for one that changes, and for a constant in a second try.
+        # The first is in no cache.
+        dynamo_config.specialize_float = True
+        # Their traced code, forwards and backwards, is a part of the key that a graph is cached under.
+        functorch_config.autograd_cache_allow_custom_autograd_functions = True
     for layer in layers:
         if policy.compile:
             _rotate_position_by_position(sys.modules[type(layer).__module__])
