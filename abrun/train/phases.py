@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +37,7 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         # Inductor's code takes it from there as it is loaded.
-        torch._C._dynamo.guards._empty_strided_cpu = _empty_strided
+        guards._empty_strided_cpu = _empty_strided  # pyright: ignore[reportAttributeAccessIssue]
         self.on_change: Callable[[int, int], None] = lambda storage, num_bytes: None
         self.live_bytes = 0
         self.peak_bytes = 0

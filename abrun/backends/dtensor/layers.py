@@ -47,7 +47,7 @@ def _set_compiler() -> None:
     # A number such as a norm's epsilon is taken for one that changes, and in a second try for a constant. The
     # first try is in no cache.
     dynamo_config.specialize_float = True
-    # Sizes that are equal are taken for one, such as the rows of a microbatch and a head's, which is constant.
+    # Sizes that are equal are taken for one, such as a microbatch's rows and a head's, which is constant.
     shapes_config.use_duck_shape = False
     # Their traced code, forwards and backwards, is a part of the key that a graph is cached under.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
