@@ -2,9 +2,9 @@
 
 On CUDA the peaks are the allocator's own, reset per phase, less what a sleeping rollout engine has given
 away, which it counts on (`absent_bytes`). On a CPU there is no allocator to ask:
-`LiveTensors` counts the bytes of the storages that the operators hand out, under another key
-(`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator, no
-fragmentation, and a parameter that FSDP gathered counts to the end of the phase, although FSDP empties its
+`LiveTensors` counts the bytes of the storages that the operators and compiled code hand out, under another
+key (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator,
+no fragmentation, and a parameter that FSDP gathered counts to the end of the phase, although FSDP empties its
 storage before that.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,16 +29,24 @@ COMPILING = "compile"  # no phase: seconds inside of others
 class LiveTensors(TorchDispatchMode):
     """While entered, follows every storage that an operator returns until it is freed.
 
-    `follow` adds tensors made outside (parameters, optimizer state), counted for as long as they live.
-    `on_change` is called with a storage and by how many bytes it has grown, or shrunk.
+    So it does those that compiled code takes, if it was loaded after the first of these was made. `follow`
+    adds tensors made outside (parameters, optimizer state), counted for as long as they live. `on_change` is
+    called with a storage and by how many bytes it has grown, or shrunk.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        # Inductor's code takes it from there as it is loaded.
+        guards._empty_strided_cpu = _empty_strided  # pyright: ignore[reportAttributeAccessIssue]
         self.on_change: Callable[[int, int], None] = lambda storage, num_bytes: None
         self.live_bytes = 0
         self.peak_bytes = 0
         self._counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # storage -> bytes
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch.compile compiles nothing while a mode is entered, and says so to nobody."""
+        return True
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -73,6 +82,11 @@ class LiveTensors(TorchDispatchMode):
         num_bytes = self._counted.pop(key)[1]
         self.live_bytes -= num_bytes
         self.on_change(key, -num_bytes)
+
+
+def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """By an operator, which a mode sees, what compiled code takes past them all."""
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
 class Phases:

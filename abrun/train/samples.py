@@ -20,13 +20,16 @@ def samples_of(setup: Setup, batch: Sampled, group_size: int) -> list[Sample]:
     """The first completion of each of a step's first prompts, before its first update. Collective.
 
     Arms of one seed begin a step with the same prompts, so that these can be laid side by side. Every rank
-    computes those of its own share; the first rank's are the step's first.
+    computes those of its own share; the first rank's are the step's first. Their log-probs are never those of
+    compiled layers, which would be compiled once more for so few rows: `logprob_error` is then as exact, and
+    not to the bit that of what is trained.
     """
     settings = setup.config.keep_samples
     assert settings is not None
     rows = torch.arange(0, len(batch), group_size, device=batch.token_ids.device)[: settings.prompts]
     chosen = batch[rows]
-    logprobs = setup.policy.logprobs(chosen)
+    with torch.compiler.set_stance("force_eager"):
+        logprobs = setup.policy.logprobs(chosen)
     error = (logprobs - chosen.inference_logprobs).abs()
     return [
         _sample(setup, *row)

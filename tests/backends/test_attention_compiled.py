@@ -3,6 +3,10 @@
 A processor has no such kernel: what stands in for it here is written out.
 """
 
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +15,13 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from abrun.backends import attention
+from abrun.backends.dtensor.layers import prepare_layers
 from abrun.backends.packing import packing_of
 from abrun.models import load_network
 from abrun.recipe import Model, Policy
+from tests.spawn import run_ranks
 
+KEYS = "model.layers.0.self_attn.k_proj.weight"
 LENGTHS = {False: ([5, 9, 7], [12, 3], [4, 4, 4, 6], [20]), True: ([5, 9, 7], [12, 4], [4, 5, 4, 6])}
 
 
@@ -58,12 +65,17 @@ def stand_in_backward(*inputs: Any) -> tuple[Tensor, ...]:
     )
 
 
-def gradients(layers_are: Any, shared: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    varlen._varlen_attn.register_kernel("cpu")(stand_in_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(stand_in_backward)
+    monkeypatch.setattr(attention, "_has_kernel", lambda query: True)
+
+
+def gradients(prepare: Callable[[Any], None], shared: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
     network: Any = load_network(Model.model_validate({"preset": "qwen2-tiny"}), weights=None, seed=0)
     policy = Policy.model_validate({"packing": True, "micro_batch_tokens": 64})
     attention.enable_streams(network, policy)
-    for layer in network.model.layers:
-        layer.forward = layers_are(layer.forward)
+    prepare(network.model.layers)
     states = []
     for lengths in LENGTHS[shared]:
         prefixes = [3 * (shared and row > 0) for row in range(len(lengths))]
@@ -82,16 +94,51 @@ def test_a_compiled_layer_is_one_graph_for_streams_of_any_length(
 ) -> None:
     from torch._dynamo.utils import counters
 
-    expected = gradients(lambda forward: forward, shared)
-    varlen._varlen_attn.register_kernel("cpu")(stand_in_forward)
-    varlen._varlen_attn_backward.register_kernel("cpu")(stand_in_backward)
-    monkeypatch.setattr(attention, "_has_kernel", lambda query: True)
+    def whole(layers: Any) -> None:
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
+
+    expected = gradients(lambda layers: None, shared)
+    stand_in(monkeypatch)
     torch.compiler.reset()
     counters.clear()
-    found = gradients(lambda forward: torch.compile(forward, dynamic=True, fullgraph=True), shared)
+    found = gradients(whole, shared)
     assert counters["stats"]["unique_graphs"] == 1
     for one, other in zip(found[0], expected[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         assert float((found[1][name] - gradient).norm() / gradient.norm()) < 1e-3, name
+
+
+def _cached(rank: int, world_size: int, cache: Path, other_way_back: bool) -> tuple[dict[str, int], float]:
+    """What torch's cache did for layers that share prompts, in a process of their own; a gradient's norm."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    from torch._dynamo.utils import counters
+
+    way_back = attention._Keys.backward
+
+    def doubled(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, *others = way_back(context, *gradients)
+        assert gradient is not None
+        return 2 * gradient, *others
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stand_in(monkeypatch)
+        if other_way_back:
+            monkeypatch.setattr(attention._Keys, "backward", staticmethod(doubled))
+        policy = Policy.model_validate({"compile": True})
+        norm = gradients(partial(prepare_layers, policy=policy), True)[1][KEYS].norm()
+    return {key: count for key, count in counters["aot_autograd"].items() if "cache" in key}, float(norm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_shared_prompts_come_from_the_cache_until_their_way_back_is_another(tmp_path: Path) -> None:
+    counts, norms = zip(
+        *(run_ranks(_cached, 1, tmp_path, other, timeout_s=300)[0] for other in (False, False, True)),
+        strict=True,
+    )
+    made = {"autograd_cache_miss": 1, "autograd_cache_saved": 1}
+    assert counts == (made, {"autograd_cache_hit": 1}, made)
+    assert norms[0] == norms[1] != norms[2]

@@ -377,7 +377,7 @@ def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
-    found = {}
+    found, shapes = {}, {some_batch(step).token_ids.shape for step in range(3)}
     for compiled in (False, True):
         counters.clear()
         again = checkpointing if compiled else "none"
@@ -385,7 +385,11 @@ def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
         backend = make_backend(kind, optimizer=OPTIMIZER, compile=compiled, **settings)
         norms = train(backend, 0, 1)
         graphs = counters["stats"]["unique_graphs"]
-        train(backend, 0, 1)
+        for size in (6, 3, 2):
+            other = some_batch(seed=2 + size, size=size)
+            shapes.add(other.token_ids.shape)
+            backend.forward_backward(other, WeightedLoss(float(other.token_mask.sum())))
+        backend.optimizer_step(LEARNING_RATES[-1])
         assert counters["stats"]["unique_graphs"] == graphs <= 5 * compiled and (graphs > 0) == compiled
         backend.logprobs(some_batch())
         graphs = counters["stats"]["unique_graphs"]
@@ -394,6 +398,7 @@ def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
             logits, _ = decoder(token_ids, torch.ones_like(token_ids), torch.arange(3)[None], None)
         assert counters["stats"]["unique_graphs"] == graphs
         found[compiled] = norms, logits, {name: weight.clone() for name, weight in backend.weights()}
+    assert len(shapes) == 6 and len({length for _, length in shapes}) > 3
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-3)
     torch.testing.assert_close(found[True][1], found[False][1], rtol=1e-2, atol=1e-2)
     assert_same(found[True][2], found[False][2], rtol=1e-2, atol=1e-2)

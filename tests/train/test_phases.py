@@ -73,6 +73,24 @@ def test_a_backward_pass_is_followed() -> None:
     assert tracker.peak_bytes > 8_000
 
 
+@pytest.mark.slow
+def test_what_compiled_code_takes_is_followed_and_counts_as_it_is() -> None:
+    """Three operators in one kernel write one storage of 50 x 1,000; eager has two at a time."""
+    rows, weight = torch.randn(50, 1000), torch.randn(1000, 4)
+
+    def chain() -> torch.Tensor:
+        return ((rows * 2).sin() + 1) @ weight
+
+    compiled, peaks = torch.compile(chain), {}
+    for name, run in (("eager", chain), ("compiled", compiled), ("again", compiled)):
+        tracker = LiveTensors()
+        with tracker:
+            product = run()
+        assert tracker.live_bytes == product.nbytes == 800
+        peaks[name] = tracker.peak_bytes
+    assert peaks == {"eager": 2 * 200_000, "compiled": 200_000 + 800, "again": 200_000 + 800}
+
+
 def test_storages_emptied_and_refilled_by_hand_as_fsdp_does() -> None:
     tracker = LiveTensors()
     with tracker:

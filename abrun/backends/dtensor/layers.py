@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
+from torch.fx.experimental import _config as shapes_config
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama as llama
 
@@ -22,8 +24,11 @@ def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
     """Compile each layer's forward pass, and compute it again in the backward pass, where the policy says so.
 
     Both replace the layer's method `forward`, so that FSDP's hooks stay outside and run once. Lengths are
-    dynamic, and the layers share their code: one compilation serves all of them and any microbatch.
+    dynamic, and the layers share their code: one compilation serves all of them and any microbatch, but for
+    one of a single row, for which torch takes a constant: packed ones always are, padded ones seldom.
     """
+    if policy.compile:
+        _set_compiler()
     for layer in layers:
         if policy.compile:
             _rotate_position_by_position(sys.modules[type(layer).__module__])
@@ -35,6 +40,17 @@ def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
         elif policy.activation_checkpointing == "full":
             forward = functools.partial(_computed_again, forward)
         layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _set_compiler() -> None:
+    """What no argument of torch.compile says."""
+    # A number such as a norm's epsilon is taken for one that changes, and in a second try for a constant. The
+    # first try is in no cache.
+    dynamo_config.specialize_float = True
+    # Sizes that are equal are taken for one, such as a microbatch's rows and a head's, which is constant.
+    shapes_config.use_duck_shape = False
+    # Their traced code, forwards and backwards, is a part of the key that a graph is cached under.
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def take_liger_kernels(network: Any, policy: Policy) -> None:
