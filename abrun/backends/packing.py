@@ -100,12 +100,6 @@ def packing_of(
     )
 
 
-def sequence_lengths(token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B] int64
-    """Tokens up to the last completion token; at least 2, so that there is a token to predict."""
-    ends = torch.arange(1, token_mask.shape[1] + 1, device=token_mask.device)
-    return (token_mask * ends).amax(dim=1).clamp(min=2)
-
-
 def has_prompt(length: int) -> bool:
     """Whether a sequence has what others could share; what has no completion has two tokens."""
     return length > 2

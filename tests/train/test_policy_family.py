@@ -261,7 +261,7 @@ def test_one_update_has_its_old_logprobs_from_its_own_pass(
         found[ratio] = metric_values(tmp_path / ratio)
     assert "memory/logprobs/peak_live_tensor_bytes" in found["old"].keys() - found["auto"].keys()
     of_training = [{key for key in row if key.startswith("train/")} for row in found.values()]
-    assert of_training[0] == of_training[1] and f"3 {0.0.hex()}" not in found["auto"]["train/grad_norm"]
+    assert of_training[0] == of_training[1] and f"3 {(0.0).hex()}" not in found["auto"]["train/grad_norm"]
     for key in of_training[0]:
         assert found["auto"][key] == found["old"][key], key
 
