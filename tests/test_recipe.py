@@ -158,6 +158,10 @@ def refused(path: Path, *overrides: str) -> str:
             ["policy.liger: got true with compile: true", "liger: false"],
         ),
         (
+            "policy={liger: true, backend: {tensor_parallel: 2}}",
+            ["policy.liger: got true with tensor_parallel 2", "liger: false", "tensor_parallel: 1"],
+        ),
+        (
             "policy={liger: true, backend: {type: megatron}}",
             ["policy.liger: got true with backend 'megatron'", "liger: false"],
         ),

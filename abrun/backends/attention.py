@@ -3,16 +3,16 @@
 Letters: T tokens of this rank, K keys (the stream's: T without context parallelism), D a head's size.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from abrun.backends.context import Span, Spans
 from abrun.backends.packing import Packing
@@ -61,7 +61,8 @@ def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -
     Padding stands after every real token, so causal attention never sees it and no mask is passed.
     """
     if packing is None:
-        return base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        with _rows_of_one_sequence():
+            return base_model(input_ids=token_ids, use_cache=False).last_hidden_state
     position_ids = packing.position_ids
     if packing.split is not None:
         token_ids, position_ids = packing.split.cut(token_ids), packing.split.cut(position_ids)
@@ -72,6 +73,18 @@ def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -
         packing=packing,
         use_cache=False,
     ).last_hidden_state
+
+
+@contextlib.contextmanager
+def _rows_of_one_sequence() -> Iterator[None]:
+    """transformers looks for several in a row, in positions that it has just made, and the CPU waits for what
+    the GPU says."""
+    looks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looks
 
 
 def _attention(
@@ -191,4 +204,4 @@ class _Keys(torch.autograd.Function):
 AttentionInterface.register(ATTENTION, _attention)
 AttentionInterface.register(APART, torch.compiler.disable(_attention))
 for name in (ATTENTION, APART):
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, masking_utils.sdpa_mask)

@@ -129,8 +129,10 @@ def spans_of(each: Sequence[Span], device: torch.device) -> Spans:
     )
     index = None
     if not in_order:
-        places = torch.arange(max(span.key_stop for span in each))[:, None]
-        index = torch.cat([span.keys_of(places) for span in each])[:, 0]
+        parts = [
+            part for span in each for part in ((span.prefix, span.prefix_stop), (span.key, span.key_stop))
+        ]
+        index = ranges(*zip(*parts, strict=True))
     return Spans(
         each=tuple(each),
         query_starts=starts[0],
@@ -140,6 +142,14 @@ def spans_of(each: Sequence[Span], device: torch.device) -> Spans:
         key_index=None if index is None else index.to(device),
         prefixes=_prefixes(index, device) if with_prefix and index is not None else None,
     )
+
+
+def ranges(starts: Sequence[int], stops: Sequence[int]) -> Tensor:  # int64
+    """The numbers from each start to its stop, one range after the other."""
+    firsts = torch.tensor(starts)
+    counts = torch.tensor(stops) - firsts
+    before = counts.cumsum(0) - counts
+    return torch.arange(int(counts.sum())) + (firsts - before).repeat_interleave(counts)
 
 
 def _prefixes(index: Tensor, device: torch.device) -> Prefixes:

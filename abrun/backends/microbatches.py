@@ -25,10 +25,10 @@ from torch.nn.functional import pad
 
 from abrun import progress
 from abrun.backends import B
-from abrun.backends.packing import Packing, has_prompt, packing_of, sequence_lengths, shared_prefixes
+from abrun.backends.packing import Packing, has_prompt, packing_of, shared_prefixes
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Policy
-from abrun.rl.batch import Sequences
+from abrun.rl.batch import Sequences, sequence_lengths
 
 
 class Microbatch(NamedTuple, Generic[B]):

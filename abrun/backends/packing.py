@@ -11,6 +11,7 @@ begin with its last token, which predicts a completion token of their own, and a
 sequence without a completion is two tokens of its own, wherever it stands.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from abrun.backends.context import ContextSplit, Span, Spans, context_split, spans_of
+from abrun.backends.context import ContextSplit, Span, Spans, context_split, ranges, spans_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,29 +82,25 @@ def packing_of(
     shared = shared or [0] * len(lengths)
     starts = (0, *accumulate(length - prefix for length, prefix in zip(lengths, shared, strict=True)))
     split = context and context_split(starts, context, device)
-    whole, again, first, first_row = [], [torch.empty(2, 0, dtype=torch.int64)], 0, 0
+    whole, first, first_row = [], 0, 0
+    of_first = []  # of each, where the row begins that has what it shares
     for row, ((start, stop), prefix) in enumerate(zip(pairwise(starts), shared, strict=True)):
         if not prefix and has_prompt(stop - start):
             first, first_row = start, row
         whole.append(Span(start, stop, start, stop, first, first + prefix))
-        again.append(torch.tensor([[row], [first_row]]) * width + torch.arange(prefix))
-    of_rows = [torch.arange(prefix, length) for length, prefix in zip(lengths, shared, strict=True)]
-    index = torch.cat([row * width + positions for row, positions in enumerate(of_rows)])
+        of_first.append(first_row * width)
+    of_rows = range(0, len(lengths) * width, width)
+    index = ranges(*(list(map(operator.add, of_rows, each)) for each in (shared, lengths)))
+    again = [ranges(begins, list(map(operator.add, begins, shared))) for begins in (of_rows, of_first)]
     return Packing(
         shape=torch.Size((len(lengths), width)),
         index=index.to(device),
-        position_ids=torch.cat(of_rows)[None].to(device),
-        shared=torch.cat(again, dim=1).to(device),
+        position_ids=ranges(shared, lengths)[None].to(device),
+        shared=torch.stack(again).to(device),
         starts=starts,
         spans=spans_of(split.spans if split else whole, device),
         split=split,
     )
-
-
-def sequence_lengths(token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B] int64
-    """Tokens up to the last completion token; at least 2, so that there is a token to predict."""
-    ends = torch.arange(1, token_mask.shape[1] + 1, device=token_mask.device)
-    return (token_mask * ends).amax(dim=1).clamp(min=2)
 
 
 def has_prompt(length: int) -> bool:

@@ -231,6 +231,7 @@ class Policy(Section):
     activation_checkpointing: Checkpointing = "none"
     compile: bool = False  # each layer by torch.compile; on dtensor, where a replica is one rank
     # Norms, rotary embeddings and SwiGLU by Liger's kernels; on GPUs, with dtensor, where nothing is compiled
+    # and no product cut
     liger: bool = False
     # Of a mixture of experts: the weight of the loss that balances experts over the global batch of an update
     router_aux_loss_coefficient: NonNegative = 0.0
@@ -263,6 +264,11 @@ class Policy(Section):
             raise ValueError(
                 f"policy.liger: got true with {beside}, which has kernels of its own; use liger: false, or "
                 "compile: false on dtensor"
+            )
+        if self.liger and self.backend.tensor_parallel > 1:
+            raise ValueError(
+                f"policy.liger: got true with tensor_parallel {self.backend.tensor_parallel}, on whose cut "
+                "layers its kernels have not been tried; use liger: false, or tensor_parallel: 1"
             )
         return self
 

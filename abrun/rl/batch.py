@@ -44,9 +44,9 @@ class Sequences:
             each = size or len(self)
             size = [each] * math.ceil(len(self) / each)
         assert all(count % self.rows_together == 0 for count in size), "a sample would be cut apart"
+        lengths = sequence_lengths(self.token_mask).tolist()
         for start, stop in pairwise([0, *accumulate(size)]):
-            part = self[start:stop]
-            length = last_token(part.token_mask) + 1
+            part, length = self[start:stop], max(lengths[start:stop])
             yield part.mapped(lambda tensor, length=length: tensor[:, :length] if tensor.ndim > 1 else tensor)
 
     def predicted_tokens(self) -> Self:
@@ -113,9 +113,10 @@ class Pairs(Sequences):
     rows_together: int = 2
 
 
-def last_token(token_mask: Tensor) -> int:  # [B, S] bool
-    """The last position that any sequence completes; at least 1, so that there is a token to predict."""
-    return max(int(token_mask.any(dim=0).nonzero().max()) if bool(token_mask.any()) else 1, 1)
+def sequence_lengths(token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B] int64
+    """Tokens up to the last completion token; at least 2, so that there is a token to predict."""
+    ends = torch.arange(1, token_mask.shape[1] + 1, device=token_mask.device)
+    return (token_mask * ends).amax(dim=1).clamp(min=2)
 
 
 def collate(prompts: list[list[int]], completions: list[list[int]], *, pad_id: int) -> Sequences:

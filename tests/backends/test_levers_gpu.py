@@ -1,5 +1,7 @@
 """What makes a step fast changes nothing but rounding, and no microbatch makes the CPU wait for the GPU."""
 
+import contextlib
+import importlib.util
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,30 +13,37 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from transformers.models.llama import modeling_llama
 
 from abrun.backends import dtensor
-from abrun.backends.dtensor import DtensorBackend
+from abrun.backends.dtensor import DtensorBackend, value_model
 from abrun.backends.microbatches import Microbatches
 from abrun.backends.ranks import make_ranks
-from abrun.recipe import Grpo, Policy
-from abrun.rl.batch import PolicyBatch
-from abrun.train.policy_gradient import PolicyObjective
+from abrun.recipe import Policy, Ppo
+from abrun.train.ppo import ValueObjective
 from tests.backends.policies import WeightedLoss, gradients, make_backend, tiny
+from tests.backends.test_levers import GROUPS, policy_step
 from tests.backends.test_packing import of_prompts
 
 pytestmark = pytest.mark.gpu
 PACKED = {"packing": True, "micro_batch_tokens": 100}
-GROUPS = [(1 + 5 * row % 7, [1 + (3 * row + each) % 9 for each in range(4)]) for row in range(9)]
 KEPT = {"backend": {"keep_gathered": True}}
+TRITON = {"impl": "triton", "one_pass": True}
+EVERYTHING = PACKED | KEPT | {"compile": True, "share_prompts": True, "logprobs": TRITON}
 LEVERS = {
     "packed": PACKED,
     "compiled": PACKED | {"compile": True},
     "selective": PACKED | {"compile": True, "activation_checkpointing": "selective"},
     "full": PACKED | {"compile": True, "activation_checkpointing": "full"},
     "gathered": PACKED | KEPT | {"compile": True},
-    "one pass": PACKED | KEPT | {"compile": True, "logprobs": {"impl": "triton", "one_pass": True}},
+    "one pass": PACKED | KEPT | {"compile": True, "logprobs": TRITON},
     "prompts": PACKED | {"share_prompts": True},
     "prompts, compiled": PACKED | KEPT | {"compile": True, "share_prompts": True},
-    "Liger": PACKED | {"liger": True},
+    "everything": EVERYTHING,
+    "everything, selective": EVERYTHING | {"activation_checkpointing": "selective"},
+    "Liger": PACKED | KEPT | {"liger": True, "share_prompts": True},
 }
+NEEDS_LIGER = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel"
+)
+EACH = [pytest.param(name, marks=NEEDS_LIGER if name == "Liger" else ()) for name in LEVERS]
 
 
 @pytest.fixture
@@ -59,66 +68,71 @@ def patched() -> Iterator[None]:
 
 
 @pytest.mark.timeout(600)
-def test_levers_are_no_worse_than_none(gpu: torch.device, patched: None) -> None:
+@pytest.mark.parametrize("name", EACH)
+def test_levers_are_no_worse_than_none(name: str, gpu: torch.device, patched: None) -> None:
     batch = of_prompts(GROUPS)
     exact, loss = make_backend(), WeightedLoss(float(batch.token_mask.sum()))
-    exact.forward_backward(batch, loss)
+    expected_loss = float(exact.forward_backward(batch, loss).sums["loss"])
     expected, logprobs = gradients(exact), exact.logprobs(batch)
 
-    def errors(**policy: Any) -> tuple[float, float]:
-        """Of log-probs, absolute; of a parameter's gradient, relative, the worst."""
+    def errors(**policy: Any) -> tuple[float, float, float]:
+        """Of log-probs and of the loss, absolute; of a parameter's gradient, relative, the worst."""
         backend = backend_of(gpu, **policy)
         found = backend.logprobs(batch.to(gpu)).cpu()
-        backend.forward_backward(batch.to(gpu), loss)
+        found_loss = float(backend.forward_backward(batch.to(gpu), loss).sums["loss"])
         of_weights = [
             float((gradient.cpu() - expected[key]).norm() / expected[key].norm())
             for key, gradient in gradients(backend).items()
         ]
-        return float((found - logprobs).abs().mean()), max(of_weights)
+        return float((found - logprobs).abs().mean()), max(of_weights), abs(found_loss - expected_loss)
 
-    plain = errors()
-    for name, policy in LEVERS.items():
-        if name == "Liger":
-            pytest.importorskip("liger_kernel")
-        found = errors(**policy)
-        print(f"{name}: {found[0]:.2e}, {found[1]:.2e}; without any: {plain[0]:.2e}, {plain[1]:.2e}")
-        assert found[0] <= 1.2 * plain[0] + 1e-5 and found[1] <= 1.2 * plain[1] + 1e-5, name
+    plain, found = errors(), errors(**LEVERS[name])
+    print(f"{name}: {found}; without any: {plain}")
+    assert found[0] <= 1.2 * plain[0] + 1e-5 and found[1] <= 1.2 * plain[1] + 1e-5
+    # A mean over tokens of advantages, 1 in square, times such errors of log-probs, and 0.1 of an entropy's.
+    assert found[2] <= 2 * plain[0]
 
 
-@pytest.mark.parametrize("name", ["packed", "gathered", "prompts, compiled"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", EACH)
 def test_no_microbatch_waits_for_the_gpu(
-    name: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, gpu: torch.device, patched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sequences, backend = of_prompts(GROUPS).to(gpu), backend_of(gpu, **LEVERS[name])
-    mask = sequences.token_mask
-    batch = sequences.at(
-        PolicyBatch,
-        inference_logprobs=torch.where(mask, -2.0, 0.0),
-        old_logprobs=None,
-        reference_logprobs=None,
-        importance_weights=None,
-        loss_weights=mask / mask.sum(dtype=torch.float64),
-        advantages=torch.where(mask, 1.0, 0.0),
-    )
-    settings = Grpo.model_validate({"type": "grpo", "prompts_per_step": len(GROUPS), "group_size": 4})
-    loss = PolicyObjective(settings=settings, num_tokens=float(mask.sum()), num_sequences=float(len(mask)))
+    """Neither the policy's nor the value model's; to make microbatches takes copies to the GPU, as many for
+    any rows, and lengths come back once."""
+    batch, of_policy = policy_step()
+    batch, backend = batch.to(gpu), backend_of(gpu, **LEVERS[name])
+    critic = backend.make_value_model(Ppo.model_validate({"type": "ppo"}), seed=3)
+    of_values = ValueObjective(clip_range=0.2, num_tokens=of_policy.num_tokens)
+    updates: list[tuple[Any, Any]] = [(critic, of_values), (backend, of_policy)]
     for _ in range(2):  # compiles, and tries kernels out
-        backend.forward_backward(batch, loss)
-        backend.optimizer_step(1e-6)
-    made = Microbatches(batch, backend.settings, backend.ranks)
-    assert len(made) >= 3
-    monkeypatch.setattr(dtensor, "Microbatches", lambda *_: made)
+        for model, objective in updates:
+            model.forward_backward(batch, objective)
+            model.optimizer_step(1e-6)
     torch.cuda.synchronize()
+    with waits() as to_make:
+        made = Microbatches(batch, backend.settings, backend.ranks)
+    assert len(made) >= 3 and len(to_make) <= 3 + 9 * len(made), to_make
+    for module in (dtensor, value_model):
+        monkeypatch.setattr(module, "Microbatches", lambda *_: made)
+    for model, objective in updates:
+        with waits() as in_the_loop:
+            model.forward_backward(batch, objective)
+        with waits() as at_its_end:
+            model.optimizer_step(1e-6)
+        assert not in_the_loop
+        assert len(at_its_end) <= 1, at_its_end  # the gradient's norm, as a number
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[str]]:
+    """Where the CPU waits for the GPU."""
+    found: list[str] = []
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            backend.forward_backward(batch, loss)
-            in_the_loop = {f"{one.filename}:{one.lineno}" for one in caught if "synchron" in str(one.message)}
-            caught.clear()
-            backend.optimizer_step(1e-6)
-            at_its_end = [f"{one.filename}:{one.lineno}" for one in caught if "synchron" in str(one.message)]
+            yield found
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not in_the_loop
-    assert len(at_its_end) <= 1, at_its_end  # the gradient's norm, as a number
+    found += [f"{one.filename}:{one.lineno}" for one in caught if "synchron" in str(one.message)]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.packing import sequence_lengths
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.recipe import Policy
+from abrun.rl.batch import sequence_lengths
 from abrun.rl.metrics import all_reduce
 from tests.backends import policies
 from tests.backends.megatron_policies import gradients, make_backend, network

@@ -13,11 +13,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.dtensor.routing import Routing
-from abrun.backends.packing import sequence_lengths
 from abrun.backends.routing import Load
 from abrun.errors import RecipeError
 from abrun.models import experts_of
 from abrun.models.families import SOFTMAX_ROUTERS
+from abrun.rl.batch import sequence_lengths
 from abrun.rl.metrics import all_reduce
 from tests.backends.policies import (
     WeightedLoss,

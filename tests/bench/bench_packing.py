@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.packing import sequence_lengths
 from abrun.backends.ranks import make_ranks
 from abrun.models import load_network
 from abrun.recipe import Model, Policy
-from abrun.rl.batch import Sequences, collate
+from abrun.rl.batch import Sequences, collate, sequence_lengths
 from abrun.train.sft import SupervisedObjective
 
 

@@ -27,6 +27,7 @@ Rows = dict[int, dict[str, float]]
 ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
 CHUNKED = "policy.logprobs={impl: chunked, chunk_size: 17}"
 PACKED = ("policy.packing=true", "policy.micro_batch_tokens=90")
+PPO = "algorithm={type: ppo, prompts_per_step: 4, group_size: 8}"
 TERMS = (
     "algorithm.kl_coefficient=0.1",
     "algorithm.entropy_coefficient=0.02",
@@ -244,8 +245,11 @@ def test_the_on_policy_ratio_is_one_to_the_bit(tmp_path: Path, warm_weights: Pat
             "policy.logprobs={impl: chunked, one_pass: true}",
             "algorithm.importance_correction={type: icepop, high: 1.0}",
         ),
+        (*FAMILY["cispo"], "algorithm.importance_correction={type: truncated, low: 0.5, high: 1.0}"),
+        (*FAMILY["reinforce++"], "algorithm.metrics=full"),
+        (PPO, *PACKED),
     ],
-    ids=["terms", "gspo", "truncated", "sequence_mask", "one_pass"],
+    ids=["terms", "gspo", "truncated", "sequence_mask", "one_pass", "cispo", "reinforce++", "ppo"],
 )
 def test_one_update_has_its_old_logprobs_from_its_own_pass(
     settings: tuple[str, ...], tmp_path: Path, warm_weights: Path, group: None
@@ -253,10 +257,12 @@ def test_one_update_has_its_old_logprobs_from_its_own_pass(
     """And every number is, to the bit, what a pass before it makes of it."""
     found = {}
     for ratio in ("old", "auto"):
-        train(tmp_path / ratio, warm_weights, "steps=3", f"algorithm.ratio={ratio}", *settings)
+        train(tmp_path / ratio, warm_weights, "steps=3", *settings, f"algorithm.ratio={ratio}")
         found[ratio] = metric_values(tmp_path / ratio)
     assert "memory/logprobs/peak_live_tensor_bytes" in found["old"].keys() - found["auto"].keys()
-    for key in (key for key in found["auto"] if key.startswith("train/")):
+    of_training = [{key for key in row if key.startswith("train/")} for row in found.values()]
+    assert of_training[0] == of_training[1] and f"3 {(0.0).hex()}" not in found["auto"]["train/grad_norm"]
+    for key in of_training[0]:
         assert found["auto"][key] == found["old"][key], key
 
 

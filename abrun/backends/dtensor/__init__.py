@@ -34,7 +34,7 @@ from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import IGNORED, Head, check_available
 from abrun.backends.microbatches import Microbatches
-from abrun.backends.packing import Packing, sequence_lengths
+from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing, route_dtype
@@ -49,7 +49,7 @@ from abrun.models import (
     save_network,
 )
 from abrun.recipe import NO_FILTERS, Filters, OwnRunConfig, Policy, Ppo
-from abrun.rl.batch import Sequences
+from abrun.rl.batch import Sequences, sequence_lengths
 from abrun.rl.metrics import MetricParts, merge, together
 
 

@@ -25,9 +25,10 @@ from abrun.backends.megatron.library import quiet
 from abrun.backends.megatron.network import Passing
 from abrun.backends.megatron.routing import Routed
 from abrun.backends.microbatches import Microbatch, Microbatches
-from abrun.backends.packing import Packing, sequence_lengths
+from abrun.backends.packing import Packing
 from abrun.backends.ranks import Ranks
 from abrun.recipe import Megatron
+from abrun.rl.batch import sequence_lengths
 from abrun.rl.metrics import MetricParts
 
 
