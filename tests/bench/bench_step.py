@@ -6,7 +6,6 @@
     python tests/bench/bench_step.py --algorithm sft --only "all on" "TRL, Liger" --chart runs/step-sft
     python tests/bench/bench_step.py --algorithm sft --only "all on" --set policy.logprobs.impl=chunked
     python tests/bench/bench_step.py --algorithm sft --gpus 2 --lengths mixed --only "all on"
-    python tests/bench/bench_step.py --algorithm sft --starts --only "all on"    # up to the first step
     python tests/bench/bench_step.py --device cpu        # the script's own logic, on a tiny model
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) in bfloat16 products on the same texts.
@@ -23,8 +22,7 @@ were trained on, a device. Utilisation is 6 x parameters x tokens that go throug
 once) over the seconds of forward and backward passes, over those of the step, and over 989 TFLOP/s (dense
 bfloat16 of an H100 or H200). Busy is the share of a step in which the GPU runs a kernel; peaks are those of
 training. The chart has the seconds in which the GPU works for each part, rewards the CPU's own, and those in
-which it does for none; without a GPU all seconds. `--starts`: a process fills the caches, and of three more
-the median seconds of each part of the way to the end of the first update, imports and all.
+which it does for none; without a GPU all seconds.
 """
 
 import argparse
@@ -34,7 +32,6 @@ import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -298,25 +295,12 @@ def but_generation(row: dict[str, Any]) -> float:
     return row["step"] - row["parts"].get("generation", 0.0)
 
 
-def show_start(bench: Bench, name: str) -> None:
-    """The medians of three processes after one that fills the caches."""
-    found = [bench.of_abrun(name)["starts"] for _ in range(1 + 3)][1:]
-    parts = {part: statistics.median(one[part] for one in found) for part in found[0]}
-    whole = statistics.median(sum(one.values()) for one in found)
-    told = ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts.items())
-    print(f"{name:22s} first step ended after {whole:.1f} s: {told}", flush=True)
-
-
-def measure(bench: Bench, names: list[str], starts: bool) -> dict[str, dict[str, float]]:
+def measure(bench: Bench, names: list[str]) -> dict[str, dict[str, float]]:
     """Prints a line for each candidate; returns the parts of those that were measured."""
     found: dict[str, dict[str, Any]] = {}
-    if not starts:
-        print(line(*HEADER))
+    print(line(*HEADER))
     for name in names:
         try:
-            if starts:
-                show_start(bench, name)
-                continue
             found[name] = bench.of_trl(name) if name in TRL else bench.of_abrun(name)
         except (RuntimeError, ValueError) as error:  # a recipe may be refused
             print(f"{name:22s}  {' '.join(str(error).split())}", flush=True)
@@ -341,7 +325,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, help="of SFT, other than so many a device")
     parser.add_argument("--prompt-words", type=int, help="of GRPO and PPO, a token each; else 128")
     parser.add_argument("--gpus", type=int, default=1, help="of one host; each has as many sequences")
-    parser.add_argument("--starts", action="store_true", help="the way to the first step alone")
     parser.add_argument("--limit", type=float, default=240, help="seconds of a candidate")
     parser.add_argument("--chart", type=Path, help="PNG and SVG of where the steps go, without the ending")
     asked = parser.parse_args()
@@ -349,7 +332,7 @@ def main() -> None:
     given = {"preset": asked.preset, "sequences": asked.sequences, "prompt_words": asked.prompt_words}
     shapes = replace(shapes, **{key: value for key, value in given.items() if value})
     wanted = asked.only or [name for name in CANDIDATES if name not in LEFT_OUT[asked.algorithm]]
-    names = [name for name in CANDIDATES if name in wanted and not (asked.starts and name in TRL)]
+    names = [name for name in CANDIDATES if name in wanted]
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(
             algorithm=asked.algorithm,
@@ -363,8 +346,8 @@ def main() -> None:
         make_model(shapes.preset, bench.work / "model", asked.device, vocab_size=shapes.vocab_size)
         bench.write_texts(asked.lengths)
         print(f"{asked.algorithm}, {shapes.preset}, {asked.device} x {asked.gpus}", flush=True)
-        parts = measure(bench, names, asked.starts)
-    if asked.algorithm != "sft" and not asked.starts:
+        parts = measure(bench, names)
+    if asked.algorithm != "sft":
         print(PUBLISHED)
     for name, of_one in parts.items():
         print(f"{name:22s} " + ", ".join(f"{part} {seconds:.3f}" for part, seconds in of_one.items()))

@@ -6,7 +6,6 @@ What trains is `python -m abrun.train RUN_DIR`, with some methods followed from 
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,68 +36,34 @@ TRAINING = (
 )
 
 
-class Way:
-    """To the end of the first update: the seconds of each of its parts."""
-
-    def __init__(self, started: float, on_gpu: bool) -> None:
-        self._last_s, self._on_gpu = started, on_gpu
-        self.seconds: dict[str, float] = {}
-
-    def reached(self, end_of: str) -> None:
-        if end_of in self.seconds:
-            return
-        if self._on_gpu and "model" in self.seconds:
-            import torch
-
-            torch.cuda.synchronize()
-        now_s = time.time()
-        self.seconds[end_of], self._last_s = now_s - self._last_s, now_s
-
-
 class Watch:
     """What is known of a run from outside."""
 
-    def __init__(self, device: str, started: float) -> None:
-        self.steps, self.way = Steps(device), Way(started, device == "cuda")
+    def __init__(self, device: str) -> None:
+        self.steps = Steps(device)
         self._peak, self._tokens, self._through = 0.0, 0, 0
         self._setup: Any = None
 
     def follow_imports(self) -> None:
-        begin, finish = early.begin, early.finish
-
-        def begun() -> Any:
-            driver = begin()
-            import torch  # noqa: F401
-
-            self.way.reached("torch")
-            return driver
+        finish = early.finish
 
         def finished(driver: Any) -> None:
-            self.way.reached("other imports")
             self._follow_run()
             finish(driver)
-            self.way.reached("the driver's rest")
 
-        early.begin, early.finish = begun, finished
+        early.finish = finished
 
     def _follow_run(self) -> None:
         import torch
 
         from abrun.backends.head import Head
-        from abrun.train import loop, phases, setup
+        from abrun.train import loop, phases
 
-        steps, make_ranks = self.steps, setup.make_ranks
-        make_setup, make_algorithm = loop.make_setup, loop.make_algorithm
+        steps, make_setup, make_algorithm = self.steps, loop.make_setup, loop.make_algorithm
         timed, collect = phases.Phases.__call__, phases.Phases.collect
-
-        def ranks_made(*args: Any, **settings: Any) -> Any:
-            found = make_ranks(*args, **settings)
-            self.way.reached("process group")
-            return found
 
         def set_up(*args: Any) -> Any:
             self._setup = make_setup(*args)
-            self.way.reached("model")
             return self._setup
 
         def algorithm_made(built: Any) -> Any:
@@ -117,17 +82,16 @@ class Watch:
             self._peak = max(self._peak, *(peaks.get(key, 0.0) for key in keys))
             return seconds, peaks
 
-        setup.make_ranks, loop.make_setup, loop.make_algorithm = ranks_made, set_up, algorithm_made
+        loop.make_setup, loop.make_algorithm = set_up, algorithm_made
         of_all: Any = phases.Phases
         of_all.__call__, of_all.collect = phase, collected
         steps.follow(Head, "judge", "head", inner=True, when=lambda: steps.runs == "forward")
         steps.follow(torch.Tensor, "backward", "backward", inner=True)
 
     def _follow_steps(self, algorithm: Any, policy: Any) -> None:
-        from abrun.backends.packing import sequence_lengths
+        from abrun.rl.batch import sequence_lengths
 
         step, forward_backward, forward = algorithm.step, policy.forward_backward, policy._forward
-        optimizer_step = policy.optimizer_step
 
         def stepped(number: int) -> Any:
             self.steps.begin()
@@ -138,25 +102,16 @@ class Watch:
             return found
 
         def went_back(batch: Any, objective: Any) -> Any:
-            self.way.reached("data")
             if self.steps.looks:
                 self._tokens += int(sequence_lengths(batch.token_mask).sum())
-            found = forward_backward(batch, objective)
-            self.way.reached("first gradient")
-            return found
+            return forward_backward(batch, objective)
 
         def went_forward(batch: Any, objective: Any, packing: Any) -> Any:
             if self.steps.looks:
                 self._through += packing.num_own if packing else int(sequence_lengths(batch.token_mask).sum())
             return forward(batch, objective, packing)
 
-        def updated(learning_rate: float) -> float:
-            norm = optimizer_step(learning_rate)
-            self.way.reached("first update")
-            return norm
-
         algorithm.step, policy.forward_backward, policy._forward = stepped, went_back, went_forward
-        policy.optimizer_step = updated
 
     def _tell(self) -> None:
         """Of all ranks together; collective."""
@@ -167,7 +122,6 @@ class Watch:
             "through": through,
             "parameters": num_parameters(self._setup.policy, self._setup.value_model),
             "peak": self._peak,
-            "starts": self.way.seconds,
         }
         if ranks.is_first:
             print("ROW " + json.dumps(row), flush=True)
@@ -184,10 +138,8 @@ def num_parameters(policy: Any, value_model: Any) -> int:
 
 
 def main() -> None:
-    run, device, started = json.loads(sys.argv[1])
-    watch = Watch(device, started)
-    watch.way.reached("Python")
-    watch.follow_imports()
+    run, device = json.loads(sys.argv[1])
+    Watch(device).follow_imports()
     sys.argv = ["abrun.train", run]
     sys.exit(entry.main())
 
