@@ -156,3 +156,15 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
     assert expected(odd) == []
     compiled = (*base, "torch._inductor.compile_fx")
     assert sorted(expected(odd, "seeds=[0, 1, 2]")) == [(base, ""), (compiled, "odd")]
+
+
+def test_being_asked_to_stop_is_heard_while_a_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*rest: object) -> ForkServer:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("none is started here")
+
+    monkeypatch.setattr(local, "ForkServer", interrupted)
+    outcome = launch(tmp_path, launcher="local")
+    assert outcome.stopped_by == signal.SIGINT and set(outcome.statuses.values()) == {"pending"}
