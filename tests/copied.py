@@ -1,11 +1,13 @@
 """`python -m tests.copied FD MODULE...`: a fork server whose copies do what they are told, by name."""
 
+import errno
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from abrun.processes import forks
@@ -15,8 +17,23 @@ def main() -> None:
     asked, *modules = " ".join(sys.argv[1:]).split()
     if "thread" in modules:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    if "slow" in modules:
+        os.register_at_fork(before=lambda: time.sleep(0.6))
+    if "one" in modules:
+        os.fork = limited(os.fork, 2)  # with that which the server asks itself
     name, *words = forks.serve(socket.socket(fileno=int(asked)), lambda: "refuses" not in modules)
     DEEDS[name](*words)
+
+
+def limited(fork: Callable[[], int], most: int) -> Callable[[], int]:
+    left = iter(range(most))
+
+    def limited_fork() -> int:
+        if next(left, None) is None:
+            raise BlockingIOError(errno.EAGAIN, "as many processes as are allowed")
+        return fork()
+
+    return limited_fork
 
 
 def tell(*names: str) -> None:

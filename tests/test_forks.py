@@ -1,6 +1,8 @@
 """A copy of a process is as good as a process of its own, and outlives nobody who asked for it."""
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -62,9 +64,13 @@ def ended(copy: Copy) -> int | None:
     return wait(copy, 20.0, lambda: False)
 
 
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def lives(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state(pid) != "Z"
     except OSError:
         return False
 
@@ -119,12 +125,16 @@ def test_copies_are_asked_to_end_with_their_server(
         assert server.fork(["sleep"], {RUN_DIR: str(tmp_path)}, log.fileno()) is None
 
 
-def test_nothing_lives_longer_than_who_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nothing_lives_longer_than_who_asked(stopped: bool, tmp_path: Path) -> None:
     command = [sys.executable, "-c", ASKER, str(tmp_path)]
     asker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert asker.stdout is not None
     pids = [int(word) for word in asker.stdout.readline().split()]
     assert len(pids) == 2 and all(map(lives, pids))
+    if stopped:
+        os.kill(pids[0], signal.SIGSTOP)
+        until(lambda: state(pids[0]) == "T")
     asker.kill()
     asker.wait()
     asker.stdout.close()
@@ -140,18 +150,70 @@ def test_a_server_that_no_copy_should_be_made_of_ends(modules: list[str], tmp_pa
     server.close()
 
 
-def test_a_server_that_hangs_forks_nothing_later(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("modules", [[], ["slow"]])
+def test_a_copy_that_is_forked_too_late_does_nothing(
+    modules: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forks, "ORDER_S", 0.1)
+    server = asked_until_ready(modules, dict(os.environ))
     monkeypatch.setattr(forks, "ANSWER_S", 0.3)
-    os.kill(server._process.pid, signal.SIGSTOP)
+    if not modules:
+        os.kill(server._process.pid, signal.SIGSTOP)
     with (tmp_path / "log").open("ab") as log:
         assert server.fork(["sleep"], {RUN_DIR: str(tmp_path)}, log.fileno()) is None
         os.kill(server._process.pid, signal.SIGCONT)
-        time.sleep(0.5)
-        assert not children(server._process.pid) and not server.gone
+        time.sleep(1.0)
+        until(lambda: not children(server._process.pid))
+        assert not server.gone and not (tmp_path / "log").read_text()
         assert server.fork(["sleep"], {RUN_DIR: str(tmp_path)}, log.fileno()) is None
+    server.close()
+
+
+def test_a_server_that_does_not_say_how_its_copy_ended_is_ended(
+    server: ForkServer, forked: Callable[..., Copy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = forked("sleep")
+    monkeypatch.setattr(forks, "ANSWER_S", 0.3)
+    os.kill(server._process.pid, signal.SIGSTOP)
+    copy.kill()
+    assert ended(copy) == -signal.SIGTERM and server.gone
+
+
+def test_no_copy_is_taken_for_an_earlier_one_with_its_id(
+    server: ForkServer, forked: Callable[..., Copy]
+) -> None:
+    first = forked("end", "7")
+    assert ended(first) == 7
+    server._ended |= dict.fromkeys(range(first.pid, first.pid + 5000), 7)
+    second = forked("sleep")
+    assert second.poll() is None
+    second.kill()
+    assert ended(second) == -signal.SIGKILL
+
+
+def test_where_no_more_processes_are_allowed_those_there_are_go_on(tmp_path: Path) -> None:
+    server = asked_until_ready(["one"], dict(os.environ))
+    with (tmp_path / "log").open("ab") as log:
+        copy = server.fork(["sleep"], {RUN_DIR: str(tmp_path)}, log.fileno())
+        assert server.fork(["sleep"], {RUN_DIR: str(tmp_path)}, log.fileno()) is None
+    assert copy and copy.poll() is None
+    time.sleep(1.0)
+    copy.kill()
+    assert ended(copy) == -signal.SIGKILL
+    server.close()
+
+
+def test_one_asks_who_has_many_files_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context((tmp_path / "log").open("ab")) for _ in range(1100)]
+            server = asked_until_ready([], dict(os.environ))
+            copy = server.fork(["end", "3"], {RUN_DIR: str(tmp_path)}, files[-1].fileno())
+            assert copy and ended(copy) == 3
+            server.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_spare_becomes_a_child_with_files_and_variables_and_the_others_end(
@@ -175,3 +237,10 @@ def test_spares_die_with_whose_they_are(forked: Callable[..., Copy], tmp_path: P
     assert lives(pids[0])
     copy.kill()
     until(lambda: not any(map(lives, pids)))
+
+
+def test_a_spare_that_is_killed_before_it_is_told_what_to_run_has_ended_so() -> None:
+    spare = forks.Spare(lambda words: None, [])
+    os.kill(spare.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, spare.pid, os.WEXITED | os.WNOWAIT)
+    assert wait(spare.become(["sleep"], dict(os.environ), []), 5.0, lambda: False) == -signal.SIGKILL

@@ -169,7 +169,7 @@ class Supervisor:
     def run(self) -> int | None:
         """Returns the signal that stopped it, or None when every job has ended by itself."""
         expected = [(job.run, job.config) for job in self._queue.jobs if not job.done]
-        with self._engine.expecting(expected), stopping_signals() as self._requests:
+        with stopping_signals() as self._requests, self._engine.expecting(expected):
             try:
                 while self._requests.first is None and not self._queue.done:
                     self._reap()

@@ -7,6 +7,7 @@ When it dies they are asked to end, as it is when whoever started it does.
 import contextlib
 import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -22,7 +23,8 @@ from typing import Any
 from abrun.processes import RUN_DIR, Popen, die_with_parent, shell_code, start
 
 POLL_S = 0.05
-ORDER_S, ANSWER_S = 5.0, 10.0  # an order is forgotten after the first, an answer no more waited for
+ANSWER_S = 10.0  # a server that says nothing for so long hangs
+NO_COPY = -1  # said where none can be forked
 MOST_BYTES, MOST_FILES = 1 << 17, 8  # of an order
 RUN_DIR_ROOM, COMMAND_ROOM = 4096, 400  # bytes: for what the system shows of a copy
 # Where in /proc/PID/stat, behind the name, it says where they lie: fields 48 and 50 of proc_pid_stat(5)
@@ -56,19 +58,23 @@ class ForkServer:
         None where there is nothing to be copied: the server has not done its imports, is gone, or hangs.
         """
         self._hear()
-        order = json.dumps(
-            {"words": [*words], "variables": {**variables}, "until_s": time.monotonic() + ORDER_S}
-        )
+        order = json.dumps({"words": [*words], "variables": {**variables}})
         if not self._may_ask or len(order) > MOST_BYTES:
             return None
-        pid = None
-        with contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [order.encode()], [output])
-            pid = self._hear(ANSWER_S)
-        if pid is None:
-            self._may_ask = False
-            return None
-        return Copy(self, pid)
+        pid, (waiting, telling) = None, os.pipe()
+        try:
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._socket, [order.encode()], [output, waiting])
+                pid = self._hear(ANSWER_S)
+            if pid is None or pid == NO_COPY:
+                self._may_ask = False
+                return None
+            copy = Copy(self, pid)
+            os.write(telling, b".")  # begin: one that is forked later than this waits for it never does
+        finally:
+            os.close(waiting)
+            os.close(telling)
+        return copy
 
     def status_of(self, pid: int) -> int | None:
         """How a copy has ended, where the server has said so."""
@@ -82,23 +88,23 @@ class ForkServer:
     def close(self) -> None:
         """End the server, and so ask what copies there are to end."""
         self._socket.close()
-        self._process.terminate()
+        self._process.kill()  # which even one ends by that a signal has stopped
         self._process.wait()
 
     def _hear(self, timeout_s: float = 0.0) -> int | None:
         """Take in what the server has said; with a `timeout_s`, until it has forked: returns the process."""
         deadline, pid = time.monotonic() + timeout_s, None
         with contextlib.suppress(OSError, ValueError):  # it is gone, or closed
-            while (
-                pid is None and select.select([self._socket], [], [], max(0, deadline - time.monotonic()))[0]
-            ):
+            while pid is None and _readable(self._socket.fileno(), deadline - time.monotonic()):
                 said = self._socket.recv(MOST_BYTES)
                 if not said:
                     self._may_ask = False
                     break
                 told: dict[str, Any] = json.loads(said)
                 self._may_ask = self._may_ask or "ready" in told
-                pid = told.get("forked")
+                if "forked" in told:
+                    pid = int(told["forked"])
+                    self._ended.pop(pid, None)  # of an earlier one, whose id it has got
                 if "ended" in told:
                     self._ended[told["ended"]] = told["status"]
         return pid
@@ -111,17 +117,25 @@ class Copy:
         self.pid = pid
         self.returncode: int | None = None
         self._server = server
+        self._seen_ended_s = math.inf
         self._file: int | None = None  # None: it had ended before
         with contextlib.suppress(ProcessLookupError):
             self._file = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Of one that outlived the server, whose end asks it for its own, the status is that of SIGTERM."""
+        """Of one that outlived the server, whose end asks it for its own, the status is that of SIGTERM.
+
+        A server that does not say how this one has ended is ended itself.
+        """
         if self.returncode is None:
-            left_alone = self._server.gone and not self._lives()
+            lives, alone = self._lives(), self._server.gone
             self.returncode = self._server.status_of(self.pid)
-            if self.returncode is None and left_alone:
-                self.returncode = -signal.SIGTERM
+            if self.returncode is None and not lives:
+                self._seen_ended_s = min(self._seen_ended_s, time.monotonic())
+                if alone:
+                    self.returncode = -signal.SIGTERM
+                elif time.monotonic() - self._seen_ended_s > ANSWER_S:
+                    self._server.close()
             if self.returncode is not None and self._file is not None:
                 os.close(self._file)
         return self.returncode
@@ -154,27 +168,34 @@ def serve(asked: socket.socket, may_fork: Callable[[], bool]) -> list[str]:
     """
     if threading.active_count() > 1 or not _forks(may_fork):
         sys.exit(1)
+    die_with_parent(signal.SIGKILL, os.getppid())  # even where a signal has stopped it
     server = os.getpid()
     _say(asked, {"ready": server})
     while True:
         if _readable(asked.fileno(), POLL_S):
-            sent, files, _, _ = socket.recv_fds(asked, MOST_BYTES, 1)
+            sent, files, _, _ = socket.recv_fds(asked, MOST_BYTES, 2)
             if not sent:
                 sys.exit(0)
             order = json.loads(sent)
-            if time.monotonic() < order["until_s"]:
+            try:
                 pid = os.fork()
-                if pid == 0:
-                    asked.close()
-                    _begin(server, signal.SIGTERM)
-                    _move([*files, os.dup(files[0])], [1, 2])
-                    _set(order["variables"])
-                    show_run(order["variables"][RUN_DIR])
-                    show_command(order["words"])
-                    return order["words"]
-                _say(asked, {"forked": pid})
+            except OSError:  # no reason to end, and the others with it
+                pid = NO_COPY
+            if pid == 0:
+                asked.close()
+                _begin(server, signal.SIGTERM)
+                output, told = files
+                if not os.read(told, 1):  # nobody waits for this one any more
+                    os._exit(0)
+                os.close(told)
+                _move([output, os.dup(output)], [1, 2])
+                _set(order["variables"])
+                show_run(order["variables"][RUN_DIR])
+                show_command(order["words"])
+                return order["words"]
             for file in files:
                 os.close(file)
+            _say(asked, {"forked": pid})
         while ended := _ended():
             pid, status = ended
             _say(asked, {"ended": pid, "status": status})
@@ -216,7 +237,7 @@ class Spare:
         changed |= dict.fromkeys(self._variables.keys() - env.keys())
         numbers = [1, 2, *files]
         order = {"words": [*words], "numbers": numbers, "variables": changed}
-        with self._socket:
+        with self._socket, contextlib.suppress(ConnectionError):  # how it has ended says more
             socket.send_fds(self._socket, [json.dumps(order).encode()], numbers)
         return self
 

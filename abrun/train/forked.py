@@ -42,6 +42,9 @@ def _may_fork() -> bool:
 
 def _run(words: list[str]) -> None:
     """As `python -m` does."""
+    import numpy as np
+
+    np.random.seed()  # which was at its import; Python's own is by the fork
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 

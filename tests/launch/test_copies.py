@@ -2,6 +2,7 @@
 
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from abrun.plan import make_plan
 from abrun.processes import children, processes_of
 from abrun.processes.forks import Copy, ForkServer
 from abrun.recipe import load_recipe
+from abrun.train import forked
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
@@ -156,3 +158,25 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
     assert expected(odd) == []
     compiled = (*base, "torch._inductor.compile_fx")
     assert sorted(expected(odd, "seeds=[0, 1, 2]")) == [(base, ""), (compiled, "odd")]
+
+
+def test_being_asked_to_stop_is_heard_while_a_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*rest: object) -> ForkServer:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("none is started here")
+
+    monkeypatch.setattr(local, "ForkServer", interrupted)
+    outcome = launch(tmp_path, launcher="local")
+    assert outcome.stopped_by == signal.SIGINT and set(outcome.statuses.values()) == {"pending"}
+
+
+def test_ranks_draw_other_numbers_where_nobody_has_given_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[float]()
+    monkeypatch.setattr(runpy, "run_module", lambda *words, **options: drawn.append(np.random.random()))
+    before = np.random.get_state()
+    for _ in range(2):
+        np.random.set_state(before)
+        forked._run(["a module"])
+    assert len(set(drawn)) == 2
