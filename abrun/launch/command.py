@@ -49,9 +49,10 @@ def ranks(
 
 
 def imports(config: OwnRunConfig) -> tuple[str, ...]:
-    """Modules that every rank of such runs imports, and that take long."""
+    """Modules that every rank of such runs imports: what takes long, and abrun's own, which may be edited."""
     backend = BACKENDS[config.policy.backend.type].partition(":")[0]
-    return "abrun.train.loop", backend, *(("torch._inductor.compile_fx",) if config.policy.compile else ())
+    own = "abrun.train.__main__", "abrun.train.loop", f"abrun.train.{config.algorithm.type}", backend
+    return *own, *(("torch._inductor.compile_fx",) if config.policy.compile else ())
 
 
 def external(directory: Path) -> list[str]:

@@ -151,7 +151,7 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
         with engine.expecting(runs):
             return [*started]
 
-    base = ("abrun.train.loop", "abrun.backends.dtensor")
+    base = ("abrun.train.__main__", "abrun.train.loop", "abrun.train.grpo", "abrun.backends.dtensor")
     assert expected() == [(base, "")]
     assert expected("seeds=[0]", "compare.primary=[]") == []
     odd = "arms={baseline: {}, treatment: {trainer.env: {ODD: odd}, policy.compile: true}}"
