@@ -35,7 +35,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +212,7 @@ class Bench:
         )
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
         command = [sys.executable, *(ranks if self.gpus > 1 else []), str(HERE / "step_abrun.py")]
-        return finish([*command, json.dumps([str(run.path), self.device, time.time()])], self.limit_s)
+        return finish([*command, json.dumps([str(run.path), self.device])], self.limit_s)
 
     def of_trl(self, name: str) -> dict[str, Any]:
         if not importlib.util.find_spec("trl"):
