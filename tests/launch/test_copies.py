@@ -22,6 +22,7 @@ from abrun.processes.forks import Copy, ForkServer
 from abrun.recipe import load_recipe
 from abrun.train import forked
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
+from tests.test_forks import lives
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
 SMALL = Path(__file__).parent / "small.yaml"
@@ -118,7 +119,7 @@ def test_where_the_server_is_killed_its_runs_begin_again(
         1,
         1,
     ]
-    assert not children(os.getpid())
+    assert not servers_below(os.getpid())
 
 
 def test_a_killed_launcher_leaves_neither_runs_nor_the_server(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_a_killed_launcher_leaves_neither_runs_nor_the_server(tmp_path: Path) ->
     (server,) = servers_below(launcher.pid)
     launcher.kill()
     launcher.wait()
-    until(lambda: not processes_of(run) and not Path(f"/proc/{server}").exists())
+    until(lambda: not processes_of(run) and not lives(server))
 
 
 def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_their_own(

@@ -27,30 +27,17 @@ def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
     dynamic, and the layers share their code: one compilation serves all of them and any microbatch, but for
     one of a single row, for which torch takes a constant: packed ones always are, padded ones seldom.
     """
-    if policy.compile:
-        _set_compiler()
     for layer in layers:
         if policy.compile:
             _rotate_position_by_position(sys.modules[type(layer).__module__])
         forward: Callable[..., Any] = layer.forward
         if policy.compile:
-            forward = torch.compile(forward, dynamic=True)
+            forward = functools.partial(_compiled, torch.compile(forward, dynamic=True))
         if policy.activation_checkpointing == "selective":
             forward = functools.partial(_graphs_again, forward)
         elif policy.activation_checkpointing == "full":
             forward = functools.partial(_computed_again, forward)
         layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _set_compiler() -> None:
-    """What no argument of torch.compile says."""
-    # A number such as a norm's epsilon is taken for one that changes, and in a second try for a constant. The
-    # first try is in no cache.
-    dynamo_config.specialize_float = True
-    # Sizes that are equal are taken for one, such as a microbatch's rows and a head's, which is constant.
-    shapes_config.use_duck_shape = False
-    # Their traced code, forwards and backwards, is a part of the key that a graph is cached under.
-    functorch_config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def take_liger_kernels(network: Any, policy: Policy) -> None:
@@ -70,6 +57,20 @@ def take_liger_kernels(network: Any, policy: Policy) -> None:
             "use false"
         )
     take(model=network, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _compiled(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    """With what no argument of torch.compile says, for these layers alone: vLLM may compile here, too."""
+    with (
+        # A number such as a norm's epsilon would be taken for one that changes, and in a second try for a
+        # constant. The first try is in no cache.
+        dynamo_config.patch(specialize_float=True),
+        # Sizes that are equal would be taken for one, such as a microbatch's rows and a head's, a constant.
+        shapes_config.patch(use_duck_shape=False),  # pyright: ignore[reportAttributeAccessIssue]
+        # Their traced code, forwards and backwards, is a part of the key that a graph is cached under.
+        functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True),
+    ):
+        return forward(*inputs, **more)
 
 
 def _computed_again(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
