@@ -39,7 +39,8 @@ class Operators(TorchDispatchMode):
 
 def policy_side(batch: Tensors) -> None:
     mask, rewards = batch["mask"], batch["old"][:, 0]
-    for baseline, over in (("group_mean", "group"), ("leave_one_out", "batch"), ("batch_mean", "batch")):
+    baselines: Any = (("group_mean", "group"), ("leave_one_out", "batch"), ("batch_mean", "batch"))
+    for baseline, over in baselines:
         group_advantages(rewards, 4, baseline=baseline, normalize=True, normalize_over=over)
     for correction in ("truncated", "icepop", "sequence_mask"):
         importance_weights(batch["old"], batch["inference"], mask, correction=correction, low=0.9, high=1.1)
