@@ -177,7 +177,12 @@ def test_two_real_ranks_have_the_predicted_peaks(
 )
 def test_peaks_measured_on_a_gpu_are_predicted(arm: str, measured: dict[int, tuple[float, float]]) -> None:
     """docs/measured.md, Peak memory of a training step: the log-prob pass, and forward and backward."""
-    sets = ["model={preset: qwen2.5-1.5b, path: null}", "policy.micro_batch_size=1", "wandb=null"]
+    sets = [
+        "model={preset: qwen2.5-1.5b, path: null}",
+        *("policy.micro_batch_size=1", "policy.micro_batch_tokens=null", "policy.packing=false"),
+        *("policy.share_prompts=false", "policy.compile=false", "policy.backend.keep_gathered=false"),
+        *("policy.activation_checkpointing=full", "wandb=null"),
+    ]
     path = RECIPES / "grpo-qwen2.5-1.5b-1n1g-fused-logprobs.yaml"
     config = load_recipe(path, [*sets, "task={type: arithmetic}"]).run_config(arm)
     assert isinstance(config, OwnRunConfig)
