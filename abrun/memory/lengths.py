@@ -16,7 +16,7 @@ MOST_EXAMPLES = 4096  # of a task, among which the longest is looked for
 
 def longest(config: OwnRunConfig) -> int:
     """Tokens of the longest sequence to expect of a run."""
-    sampled = _sampled(config)
+    sampled = config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
     text, task = load_text(config.model, weights=None), make_task(config.task)
     tokens = []
     for example in task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MOST_EXAMPLES)):
@@ -34,14 +34,10 @@ def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
     num_sequences, budget = own_sequences(config), config.policy.micro_batch_tokens
     if not budget:
         return num_sequences, longest(config)
-    # A completion that is longer than the budget has a microbatch of its own
-    length = max(budget // num_sequences, _sampled(config), 1)
+    # A sequence that is longer than the budget has a microbatch of its own
+    length = max(budget // num_sequences, longest(config))
     parts = math.ceil(length / (positions_of(config_of(config.model)) or length))
     return num_sequences * parts, math.ceil(length / parts)
-
-
-def _sampled(config: OwnRunConfig) -> int:
-    return config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
 
 
 def main() -> int:

@@ -188,8 +188,10 @@ def _groups(
     recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
 ) -> list[list[Values]]:
     """The candidates, the preferred first; in a group the last one takes the least memory."""
-    compiled = isinstance(recipe, Recipe) and recipe.policy.compile
-    compiled = compiled and all(config.policy.compile for config in configs.values())
+    closed = recipe.closed()
+    of_arms = (closed.run_config(arm) for arm in recipe.arms if CHECKPOINTING not in dotted(recipe.arms[arm]))
+    compiled = isinstance(recipe, Recipe) and recipe.policy.compile  # on CPU cores, too: it is refused there
+    compiled = compiled and all(one.policy.compile for one in of_arms if isinstance(one, OwnRunConfig))
     choices = {key: OPEN[key].values for key in recipe.open_keys}
     if CHECKPOINTING in choices and not compiled:
         choices[CHECKPOINTING] = tuple(one for one in choices[CHECKPOINTING] if one != "selective")

@@ -126,6 +126,17 @@ def test_an_arm_with_a_value_of_its_own_keeps_it_and_is_not_asked(predicts: Call
     assert plan.treatment_diff["treatment"] == {CHECKPOINTING: ("full", "none")}
 
 
+@pytest.mark.parametrize(
+    ("own", "value"), [("", "full"), (", policy.activation_checkpointing: full", "selective")]
+)
+def test_an_arm_on_cpu_cores_that_compiles_nothing_gets_a_value_that_it_can_have(
+    own: str, value: str, predicts: Callable[[Peaks], Any]
+) -> None:
+    predicts(PEAKS)
+    arm = f"arms.treatment={{cluster.gpus_per_node: 0, policy.compile: false{own}}}"
+    assert again(recipe(COMPILED, arm), "105GiB")["value"] == value
+
+
 def test_vllm_that_sleeps_beside_it_takes_its_part(predicts: Callable[[Peaks], Any]) -> None:
     fits = {"none": of(90 - ASLEEP_BYTES / 2 / GIB, 1), "full": of(1, 1)}
     predicts(fits)
@@ -652,10 +663,12 @@ def test_a_step_that_cannot_be_measured_is_an_error_with_its_reason(
         (["policy.micro_batch_size=4"], 4, 12),
         (["algorithm.minibatches_per_step=2"], 64, 12),
         (["policy.packing=true", "policy.micro_batch_tokens=512"], 1, 512),
-        (["policy.packing=true", "policy.micro_batch_tokens=4"], 1, 6),
+        (["policy.packing=true", "policy.micro_batch_tokens=4"], 1, 12),  # one sequence, with its prompt
         (["algorithm={type: sft}"], 32, 10),  # `37+58=`, `195` and the end
         (["algorithm={type: dpo}"], 64, 10),
+        (["algorithm={type: sft}", "policy={packing: true, micro_batch_tokens: 4}"], 1, 10),
         (["algorithm={type: dpo}", "policy={packing: true, micro_batch_tokens: 512}"], 2, 256),
+        (["algorithm={type: dpo}", "policy={packing: true, micro_batch_tokens: 4}"], 2, 10),
     ],
 )
 def test_a_step_is_as_large_as_the_run_makes_it(sets: list[str], num_sequences: int, tokens: int) -> None:
