@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 
 from abrun.cli.app import RUN, app, complain, console, print_json
 from abrun.cli.arguments import (
@@ -254,7 +255,7 @@ def _warn_of_memory(screen: "Terminal", plan: "Plan", asked: str | None, *, here
     if device_bytes is not None:
         told = {arm for one in plan.decided.values() for of in one["candidates"] for arm in of["peaks"]}
         for line in fit_of(plan.recipe, device_bytes, traced=asked is not None, besides=told):
-            screen.print(f"[bold]Memory:[/] {shown(line)}", soft_wrap=True)
+            screen.print(f"[bold]Memory:[/] {escape(shown(line))}", soft_wrap=True)
 
 
 def _failing(fail_on: str | None, *, no_compare: bool) -> dict[str | None, int]:

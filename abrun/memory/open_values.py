@@ -18,6 +18,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.launch import experiment_dir_of, make_engine
 from abrun.launch.engine import Scheduler
 from abrun.launch.experiment import refuse_existing
+from abrun.launch.requirements import triton_refusal
 from abrun.launch.supervisor import refuse_impossible
 from abrun.memory.cells import Point
 from abrun.memory.predict import (
@@ -168,6 +169,9 @@ def _refuse_unpredictable(got: str, keys: Iterable[str], configs: Mapping[str, O
                 f"{got} with arms.{arm} on policy.backend.type {config.policy.backend.type!r}, whose step "
                 f"cannot be predicted; give values: {_instead(keys)}"
             )
+        wrong = triton_refusal(on_gpu=True) if config.policy.logprobs.impl == "triton" else None
+        if wrong:  # said here, before another arm has been predicted
+            raise LaunchError(f"{got}, and arms.{arm} cannot be predicted here: {wrong}")
 
 
 def _not_measured(own_bytes: int | None, device_bytes: int, *, here: bool, dry_run: bool) -> str | None:

@@ -491,6 +491,15 @@ def test_an_arm_of_another_backend_has_nothing_to_keep_gathered(made_up: list[di
         decide(recipe(*ALL, megatron), "200GiB", here=True)
 
 
+def test_a_kernel_that_is_not_here_is_said_before_anything_is_predicted(
+    made_up: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_values, "triton_refusal", lambda **_: "no triton: pip install 'abrun[triton]'")
+    with pytest.raises(LaunchError, match=r"arms\.treatment cannot be predicted here: no triton"):
+        decide(recipe(*ALL, "arms.treatment.policy.logprobs.impl=triton"), "200GiB", here=True)
+    assert not made_up
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -306,6 +306,13 @@ def test_memory_of_no_device(asked: str) -> None:
         device_memory(asked)
 
 
+def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "no peak is predicted: pip install 'abrun[triton]'"
+    monkeypatch.setattr(predict, "fit_of", lambda *_, **__: [said])
+    printed = CliRunner().invoke(app, ["launch", str(RECIPE), "--dry-run", "--device-memory", "80GiB"]).output
+    assert f"Memory: {said}" in printed
+
+
 def test_another_backend_is_refused(tmp_path: Path) -> None:
     recipe: Any = load_recipe(RECIPE, ["policy.backend.type=megatron"])
     with pytest.raises(
