@@ -90,7 +90,9 @@ def test_they_train_as_processes_of_their_own_bit_for_bit(
         own, copied = (store.RunDir(tmp_path / made / "small" / arm / "seed-0") for made in ("own", "copies"))
         expected, found = own.metrics(), copied.metrics()
         assert found.keys() == expected.keys()
-        for key in (key for key in expected if not key.startswith(("timing/", "performance/"))):
+        # Seconds, and what of memory is garbage that nobody has looked for yet, are another in each process
+        others = ("timing/", "performance/", "memory/")
+        for key in (key for key in expected if not key.startswith(others)):
             assert np.array_equal(found[key].values, expected[key].values), key
         expected, found = (run.environment() or {} for run in (own, copied))
         assert found and found == expected
