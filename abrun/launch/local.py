@@ -19,9 +19,7 @@ from abrun.recipe import OwnRunConfig, RunConfig
 from abrun.store import RunDir
 
 FORKED = "abrun.train.forked"
-FEWEST_LATER = (
-    2  # runs of a kind that wait for others' places: imports once more, for all of them, are worth it
-)
+FEWEST_LATER = 2  # runs of a kind that wait for others' places, for which imports once more are worth it
 LATE = frozenset({RUN_DIR, "CUDA_VISIBLE_DEVICES"})  # variables that nothing reads while it is imported
 # With it torch asks for GPUs, as its compiler does when imported, without the driver, which no fork survives:
 # docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
@@ -114,16 +112,14 @@ class LocalEngine:
             if kind and server:
                 process = server.fork(command[2:], _changed(self._of_server(kind), env), output)
             if not process:
-                server, process = (
-                    None,
-                    start(
-                        command,
-                        env,
-                        dies_by=signal.SIGTERM,  # with the launcher, but after a checkpoint
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # Ctrl-C must reach the launcher alone
-                    ),
+                server = None
+                process = start(
+                    command,
+                    env,
+                    dies_by=signal.SIGTERM,  # with the launcher, but after a checkpoint
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C must reach the launcher alone
                 )
         self._slots.take(place)
         return LocalRun(run, process, place, self._slots, server)
@@ -159,9 +155,8 @@ class LocalEngine:
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    return {
-        name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)
-    }
+    changed = dict(before.items() ^ after.items())
+    return {name: after.get(name) for name in changed}
 
 
 @dataclass(slots=True, eq=False)

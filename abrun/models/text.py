@@ -1,6 +1,7 @@
 """Text to tokens and back, as a model was trained to read: known without building its network."""
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ class Text:
     system_prompt: str | None = None  # the first turn of every prompt
     end_ids: frozenset[int]  # tokens that end a completion
     max_positions: int | None  # of a sequence's tokens; None: no limit is known
+    # Tokenizers fail where two threads ask them at once
+    _asks: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def pad_id(self) -> int:
@@ -37,24 +40,30 @@ class Text:
         """
         if self.tokenizer.chat_template:
             system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-            encoded: Any = self.tokenizer.apply_chat_template(
-                [*system, {"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-            )
+            turns = [*system, {"role": "user", "content": prompt}]
+            with self._asks:
+                encoded: Any = self.tokenizer.apply_chat_template(
+                    turns, add_generation_prompt=True, return_dict=True
+                )
         else:
-            encoded = self.tokenizer(prompt)
+            with self._asks:
+                encoded = self.tokenizer(prompt)
         if not encoded["input_ids"]:
             raise RecipeError(f"task: got the prompt {prompt!r}, which has no tokens; remove or correct it")
         return list(encoded["input_ids"])
 
     def encode_completion(self, completion: str) -> list[int]:
         """Token ids of a completion, with the token that ends it."""
-        token_ids = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])  # pyright: ignore
+        with self._asks:
+            encoded: Any = self.tokenizer(completion, add_special_tokens=False)
+        token_ids = list(encoded["input_ids"])
         end = self.tokenizer.eos_token_id
         return [*token_ids, end] if isinstance(end, int) else token_ids
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of a completion, without special tokens."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        with self._asks:
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer as a Hugging Face checkpoint has it."""

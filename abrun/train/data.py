@@ -1,9 +1,8 @@
 """What a run trains on: the examples of a step, as texts and as token ids, and what their verifier says."""
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
@@ -28,8 +27,6 @@ class Data:
     seed: int
     batch_size: int  # examples of a global batch
     held_out: list[Example]  # of the task's stream, for validation; none without one
-    # Tokenizers fail where two threads ask them at once
-    _tokenizes: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def examples(self, step: int, fetch: int = 0) -> list[Example]:
         """The examples of a step's global batch, in order.
@@ -46,9 +43,8 @@ class Data:
 
     def tokens_of(self, texts: Texts) -> Tokens:
         """Of this rank's prompts and completions."""
-        with self._tokenizes:
-            prompts = [self.text.encode_prompt(prompt) for prompt, _ in texts]
-            return prompts, [self.text.encode_completion(completion) for _, completion in texts]
+        prompts = [self.text.encode_prompt(prompt) for prompt, _ in texts]
+        return prompts, [self.text.encode_completion(completion) for _, completion in texts]
 
     def encoded(self, texts: Texts) -> Sequences:
         """This rank's prompts and completions as a batch. Collective; errors as of `batch_of`."""
