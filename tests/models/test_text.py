@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,35 @@ def test_the_character_tokenizer_pads_left() -> None:
     tokenizer = character_tokenizer()
     encoded = tokenizer(["1", "123"], padding=True)
     assert encoded["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_a_tokenizer_is_asked_by_one_thread_at_a_time() -> None:
+    """As Rust's refuse it: `Already borrowed`."""
+
+    class Alone:
+        chat_template = eos_token_id = pad_token_id = None
+        asked = False
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": self.answered([len(text)])}
+
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            return self.answered("text")
+
+        def answered(self, answer: Any) -> Any:
+            assert not self.asked
+            self.asked = True
+            time.sleep(0.002)
+            self.asked = False
+            return answer
+
+    tokenizer: Any = Alone()
+    text = Text(tokenizer=tokenizer, end_ids=frozenset(), max_positions=None)
+    with ThreadPoolExecutor(3) as threads:
+        asked: list[Future[Any]] = []
+        for _ in range(10):
+            asked.append(threads.submit(text.encode_prompt, "1"))
+            asked.append(threads.submit(text.encode_completion, "2"))
+            asked.append(threads.submit(text.decode, [3]))
+        for one in asked:
+            one.result()
