@@ -28,6 +28,13 @@ NO_MASK_SHAPE = (1, 1, 0, 0)
 SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
+class Handed:
+    """A packing on its way through the layers: at each, FSDP would go through a dataclass, and copy it."""
+
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+
+
 def enable_streams(network: Any, policy: Policy) -> None:
     """Make the network's attention one that can take a stream, where the recipe needs that.
 
@@ -70,7 +77,7 @@ def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -
         input_ids=token_ids,
         position_ids=position_ids,
         attention_mask=torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=token_ids.device),
-        packing=packing,
+        packing=Handed(packing),
         use_cache=False,
     ).last_hidden_state
 
@@ -93,14 +100,15 @@ def _attention(
     key: Tensor,  # [..., key heads, ..., D]
     value: Tensor,
     attention_mask: Tensor | None,
-    packing: Packing | None = None,
+    packing: Handed | None = None,
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:  # [B, S, heads, D]
     """Causal attention inside each sequence of a stream; without a packing, transformers' own."""
-    if packing is not None and packing.split is None and _has_kernel(query):
-        return _by_kernel(query, key, value, packing.spans, scaling)[None], None
-    return _apart(module, query, key, value, attention_mask, packing, scaling, **settings)
+    stream = None if packing is None else packing.packing
+    if stream is not None and stream.split is None and _has_kernel(query):
+        return _by_kernel(query, key, value, stream.spans, scaling)[None], None
+    return _apart(module, query, key, value, attention_mask, stream, scaling, **settings)
 
 
 @torch.compiler.disable()

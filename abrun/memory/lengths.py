@@ -18,12 +18,15 @@ def longest(config: OwnRunConfig) -> int:
     """Tokens of the longest sequence to expect of a run."""
     sampled = config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
     text, task = load_text(config.model, weights=None), make_task(config.task)
-    tokens = []
-    for example in task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MOST_EXAMPLES)):
-        written = () if sampled else (example.completion, example.rejected)
-        completion = max((len(text.encode_completion(one)) for one in written), default=sampled)
-        tokens.append(len(text.encode_prompt(example.prompt)) + completion)
-    return min(max(tokens), text.max_positions or max(tokens))
+    examples = task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MOST_EXAMPLES))
+    prompts = text.encode_prompts([example.prompt for example in examples])
+    completions = [sampled] * len(examples)
+    if not sampled:
+        chosen = text.encode_completions([example.completion for example in examples])
+        rejected = text.encode_completions([example.rejected for example in examples])
+        completions = [max(map(len, pair)) for pair in zip(chosen, rejected, strict=True)]
+    most = max(len(prompt) + length for prompt, length in zip(prompts, completions, strict=True))
+    return min(most, text.max_positions or most)
 
 
 def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:

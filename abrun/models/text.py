@@ -1,11 +1,18 @@
 """Text to tokens and back, as a model was trained to read: known without building its network."""
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from abrun.errors import RecipeError
@@ -33,41 +40,65 @@ class Text:
         pad: Any = self.tokenizer.pad_token_id
         return pad if pad is not None else min(self.end_ids, default=0)
 
-    def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, as a user's turn where the tokenizer has a chat template; at least one.
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of prompts, as a user's turn where the tokenizer has a chat template; at least one each.
 
-        Raises RecipeError where there is none: nothing would stand before the completion's first token.
+        All at once, which takes all cores and leaves Python to other threads. Raises RecipeError where a
+        prompt has none: nothing would stand before the completion's first token.
         """
         if self.tokenizer.chat_template:
             system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-            turns = [*system, {"role": "user", "content": prompt}]
-            with self._asks:
-                encoded: Any = self.tokenizer.apply_chat_template(
-                    turns, add_generation_prompt=True, return_dict=True
-                )
+            conversations = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+            found = self._asked(
+                self.tokenizer.apply_chat_template,
+                conversations,
+                add_generation_prompt=True,
+                return_dict=True,
+            )
         else:
-            with self._asks:
-                encoded = self.tokenizer(prompt)
-        if not encoded["input_ids"]:
-            raise RecipeError(f"task: got the prompt {prompt!r}, which has no tokens; remove or correct it")
-        return list(encoded["input_ids"])
+            found = self._asked(self.tokenizer, prompts)
+        for prompt, token_ids in zip(prompts, found, strict=True):
+            if not token_ids:
+                raise RecipeError(
+                    f"task: got the prompt {prompt!r}, which has no tokens; remove or correct it"
+                )
+        return found
 
-    def encode_completion(self, completion: str) -> list[int]:
-        """Token ids of a completion, with the token that ends it."""
-        with self._asks:
-            encoded: Any = self.tokenizer(completion, add_special_tokens=False)
-        token_ids = list(encoded["input_ids"])
+    def encode_completions(self, completions: Sequence[str]) -> list[list[int]]:
+        """Token ids of completions, each with the token that ends it; all at once, as prompts are."""
         end = self.tokenizer.eos_token_id
-        return [*token_ids, end] if isinstance(end, int) else token_ids
+        ending = [end] if isinstance(end, int) else []
+        found = self._asked(self.tokenizer, completions, add_special_tokens=False)
+        return [[*token_ids, *ending] for token_ids in found]
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of a completion, without special tokens."""
+    def decode(self, completions: Sequence[list[int]]) -> list[str]:
+        """The texts of completions, without special tokens; all at once, as prompts are encoded."""
+        if not completions:  # which transformers takes for one of no tokens
+            return []
+        tokenizer: Any = self.tokenizer
+        decode = tokenizer.batch_decode  # one after the other
+        if _decodes_as_it_stands(tokenizer):
+            decode = tokenizer.backend_tokenizer.decode_batch
         with self._asks:
-            return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+            return decode(list(completions), skip_special_tokens=True)
+
+    def _asked(self, ask: Callable[..., Any], texts: Sequence[Any], **settings: Any) -> list[list[int]]:
+        """What a tokenizer makes of each text."""
+        if not texts:  # which tokenizers fail at
+            return []
+        with self._asks:
+            return ask(list(texts), **settings)["input_ids"]
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer as a Hugging Face checkpoint has it."""
         self.tokenizer.save_pretrained(directory)
+
+
+def _decodes_as_it_stands(tokenizer: Any) -> bool:
+    """Whether transformers adds nothing to what the Rust library decodes."""
+    own = (getattr(type(tokenizer), name, None) for name in ("decode", "_decode"))
+    stock = (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
+    return tuple(own) == stock and not tokenizer.clean_up_tokenization_spaces
 
 
 def load_text(model: Model, *, weights: Path | None) -> Text:

@@ -14,7 +14,6 @@ from abrun.seeds import derive
 from abrun.tasks import Example, Task, hold_out, make_task
 
 Texts = Sequence[tuple[str, str]]  # prompts with their completions
-Tokens = tuple[list[list[int]], list[list[int]]]  # of prompts, and of completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +40,32 @@ class Data:
         """This rank's examples of a step."""
         return self.examples(step)[self.ranks.share(self.batch_size)]
 
-    def tokens_of(self, texts: Texts) -> Tokens:
-        """Of this rank's prompts and completions."""
-        prompts = [self.text.encode_prompt(prompt) for prompt, _ in texts]
-        return prompts, [self.text.encode_completion(completion) for _, completion in texts]
+    def collated(self, texts: Texts) -> Sequences:
+        """This rank's prompts and completions, on the CPU."""
+        prompts, completions = zip(*texts, strict=True)
+        return collate(
+            self.text.encode_prompts(prompts),
+            self.text.encode_completions(completions),
+            pad_id=self.text.pad_id,
+        )
 
-    def encoded(self, texts: Texts) -> Sequences:
-        """This rank's prompts and completions as a batch. Collective; errors as of `batch_of`."""
-        return self.batch_of(self.tokens_of(texts))
-
-    def batch_of(self, tokens: Tokens) -> Sequences:
-        """This rank's prompts and completions as a batch. Collective.
+    def checked(self, batch: Sequences) -> Sequences:
+        """What `collated` gave, on the device. Collective.
 
         Raises RecipeError, on every rank, where one is too long for the model, or no completion has a token.
         """
-        prompts, completions = tokens
-        batch = collate(prompts, completions, pad_id=self.text.pad_id).to(self.ranks.device)
-        sizes = self.ranks.gather([(batch.token_ids.shape[1], sum(map(len, completions)))])
+        sizes = self.ranks.gather([(batch.token_ids.shape[1], int(batch.token_mask.sum()))])
         check_length(self.text, max(length for length, _ in sizes), "task: got an example")
         if not any(num_tokens for _, num_tokens in sizes):
             raise RecipeError(
                 "task: got a batch of completions without a token, and this model's tokenizer has none that "
                 "ends a text: leave empty completions out"
             )
-        return batch
+        return batch.to(self.ranks.device)
+
+    def encoded(self, texts: Texts) -> Sequences:
+        """This rank's prompts and completions as a batch. Collective; errors as of `checked`."""
+        return self.checked(self.collated(texts))
 
     def rewards(self, examples: list[Example], completions: list[Completion]) -> list[float]:
         """The verifier's rewards on this rank; truncated completions are judged like any other. Collective.
@@ -74,8 +75,9 @@ class Data:
         """
         rewards, failure = [], ""
         try:
-            for example, completion in zip(examples, completions, strict=True):
-                rewards.append(self.task.reward(example, self.text.decode(completion.token_ids)))
+            texts = self.text.decode([completion.token_ids for completion in completions])
+            for example, text in zip(examples, texts, strict=True):
+                rewards.append(self.task.reward(example, text))
         except RecipeError as error:
             failure = str(error)
         if self.ranks.total(bool(failure))[0]:
@@ -84,24 +86,24 @@ class Data:
 
 
 class Ahead:
-    """This rank's batches of texts, step by step. Those of the next step are tokenized while one runs: a GPU
-    would wait for it."""
+    """This rank's batches of texts, step by step. The next step's is made beside the present one: a GPU would
+    wait for the tokenizer."""
 
     def __init__(self, data: Data, texts_of: Callable[[list[Example]], Texts], num_steps: int) -> None:
         self._data, self._texts_of, self._num_steps = data, texts_of, num_steps
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._tokens: dict[int, Future[Tokens]] = {}  # of the next step
+        self._batches: dict[int, Future[Sequences]] = {}  # of the next step
 
     def batch(self, step: int) -> Sequences:
-        """Collective; errors as of `Data.batch_of`."""
-        tokens = self._tokens.pop(step, None) or self._begun(step)
-        batch = self._data.batch_of(tokens.result())
+        """Collective; errors as of `Data.checked`."""
+        batch = self._batches.pop(step, None) or self._begun(step)
+        checked = self._data.checked(batch.result())
         if step < self._num_steps:
-            self._tokens = {step + 1: self._begun(step + 1)}
-        return batch
+            self._batches = {step + 1: self._begun(step + 1)}
+        return checked
 
-    def _begun(self, step: int) -> Future[Tokens]:
-        return self._thread.submit(lambda: self._data.tokens_of(self._texts_of(self._data.share_of(step))))
+    def _begun(self, step: int) -> Future[Sequences]:
+        return self._thread.submit(lambda: self._data.collated(self._texts_of(self._data.share_of(step))))
 
 
 def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data:

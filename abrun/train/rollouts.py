@@ -83,7 +83,7 @@ class Rollouts:
         rows = range(len(examples) * size)[setup.ranks.share(len(examples) * size)]
         draws = Draws(seed=setup.seed, stream="sampling", step=step, fetch=fetch, rows=rows)
         examples = examples[setup.ranks.share(len(examples))]
-        prompts = [setup.data.text.encode_prompt(example.prompt) for example in examples]
+        prompts = setup.data.text.encode_prompts([example.prompt for example in examples])
         longest = max(map(len, prompts)) + rollout.max_new_tokens
         check_length(setup.data.text, longest, f"rollout.max_new_tokens: got {rollout.max_new_tokens}")
         with setup.phases("generation"):

@@ -39,15 +39,15 @@ def samples_of(setup: Setup, batch: Sampled, group_size: int) -> list[Sample]:
 
 
 def _sample(setup: Setup, token_ids: Tensor, mask: Tensor, error: Tensor, reward: Tensor) -> Sample:
-    text = setup.data.text
     tokens = token_ids[mask].tolist()
+    prompt, text = setup.data.text.decode([token_ids[: int(mask.nonzero()[0])].tolist(), tokens])
     return Sample(
-        prompt=_shortened(text.decode(token_ids[: int(mask.nonzero()[0])].tolist())),
-        text=_shortened(text.decode(tokens)),
+        prompt=_shortened(prompt),
+        text=_shortened(text),
         reward=float(reward),
         logprob_error=float(error[mask].mean()),
         num_tokens=len(tokens),
-        truncated=tokens[-1] not in text.end_ids,
+        truncated=tokens[-1] not in setup.data.text.end_ids,
     )
 
 

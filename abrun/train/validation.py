@@ -98,4 +98,4 @@ class Completer:
         return Evaluation(rewards=rewards, lengths=lengths, metrics=metrics)
 
     def _prompts(self, examples: list[Example]) -> list[list[int]]:
-        return [self._setup.data.text.encode_prompt(example.prompt) for example in examples]
+        return self._setup.data.text.encode_prompts([example.prompt for example in examples])

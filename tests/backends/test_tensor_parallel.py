@@ -336,7 +336,7 @@ def completions(backend: DtensorBackend, top_p: float) -> list[tuple[list[int], 
     rollout = Rollout(temperature=0.8, top_p=top_p, max_new_tokens=12, batch_size=3)
     engine = TorchEngine(rollout, backend, TEXT)
     draws = Draws(seed=6, stream="sampling", step=1, rows=range(len(PROMPTS)))
-    found = engine.generate([TEXT.encode_prompt(prompt) for prompt in PROMPTS], draws)
+    found = engine.generate(TEXT.encode_prompts(PROMPTS), draws)
     return [(completion.token_ids, completion.logprobs) for completion in found]
 
 

@@ -85,9 +85,9 @@ def main() -> None:
         examples = [one for one in task.examples(1, 0, asked.problems) for _ in range(GROUP)]
         draws = Draws(seed=0, stream="sampling", step=1, rows=range(len(examples)))
         with setup.sampler.awake() as engine:
-            completions = engine.generate([text.encode_prompt(one.prompt) for one in examples], draws)
-        pairs = zip(examples, completions, strict=True)
-        return sum(task.reward(one, text.decode(said.token_ids)) for one, said in pairs) / len(examples)
+            completions = engine.generate(text.encode_prompts([one.prompt for one in examples]), draws)
+        said = text.decode([completion.token_ids for completion in completions])
+        return sum(map(task.reward, examples, said)) / len(examples)
 
     print(f"{'task':24s} as it is   after {asked.steps} steps", flush=True)
     for name in asked.only:

@@ -60,38 +60,56 @@ def test_longrope_is_taken_up_to_its_original_positions() -> None:
     assert positions_of(tiny_config("qwen2")) == 64 and positions_of(tiny_config("mamba")) is None
 
 
+def encoded(text: Text, prompt: str) -> list[int]:
+    return text.encode_prompts([prompt])[0]
+
+
 def test_every_printable_character_is_a_token_and_comes_back() -> None:
     text, characters = preset(), PRINTABLE + "\n"
-    token_ids = text.encode_prompt(characters)
+    token_ids = encoded(text, characters)
     assert len(token_ids) == len(set(token_ids)) == len(characters)
-    assert text.decode(token_ids) == characters
+    assert text.decode([token_ids]) == [characters]
     for one in ("  two  spaces ", "don't , really !", "##x ##y", "a\n\nb"):
-        assert text.decode(text.encode_prompt(one)) == one
+        assert text.decode([encoded(text, one)]) == [one]
 
 
 def test_a_character_the_preset_does_not_know_is_one_token() -> None:
     text = preset()
-    assert len(text.encode_prompt("aé☃b")) == 4
-    assert text.decode(text.encode_prompt("aé☃b")) == "ab"
+    assert len(encoded(text, "aé☃b")) == 4
+    assert text.decode([encoded(text, "aé☃b")]) == ["ab"]
 
 
 def test_a_completion_ends_with_the_end_token() -> None:
     text = preset()
-    *tokens, end = text.encode_completion("12")
+    ((*tokens, end),) = text.encode_completions(["12"])
     assert end == text.tokenizer.eos_token_id and text.end_ids == {end}
-    assert tokens == text.encode_prompt("12")
-    assert text.decode([*tokens, end]) == "12"
+    assert tokens == encoded(text, "12")
+    assert text.decode([[*tokens, end]]) == ["12"]
     assert text.pad_id not in {end, *tokens}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_texts_are_encoded_together_as_each_by_itself(checkpoint: Path, chat: bool) -> None:
+    text = from_path(checkpoint)
+    if not chat:
+        text.tokenizer.chat_template = None
+    texts = ["What is 1+1?", "a", "What is 1+1?", "a  longer — one, of several words\n" * 20]
+    assert text.encode_prompts(texts) == [encoded(text, one) for one in texts]
+    assert text.encode_completions([*texts, ""]) == [
+        *(text.encode_completions([one])[0] for one in texts),
+        [text.tokenizer.eos_token_id],
+    ]
+    assert text.encode_prompts([]) == text.encode_completions([]) == []
 
 
 def test_the_chat_template_is_applied_with_the_generation_prompt(checkpoint: Path) -> None:
     text = from_path(checkpoint)
     expected = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
-    token_ids = text.encode_prompt("What is 1+1?")
+    token_ids = encoded(text, "What is 1+1?")
     assert text.tokenizer.decode(token_ids) == expected
     assert token_ids.count(text.tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2  # pyright: ignore
     assert all(isinstance(token_id, int) for token_id in token_ids)
-    assert text.decode(text.encode_completion("It is 2 — really")) == "It is 2 — really"
+    assert text.decode(text.encode_completions(["It is 2 — really"])) == ["It is 2 — really"]
 
 
 def test_a_system_prompt_is_the_first_turn(checkpoint: Path) -> None:
@@ -99,7 +117,7 @@ def test_a_system_prompt_is_the_first_turn(checkpoint: Path) -> None:
     expected = (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert text.tokenizer.decode(text.encode_prompt("1+1?")) == expected
+    assert text.tokenizer.decode(encoded(text, "1+1?")) == expected
     with pytest.raises(
         RecipeError, match=r"model\.system_prompt: got 'Be brief\.', and the tokenizer has no chat"
     ):
@@ -111,7 +129,7 @@ def test_every_end_token_of_the_generation_config_ends(checkpoint: Path) -> None
     end_of_turn, end_of_text = end_ids_of(text)
     assert text.end_ids == {end_of_turn, end_of_text}
     assert text.pad_id == end_of_text
-    assert text.encode_completion("x")[-1] == end_of_turn
+    assert text.encode_completions(["x"])[0][-1] == end_of_turn
 
 
 @pytest.mark.parametrize("where", ["generation_config.json", "config.json", "nowhere"])
@@ -173,11 +191,11 @@ def test_a_tokenizer_is_asked_by_one_thread_at_a_time() -> None:
         chat_template = eos_token_id = pad_token_id = None
         asked = False
 
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {"input_ids": self.answered([len(text)])}
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": self.answered([[len(text)] for text in texts])}
 
-        def decode(self, token_ids: list[int], **_: Any) -> str:
-            return self.answered("text")
+        def batch_decode(self, sequences: list[list[int]], **_: Any) -> list[str]:
+            return self.answered(["text"] * len(sequences))
 
         def answered(self, answer: Any) -> Any:
             assert not self.asked
@@ -191,8 +209,19 @@ def test_a_tokenizer_is_asked_by_one_thread_at_a_time() -> None:
     with ThreadPoolExecutor(3) as threads:
         asked: list[Future[Any]] = []
         for _ in range(10):
-            asked.append(threads.submit(text.encode_prompt, "1"))
-            asked.append(threads.submit(text.encode_completion, "2"))
-            asked.append(threads.submit(text.decode, [3]))
+            asked.append(threads.submit(text.encode_prompts, ["1"]))
+            asked.append(threads.submit(text.encode_completions, ["2"]))
+            asked.append(threads.submit(text.decode, [[3]]))
         for one in asked:
             one.result()
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_texts_are_decoded_together_as_transformers_decodes_each(cleans: bool) -> None:
+    text = preset()
+    text.tokenizer.clean_up_tokenization_spaces = cleans
+    end = text.tokenizer.eos_token_id
+    said = [*text.encode_completions(["So , it is 2 .", "", "a  b"]), [end, end], [], encoded(text, "x ?")]
+    each = [text.tokenizer.decode(one, skip_special_tokens=True) for one in said]
+    assert text.decode(said) == each and (each[0] == "So, it is 2.") == cleans
+    assert text.decode([]) == []

@@ -65,10 +65,10 @@ def test_a_saved_preset_loads_through_its_path(tmp_path: Path) -> None:
         text.max_positions,
     )
     characters = "".join(chr(code) for code in range(33, 127))
-    assert loaded_text.encode_prompt(f" {characters} \n ") == text.encode_prompt(f" {characters} \n ")
+    assert loaded_text.encode_prompts([f" {characters} \n "]) == text.encode_prompts([f" {characters} \n "])
     # transformers alone puts Qwen2's splitting around the vocabulary, which loses white space only.
     plain = AutoTokenizer.from_pretrained(folder)
-    assert plain(characters)["input_ids"] == text.encode_prompt(characters)
+    assert [plain(characters)["input_ids"]] == text.encode_prompts([characters])
     again = load_network(Model(preset="qwen2-tiny"), weights=folder, seed=0)
     assert torch.equal(again.state_dict()["model.norm.weight"], weights["model.norm.weight"])
 

@@ -70,7 +70,7 @@ def generate(
     temperature: float | None = None,
 ) -> tuple[DtensorBackend, list[Completion]]:
     backend = make_backend(model, rollout, policy)
-    encoded = [TEXT.encode_prompt(prompt) for prompt in prompts]
+    encoded = TEXT.encode_prompts(prompts)
     engine = TorchEngine(rollout, backend, TEXT)
     return backend, engine.generate(encoded, draws(len(prompts)), temperature=temperature)
 
@@ -81,7 +81,7 @@ def draws(count: int) -> Draws:
 
 def batch_of(completions: list[Completion]) -> Sampled:
     sequences = collate(
-        [TEXT.encode_prompt(prompt) for prompt in PROMPTS],
+        TEXT.encode_prompts(PROMPTS),
         [completion.token_ids for completion in completions],
         pad_id=TEXT.pad_id,
     )
@@ -118,8 +118,10 @@ def test_completions_are_those_of_a_plain_loop(
 ) -> None:
     model = make()
     expected = [
-        plainly(model, TEXT.encode_prompt(prompt), row, temperature, top_p)
-        for prompt, row in zip(PROMPTS, draws(len(PROMPTS)).uniforms(MAX_NEW_TOKENS).tolist(), strict=True)
+        plainly(model, prompt, row, temperature, top_p)
+        for prompt, row in zip(
+            TEXT.encode_prompts(PROMPTS), draws(len(PROMPTS)).uniforms(MAX_NEW_TOKENS).tolist(), strict=True
+        )
     ]
     rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
     _, completions = generate(model, rollout)
@@ -132,7 +134,7 @@ def test_completions_are_those_of_a_plain_loop(
 def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> None:
     model = make_model()
     expected = []
-    for prompt in map(TEXT.encode_prompt, PROMPTS):
+    for prompt in TEXT.encode_prompts(PROMPTS):
         tokens: list[int] = []
         while len(tokens) < MAX_NEW_TOKENS and not TEXT.end_ids & {*tokens}:
             with torch.no_grad():
@@ -236,8 +238,7 @@ def test_the_kept_sets_are_those_that_were_drawn_from(filters: dict[str, float],
     rollout = Rollout.model_validate(filters | {"temperature": 0.7, "max_new_tokens": MAX_NEW_TOKENS})
     model = make_model()
     _, completions = generate(make_model(), rollout)
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        prompt = TEXT.encode_prompt(prompt)
+    for prompt, completion in zip(TEXT.encode_prompts(PROMPTS), completions, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
         assert completion.support is not None
@@ -308,7 +309,7 @@ def test_it_samples_from_the_weights_of_the_moment(group: None) -> None:
     model, rollout = make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS)
     backend = make_backend(model, rollout)
     engine = TorchEngine(rollout, backend, TEXT)
-    prompts = [TEXT.encode_prompt(prompt) for prompt in PROMPTS]
+    prompts = TEXT.encode_prompts(PROMPTS)
     before = engine.generate(prompts, draws(len(PROMPTS)))
     for parameter in backend.module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -323,7 +324,7 @@ def test_generation_copies_no_weights_once_they_are_gathered(group: None) -> Non
     """While decoding every forward pass uses the same storages."""
     model = make_model()
     backend = make_backend(model, Rollout())
-    token_ids = torch.tensor([TEXT.encode_prompt("1+1=")])
+    token_ids = torch.tensor(TEXT.encode_prompts(["1+1="]))
     with torch.no_grad(), backend.decoding() as decoder:
         seen = []
         for _ in range(2):

@@ -18,7 +18,7 @@ from tests.train.runs import single_rank
 pytestmark = pytest.mark.gpu
 
 TEXT = Text(tokenizer=character_tokenizer(), end_ids=frozenset(range(90, 95)), max_positions=None)
-PROMPTS = [TEXT.encode_prompt(text) for text in ("1+1=", "a longer prompt: 123+456=", "x") for _ in range(4)]
+PROMPTS = TEXT.encode_prompts([*["1+1="] * 4, *["a longer prompt: 123+456="] * 4, *["x"] * 4])
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "float32": ("qwen2-tiny", {}, {}),
     "bfloat16": ("qwen2-tiny", {"dtype": "bfloat16"}, {}),

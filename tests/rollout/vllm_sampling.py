@@ -35,9 +35,7 @@ needs_vllm = [pytest.mark.slow, *with_vllm]
 
 TEXT = Text(tokenizer=character_tokenizer(), end_ids=frozenset(range(90, 99)), max_positions=1024)
 LONG = "a prompt of several blocks of the cache, which all completions of a group share: 12345+67890= " * 3
-PROMPTS = [
-    TEXT.encode_prompt(prompt) for prompt in ("1+1=", LONG, LONG, "x", "30+12=", "Q: why?", LONG, "ab")
-]
+PROMPTS = TEXT.encode_prompts(["1+1=", LONG, LONG, "x", "30+12=", "Q: why?", LONG, "ab"])
 MAX_NEW_TOKENS = 24
 PRESET = "qwen2-tiny-128"
 PATIENCE_S = 5.0

@@ -253,7 +253,8 @@ def test_sft_is_validated_by_its_loss_on_held_out_completions(
     network: Any = load_network(model, weights=None, seed=0)
     losses = []
     for i in range(16, 20):
-        prompt, completion = text.encode_prompt(f"{i % 4}+{i}="), text.encode_completion(str(i % 4 + i))
+        (prompt,) = text.encode_prompts([f"{i % 4}+{i}="])
+        (completion,) = text.encode_completions([str(i % 4 + i)])
         labels = torch.tensor([[-100] * len(prompt) + completion])
         with torch.no_grad():
             losses.append(network(torch.tensor([prompt + completion]), labels=labels).loss.item())

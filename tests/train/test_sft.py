@@ -15,7 +15,7 @@ from abrun.errors import RecipeError
 from abrun.models import load_network, load_text
 from abrun.recipe import Model
 from abrun.rl.batch import Sequences
-from abrun.train.data import Ahead, Data, Texts, Tokens, make_data
+from abrun.train.data import Ahead, Data, Texts, make_data
 from abrun.train.sft import SupervisedObjective
 from tests.conftest import TRITON_ON_CPU
 from tests.train.runs import make_run, metrics_by_step, run_config, train_here
@@ -55,7 +55,7 @@ def test_the_final_checkpoint_answers_through_transformers_alone(warm_weights: P
     num_right = 0
     for prompt in prompts:
         encoded = tokenizer(prompt, return_tensors="pt")
-        assert encoded["input_ids"][0].tolist() == ours.encode_prompt(prompt)
+        assert encoded["input_ids"].tolist() == ours.encode_prompts([prompt])
         output = network.generate(**encoded, max_new_tokens=6, do_sample=False)[
             0, encoded["input_ids"].shape[1] :
         ]
@@ -77,8 +77,8 @@ def test_the_loss_is_the_mean_over_completion_tokens(tmp_path: Path, group: None
     network: Any = load_network(preset, weights=None, seed=derive(3, "init"))
     total, count = 0.0, 0
     for example in make_task(config.task).examples(derive(3, "data"), 0, 16):
-        prompt = text.encode_prompt(example.prompt)
-        completion = text.encode_completion(example.completion)
+        (prompt,) = text.encode_prompts([example.prompt])
+        (completion,) = text.encode_completions([example.completion])
         labels = torch.tensor([[-100] * len(prompt) + completion])
         with torch.no_grad():
             loss = network(torch.tensor([prompt + completion]), labels=labels).loss
@@ -97,30 +97,28 @@ def test_a_batch_without_a_token_to_learn_is_refused(tmp_path: Path, group: None
         data.encoded([("1+2=", ""), ("2+2=", "")])
 
 
-def test_the_next_steps_texts_are_tokenized_beside_a_step(
-    monkeypatch: pytest.MonkeyPatch, group: None
-) -> None:
+def test_the_next_steps_batch_is_made_beside_a_step(monkeypatch: pytest.MonkeyPatch, group: None) -> None:
     text = load_text(Model(preset="qwen2-tiny"), weights=None)
     data = make_data(sft("steps=3"), text, make_ranks(torch.device("cpu"), {}), seed=0)
-    tokenized, tokens_of = list[tuple[bool, threading.Event]](), Data.tokens_of
+    made, collated = list[tuple[bool, threading.Event]](), Data.collated
 
-    def noted(data: Data, texts: Texts) -> Tokens:
+    def noted(data: Data, texts: Texts) -> Sequences:
         here, done = threading.current_thread() is threading.main_thread(), threading.Event()
-        tokenized.append((here, done))
+        made.append((here, done))
         try:
-            return tokens_of(data, texts)
+            return collated(data, texts)
         finally:
             done.set()
 
-    monkeypatch.setattr(Data, "tokens_of", noted)
+    monkeypatch.setattr(Data, "collated", noted)
     batches = Ahead(data, lambda examples: [(one.prompt, one.completion) for one in examples], num_steps=3)
     for step in (1, 2, 3, 2):  # the last as after a failure, which nobody could foresee
         batch = batches.batch(step)
         if step < 3:
-            assert tokenized[-1][1].wait(10)  # while nobody asks for it
+            assert made[-1][1].wait(10)  # while nobody asks for it
         whole = [(one.prompt, one.completion) for one in data.share_of(step)]
-        assert torch.equal(batch.token_ids, data.batch_of(tokens_of(data, whole)).token_ids)
-    assert len(tokenized) == 5 and not any(here for here, _ in tokenized)
+        assert torch.equal(batch.token_ids, collated(data, whole).token_ids)
+    assert len(made) == 5 and not any(here for here, _ in made)
 
 
 def test_microbatches_change_only_rounding(tmp_path: Path, group: None) -> None:

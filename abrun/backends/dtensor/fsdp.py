@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from abrun.backends.pieces import Held, Piece, of_optimizer
 from abrun.recipe import Dtensor, Optimizer, Policy
@@ -78,15 +78,18 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     torch's own refuses parameters of several meshes, and one norm a mesh would clip each by another factor.
     Collective.
     """
-    of_mesh: dict[DeviceMesh | None, list[tuple[nn.Parameter, Tensor]]] = {}
+    of_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    own = []
     for parameter in parameters:
         if parameter.grad is not None:
             mesh = getattr(parameter, "device_mesh", None)
-            of_mesh.setdefault(mesh, []).append((parameter, parameter.grad))
-    norms = [whole(get_total_norm([grad for _, grad in pairs])) for pairs in of_mesh.values()]
+            own.append(_local(parameter.grad))
+            alone = mesh is None or mesh.size() == 1
+            of_mesh.setdefault(None if alone else mesh, []).append(own[-1] if alone else parameter.grad)
+    norms = [whole(get_total_norm(grads)) for grads in of_mesh.values()]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-    for pairs in of_mesh.values():
-        clip_grads_with_norm_([parameter for parameter, _ in pairs], max_norm, total)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(own, factor)  # pyright: ignore[reportPrivateImportUsage]
     return total
 
 
@@ -172,26 +175,34 @@ class ShardedParameters:
     def __init__(self, parameters: dict[str, nn.Parameter], optimizer: Optimizer | None) -> None:
         self._parameters: dict[str, Any] = parameters
         self._settings = optimizer
-        self._optimizer = _adamw(parameters.values(), optimizer) if optimizer else None
+        # What the optimizer sees of them, as it takes each number by itself: DTensor needs as long to hand on
+        # its step as a GPU to do it.
+        self._own = {name: _local(parameter) for name, parameter in parameters.items()}
+        self._optimizer = _adamw(self._own.values(), optimizer) if optimizer else None
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> float:
         """Clip, step, zero the gradients. Returns the L2 norm of the global gradient before clipping."""
         assert self._optimizer is not None and self._settings is not None
         norm = clip_gradients(self._parameters.values(), self._settings.max_grad_norm)
+        for own, parameter in zip(self._own.values(), self._parameters.values(), strict=True):
+            own.data = _local(parameter)  # which FSDP may have moved
+            own.grad = None if parameter.grad is None else _local(parameter.grad)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        for tensor in (*self._own.values(), *self._parameters.values()):
+            tensor.grad = None
         return float(norm)
 
     def local_state(self) -> dict[str, Tensor]:
         """See abrun.backends.Trained."""
         state = {f"weights/{name}": _local(parameter) for name, parameter in self._parameters.items()}
         if self._optimizer is not None:
-            for name, parameter in self._parameters.items():
+            for name, own in self._own.items():
                 # A parameter that has never had a gradient, as an expert that no token met, has none.
-                for key, value in self._optimizer.state.get(parameter, {}).items():
-                    state[f"optimizer/{key}/{name}"] = _local(value)
+                for key, value in self._optimizer.state.get(own, {}).items():
+                    state[f"optimizer/{key}/{name}"] = value
         return state
 
     def pieces(self, prefix: str) -> dict[str, Held]:
@@ -209,13 +220,13 @@ class ShardedParameters:
         """See abrun.backends.Trained."""
         if self._optimizer is not None:
             self._optimizer.state.clear()
-            for name, parameter in self._parameters.items():
+            for name, own in self._own.items():
                 if f"optimizer/step/{name}" not in state:
                     continue
-                self._optimizer.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),  # where the fused AdamW wants it
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
+                self._optimizer.state[own] = {
+                    "step": torch.zeros((), device=own.device),  # where the fused AdamW wants it
+                    "exp_avg": torch.zeros_like(own),
+                    "exp_avg_sq": torch.zeros_like(own),
                 }
         for name, tensor in self.local_state().items():
             tensor.copy_(state[name])
@@ -231,8 +242,8 @@ class ShardedParameters:
     def resident_tensors(self) -> Sequence[Tensor]:
         """See abrun.backends.Trained."""
         states = self._optimizer.state.values() if self._optimizer is not None else ()
-        tensors = [*self._parameters.values(), *(tensor for state in states for tensor in state.values())]
-        return [_local(tensor) for tensor in tensors]
+        weights = (_local(parameter) for parameter in self._parameters.values())
+        return [*weights, *(tensor for state in states for tensor in state.values())]
 
 
 def _adamw(parameters: Any, settings: Optimizer) -> torch.optim.AdamW:
@@ -251,4 +262,5 @@ def _adamw(parameters: Any, settings: Optimizer) -> torch.optim.AdamW:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    """This rank's part, in the same memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

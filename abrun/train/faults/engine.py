@@ -122,7 +122,7 @@ def retokenised(site: Site) -> None:
 
     def again(one: Completion) -> Completion:
         end = [] if one.truncated else one.token_ids[-1:]
-        body = text.decode(one.token_ids[: len(one.token_ids) - len(end)])
+        (body,) = text.decode([one.token_ids[: len(one.token_ids) - len(end)]])
         found: Any = text.tokenizer(body, add_special_tokens=False)["input_ids"]
         token_ids = [*found, *end] or one.token_ids
         logprobs = [*one.logprobs, *[0.0] * len(token_ids)]
