@@ -132,6 +132,8 @@ class Ranks:
 
 def gathered(values: Sequence[T], group: ProcessGroup) -> list[T]:
     """What each rank of a group has, in their order. Collective over the group."""
+    if group.size() == 1:
+        return list(values)
     by_rank: list[Sequence[T]] = [[] for _ in range(group.size())]
     dist.all_gather_object(by_rank, values, group=group)
     return [value for of_rank in by_rank for value in of_rank]

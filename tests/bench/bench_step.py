@@ -72,7 +72,7 @@ SHAPES = {
         prompt_words=128,
         completion_tokens=512,
         rows=(8, 32),
-        packed=(4, 1),
+        packed=(8, 1),
     ),
     "cpu": Shapes(
         preset="qwen2-tiny-128",
@@ -97,6 +97,7 @@ LEVERS = {  # what each candidate sets otherwise than the first does
     "Liger for compile": (NOT_COMPILED, "policy.liger=true"),
     "not gathered": (NOT_GATHERED,),
     "two passes": (TWO_PASSES,),
+    "smaller microbatches": ("policy.micro_batch_tokens=HALF",),
     "prompts not shared": (UNSHARED,),
     "padded": PADDED,
     "recomputed, full": (RECOMPUTED,),
@@ -168,6 +169,7 @@ class Bench:
 
         shapes, on_gpu, supervised = self.shapes, self.device == "cuda", self.algorithm == "sft"
         longest = shapes.length if supervised else shapes.prompt_words + shapes.completion_tokens
+        budget = self.rows * longest * shapes.packed[not supervised]
         drawn = {"prompts_per_step": shapes.prompts * self.gpus, "group_size": shapes.group}
         tree: dict[str, Any] = {
             "algorithm": {
@@ -181,7 +183,7 @@ class Bench:
                 "packing": True,
                 "share_prompts": not supervised,
                 "backend": {"type": "dtensor", "keep_gathered": True},
-                "micro_batch_tokens": self.rows * longest * shapes.packed[not supervised],
+                "micro_batch_tokens": budget,
                 "logprobs": {"impl": "triton" if on_gpu else "chunked", "one_pass": True},
                 "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0},
             },
@@ -198,7 +200,8 @@ class Bench:
             "cluster": {"gpus_per_node": self.gpus} if on_gpu else {"cpu_ranks": self.gpus},
         }
         for override in (*LEVERS[lever], *self.overrides):
-            tree = overridden(tree, override.replace("ROWS", str(self.rows)))
+            filled = override.replace("ROWS", str(self.rows)).replace("HALF", str(budget // 2))
+            tree = overridden(tree, filled)
         return OwnRunConfig.model_validate(tree).model_dump(mode="json")
 
     def of_abrun(self, lever: str) -> dict[str, Any]:

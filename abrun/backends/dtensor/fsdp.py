@@ -45,7 +45,8 @@ def shard(
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=(lambda parameter: Shard(dim)) if dim else None,
     )
-    sharded.set_gradient_divide_factor(1.0)
+    if mesh.size() > 1:  # one rank has nothing to average over, and would divide by the factor
+        sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
 
 
