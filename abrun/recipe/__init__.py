@@ -215,7 +215,7 @@ class Open:
 OPEN = {
     CHECKPOINTING: Open(values=("none", "selective", "full"), instead="none, selective or full"),
     KEEP_GATHERED: Open(values=(True, False), instead="true or false"),
-    MICRO_BATCH_TOKENS: Open(values=(16_384, 8_192), instead="a number such as 16384"),
+    MICRO_BATCH_TOKENS: Open(values=(32_768, 16_384, 8_192), instead="a number such as 16384"),
 }
 
 

@@ -339,7 +339,7 @@ class OpenPolicy(Policy):
     """A recipe's policy may leave open what a launch decides; a run's never does."""
 
     backend: Annotated[OpenDtensor | Megatron, Field(discriminator="type")] = OpenDtensor()
-    # With packing: at most so many a microbatch, or one sequence. auto: 16384, or the longest sequence, or as
+    # With packing: at most so many a microbatch, or one sequence. auto: 32768, or the longest sequence, or as
     # many less as all arms' memory demands
     micro_batch_tokens: Annotated[Count | Literal["auto"] | None, BeforeValidator(_count_or_auto)] = None
     # What the backward pass computes again of each layer: nothing, what `compile` has compiled (all but

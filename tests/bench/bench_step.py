@@ -41,7 +41,7 @@ from typing import Any
 
 from charts import chart  # pyright: ignore[reportMissingImports]
 from random_model import make_model  # pyright: ignore[reportMissingImports]
-from step_parts import PARTS, STEPS, shares  # pyright: ignore[reportMissingImports]
+from step_parts import STEPS, shares  # pyright: ignore[reportMissingImports]
 
 PEAK_FLOPS = 989e12
 HERE = Path(__file__).parent
@@ -309,9 +309,7 @@ def measure(bench: Bench, names: list[str]) -> dict[str, dict[str, float]]:
             continue
         trl = next((found[one] for one in TRL if one in found), None)
         print(shown(bench, name, found[name], trl), flush=True)
-    parts = {name: shares(row) for name, row in found.items()}
-    present = [part for part in PARTS if any(of_one[part] for of_one in parts.values())]
-    return {name: {part: of_one[part] for part in present} for name, of_one in parts.items()}
+    return {name: shares(row) for name, row in found.items()}
 
 
 def main() -> None:
@@ -352,7 +350,9 @@ def main() -> None:
     if asked.algorithm != "sft":
         print(PUBLISHED)
     for name, of_one in parts.items():
-        print(f"{name:22s} " + ", ".join(f"{part} {seconds:.3f}" for part, seconds in of_one.items()))
+        print(
+            f"{name:22s} " + ", ".join(f"{part} {seconds:.3f}" for part, seconds in of_one.items() if seconds)
+        )
     if asked.chart and parts:
         chart(parts, asked.chart, "s a step")
 

@@ -11,7 +11,7 @@ COLUMNS = 4  # of the legend
 
 
 def chart(parts: Mapping[str, Mapping[str, float]], file: Path, unit: str) -> None:
-    """A bar a candidate of its parts, as `file`.png and `file`.svg."""
+    """A bar a candidate of its parts, as `file`.png and `file`.svg; what is 0 for all keeps its colour."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -23,10 +23,14 @@ def chart(parts: Mapping[str, Mapping[str, float]], file: Path, unit: str) -> No
     left = dict.fromkeys(parts, 0.0)
     for name, colour in zip(names, COLOURS * 2, strict=False):
         widths = [of_one.get(name, 0.0) for of_one in parts.values()]
+        if not any(widths):
+            continue
         ax.barh(list(parts), widths, left=list(left.values()), color=colour, label=name)
         left = {one: left[one] + width for one, width in zip(parts, widths, strict=True)}
     for row, total in enumerate(left.values()):
-        ax.annotate(f"{total:.3g}", (total, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        ax.annotate(
+            f"{total:#.3g}", (total, row), (4, 0), textcoords="offset points", va="center", fontsize=9
+        )
     ax.margins(x=0.08)
     ax.invert_yaxis()
     ax.set_xlabel(unit)

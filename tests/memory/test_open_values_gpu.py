@@ -77,7 +77,8 @@ def test_what_runs_out_of_memory_is_measured_and_not_chosen(monkeypatch: pytest.
     )
     one = decide(recipe, "7GiB", here=True)[MICRO_BATCH_TOKENS]
     print(one["why"])
-    large, small = (trial["measured"] for trial in one["candidates"])
-    assert large["out_of_memory"] in ("forward", "backward") and large["peak_bytes"] <= 7 * GIB
+    *larger, small = (trial["measured"] for trial in one["candidates"])
+    for large in larger:
+        assert large["out_of_memory"] in ("forward", "backward") and large["peak_bytes"] <= 7 * GIB
     assert small["out_of_memory"] is None and one["value"] == 8192
     assert small["peak_bytes"] == pytest.approx(5.19 * GIB, rel=0.1)
