@@ -445,7 +445,8 @@ def test_what_was_decided_together_is_said_once_and_resumed(
     why = (
         "auto is none, false, 8192: predicted peaks of the last 3 of 6 tried: 282.1 GiB (baseline), 282.1 "
         "GiB (treatment) with none, false, 32768; 151.1 GiB (baseline), 151.1 GiB (treatment) with none, "
-        "false, 16384; 85.5 GiB (baseline), 85.5 GiB (treatment) with none, false, 8192, and a device has 100.0 GiB"
+        "false, 16384; 85.5 GiB (baseline), 85.5 GiB (treatment) with none, false, 8192, and a device has "
+        "100.0 GiB"
     )
     assert code == 0 and said.count(f"{keys}: {why}") == 1
     experiment_dir = tmp_path / "runs" / "small"
