@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from abrun.errors import AbrunError
@@ -12,6 +13,7 @@ from abrun.recipe import OwnRunConfig, PolicyGradientSettings
 from abrun.tasks import make_task
 
 MOST_EXAMPLES = 4096  # of a task, among which the longest is looked for
+AT_ONCE = 256  # of their texts
 
 
 def longest(config: OwnRunConfig) -> int:
@@ -19,14 +21,20 @@ def longest(config: OwnRunConfig) -> int:
     sampled = config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
     text, task = load_text(config.model, weights=None), make_task(config.task)
     examples = task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MOST_EXAMPLES))
-    prompts = text.encode_prompts([example.prompt for example in examples])
+    prompts = _lengths(text.encode_prompts, [example.prompt for example in examples])
     completions = [sampled] * len(examples)
     if not sampled:
-        chosen = text.encode_completions([example.completion for example in examples])
-        rejected = text.encode_completions([example.rejected for example in examples])
-        completions = [max(map(len, pair)) for pair in zip(chosen, rejected, strict=True)]
-    most = max(len(prompt) + length for prompt, length in zip(prompts, completions, strict=True))
+        chosen = _lengths(text.encode_completions, [example.completion for example in examples])
+        rejected = _lengths(text.encode_completions, [example.rejected for example in examples])
+        completions = list(map(max, chosen, rejected))
+    most = max(map(sum, zip(prompts, completions, strict=True)))
     return min(most, text.max_positions or most)
+
+
+def _lengths(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> list[int]:
+    """Of each text its tokens' number, a part of the texts after the other: tokens take much more memory."""
+    starts = range(0, len(texts), AT_ONCE)
+    return [len(one) for start in starts for one in encode(texts[start : start + AT_ONCE])]
 
 
 def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:

@@ -22,6 +22,9 @@ from abrun.models.sources import loading, source_of
 from abrun.recipe import Model
 from abrun.recipe.refusals import shortened
 
+ENCODING, DECODING = ("__call__", "_encode_plus", "apply_chat_template"), ("decode", "_decode")
+AT_ONCE = 256  # texts, of each of whose tokens the library keeps some 100 bytes until the last is done
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
@@ -43,7 +46,7 @@ class Text:
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         """Token ids of prompts, as a user's turn where the tokenizer has a chat template; at least one each.
 
-        All at once, which takes all cores and leaves Python to other threads. Raises RecipeError where a
+        Many at once, which takes all cores and leaves Python to other threads. Raises RecipeError where a
         prompt has none: nothing would stand before the completion's first token.
         """
         if self.tokenizer.chat_template:
@@ -65,40 +68,44 @@ class Text:
         return found
 
     def encode_completions(self, completions: Sequence[str]) -> list[list[int]]:
-        """Token ids of completions, each with the token that ends it; all at once, as prompts are."""
+        """Token ids of completions, each with the token that ends it; many at once, as of prompts."""
         end = self.tokenizer.eos_token_id
         ending = [end] if isinstance(end, int) else []
         found = self._asked(self.tokenizer, completions, add_special_tokens=False)
         return [[*token_ids, *ending] for token_ids in found]
 
     def decode(self, completions: Sequence[list[int]]) -> list[str]:
-        """The texts of completions, without special tokens; all at once, as prompts are encoded."""
-        if not completions:  # which transformers takes for one of no tokens
-            return []
+        """The texts of completions, without special tokens; many at once, as prompts are encoded."""
         tokenizer: Any = self.tokenizer
-        decode = tokenizer.batch_decode  # one after the other
-        if _decodes_as_it_stands(tokenizer):
-            decode = tokenizer.backend_tokenizer.decode_batch
         with self._asks:
-            return decode(list(completions), skip_special_tokens=True)
+            if completions and _is_stock(tokenizer, DECODING) and not tokenizer.clean_up_tokenization_spaces:
+                # transformers' own takes one after the other
+                return tokenizer.backend_tokenizer.decode_batch(list(completions), skip_special_tokens=True)
+            return [str(tokenizer.decode(one, skip_special_tokens=True)) for one in completions]
 
     def _asked(self, ask: Callable[..., Any], texts: Sequence[Any], **settings: Any) -> list[list[int]]:
         """What a tokenizer makes of each text."""
-        if not texts:  # which tokenizers fail at
-            return []
-        with self._asks:
-            return ask(list(texts), **settings)["input_ids"]
+        found: list[list[int]] = []
+        if _is_stock(self.tokenizer, ENCODING):
+            for start in range(0, len(texts), AT_ONCE):
+                with self._asks:
+                    found += ask(list(texts[start : start + AT_ONCE]), **settings)["input_ids"]
+            return found
+        for text in texts:
+            with self._asks:
+                found.append(list(ask(text, **settings)["input_ids"]))
+        return found
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer as a Hugging Face checkpoint has it."""
         self.tokenizer.save_pretrained(directory)
 
 
-def _decodes_as_it_stands(tokenizer: Any) -> bool:
-    """Whether transformers adds nothing to what the Rust library decodes."""
-    own = (getattr(type(tokenizer), name, None) for name in ("decode", "_decode"))
-    stock = (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
-    return tuple(own) == stock and not tokenizer.clean_up_tokenization_spaces
+def _is_stock(tokenizer: Any, names: Sequence[str]) -> bool:
+    """Whether these are methods of transformers' own on Rust's: others may take but one text, or take one
+    otherwise, such as CodeLlama's, which fills in the middle."""
+    own = (getattr(getattr(tokenizer, name, None), "__func__", None) for name in names)
+    return all(of is getattr(PreTrainedTokenizerFast, name) for of, name in zip(own, names, strict=True))
 
 
 def load_text(model: Model, *, weights: Path | None) -> Text:

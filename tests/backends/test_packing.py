@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
+from abrun.backends import attention
 from abrun.backends.context import Span
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.microbatches import Microbatches, _dealt_rows, _Rows, dealt
@@ -45,6 +46,19 @@ def lengths(batch: Sequences) -> Tensor:
 
 def stream_of(mask: Tensor) -> Packing:
     return packing_of(sequence_lengths(mask).tolist(), mask.shape[1], mask.device)
+
+
+def test_layers_are_handed_one_packing(monkeypatch: pytest.MonkeyPatch, group: None) -> None:
+    """FSDP goes through a dataclass among a layer's arguments, and copies it with all of its tensors."""
+    seen, apart = list[Any](), attention._apart
+
+    def noted(*given: Any, **more: Any) -> Any:
+        seen.append(given[5])
+        return apart(*given, **more)
+
+    monkeypatch.setattr(attention, "_apart", noted)
+    make_backend(packing=True).logprobs(some_batch())
+    assert len(seen) > 1 and isinstance(seen[0], Packing) and all(one is seen[0] for one in seen)
 
 
 def test_a_stream_by_hand() -> None:

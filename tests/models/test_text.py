@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CodeLlamaTokenizer
 
 from abrun.errors import RecipeError
 from abrun.models import Text, character_tokenizer, load_text
+from abrun.models import text as of_texts
 from abrun.models.families import positions_of
+from abrun.models.presets import CharacterTokenizer
 from abrun.recipe import Model
 from tests.models.architectures import tiny_config, tiny_network
 
@@ -191,11 +193,11 @@ def test_a_tokenizer_is_asked_by_one_thread_at_a_time() -> None:
         chat_template = eos_token_id = pad_token_id = None
         asked = False
 
-        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-            return {"input_ids": self.answered([[len(text)] for text in texts])}
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": self.answered([len(text)])}
 
-        def batch_decode(self, sequences: list[list[int]], **_: Any) -> list[str]:
-            return self.answered(["text"] * len(sequences))
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            return self.answered("text")
 
         def answered(self, answer: Any) -> Any:
             assert not self.asked
@@ -225,3 +227,40 @@ def test_texts_are_decoded_together_as_transformers_decodes_each(cleans: bool) -
     each = [text.tokenizer.decode(one, skip_special_tokens=True) for one in said]
     assert text.decode(said) == each and (each[0] == "So, it is 2.") == cleans
     assert text.decode([]) == []
+
+
+def test_more_texts_than_are_encoded_at_once_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_texts, "AT_ONCE", 3)
+    text, texts = preset(), [str(number) for number in range(10)]
+    assert text.encode_prompts(texts) == [encoded(text, one) for one in texts]
+
+
+def test_what_a_tokenizer_pads_and_cuts_by_itself_is_neither() -> None:
+    text = preset()
+    rust: Any = text.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    rust.enable_padding(length=16, direction="left")
+    rust.enable_truncation(5)
+    assert list(map(len, text.encode_prompts(["a", "abcdefg"]))) == [1, 7]
+
+
+def test_a_tokenizer_that_takes_one_text_otherwise_is_asked_for_each() -> None:
+    """CodeLlama's fills in the middle of one text, and of no list."""
+    tokens = ["<unk>", "<s>", "</s>", "\u2581<PRE>", "\u2581<MID>", "\u2581<SUF>", "\u2581<EOT>", "<FILL_ME>"]
+    vocabulary = {token: at for at, token in enumerate([*tokens, "\u2581", "a", "b", "c"])}
+    tokenizer: Any = CodeLlamaTokenizer(vocab=vocabulary, merges=[])
+    text = Text(tokenizer=tokenizer, end_ids=frozenset({2}), max_positions=None)
+    texts = ["ab <FILL_ME> c", "abc"]
+    each = [tokenizer(one)["input_ids"] for one in texts]
+    assert text.encode_prompts(texts) == each and vocabulary["\u2581<PRE>"] in each[0]
+    assert tokenizer(texts)["input_ids"] != each
+
+
+def test_a_tokenizer_that_decodes_one_text_otherwise_is_asked_for_each() -> None:
+    class Stripping(CharacterTokenizer):
+        def decode(self, token_ids: Any, *_: Any, **settings: Any) -> Any:
+            return str(super().decode(token_ids, **settings)).strip()
+
+    rust = character_tokenizer().backend_tokenizer
+    tokenizer = Stripping(tokenizer_object=rust, eos_token="<eos>")
+    text = Text(tokenizer=tokenizer, end_ids=frozenset({1}), max_positions=None)
+    assert text.decode(text.encode_completions([" a ", "b"])) == ["a", "b"]

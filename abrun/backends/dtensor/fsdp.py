@@ -178,7 +178,7 @@ class ShardedParameters:
         self._settings = optimizer
         # What the optimizer sees of them, as it takes each number by itself: DTensor needs as long to hand on
         # its step as a GPU to do it.
-        self._own = {name: _local(parameter) for name, parameter in parameters.items()}
+        self._own = {name: _local(parameter) for name, parameter in parameters.items()} if optimizer else {}
         self._optimizer = _adamw(self._own.values(), optimizer) if optimizer else None
 
     @torch.no_grad()
