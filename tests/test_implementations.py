@@ -22,7 +22,7 @@ from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
 from abrun.implementations import BACKENDS, ENGINES
 from abrun.kernels import linear_logprobs
-from abrun.models import Text, load_network, save_network
+from abrun.models import Text, cache_name, load_network, save_network
 from abrun.recipe import OwnRunConfig, Ppo
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts
@@ -141,10 +141,11 @@ class PlainBackend:
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
         def decode(token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any) -> Any:
+            name = cache_name(self._network)
             out = self._network(
-                token_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache
+                token_ids, attention_mask=attention_mask, position_ids=position_ids, **{name: cache}
             )
-            return out.logits[:, -1], out.past_key_values
+            return out.logits[:, -1], getattr(out, name)
 
         yield Decoder(step=decode, in_place=False, collective=False)
 

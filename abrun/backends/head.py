@@ -18,6 +18,7 @@ from abrun.kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
+from abrun.models import cache_name
 from abrun.recipe import Filters, Logprobs
 from abrun.rl.sampling import filtered_logprobs
 
@@ -97,14 +98,15 @@ class Head:
         cache: Any,
     ) -> tuple[Tensor, Any]:
         """The next tokens' logits on a transformers body, and its cache; see abrun.backends.Decoder."""
+        name = cache_name(base)
         output = base(
             input_ids=token_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
+            **{name: cache},
             use_cache=True,
         )
-        return self.logits(output.last_hidden_state[:, -1], weight), output.past_key_values
+        return self.logits(output.last_hidden_state[:, -1], weight), getattr(output, name)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         dtype = self._dtype or weight.dtype

@@ -11,7 +11,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from abrun.errors import RecipeError
-from abrun.models.families import Facts, refused
+from abrun.models.families import Facts, cache_name, refused
 from abrun.models.in_place import Places, attention_in_place, may_be_in_place
 
 NUM_TOKENS, NUM_COMMON = 8, 5  # of two rows; how many of them the rows have in common
@@ -108,6 +108,7 @@ def _decoded(base: nn.Module, tokens: Tensor, *, in_place: bool = False) -> Tens
     inputs = torch.stack(
         [row[:width].roll(width - length) for row, length in zip(tokens, PROMPT_LENGTHS, strict=True)]
     )
+    name = cache_name(base)
     cache: Any = None
     hidden = []
     for step in range(NUM_STEPS):
@@ -118,10 +119,10 @@ def _decoded(base: nn.Module, tokens: Tensor, *, in_place: bool = False) -> Tens
             input_ids=inputs,
             attention_mask=cache.mask if in_place and step else mask,
             position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, -inputs.shape[1] :],
-            past_key_values=cache,
+            **{name: cache},
             use_cache=True,
         )
-        cache = output.past_key_values
+        cache = getattr(output, name)
         if in_place and step:
             cache.advance()
         hidden.append(output.last_hidden_state[:, -1])

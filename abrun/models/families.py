@@ -4,6 +4,7 @@ A published model is more than weights: its logits may be scaled or soft-capped,
 several towers. Nothing here is tried out; `checks` compares it with what the network itself computes.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,6 +83,17 @@ def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name in module._non_persistent_buffers_set
     }
     return ((name, buffer) for name, buffer in network.named_buffers() if name not in transient)
+
+
+def cache_name(network: nn.Module) -> str:
+    """What a network calls the keys and values of earlier tokens, among its arguments and its outputs."""
+    return _cache_name(type(network))
+
+
+@functools.cache
+def _cache_name(kind: type[nn.Module]) -> str:
+    """transformers 5.24 has another name for it than before, and warns of the old one."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def attends_to_all(config: Any) -> bool:

@@ -1,5 +1,6 @@
 """Families known by facts: the trainer's logits are the network's own, or the network is refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -181,8 +182,8 @@ def test_a_cache_decodes_what_one_pass_gives(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mamba", "no attribute 'past_key_values'"),
-        ("openai-gpt", "no attribute 'past_key_values'"),
+        ("mamba", "no attribute 'past_key_values'|differ"),  # since transformers 5.24 it takes a cache
+        ("openai-gpt", "no attribute '(past_key_values|cache)'"),
         ("bart", "differ"),  # its positions count from the padding
     ],
 )
@@ -190,7 +191,7 @@ def test_what_the_torch_engine_would_sample_wrongly_is_refused(kind: str, reason
     network = tiny_network(kind)
     with pytest.raises(RecipeError, match=r"^rollout\.engine: got 'torch' with ") as caught:
         check_decoding(network, facts_of(network))
-    assert reason in str(caught.value) and "\n" not in str(caught.value)
+    assert re.search(reason, str(caught.value)) and "\n" not in str(caught.value)
 
 
 class Noise(nn.Module):
