@@ -46,6 +46,7 @@ def _run(words: list[str]) -> None:
 
     np.random.seed()  # which was at its import; Python's own is by the fork
     sys.argv = words
+    sys.modules.pop(f"{words[0]}.__main__", None)  # else a warning says in the run's log that it is there
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -96,6 +97,8 @@ def test_they_train_as_processes_of_their_own_bit_for_bit(
             assert np.array_equal(found[key].values, expected[key].values), key
         expected, found = (run.environment() or {} for run in (own, copied))
         assert found and found == expected
+        logs = [(run.path / "stdout.log").read_text() for run in (own, copied)]
+        assert len({re.sub("pid [0-9]+", "pid", log) for log in logs}) == 1
 
 
 def test_where_the_server_is_killed_its_runs_begin_again(
