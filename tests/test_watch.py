@@ -175,8 +175,9 @@ def test_the_runs_of_a_seed_stand_together_whatever_their_order(tmp_path: Path) 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_tokens_a_second_and_elapsed_times_are_shown_where_there_is_room(tmp_path: Path, width: int) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=1)
-    rate = {"performance__tokens_per_sec_per_gpu": 4321.6, "time_s": time.time()}
-    add_steps(experiment_dir / "baseline" / "seed-0", 2, 2, **rate)
+    for step, rate in ((2, 4321.6), (3, 9000.0), (4, 10.0)):  # the median's, as of step times
+        row = {"performance__tokens_per_sec_per_gpu": rate, "time_s": time.time()}
+        add_steps(experiment_dir / "baseline" / "seed-0", step, step, **row)
     text = drawn(experiment_dir, width)
     assert ("tokens/s" in text, "4,322" in text) == (width > 130, width > 130)
     assert ("elapsed" in text.splitlines()[2]) == (width > 100)

@@ -17,6 +17,7 @@ from abrun.layout import RunName
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
 from abrun.store import RunState
 
+TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
 READ_WHOLE = 1 << 16  # bytes of a run's metrics, at first
 READ_AT_FIRST = 1 << 24  # of all runs' together
 NUM_SKIMMED = 32  # rows of a longer file: a sparkline has at most 40 characters
@@ -42,6 +43,7 @@ class WatchedRun:
     curves: dict[str, list[float]] = field(default_factory=dict)  # of CURVES, in step order
     latest: dict[str, Any] = field(default_factory=dict)
     step_time_s: float | None = None  # median of the last ten
+    tokens_per_s: float | None = None  # a device; the same
     start_up_s: float | None = (
         None  # of the last attempt: from its process to its first step, once there is one
     )
@@ -104,6 +106,7 @@ class _Follower:
         self._curves: dict[str, dict[int, float]] = {key: {} for key in CURVES}
         self._latest: dict[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=10)
+        self._rates: deque[float] = deque(maxlen=10)
         self._first: dict[str, Any] = {}  # row of the latest attempt
         self._peak_bytes: float | None = None
 
@@ -116,6 +119,7 @@ class _Follower:
             curves={key: [values[step] for step in sorted(values)] for key, values in self._curves.items()},
             latest=self._latest,
             step_time_s=statistics.median(self._step_times) if self._step_times else None,
+            tokens_per_s=statistics.median(self._rates) if self._rates else None,
             start_up_s=_start_up_s(state, self._first),
             peak_bytes=self._peak_bytes,
         )
@@ -140,6 +144,8 @@ class _Follower:
                 values[step // self._stride] = row[key]
         if isinstance(row.get(STEP_TIME), int | float):
             self._step_times.append(row[STEP_TIME])
+        if isinstance(row.get(TOKENS_PER_S), int | float):
+            self._rates.append(row[TOKENS_PER_S])
         if row.get("attempt") != self._latest.get("attempt") or not self._first:
             # Which row an attempt began with is not known of those that were skimmed, but for the first
             self._first = {} if self._latest and self._stride > 1 else row

@@ -23,7 +23,6 @@ COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "
 COLOURS |= {"starting": "blue"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 TO_COME = "·"  # where a curve will be
-TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +171,7 @@ def _columns(followed: str, width: int) -> list[_Column]:
     ]
     if width >= VERY_WIDE:
         rate = "tokens/s\na device"
-        columns.append(
-            _Column(heading=rate, cell=lambda run: _rate(run.latest.get(TOKENS_PER_S)), recorded=True)
-        )
+        columns.append(_Column(heading=rate, cell=lambda run: _rate(run.tokens_per_s), recorded=True))
     if wide:
         columns.append(_Column(heading="\nelapsed", cell=lambda run: _clock(run.elapsed_s)))
     return [*columns, _Column(heading="\nETA", cell=lambda run: _clock(run.eta_s))]
@@ -262,7 +259,7 @@ def summary(name: str, runs: Sequence[WatchedRun]) -> RenderableType:
 def _of_arm(runs: Sequence[WatchedRun], followed: str) -> list[str]:
     counts = Counter(run.status for run in runs)
     last = [run.latest[followed] for run in runs if isinstance(run.latest.get(followed), int | float)]
-    rates = [run.latest[TOKENS_PER_S] for run in runs if isinstance(run.latest.get(TOKENS_PER_S), float)]
+    rates = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
     times = [run.step_time_s for run in runs if run.step_time_s is not None]
     peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
     return [
