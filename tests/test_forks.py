@@ -35,7 +35,7 @@ def asked_until_ready(modules: list[str], env: dict[str, str]) -> ForkServer:
     return server
 
 
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

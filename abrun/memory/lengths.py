@@ -9,11 +9,11 @@ from abrun.errors import AbrunError
 from abrun.launch.probe import read_job, row_writer
 from abrun.memory.step import own_sequences
 from abrun.models import config_of, load_text, positions_of
+from abrun.models.text import AT_ONCE
 from abrun.recipe import OwnRunConfig, PolicyGradientSettings
 from abrun.tasks import make_task
 
 MOST_EXAMPLES = 4096  # of a task, among which the longest is looked for
-AT_ONCE = 256  # of their texts
 
 
 def longest(config: OwnRunConfig) -> int:

@@ -45,9 +45,8 @@ from abrun.recipe import (
 
 ASLEEP_BYTES = GIB // 4  # of vLLM on the same device, while the trainer works (docs/measured.md)
 LEAST_TOKENS = 1024  # of a microbatch: below, weights and their optimizer take what there is
-MEASURED_MARGIN = (
-    0.05  # of a device: what a measured peak leaves free, to fragmentation and to what is not torch's
-)
+# Of a device: what a measured peak leaves free, to fragmentation and to what is not torch's.
+MEASURED_MARGIN = 0.05
 MOST_TOLD = 3  # candidates of a line
 
 Say = Callable[[str], object]

@@ -7,7 +7,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from abrun.processes.forks import Copy, ForkServer
 from abrun.recipe import load_recipe
 from abrun.train import forked
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
-from tests.test_forks import lives
+from tests.test_forks import lives, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
 SMALL = Path(__file__).parent / "small.yaml"
@@ -58,13 +57,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(ForkServer, "fork", noted)
     return found
-
-
-def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def servers_below(pid: int) -> list[int]:
