@@ -170,6 +170,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["memory-profile", *HEAD, "--device-memory", "h100"], "--device-memory: got no recipe"),
         (["memory-profile", *HEAD, "--no-rollouts"], "--no-rollouts: got no recipe"),
         (["memory-profile"], "memory-profile: got no recipe; give one, or --hidden and --vocab"),
+        (["memory-profile", "--predict"], "--predict: got no recipe to go with it; give one, or drop"),
         (["status", "x" * 5000], "File name too long"),
         (["launch", SMALL, "--set", "=1"], "--set: got '=1'; allowed: key=value"),
         (["launch", SMALL, "--set", "steps="], "steps: got null; allowed: a whole number"),

@@ -86,13 +86,13 @@ class Head:
 
 def head_of(hidden: int | None, vocab: int | None, given: Sequence[str]) -> Head:
     """The head that is asked for without a recipe. `given`: options that need one. Raises RecipeError."""
+    if given:
+        raise RecipeError(f"{given[0]}: got no recipe to go with it; give one, or drop {given[0]}")
     if hidden is None or vocab is None:
         raise RecipeError(
             "memory-profile: got no recipe; give one, or --hidden and --vocab for a log-prob head alone, "
             "such as --hidden 4096 --vocab 151936"
         )
-    if given:
-        raise RecipeError(f"{given[0]}: got no recipe to go with it; give one, or drop {given[0]}")
     return Head(hidden_size=hidden, vocab_size=vocab)
 
 
