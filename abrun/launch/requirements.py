@@ -26,6 +26,7 @@ from abrun.recipe import (
     OwnRunConfig,
     ReasoningGym,
     RunConfig,
+    Validation,
     dtensor_misfit,
     invocation,
     megatron_misfit,
@@ -35,6 +36,7 @@ from abrun.recipe import (
     vllm_misfit,
     vllm_refusal,
 )
+from abrun.tasks import hold_out
 
 if TYPE_CHECKING:
     from abrun.tasks.problems import FileConfig
@@ -201,15 +203,19 @@ def _missing_command(config: CommandRunConfig) -> Iterator[str]:
 
 
 def _missing_files(config: OwnRunConfig) -> Iterator[str]:
-    """Files of the recipe, but the model's, that are not on this machine."""
+    """Files of the recipe, but the model's, that are not on this machine, or not as the recipe needs them."""
     task = config.task
-    if isinstance(task, ReasoningGym) and importlib.util.find_spec("reasoning_gym") is None:
-        yield "task.type: got 'reasoning_gym' without the package; pip install 'abrun[reasoning]'"
-    if not isinstance(task, GENERATED):
-        held_out = config.validation.path if config.validation else None
-        for field, path in (("task.path", task.path), ("validation.path", held_out)):
-            yield from _unreadable_problems(task, path, field) if path else ()
-        yield from _missing_verifier(getattr(task, "verifier", None))
+    try:
+        if isinstance(task, ReasoningGym):
+            if importlib.util.find_spec("reasoning_gym") is None:
+                yield "task.type: got 'reasoning_gym' without the package; pip install 'abrun[reasoning]'"
+        elif not isinstance(task, GENERATED):
+            _look_at_problems(task, config.validation)
+        elif config.validation:
+            hold_out(task, config.validation)
+    except RecipeError as error:
+        yield str(error)
+    yield from _missing_verifier(getattr(task, "verifier", None))
     if config.checkpoint.start_from is not None:
         yield from _not_to_start_from(config.checkpoint.start_from, config.steps)
 
@@ -296,13 +302,17 @@ def shape_of(model: Model) -> Mapping[str, Any]:
         return {}
 
 
-def _unreadable_problems(task: "FileConfig", path: str, field: str) -> Iterator[str]:
+def _look_at_problems(task: "FileConfig", validation: Validation | None) -> None:
+    """Raises RecipeError for files that runs would refuse; of long ones, as far as their first lines tell."""
     from abrun.tasks.problems import look_at_problems
 
-    try:
-        look_at_problems(task, path, field)
-    except RecipeError as error:
-        yield str(error)
+    trained = look_at_problems(task, task.path, "task.path")
+    if validation:
+        path = validation.path
+        source = look_at_problems(task, path, "validation.path") if path else trained
+        held_out = source.held_out(validation.num_prompts) if source else []
+        if trained:
+            trained.without(frozenset(example.prompt for example in held_out))
 
 
 def _missing_verifier(verifier: str | None) -> Iterator[str]:

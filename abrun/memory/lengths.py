@@ -2,39 +2,25 @@
 
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from abrun.errors import AbrunError
 from abrun.launch.probe import read_job, row_writer
 from abrun.memory.step import own_sequences
 from abrun.models import config_of, load_text, positions_of
-from abrun.models.text import AT_ONCE
-from abrun.recipe import OwnRunConfig, PolicyGradientSettings
+from abrun.recipe import OwnRunConfig
 from abrun.tasks import make_task
+from abrun.train.data import longest_of, new_tokens
 
 MOST_EXAMPLES = 4096  # of a task, among which the longest is looked for
 
 
 def longest(config: OwnRunConfig) -> int:
     """Tokens of the longest sequence to expect of a run."""
-    sampled = config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
     text, task = load_text(config.model, weights=None), make_task(config.task)
     examples = task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MOST_EXAMPLES))
-    prompts = _lengths(text.encode_prompts, [example.prompt for example in examples])
-    completions = [sampled] * len(examples)
-    if not sampled:
-        chosen = _lengths(text.encode_completions, [example.completion for example in examples])
-        rejected = _lengths(text.encode_completions, [example.rejected for example in examples])
-        completions = list(map(max, chosen, rejected))
-    most = max(map(sum, zip(prompts, completions, strict=True)))
+    most = max(longest_of(text, examples, new_tokens(config)))
     return min(most, text.max_positions or most)
-
-
-def _lengths(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> list[int]:
-    """Of each text its tokens' number, a part of the texts after the other: tokens take much more memory."""
-    starts = range(0, len(texts), AT_ONCE)
-    return [len(one) for start in starts for one in encode(texts[start : start + AT_ONCE])]
 
 
 def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:

@@ -50,8 +50,8 @@ class ProblemFile:
         """The last `count` problems of the file."""
         if count > len(self.problems):
             raise RecipeError(
-                f"validation.num_prompts: got {count}; {self.field}, {self.path}, has {len(self.problems)} "
-                "problems: use at most that many"
+                f"validation.num_prompts: got {count}; {self.field}, {self.path}, has "
+                f"{len(self.problems)} problem{'' if len(self.problems) == 1 else 's'}: use at most that many"
             )
         return self.problems[-count:]
 
@@ -81,12 +81,14 @@ def read_problems(config: FileConfig, path: str, field: str) -> ProblemFile:
     return ProblemFile(path=path, field=field, problems=problems)
 
 
-def look_at_problems(config: FileConfig, path: str, field: str) -> None:
-    """Raises what read_problems would of the first lines of the file, in a moment however long it is."""
+def look_at_problems(config: FileConfig, path: str, field: str) -> ProblemFile | None:
+    """What read_problems gives or raises; of a long file only what its first lines make it raise."""
     content = _content(path, field, FIRST_BYTES)
-    whole = content[: content.rfind(b"\n") + 1] if len(content) == FIRST_BYTES else content
-    if whole or not content:
-        _problems(config, whole, path, field)
+    if len(content) < FIRST_BYTES:
+        return ProblemFile(path=path, field=field, problems=_problems(config, content, path, field))
+    if lines := content[: content.rfind(b"\n") + 1]:
+        _problems(config, lines, path, field)
+    return None
 
 
 def _problems(config: FileConfig, content: bytes, path: str, field: str) -> list[Example]:

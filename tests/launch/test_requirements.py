@@ -227,19 +227,41 @@ def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path
     os.mkfifo(tmp_path / "pipe.jsonl")
     for task, validation, part in (
         ("gone", "here", "task.path: got "),
-        ("here", "gone", "validation.path: got "),
+        ("long", "gone", "validation.path: got "),
         ("pipe", "here", "not a regular file; give a JSON-lines file"),
-        ("here", "bad", "bad.jsonl, line 2: answer without a line '#### <number>'"),
+        ("long", "bad", "bad.jsonl, line 2: answer without a line '#### <number>'"),
         ("half", "here", "half.jsonl, line 1: 'utf-8' codec can't encode character '\\ud800'"),
         ("deep", "here", "deep.jsonl, line 1: nested too deeply"),
         ("long", "here", None),
     ):
         files = [
             f"task={{type: gsm8k, path: {tmp_path / task}.jsonl}}",
-            f"validation={{every: 1, path: {tmp_path / validation}.jsonl}}",
+            f"validation={{every: 1, num_prompts: 1, path: {tmp_path / validation}.jsonl}}",
         ]
         line = refused(make_plan(load_recipe(SMALL, files)), Machine(gpus=(), cores=1))
         assert (part is None) == (line is None) and (part or "") in str(line)
+
+
+def test_what_validation_holds_out_has_to_be_there(tmp_path: Path) -> None:
+    line = '{"question": "%s?", "answer": "#### 6"}\n'
+    (tmp_path / "six.jsonl").write_text("".join(line % number for number in range(6)))
+    (tmp_path / "two.jsonl").write_text("".join(line % number for number in range(2)))
+    (tmp_path / "long.jsonl").write_text("".join(line % number for number in range(40_000)))
+
+    def found(validation: str, task: str = "six") -> str | None:
+        source = f"type: gsm8k, path: {tmp_path / task}.jsonl" if task else "type: arithmetic, max_operand: 5"
+        recipe = load_recipe(SMALL, [f"task={{{source}}}", f"validation={{every: 1, {validation}}}"])
+        return refused(make_plan(recipe), Machine(gpus=(), cores=1))
+
+    assert found("num_prompts: 5") is None
+    assert "validation.num_prompts: got 7; task.path, " in (found("num_prompts: 7") or "")
+    assert "validation: holds out every problem of task.path, " in (found("num_prompts: 6") or "")
+    assert found(f"num_prompts: 2, path: {tmp_path}/two.jsonl") is None
+    short = found(f"num_prompts: 3, path: {tmp_path}/two.jsonl", "long") or ""
+    assert "validation.num_prompts: got 3; validation.path, " in short
+    assert found("num_prompts: 50000", "long") is None  # of which a look reads the first lines
+    assert found("num_prompts: 8", "") is None
+    assert "validation.num_prompts: got 64; the task has about 36 " in (found("num_prompts: 64", "") or "")
 
 
 def test_the_module_of_a_verifier_has_to_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
