@@ -192,6 +192,22 @@ def test_run_directories_of_abrun(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_an_experiment_is_no_arm(tmp_path: Path) -> None:
+    """Runs of several arms would be pooled as seeds of one."""
+    for name, first in (("old", 0), ("new", 0), ("later", 2)):
+        for arm in ("baseline", "fused"):
+            for seed in (first, first + 1):
+                _stored(tmp_path / name / arm / f"seed-{seed}", arm, seed)
+    expected = r"got \S*old, which holds the runs of several arms \('baseline', 'fused'\); name the folder "
+    for old, new in (("old", "new"), ("old", "new/fused"), ("a={}/old", "b={}/later")):
+        with pytest.raises(ComparisonError, match=expected + r"of one, such as \S*old/baseline"):
+            load(*(one.format(tmp_path) if "{" in one else tmp_path / one for one in (old, new)))
+    assert load(tmp_path / "old/fused", tmp_path / "new/fused").arms == ("old", "new")
+    # More seeds of the same arms: the runs say which they are
+    pooled = load(tmp_path / "old", tmp_path / "later")
+    assert pooled.arms == ("baseline", "fused") and len(pooled.pairs("fused")) == 4
+
+
 def test_one_folder_as_both_arms_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "runs/s0.csv")
     write(tmp_path, "runs/s1.csv")

@@ -46,6 +46,8 @@ def load_foreign(
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
+    if pattern is None:
+        _refuse_experiments_as_arms(named_sources, logs_of)
     if alone:
         named_sources = _as_one_arm(named_sources, logs_of, pattern)
     found = _identified(named_sources, logs_of, pattern, paired=compare.paired, may_guess=not alone)
@@ -346,6 +348,24 @@ def _refuse_twice(sources: Sequence[str], logs_of: Sequence[Sequence[Log]]) -> N
                 raise ComparisonError(
                     f"sources: {both}; a run compared with itself always agrees: give each arm its own runs"
                 )
+
+
+def _refuse_experiments_as_arms(
+    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]]
+) -> None:
+    """A source is to be one arm, and says itself that it holds several."""
+    runs = [log.identity for logs in logs_of for log in logs]
+    if len(sources) == 1 or None in runs:
+        return
+    if len(set(runs)) == len(runs) and not any(arm for arm, _ in sources):
+        return  # the runs say their arms, and which run each is
+    for (_, source), logs in zip(sources, logs_of, strict=True):
+        arms = list(dict.fromkeys(log.identity.arm for log in logs if log.identity))
+        if len(arms) > 1 and Path(source).is_dir():
+            raise ComparisonError(
+                f"sources: got {printable(source)}, which holds the runs of several arms ({listed(arms)}); "
+                f"name the folder of one, such as {printable(str(Path(source, arms[0])))}"
+            )
 
 
 def _file_of(place: str) -> object:
