@@ -21,7 +21,8 @@ from abrun import progress, store
 from abrun.errors import LaunchError
 from abrun.extras import lacking
 from abrun.launch.command import environment, ranks
-from abrun.launch.requirements import Machine, this_machine
+from abrun.launch.hub import hub_refusal
+from abrun.launch.requirements import Machine, missing_model, this_machine
 from abrun.processes import end_all, end_group, processes_of, start, wait
 from abrun.recipe import OwnRunConfig
 
@@ -67,7 +68,12 @@ def probe(
 def probe_alone(
     module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The same by one process on a CPU, whatever `config` asks for: for what computes nothing of a run."""
+    """The same by one process on a CPU, whatever `config` asks for: for what computes nothing of a run.
+
+    Raises ProbeRefused for a model that is not here, too: the process would ask for it for half a minute.
+    """
+    for why in missing_model(config, hub_refusal):
+        raise ProbeRefused(why)
     return _rows(module, [sys.executable, "-m", module, str(directory)], directory, (), config, job)
 
 

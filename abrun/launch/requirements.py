@@ -156,7 +156,7 @@ def _missing(config: RunConfig, ask: Callable[[str], str | None] = hub_refusal) 
         yield from _missing_command(config)
     elif isinstance(config, OwnRunConfig):
         yield from filter(None, [lacking("train"), lacking("wandb") if config.wandb else None])
-        yield from _missing_model(config, ask)
+        yield from missing_model(config, ask)
         yield from _missing_files(config)
         yield from _missing_kernel(config)
         yield from _misfit(config)
@@ -220,7 +220,8 @@ def _missing_files(config: OwnRunConfig) -> Iterator[str]:
         yield from _not_to_start_from(config.checkpoint.start_from, config.steps)
 
 
-def _missing_model(config: OwnRunConfig, ask: Callable[[str], str | None]) -> Iterator[str]:
+def missing_model(config: OwnRunConfig, ask: Callable[[str], str | None]) -> Iterator[str]:
+    """Why the model cannot be loaded on this machine, as far as a moment tells; `ask`: of a hub's."""
     weights = config.model.path
     if not weights:
         return

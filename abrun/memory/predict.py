@@ -207,9 +207,13 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
 
     with store.folder_lock(output, COMMAND), _traces(directories) as several:
         found = [peaks for of in several.map(of_arm, range(len(jobs))) for peaks in of]
-    not_predicted = {arm: str(why) for arm, why in refused.items()}
+    in_order = dict.fromkeys(arm for _, _, arm, _ in jobs)
+    not_predicted = {arm: str(refused[arm]) for arm in in_order if arm in refused}
     if not found:
-        raise LaunchError("; ".join(f"arms.{arm}: {why}" for arm, why in not_predicted.items()))
+        arms_of: dict[str, list[str]] = {}
+        for arm, why in not_predicted.items():
+            arms_of.setdefault(why, []).append(f"arms.{arm}")
+        raise LaunchError("; ".join(f"{', '.join(arms)}: {why}" for why, arms in arms_of.items()))
     places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
     found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
     prediction = Prediction(

@@ -1,6 +1,7 @@
 """Where a model's files lie, and what is said when they do not load."""
 
 import contextlib
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def loading(source: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # config.json decides which foreign code runs, and so what it raises
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...") or type(error).__name__
         raise RecipeError(
             f"model.path: got {source!r}, which does not load: {reason}; "
             "give a folder with config.json, safetensors weights and a tokenizer, or a hub name"

@@ -284,6 +284,7 @@ def test_a_dry_run_leaves_no_arm_out() -> None:
 
 def test_a_dry_run_without_the_model_is_still_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
+    monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: None)  # only its trainer can tell
     why = "model.path: got 'nobody/nothing', which does not load: no network; give a folder"
     script = tmp_path / "refusing.py"
     monkeypatch.setattr(predict, "probe_alone", lambda _, *rest: probe_alone("refusing", *rest))
@@ -296,6 +297,18 @@ def test_a_dry_run_without_the_model_is_still_a_plan(monkeypatch: pytest.MonkeyP
     script.write_text("raise ValueError\n")
     with pytest.raises(LaunchError, match=r"ended with an error; see .*output\.log"):
         fit_of(recipe, 80 * GIB, traced=True)
+
+
+def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: "the hub cannot be reached")
+    recipe: Any = load_recipe(RECIPE, ["model={path: nobody/nothing}"])
+    expected = (
+        r"^arms\.baseline, arms\.treatment: model\.path: got 'nobody/nothing', no folder here, and the hub "
+    )
+    with pytest.raises(LaunchError, match=expected + r"cannot be reached; give a checkpoint's folder"):
+        predict_recipe(plan(recipe, [64]), tmp_path)
 
 
 @pytest.mark.parametrize("asked", ["h300", "0GiB", "-1", "80 TB", ""])
