@@ -156,6 +156,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--seeds", "3"], "one seed with an equivalence margin"),
         (["launch", SMALL, "--name", "a/b"], "--name: got 'a/b'"),
         (["launch", SMALL, "--name", "a/b", "--dry-run"], "--name: got 'a/b'"),
+        (["launch", SMALL, "--name", "never", "--resume", "--dry-run"], "never: no experiment here"),
         (["memory-profile", SMALL, "--lengths", "9" * 5000], "--lengths: got"),
         (["memory-profile", SMALL, "--sequences", "0"], "--sequences: got '0'; allowed: numbers of at"),
         (["memory-profile", SMALL, "--sequences", "0"], "at least 1, such as 1,2,4"),

@@ -665,6 +665,11 @@ def test_absurdly_deep_and_recursive_input_is_refused(tmp_path: Path) -> None:
 
 def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     assert "no such recipe" in refused(tmp_path / "nowhere.yaml")
+    (tmp_path / "child.yaml").write_text("defaults: quickstart")
+    expected = (
+        f"child.yaml: defaults: {tmp_path}/quickstart: no such recipe; give a path from that file's folder"
+    )
+    assert expected in refused(tmp_path / "child.yaml")
     assert "cannot be read" in refused(tmp_path)
     assert "cannot be read" in refused(SMALL / "below-a-file.yaml")
     (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))

@@ -76,6 +76,7 @@ def launch(
         abrun launch recipe.yaml --until-decided --max-seeds 12 --fail-on mismatch,inconclusive
         abrun launch recipe.yaml --launcher slurm --detach
     """
+    from abrun import store
     from abrun.launch import experiment_dir_of, make_scheduler, queued_jobs
     from abrun.memory.open_values import planned
     from abrun.recipe import launcher_settings, load_recipe
@@ -100,6 +101,8 @@ def launch(
     )
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     if dry_run:
+        if resume:
+            store.open_experiment(experiment_dir)  # it is there
         code = _dry_run(screen, plan, experiment_dir, scheduler, jobs, as_json)
         if not as_json:
             _warn_of_memory(screen, plan, device_memory, here=scheduler is None)

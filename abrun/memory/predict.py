@@ -54,6 +54,8 @@ NOT_IN_IT = (
     "ranks that have more to do than the first, and experts that are chosen more often than others"
 )
 
+ON_CORES = "cluster.gpus_per_node: 0: what GPUs would take in the place of the cores."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
@@ -214,6 +216,7 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
         for arm, why in not_predicted.items():
             arms_of.setdefault(why, []).append(f"arms.{arm}")
         raise LaunchError("; ".join(f"{', '.join(arms)}: {why}" for why, arms in arms_of.items()))
+    on_cores = any(not config.cluster.gpus_per_node for _, _, _, config in jobs)
     places = list(dict.fromkeys((peaks.point.swept, peaks.point.num_sequences) for peaks in found))
     found.sort(key=lambda one: (places.index((one.point.swept, one.point.num_sequences)), one.point.length))
     prediction = Prediction(
@@ -221,7 +224,7 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
         peaks=found,
         device_bytes=device_bytes,
         not_predicted=not_predicted,
-        note=plan.unseen(),
+        note=" ".join(filter(None, [plan.unseen(), ON_CORES if on_cores else ""])),
     )
     store.write_json(output / "prediction.json", prediction.content())
     return prediction

@@ -250,7 +250,8 @@ class Declared(Section):
                 f"got an arm named {shortened(bad[0])}; allowed: letters, digits, '.', '_' and '-'"
             )
         if BASELINE not in arms:
-            raise ValueError(f"got {shortened(list(arms))}; an experiment needs an arm named 'baseline'")
+            named = shortened(list(arms)) if arms else "none"
+            raise ValueError(f"got {named}; an experiment needs an arm named 'baseline'")
         return arms
 
     @model_validator(mode="after")

@@ -212,8 +212,12 @@ class _Files:
             with open_regular(path) as file:
                 content = file.read(self._bytes_left + 1)
         except FileNotFoundError:
-            asked = f"{chain[-1]}: defaults: " if chain else ""
-            raise RecipeError(f"{asked}{path}: no such recipe; check the path") from None
+            if chain:
+                raise RecipeError(
+                    f"{chain[-1]}: defaults: {path}: no such recipe; give a path from that file's folder "
+                    f"(abrun recipes NAME > {path.name} writes one that ships)"
+                ) from None
+            raise RecipeError(f"{path}: no such recipe; check the path") from None
         except OSError as error:
             raise RecipeError(f"{path}: cannot be read as a recipe: {error.strerror}") from None
         self._bytes_left -= len(content)

@@ -349,6 +349,7 @@ def test_an_arm_that_cannot_be_predicted_leaves_the_other_its_own(
     assert isinstance(result.exception, LaunchError)
     assert str(result.exception) == "arms.treatment: not predicted: no such kernel"
     assert "1 x 64 tokens, baseline" in result.output and "treatment" not in result.output
+    assert "cluster.gpus_per_node: 0: what GPUs would take in the place of the cores." in result.output
     written = json.loads((tmp_path / "prediction.json").read_text())
     assert [cell["arm"] for cell in written["cells"]] == ["baseline"]
     assert written["not_predicted"] == {"treatment": "no such kernel"}
