@@ -22,7 +22,7 @@ from abrun.errors import LaunchError
 from abrun.extras import lacking
 from abrun.launch.command import environment, ranks
 from abrun.launch.hub import hub_refusal
-from abrun.launch.requirements import Machine, missing_model, this_machine
+from abrun.launch.requirements import Machine, missing_of_hub, this_machine
 from abrun.processes import end_all, end_group, processes_of, start, wait
 from abrun.recipe import OwnRunConfig
 
@@ -70,9 +70,9 @@ def probe_alone(
 ) -> list[dict[str, Any]]:
     """The same by one process on a CPU, whatever `config` asks for: for what computes nothing of a run.
 
-    Raises ProbeRefused for a model that is not here, too: the process would ask for it for half a minute.
+    Raises ProbeRefused for a hub's model, too, for which the process would ask in vain for half a minute.
     """
-    for why in missing_model(config, hub_refusal):
+    if why := missing_of_hub(config, hub_refusal):
         raise ProbeRefused(why)
     return _rows(module, [sys.executable, "-m", module, str(directory)], directory, (), config, job)
 

@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,9 @@ from abrun.tasks import hold_out
 
 if TYPE_CHECKING:
     from abrun.tasks.problems import FileConfig
+
+# Variables by which a run looks for a hub and what was fetched from it elsewhere
+ASKS_OTHERWISE = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|XDG)_|HOME$|.*_proxy$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +160,7 @@ def _missing(config: RunConfig, ask: Callable[[str], str | None] = hub_refusal) 
         yield from _missing_command(config)
     elif isinstance(config, OwnRunConfig):
         yield from filter(None, [lacking("train"), lacking("wandb") if config.wandb else None])
-        yield from missing_model(config, ask)
+        yield from _missing_model(config, ask)
         yield from _missing_files(config)
         yield from _missing_kernel(config)
         yield from _misfit(config)
@@ -220,19 +224,22 @@ def _missing_files(config: OwnRunConfig) -> Iterator[str]:
         yield from _not_to_start_from(config.checkpoint.start_from, config.steps)
 
 
-def missing_model(config: OwnRunConfig, ask: Callable[[str], str | None]) -> Iterator[str]:
-    """Why the model cannot be loaded on this machine, as far as a moment tells; `ask`: of a hub's."""
+def _missing_model(config: OwnRunConfig, ask: Callable[[str], str | None]) -> Iterator[str]:
     weights = config.model.path
-    if not weights:
-        return
-    if _is_folder(weights):
-        wrong = _unloadable_folder(weights)
-        yield from [wrong] if wrong else []
-    elif not any(name.startswith("HF_") for name in config.trainer.env) and (why := ask(weights)):
-        yield (
-            f"model.path: got {weights!r}, no folder here, and {why}; give a checkpoint's folder, or a hub "
-            "name that can be reached or was fetched before (hf download)"
-        )
+    wrong = _unloadable_folder(weights) if weights and _is_folder(weights) else missing_of_hub(config, ask)
+    yield from [wrong] if wrong else []
+
+
+def missing_of_hub(config: OwnRunConfig, ask: Callable[[str], str | None]) -> str | None:
+    """Why a hub's model cannot be had here; None: it can, or the run looks for it in other ways."""
+    weights = config.model.path
+    if not weights or _is_folder(weights) or any(map(ASKS_OTHERWISE.match, config.trainer.env)):
+        return None
+    why = ask(weights)
+    return why and (
+        f"model.path: got {weights!r}, no folder here, and {why}; give a checkpoint's folder, or a hub "
+        "name that can be reached or was fetched before (hf download)"
+    )
 
 
 def _is_folder(weights: str) -> bool:

@@ -10,7 +10,7 @@ from abrun.memory.step import own_sequences
 from abrun.models import config_of, load_text, positions_of
 from abrun.recipe import OwnRunConfig
 from abrun.tasks import make_task
-from abrun.train.data import longest_of, new_tokens
+from abrun.train.lengths import longest_of, new_tokens
 
 MOST_EXAMPLES = 4096  # of a task, among which the longest is looked for
 

@@ -63,7 +63,7 @@ class Text:
         for prompt, token_ids in zip(prompts, found, strict=True):
             if not token_ids:
                 raise RecipeError(
-                    f"task: got the prompt {prompt!r}, which has no tokens; remove or correct it"
+                    f"task: got the prompt {shortened(prompt)}, which has no tokens; remove or correct it"
                 )
         return found
 

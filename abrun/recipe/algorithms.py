@@ -117,6 +117,11 @@ class PolicyGradientSettings(Section):
         return self
 
     @property
+    def draws_again(self) -> bool:
+        """Whether a step may draw prompts more than once."""
+        return self.documents_per_step is not None or self._chooses
+
+    @property
     def _chooses(self) -> bool:
         """Whether a step trains on some groups of what it draws."""
         return False

@@ -28,12 +28,15 @@ class Generated:
 
     def held_out(self, count: int) -> list[Example]:
         """The first `count` different prompts of a stream of its own; as many others have to exist."""
-        found: dict[str, Example] = {}
+        found, newest = dict[str, Example](), 0  # the draw that gave the last new one
         for i in range(DRAWS_A_PROMPT * count):
             example = self._example(f"validation-{i}")
-            found.setdefault(example.prompt, example)
+            if example.prompt not in found:
+                found[example.prompt], newest = example, i
             if len(found) == 2 * count:
                 return list(found.values())[:count]
+            if i - newest > DRAWS_A_PROMPT * len(found):
+                break
         raise RecipeError(
             f"validation.num_prompts: got {count}; the task has about {len(found)} different prompts, and at "
             f"most half can be held out: use {max(1, len(found) // 2)}, or a larger task"

@@ -86,7 +86,8 @@ def look_at_problems(config: FileConfig, path: str, field: str) -> ProblemFile |
     content = _content(path, field, FIRST_BYTES)
     if len(content) < FIRST_BYTES:
         return ProblemFile(path=path, field=field, problems=_problems(config, content, path, field))
-    if lines := content[: content.rfind(b"\n") + 1]:
+    lines = content[: content.rfind(b"\n") + 1]
+    if lines.strip():
         _problems(config, lines, path, field)
     return None
 

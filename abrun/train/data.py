@@ -3,18 +3,16 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
 from abrun.models import Text
-from abrun.models.text import AT_ONCE
-from abrun.recipe import OwnRunConfig, PolicyGradientSettings
+from abrun.recipe import OwnRunConfig
 from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
 from abrun.seeds import derive
 from abrun.tasks import Example, Task, hold_out, make_task
-from abrun.tasks.problems import ProblemFile
+from abrun.train.lengths import check_length
 
 Texts = Sequence[tuple[str, str]]  # prompts with their completions
 
@@ -110,13 +108,11 @@ class Ahead:
 
 
 def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data:
-    """Load a run's task. Collective. Raises RecipeError where its files do not fit recipe or model."""
+    """Load a run's task. Raises RecipeError where its files do not fit the recipe."""
     if config.validation:
         task, held_out = hold_out(config.task, config.validation)
     else:
         task, held_out = make_task(config.task), []
-    if isinstance(task, ProblemFile):
-        _refuse_too_long(config, task, text, ranks)
     return Data(
         task=task,
         text=text,
@@ -125,60 +121,3 @@ def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data
         batch_size=config.algorithm.batch_size,
         held_out=held_out,
     )
-
-
-def _refuse_too_long(config: OwnRunConfig, task: ProblemFile, text: Text, ranks: Ranks) -> None:
-    """Raises RecipeError, on every rank, for the first problem of a file that no step could train on."""
-    most, sampled = text.max_positions, new_tokens(config)
-    if most is None:
-        return
-    [around] = longest_of(text, [Example(prompt="1", completion="")], sampled)
-    # A token is a byte at least: the texts of most files need not be tokenized for this
-    room = most - around
-    doubtful = [(at, one) for at, one in enumerate(task.problems) if _num_bytes(one) > room]
-    mine = doubtful[ranks.rank :: ranks.size]
-    lengths = longest_of(text, [problem for _, problem in mine], sampled)
-    too_long = [(at, length) for (at, _), length in zip(mine, lengths, strict=True) if length > most]
-    if found := list(chain.from_iterable(ranks.of_all(too_long[:1]))):
-        at, length = min(found)
-        drawn = f" with rollout.max_new_tokens {sampled}" if sampled else ""
-        raise RecipeError(
-            f"{task.field}: {task.problems[at].source}: makes a sequence of {length} tokens{drawn}; this "
-            f"model takes {most}: shorten or remove the line"
-        )
-
-
-def _num_bytes(problem: Example) -> int:
-    return sum(len(text.encode()) for text in (problem.prompt, problem.completion, problem.rejected))
-
-
-def new_tokens(config: OwnRunConfig) -> int:
-    """Tokens of the longest completion that is sampled in training; 0 where none is."""
-    return config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
-
-
-def longest_of(text: Text, examples: Sequence[Example], sampled: int) -> list[int]:
-    """Of each example the tokens of its longest sequence; `sampled`: of a completion, if not its own.
-
-    A part of them after the other: token ids take much more memory than texts.
-    """
-    found: list[int] = []
-    for start in range(0, len(examples), AT_ONCE):
-        part = examples[start : start + AT_ONCE]
-        completions = [sampled] * len(part)
-        if not sampled:
-            chosen = text.encode_completions([example.completion for example in part])
-            rejected = text.encode_completions([example.rejected for example in part])
-            completions = [max(map(len, pair)) for pair in zip(chosen, rejected, strict=True)]
-        prompts = text.encode_prompts([example.prompt for example in part])
-        found += [len(prompt) + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    return found
-
-
-def check_length(text: Text, longest: int, got: str) -> None:
-    """Raises RecipeError where sequences of `longest` tokens, which `got` asks for, exceed the positions."""
-    if text.max_positions is not None and longest > text.max_positions:
-        raise RecipeError(
-            f"{got}, which makes sequences of {longest} tokens; this model takes {text.max_positions}: "
-            "make them shorter"
-        )

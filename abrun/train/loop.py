@@ -17,6 +17,7 @@ from abrun.recipe import OwnRunConfig
 from abrun.store import RunDir, RunRecord, RunWriter, Sample
 from abrun.train import checkpoint, early
 from abrun.train.branch import Origin, start_from
+from abrun.train.lengths import refuse_too_long
 from abrun.train.recorder import Recorder
 from abrun.train.setup import Setup, make_setup
 from abrun.train.validation import Validator
@@ -75,6 +76,7 @@ def _train(
     saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer, first=first)
     if start > first:
         recorder.event("resumed", step=start)
+    refuse_too_long(setup.data, config, first=start + 1)
     validator = Validator(setup, config.validation, recorder, algorithm) if config.validation else None
     if validator and start == first:
         recorder.metrics(first, validator.validate(first))

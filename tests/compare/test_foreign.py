@@ -202,6 +202,15 @@ def test_an_experiment_is_no_arm(tmp_path: Path) -> None:
     for old, new in (("old", "new"), ("old", "new/fused"), ("a={}/old", "b={}/later")):
         with pytest.raises(ComparisonError, match=expected + r"of one, such as \S*old/baseline"):
             load(*(one.format(tmp_path) if "{" in one else tmp_path / one for one in (old, new)))
+    for seed in (0, 1):
+        write(tmp_path, f"csv/seed-{seed}/m.csv")
+    with pytest.raises(ComparisonError, match=expected):
+        load(tmp_path / "old", tmp_path / "csv")
+    with pytest.raises(ComparisonError, match=r"such as \S*above/old/baseline"):
+        (tmp_path / "above").mkdir()
+        load((tmp_path / "old").rename(tmp_path / "above/old").parent, tmp_path / "csv")
+    (tmp_path / "above/old").rename(tmp_path / "old")
+    assert load(tmp_path / "old/fused", tmp_path / "csv").arms == ("fused", "csv")
     assert load(tmp_path / "old/fused", tmp_path / "new/fused").arms == ("old", "new")
     # More seeds of the same arms: the runs say which they are
     pooled = load(tmp_path / "old", tmp_path / "later")

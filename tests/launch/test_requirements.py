@@ -12,7 +12,7 @@ import pytest
 from abrun.launch import requirements
 from abrun.launch.command import command_of, environment
 from abrun.launch.local import Slots
-from abrun.launch.requirements import Machine, find_gpus, refusals, usable_cores
+from abrun.launch.requirements import Machine, find_gpus, missing_of_hub, refusals, usable_cores
 from abrun.plan import Plan, make_plan
 from abrun.recipe import Cluster, OwnRunConfig, RunConfig, load_recipe
 
@@ -221,6 +221,7 @@ def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path
     line = '{"question": "How many?", "answer": "#### 6"}\n'
     (tmp_path / "here.jsonl").write_text(line)
     (tmp_path / "long.jsonl").write_text(line * 30_000 + "which nobody looks at\n")
+    (tmp_path / "late.jsonl").write_text("\n" * 2**20 + line)
     (tmp_path / "bad.jsonl").write_text(line + '{"question": "How many?", "answer": "6"}\n')
     (tmp_path / "half.jsonl").write_text(line.replace("How", "\\ud800"))
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
@@ -233,6 +234,7 @@ def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path
         ("half", "here", "half.jsonl, line 1: 'utf-8' codec can't encode character '\\ud800'"),
         ("deep", "here", "deep.jsonl, line 1: nested too deeply"),
         ("long", "here", None),
+        ("late", "here", None),
     ):
         files = [
             f"task={{type: gsm8k, path: {tmp_path / task}.jsonl}}",
@@ -262,6 +264,22 @@ def test_what_validation_holds_out_has_to_be_there(tmp_path: Path) -> None:
     assert found("num_prompts: 50000", "long") is None  # of which a look reads the first lines
     assert found("num_prompts: 8", "") is None
     assert "validation.num_prompts: got 64; the task has about 36 " in (found("num_prompts: 64", "") or "")
+
+
+def test_a_hub_is_asked_as_the_run_would_ask_it(tmp_path: Path) -> None:
+    def missing(model: str, *env: str) -> str | None:
+        variables = ", ".join(f"{name}: x" for name in env)
+        recipe = load_recipe(
+            SMALL, [f"model={{path: {model}}}", f"trainer={{type: abrun, env: {{{variables}}}}}"]
+        )
+        config = recipe.run_config("baseline")
+        assert isinstance(config, OwnRunConfig)
+        return missing_of_hub(config, lambda name: f"the hub has no {name}")
+
+    assert "no folder here, and the hub has no a/b; give" in (missing("a/b", "NCCL_DEBUG") or "")
+    for name in ("HF_HOME", "XDG_CACHE_HOME", "HOME", "https_proxy", "HTTPS_PROXY", "HUGGINGFACE_HUB_CACHE"):
+        assert missing("a/b", name) is None, "it is looked for elsewhere"
+    assert missing(str(tmp_path / "gone")) is None, "no hub's"
 
 
 def test_the_module_of_a_verifier_has_to_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

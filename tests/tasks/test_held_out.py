@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from abrun.errors import RecipeError
 from abrun.recipe import Arithmetic, Gsm8k, Jsonl, Validation, WordProblems
 from abrun.tasks import Example, Task, hold_out, make_task
+from abrun.tasks.generated import Generated
 
 TASK: TypeAdapter[Any] = TypeAdapter(Arithmetic | WordProblems | Gsm8k | Jsonl)
 GENERATED = (
@@ -53,6 +54,14 @@ def test_the_rest_of_the_stream_stays_as_it_was(task: dict[str, Any]) -> None:
         )
     )
     assert all((before == after) == (before.prompt not in prompts) for before, after in pairs)
+
+
+def test_where_there_are_too_few_prompts_it_does_not_look_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, example = list[str](), Generated._example
+    monkeypatch.setattr(Generated, "_example", lambda task, at: drawn.append(at) or example(task, at))
+    with pytest.raises(RecipeError, match=r"got 100000; the task has about 16 .* use 8, or a larger task"):
+        held_out(GENERATED[0], 100_000)
+    assert len(drawn) < 2000
 
 
 def test_more_prompts_begin_with_the_same_ones() -> None:

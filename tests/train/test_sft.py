@@ -1,6 +1,5 @@
 """Supervised fine-tuning: the loss falls, and the final checkpoint is an ordinary Hugging Face one."""
 
-import json
 import math
 import threading
 from pathlib import Path
@@ -96,20 +95,6 @@ def test_a_batch_without_a_token_to_learn_is_refused(tmp_path: Path, group: None
     assert data.encoded([("1+2=", ""), ("1+2=", "3")]).token_mask.sum() == 1
     with pytest.raises(RecipeError, match="completions without a token"):
         data.encoded([("1+2=", ""), ("2+2=", "")])
-
-
-def test_lines_that_fill_the_model_to_the_last_token_are_trained_on(tmp_path: Path, group: None) -> None:
-    text, ranks = load_text(Model(preset="qwen2-tiny"), weights=None), make_ranks(torch.device("cpu"), {})
-    path = tmp_path / "long.jsonl"
-
-    def read(*completions: str) -> None:
-        rows = [json.dumps({"prompt": "1+2=", "completion": completion}) for completion in completions]
-        path.write_text("\n".join(rows))
-        make_data(sft(f"task={{type: completions, path: {path}}}"), text, ranks, seed=0)
-
-    read("3", "7" * 1019, "\N{BULLET}" * 1019)  # with its end: 1,024 tokens, of up to 3,058 bytes
-    with pytest.raises(RecipeError, match=r"long\.jsonl, line 2: makes a sequence of 1025 tokens; this"):
-        read("3", "7" * 1020)
 
 
 def test_the_next_steps_batch_is_made_beside_a_step(monkeypatch: pytest.MonkeyPatch, group: None) -> None:

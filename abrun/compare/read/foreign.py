@@ -353,18 +353,19 @@ def _refuse_twice(sources: Sequence[str], logs_of: Sequence[Sequence[Log]]) -> N
 def _refuse_experiments_as_arms(
     sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]]
 ) -> None:
-    """A source is to be one arm, and says itself that it holds several."""
+    """A source is to be one arm, and its runs themselves say that they are of several."""
     runs = [log.identity for logs in logs_of for log in logs]
-    if len(sources) == 1 or None in runs:
+    by_runs = None not in runs and len(set(runs)) == len(runs) and not any(arm for arm, _ in sources)
+    if len(sources) == 1 or by_runs:
         return
-    if len(set(runs)) == len(runs) and not any(arm for arm, _ in sources):
-        return  # the runs say their arms, and which run each is
     for (_, source), logs in zip(sources, logs_of, strict=True):
-        arms = list(dict.fromkeys(log.identity.arm for log in logs if log.identity))
-        if len(arms) > 1 and Path(source).is_dir():
+        arms = list(dict.fromkeys(log.identity.arm if log.identity else None for log in logs))
+        if len(arms) > 1 and None not in arms:
+            folder = Path(logs[0].place).parent
+            one = f"the folder of one, such as {folder}" if Path(source).is_dir() else "the runs of one"
             raise ComparisonError(
                 f"sources: got {printable(source)}, which holds the runs of several arms ({listed(arms)}); "
-                f"name the folder of one, such as {printable(str(Path(source, arms[0])))}"
+                f"name {printable(one)}"
             )
 
 
