@@ -359,8 +359,8 @@ def _refuse_experiments_as_arms(
     if len(sources) == 1 or by_runs:
         return
     for (_, source), logs in zip(sources, logs_of, strict=True):
-        arms = list(dict.fromkeys(log.identity.arm if log.identity else None for log in logs))
-        if len(arms) > 1 and None not in arms:
+        arms = list(dict.fromkeys(log.identity.arm for log in logs if log.identity))
+        if len(arms) > 1 and all(log.identity for log in logs):
             folder = Path(logs[0].place).parent
             one = f"the folder of one, such as {folder}" if Path(source).is_dir() else "the runs of one"
             raise ComparisonError(
