@@ -102,7 +102,7 @@ def launch(
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     if dry_run:
         if resume:
-            store.open_experiment(experiment_dir)  # it is there
+            store.open_experiment(experiment_dir)  # which a launch would refuse without
         code = _dry_run(screen, plan, experiment_dir, scheduler, jobs, as_json)
         if not as_json:
             _warn_of_memory(screen, plan, device_memory, here=scheduler is None)
