@@ -76,7 +76,6 @@ def launch(
         abrun launch recipe.yaml --until-decided --max-seeds 12 --fail-on mismatch,inconclusive
         abrun launch recipe.yaml --launcher slurm --detach
     """
-    from abrun import store
     from abrun.launch import experiment_dir_of, make_scheduler, queued_jobs
     from abrun.memory.open_values import planned
     from abrun.recipe import launcher_settings, load_recipe
@@ -101,9 +100,7 @@ def launch(
     )
     experiment_dir = experiment_dir_of(plan, runs_dir, name)
     if dry_run:
-        if resume:
-            store.open_experiment(experiment_dir)  # which a launch would refuse without
-        code = _dry_run(screen, plan, experiment_dir, scheduler, jobs, as_json)
+        code = _dry_run(screen, plan, experiment_dir, scheduler, jobs, as_json, resume)
         if not as_json:
             _warn_of_memory(screen, plan, device_memory, here=scheduler is None)
         raise typer.Exit(code)
@@ -277,12 +274,16 @@ def _dry_run(
     scheduler: "Scheduler | None",
     jobs: int | None,
     as_json: bool,
+    resume: bool,
 ) -> int:
     """Show what a launch would do; returns the exit code, 2 where the model's folder does not load, or the
-    scheduler asked would refuse it."""
+    scheduler asked would refuse it. Raises StoreError where there is nothing to resume."""
+    from abrun import store
     from abrun.launch.preview import preview, preview_json, preview_of_jobs
     from abrun.launch.requirements import lacks_model_folder
 
+    if resume:
+        store.open_experiment(experiment_dir)
     if as_json:
         content = preview_json(plan, jobs, scheduler)
         print_json(content)

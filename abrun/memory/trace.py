@@ -14,13 +14,13 @@ import torch
 
 from abrun.backends import make_backend
 from abrun.backends.ranks import make_ranks
-from abrun.errors import AbrunError
+from abrun.errors import AbrunError, RecipeError
 from abrun.launch.probe import read_job, row_writer
 from abrun.memory.account import Account
 from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.lengths import largest_microbatch
 from abrun.memory.step import num_rows, of_size
-from abrun.models import config_of
+from abrun.models import config_of, positions_of
 from abrun.recipe import Dpo, OwnRunConfig, Ppo, Sft
 from abrun.rl.batch import Sequences
 from abrun.rollout.vllm.starting import cache_bytes
@@ -63,6 +63,11 @@ def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Itera
 
     `num_sequences`: of a rank's microbatch.
     """
+    most = positions_of(config_of(config.model))
+    if most and max(lengths) > most:
+        raise RecipeError(
+            f"--lengths: got {max(lengths)}; this model takes {most} tokens: use at most that many"
+        )
     run, config = config, of_size(config, num_sequences)
     together = 2 if isinstance(config.algorithm, Dpo) else 1
     with hollow_gpu(config.cluster.ranks) as account:

@@ -54,6 +54,7 @@ def refuse_too_long(data: "Data", config: OwnRunConfig, first: int) -> None:
     longer than its bytes, the steps will tell.
     """
     most, sampled, failure = data.text.max_positions, new_tokens(config), ""
+    check_length(data.text, sampled + 1, f"rollout.max_new_tokens: got {sampled}")
     lines = _lines(data, config, first)
     if most is None or not lines:
         return
@@ -66,8 +67,7 @@ def refuse_too_long(data: "Data", config: OwnRunConfig, first: int) -> None:
             progress.beat("measuring texts", usual=False)
             if length > most:
                 drawn = f" with rollout.max_new_tokens {sampled}" if sampled else ""
-                # Later steps of a run that goes on would draw others without it
-                mend = "shorten or remove the line" if first == 1 else "shorten the line"
+                mend = "shorten or remove the line" + (", under another --name" if first > 1 else "")
                 raise RecipeError(
                     f"task: {line.source}: makes a sequence of {length} tokens{drawn}; this model takes "
                     f"{most}: {mend}"

@@ -12,13 +12,13 @@ import torch
 
 from abrun import progress
 from abrun.backends.ranks import Ranks
-from abrun.errors import AbrunError
+from abrun.errors import AbrunError, RecipeError
 from abrun.recipe import OwnRunConfig
 from abrun.store import RunDir, RunRecord, RunWriter, Sample
 from abrun.train import checkpoint, early
 from abrun.train.branch import Origin, start_from
 from abrun.train.lengths import refuse_too_long
-from abrun.train.recorder import Recorder
+from abrun.train.recorder import Recorder, prompts_sha256
 from abrun.train.setup import Setup, make_setup
 from abrun.train.validation import Validator
 
@@ -54,6 +54,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     origin, folder = None, config.checkpoint.start_from
     if folder is not None:
         origin = start_from(folder, setup.learner, setup.ranks, config.steps)
+    _refuse_other_prompts(run, setup)
     recorder.environment(config, setup.policy, _prompts(setup), origin and origin.recorded())
     try:
         _train(run, setup, make_algorithm(setup), recorder, requests, writer, origin)
@@ -168,6 +169,22 @@ def _performance(setup: Setup, values: dict[str, float]) -> dict[str, float]:
     result["performance/tokens_per_sec_per_gpu"] = num_tokens / step_time_s / setup.ranks.size
     result["performance/samples_per_sec"] = num_samples / step_time_s
     return result
+
+
+def _refuse_other_prompts(run: RunDir, setup: Setup) -> None:
+    """Raises RecipeError, on every rank, where a run would go on with other prompts than it began with.
+
+    Collective.
+    """
+    changed = False
+    if setup.ranks.is_first and any(run.checkpoints.glob("*")):
+        known = (run.environment() or {}).get("prompts_sha256")
+        changed = known not in (None, prompts_sha256(_prompts(setup)))
+    if setup.ranks.of_first(changed):
+        raise RecipeError(
+            "task: got other prompts than those that this run began with, as its file has changed, or the "
+            "package that draws them; restore it, or launch under another --name"
+        )
 
 
 def _prompts(setup: Setup) -> Any:

@@ -326,6 +326,13 @@ def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.Monkey
     assert f"Memory: {said}" in printed
 
 
+def test_lengths_that_the_model_does_not_take() -> None:
+    config = load_recipe(RECIPE).run_config("baseline")
+    assert isinstance(config, OwnRunConfig)
+    with pytest.raises(RecipeError, match=r"^--lengths: got 5000; this model takes 4096 tokens: use at most"):
+        next(trace(config, [64, 5000], 1))
+
+
 def test_another_backend_is_refused(tmp_path: Path) -> None:
     recipe: Any = load_recipe(RECIPE, ["policy.backend.type=megatron"])
     with pytest.raises(

@@ -85,6 +85,14 @@ def test_of_what_is_sampled_the_prompt_counts(path: Path) -> None:
     assert "line 1: makes a sequence of 1025 tokens with rollout.max_new_tokens 6; " in refused(path, rows)
 
 
+def test_new_tokens_for_which_there_is_no_room_are_not_the_lines_fault(path: Path) -> None:
+    said = refused(path, [{"prompt": "1", "answer": "1"}], "rollout.max_new_tokens=5000")
+    assert said == (
+        "rollout.max_new_tokens: got 5000, which makes sequences of 5001 tokens; this model takes 1024: make "
+        "them shorter"
+    )
+
+
 def test_lines_that_no_step_draws_are_nobodys_concern(path: Path) -> None:
     rows = completions(*["3"] * 40, LONG)
     drawn = [first for first in (1, 2) if refused(path, rows, SFT, "steps=21", first=first)]
@@ -93,7 +101,7 @@ def test_lines_that_no_step_draws_are_nobodys_concern(path: Path) -> None:
     assert not refused(path, rows, SFT, "steps=21", first=22)
     # A run that goes on has to draw what it would have drawn
     message = refused(path, rows, SFT, "steps=21", first=2)
-    assert message.endswith("this model takes 1024: shorten the line")
+    assert message.endswith("this model takes 1024: shorten or remove the line, under another --name")
     answered = [{"prompt": "1", "answer": "1"}] * 40 + [{"prompt": LONG, "answer": "1"}]
     few = "algorithm={type: grpo, prompts_per_step: 1, group_size: 4, %s}"
     assert not refused(path, answered, few % "")

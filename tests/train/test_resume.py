@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from abrun import store
+from abrun.errors import RecipeError
 from tests.train.runs import (
     Trainer,
     events,
@@ -20,6 +21,7 @@ from tests.train.runs import (
     metric_values,
     run_config,
     run_to_end,
+    train_here,
 )
 
 
@@ -55,6 +57,25 @@ def test_killed_twice_gives_the_same_metrics(tmp_path: Path, warm_weights: Path,
     run_to_end(directory)
     assert metric_values(directory) == metric_values(whole), f"killed at {moments}"
     assert events(directory).count("resumed") >= 1 and events(directory)[-1] == "finished"
+
+
+def test_a_run_does_not_go_on_with_other_prompts(tmp_path: Path, group: None) -> None:
+    """The other arm has those that both began with."""
+    path = tmp_path / "problems.jsonl"
+
+    def write(first: int) -> None:
+        rows = ({"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(first, first + 4))
+        path.write_text("\n".join(map(json.dumps, rows)))
+
+    write(0)
+    config = run_config(f"task={{type: jsonl, path: {path}}}", "steps=2", "checkpoint.every=1")
+    directory = make_run(tmp_path / "run", config)
+    train_here(directory)
+    write(1)
+    with pytest.raises(RecipeError, match=r"^task: got other prompts than those that this run began with"):
+        train_here(directory)
+    write(0)
+    train_here(directory)
 
 
 @pytest.mark.slow

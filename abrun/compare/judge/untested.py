@@ -73,7 +73,8 @@ def not_tested(
     if any(one.noise_floor == "unknown" for one in diverged):
         reruns = _how_to_rerun(has_recipe=experiment.has_recipe)
         sentences.append(f"divergence against the noise floor: no A/A reruns ({reruns})")
-    if not learning_metrics([run for run in runs if run.name.arm == experiment.baseline]) and primaries:
+    baselines = [run for run in runs if run.name.arm == experiment.baseline]
+    if baselines and primaries and not learning_metrics(baselines):
         sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
     clean = len(sides.finished.treatments)
     if clean:
