@@ -3,9 +3,9 @@
 Letters used in this package: N tokens (any leading shape), H hidden, V vocabulary, P ranks of the vocabulary
 group.
 
-Precision: with "chunked" and "triton" the logits are accumulated and kept in float32 whatever the
-projection's dtype; with "logits" they are rounded to the projection's dtype, as in every framework's stock
-path. Products of float32 run in TF32 on a GPU only where torch's own setting allows it
+Precision: every route accumulates the logits in float32, rounds them to `logits_dtype` (by default the
+projection's dtype, as in every framework's stock path), and computes in float32 from there. Products of
+float32 run in TF32 on a GPU only where torch's own setting allows it
 (torch.backends.cuda.matmul; IEEE by default).
 """
 
@@ -31,12 +31,14 @@ def linear_logprobs(
     *,
     impl: str,
     entropy: bool = False,
+    entropy_gradient: bool = True,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
     head_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES,
     group: ProcessGroup | None = None,
@@ -48,10 +50,12 @@ def linear_logprobs(
     float32, or float64 where the projection is; gradients return in each input's own dtype, whatever autocast
     says.
 
-    - impl: "logits" holds the dense [N, V] logits, in the projection's dtype, as every framework's stock path
-      does; "chunked", in plain PyTorch on any device, and "triton", on a GPU, never hold them, keep them in
-      float32 and compute them again in the backward pass.
-    - entropy: also return it, with gradient; otherwise the second result is None.
+    - impl: "logits" holds the dense [N, V] logits: at the peak of its backward pass three float32 copies, as
+      many as log_softmax and gather. "chunked", in plain PyTorch on any device, and "triton", on a GPU, never
+      hold them and compute them again in the backward pass. These two have no second derivatives.
+    - entropy: also return the entropy, otherwise the second result is None. It has a gradient unless
+      `entropy_gradient` is false; with "logits" that gradient takes a fourth copy.
+    - logits_dtype: the dtype to which logits are rounded, the projection's (None) or the results'.
     - ignore_index: such a target has log-prob 0, entropy 0 and no gradient. A target outside the vocabulary
       has log-prob 0 too, but the gradient -softmax * g of the stock vocabulary-parallel path, and its true
       entropy.
@@ -78,6 +82,7 @@ def linear_logprobs(
         ignore_index=ignore_index,
         vocab_size=vocab_size,
         head_dtype=head_dtype,
+        logits_dtype=logits_dtype,
         group=group,
     )
     tiles = _tiles(impl, head, weight, memory_budget_bytes)
@@ -85,7 +90,7 @@ def linear_logprobs(
     # Under autocast a float32 head would run in bfloat16 without a word.
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropies = _logprobs(
-            tokens, weight, targets, head, tiles, entropy, chunk_size, memory_budget_bytes
+            tokens, weight, targets, head, tiles, entropy, entropy_gradient, chunk_size, memory_budget_bytes
         )
     return logprobs.reshape(target.shape), None if entropies is None else entropies.reshape(target.shape)
 
@@ -98,12 +103,14 @@ def linear_policy_loss(
     *,
     impl: str,
     entropy: bool = False,
+    entropy_gradient: bool = True,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
     head_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # float32 [] loss, float32 [...] log-probs, float32 [...] entropy
@@ -132,6 +139,7 @@ def linear_policy_loss(
         ignore_index=ignore_index,
         vocab_size=vocab_size,
         head_dtype=head_dtype,
+        logits_dtype=logits_dtype,
         group=group,
     )
     tiles = _tiles(impl, head, weight, memory_budget_bytes)
@@ -140,11 +148,19 @@ def linear_policy_loss(
     with torch.autocast(hidden.device.type, enabled=False):
         if tiles is not None and wants_gradients:
             loss, logprobs, entropies = LinearPolicyLoss.apply(  # pyright: ignore
-                tokens, weight, targets, token_loss, head, tiles, entropy, memory_budget_bytes
+                tokens,
+                weight,
+                targets,
+                token_loss,
+                head,
+                tiles,
+                entropy,
+                entropy_gradient,
+                memory_budget_bytes,
             )
         else:
             logprobs, entropies = _logprobs(
-                tokens, weight, targets, head, tiles, entropy, None, memory_budget_bytes
+                tokens, weight, targets, head, tiles, entropy, entropy_gradient, None, memory_budget_bytes
             )
             loss = token_loss(logprobs, entropies, slice(0, len(targets))).sum()
     logprobs = logprobs.detach().reshape(target.shape)
@@ -158,13 +174,16 @@ def _logprobs(
     head: Head,
     tiles: Tiles | None,
     entropy: bool,
+    entropy_gradient: bool,
     chunk_size: int | None,
     budget_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
     if tiles is None:
-        return dense_logprobs(tokens, weight, targets, head, entropy)
+        return dense_logprobs(
+            tokens, weight, targets, head, entropy=entropy, entropy_gradient=entropy_gradient
+        )
     return LinearLogprobs.apply(  # pyright: ignore
-        tokens, weight, targets, head, tiles, entropy, chunk_size, budget_bytes
+        tokens, weight, targets, head, tiles, entropy, entropy_gradient, chunk_size, budget_bytes
     )
 
 

@@ -21,6 +21,7 @@ class Head:
     """
 
     projection_dtype: torch.dtype
+    logits_dtype: torch.dtype  # to which the projection's output is rounded: the projection's or the result's
     result_dtype: torch.dtype  # float64 where the projection is, float32 otherwise
     temperature: float
     logit_scale: float
@@ -65,6 +66,7 @@ def resolve_head(
     ignore_index: int,
     vocab_size: int | None,
     head_dtype: torch.dtype | None,
+    logits_dtype: torch.dtype | None,
     group: ProcessGroup | None,
 ) -> Head:
     """Check that the arguments fit together, and find this rank's rows among the shards.
@@ -100,10 +102,8 @@ def resolve_head(
             f"vocab_size: got {true_size}; it is from 1 to the weight's {all_rows} rows over all shards"
         )
     first_row = shard * shard_rows
-    projection_dtype = head_dtype or weight.dtype
     return Head(
-        projection_dtype=projection_dtype,
-        result_dtype=torch.float64 if projection_dtype == torch.float64 else torch.float32,
+        **_resolve_dtypes(head_dtype or weight.dtype, logits_dtype),
         temperature=temperature,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
@@ -113,6 +113,19 @@ def resolve_head(
         num_rows=min(max(true_size - first_row, 0), shard_rows),
         group=group,
     )
+
+
+def _resolve_dtypes(projection: torch.dtype, logits_dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    if not projection.is_floating_point:
+        raise ValueError(
+            f"head_dtype: got {projection}; use a floating-point dtype, or None for the weight's"
+        )
+    result = torch.float64 if projection == torch.float64 else torch.float32
+    logits = logits_dtype or projection
+    if logits not in (projection, result):
+        allowed = " or ".join(dict.fromkeys([str(projection), str(result)]))
+        raise ValueError(f"logits_dtype: got {logits} with a projection in {projection}; allowed: {allowed}")
+    return {"projection_dtype": projection, "logits_dtype": logits, "result_dtype": result}
 
 
 _ALIKE = (  # what it is of, its unit, what is allowed

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .grid import Cost, Grid, make_grid, make_lent_grid, make_whole_row_grid, size_of_largest
 from .head import Head
@@ -81,6 +80,7 @@ class LinearLogprobs(torch.autograd.Function):
         head: Head,
         tiles: Tiles,
         entropy: bool,
+        entropy_gradient: bool,
         chunk_size: int | None,
         budget_bytes: int,
     ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
@@ -100,11 +100,14 @@ class LinearLogprobs(torch.autograd.Function):
         )
         ctx.head, ctx.tiles, ctx.chunk_size, ctx.budget_bytes = head, tiles, chunk_size, budget_bytes
         ctx.set_materialize_grads(False)
-        return sums.results(targets)
+        logprobs, entropies = sums.results(targets)
+        if entropies is not None and not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None):
+        _refuse_second_derivatives()
         head, tiles = ctx.head, ctx.tiles
         hidden, weight, target, maximum, sum_exp, sum_exp_logit, target_logit = ctx.saved_tensors
         sums = SoftmaxSums(
@@ -125,7 +128,7 @@ class LinearLogprobs(torch.autograd.Function):
                     gradients.add(chunk, rows, d_logits)
                     del rows, d_logits  # before the next chunk's are made
                 gradients.finish()
-        return gradients.d_hidden, gradients.d_weight, *(None,) * 6
+        return gradients.d_hidden, gradients.d_weight, *(None,) * 7
 
 
 class LinearPolicyLoss(torch.autograd.Function):
@@ -144,6 +147,7 @@ class LinearPolicyLoss(torch.autograd.Function):
         head: Head,
         tiles: Tiles,
         entropy: bool,
+        entropy_gradient: bool,
         budget_bytes: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [], [N], [N]
         grids = _one_pass_grids(hidden, weight, head, tiles, budget_bytes, ctx.needs_input_grad)
@@ -160,7 +164,8 @@ class LinearPolicyLoss(torch.autograd.Function):
                     kept.append(tiles.add(sums[tile], gradients.tokens, rows, *place, keep=True, room=room))
                     del rows  # before the next chunk's copy is made
                 sums[tile].reduce_over_shards(targets[tile], head)
-                tile_loss, g, h = _loss_of(token_loss, *sums[tile].results(targets[tile]), tile)
+                logprobs, entropies = sums[tile].results(targets[tile])
+                tile_loss, g, h = _loss_of(token_loss, logprobs, entropies, tile, entropy_gradient)
                 gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
                 for chunk in grid.chunks:
                     rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
@@ -175,24 +180,36 @@ class LinearPolicyLoss(torch.autograd.Function):
         return loss, logprobs, entropies
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_loss: Tensor, *_: Tensor | None):
+        _refuse_second_derivatives()
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_policy_loss: its gradients were handed out by an earlier backward pass"
             )
         scaled = [None if one is None else ctx.tiles.scale(one, grad_loss) for one in ctx.gradients]
         ctx.gradients = None
-        return *scaled, *(None,) * 6
+        return *scaled, *(None,) * 7
+
+
+def _refuse_second_derivatives() -> None:
+    """Raise RuntimeError in a backward pass that shall be differentiated itself (`create_graph=True`)."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "linear_logprobs: 'chunked' and 'triton' have no second derivatives; use impl 'logits'"
+        )
 
 
 def _loss_of(
-    token_loss: TokenLoss, logprobs: Tensor, entropies: Tensor | None, tile: slice
+    token_loss: TokenLoss, logprobs: Tensor, entropies: Tensor | None, tile: slice, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The tile's loss [], and its gradients by the log-probs [n] and the entropies [n]."""
-    leaves = [values.detach().requires_grad_() for values in (logprobs, entropies) if values is not None]
+    logprobs = logprobs.detach().requires_grad_()
+    leaves = [logprobs]
+    if entropies is not None and entropy_gradient:
+        entropies = entropies.detach().requires_grad_()
+        leaves.append(entropies)
     with torch.enable_grad():
-        losses = token_loss(leaves[0], leaves[1] if len(leaves) > 1 else None, tile)
+        losses = token_loss(logprobs, entropies, tile)
         if losses.shape != logprobs.shape:
             raise ValueError(
                 f"token_loss: returned shape {list(losses.shape)}; need one loss a token, "

@@ -1,4 +1,9 @@
-"""The dense path: all logits at once, plain autograd. The baseline of every comparison."""
+"""The dense path: all logits at once, plain autograd. The baseline of every comparison.
+
+At the peak of its backward pass it holds three copies of the logits [N, V] in the results' dtype, as many as
+`log_softmax` and `gather` do, the stock path of most frameworks: the exponentials, their gradient, and the
+one-hot gradient of the target's logit.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +11,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from .head import LOWEST_LOGIT, Head
+from .products import WideProduct
+
+# Entropies without a gradient take the rows in so many parts, each a sixteenth of a copy of the logits.
+ENTROPY_PARTS = 16
 
 
 def dense_logprobs(
@@ -13,23 +22,17 @@ def dense_logprobs(
     weight: Tensor,  # [V/P, H]
     target: Tensor,  # [N]
     head: Head,
+    *,
     entropy: bool,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
-    u = _unscaled_logits(hidden, weight, head)  # [N, V/P]
-    local_max = u.detach().amax(1) if head.num_rows else u.new_full(target.shape, LOWEST_LOGIT)
-    maximum = head.all_reduce(local_max, ReduceOp.MAX)
-    # Everything is measured from the maximum. log(sum_exp) is then at least 0 and the target's logit at most
-    # 0, so no log-prob exceeds 0, and the entropy does not lose its digits as lse - sum(p * z) does where
-    # logits are large.
-    shifted = u - maximum[:, None]
-    if head.outer != 1.0:
-        shifted = shifted * head.outer
+    shifted = _shifted_logits(hidden, weight, head)
     exponentials = shifted.exp()
-    parts = [exponentials.sum(1), _target_logit(shifted, target, head)]
+    sums = [exponentials.sum(1), _target_logit(shifted, target, head)]
     if entropy:
-        parts.append((exponentials * shifted).sum(1))
-    sums = _SumOverShards.apply(torch.stack(parts), head)
-    sum_exp, target_logit = sums[0], sums[1]
+        sums.append(_weighted_sum(exponentials, shifted, entropy_gradient))
+    del shifted, exponentials  # autograd keeps what it needs
+    sum_exp, target_logit, *sum_exp_logit = _SumOverShards.apply(torch.stack(sums), head)
 
     logprobs = target_logit - sum_exp.log()
     # Outside the vocabulary the target's logit is the constant 0: what is left is the gradient of
@@ -39,13 +42,40 @@ def dense_logprobs(
     logprobs = logprobs.masked_fill(ignored, 0.0)
     if not entropy:
         return logprobs, None
-    return logprobs, (sum_exp.log() - sums[2] / sum_exp).masked_fill(ignored, 0.0)
+    entropies = (sum_exp.log() - sum_exp_logit[0] / sum_exp).masked_fill(ignored, 0.0)
+    return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
-def _unscaled_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
-    rows = weight[: head.num_rows]
-    output = F.linear(hidden.to(head.projection_dtype), rows.to(head.projection_dtype)).to(head.result_dtype)
+def _shifted_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:  # [N, V/P]
+    """Logits less the largest of their row over all shards.
+
+    The log of their exponentials' sum is then at least 0 and the target's logit at most 0, so no log-prob
+    exceeds 0, and the entropy does not lose its digits as lse - sum(p * z) does where logits are large.
+    """
+    u = _unscaled_logits(hidden, weight, head)
+    largest = u.detach().amax(1) if head.num_rows else u.new_full(hidden.shape[:1], LOWEST_LOGIT)
+    shifted = u - head.all_reduce(largest, ReduceOp.MAX)[:, None]
+    del u  # before another tensor of its size is made
+    return shifted if head.outer == 1.0 else shifted * head.outer
+
+
+def _unscaled_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:  # [N, V/P]
+    hidden, rows = hidden.to(head.projection_dtype), weight[: head.num_rows].to(head.projection_dtype)
+    if head.logits_dtype == head.projection_dtype:
+        output = F.linear(hidden, rows).to(head.result_dtype)
+    else:
+        output = WideProduct.apply(hidden, rows, head.logits_dtype)
     return output if head.logit_softcap is None else torch.tanh(output * head.inner)
+
+
+def _weighted_sum(exponentials: Tensor, logits: Tensor, differentiable: bool) -> Tensor:  # [N, V/P] -> [N]
+    """Row sums of exp(y) * y. Makes logits of -inf finite in place: these add 0 to the sums."""
+    logits.detach().clamp_(min=LOWEST_LOGIT)
+    if differentiable:
+        return (exponentials * logits).sum(1)
+    with torch.no_grad():
+        pairs = zip(exponentials.tensor_split(ENTROPY_PARTS), logits.tensor_split(ENTROPY_PARTS), strict=True)
+        return torch.cat([(exponential * logit).sum(1) for exponential, logit in pairs])
 
 
 def _target_logit(shifted: Tensor, target: Tensor, head: Head) -> Tensor:
@@ -55,7 +85,9 @@ def _target_logit(shifted: Tensor, target: Tensor, head: Head) -> Tensor:
         return shifted.sum(1)
     row = target - head.first_row
     here = (row >= 0) & (row < head.num_rows)
-    picked = shifted.gather(1, row.clamp(0, head.num_rows - 1)[:, None]).squeeze(1)
+    starts = torch.arange(len(target), device=target.device) * head.num_rows
+    # Unlike gather, index_select does not keep the logits for its backward pass.
+    picked = shifted.flatten().index_select(0, starts + row.clamp(0, head.num_rows - 1))
     return picked.masked_fill(~here, 0.0)
 
 

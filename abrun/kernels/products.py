@@ -32,3 +32,20 @@ def add_product(
         out.copy_(product(left, right, wide))
     else:
         out.add_(product(left, right, wide))
+
+
+class WideProduct(torch.autograd.Function):
+    """left @ right.T in a wider dtype than its factors'. The gradients are products in the factors' dtype."""
+
+    @staticmethod
+    def forward(ctx, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:  # [n, k], [m, k] -> [n, m]
+        ctx.save_for_backward(left, right)
+        return product(left, right.t(), dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        left, right = ctx.saved_tensors
+        grad = grad.to(left.dtype)
+        d_left = grad @ right if ctx.needs_input_grad[0] else None
+        d_right = grad.t() @ left if ctx.needs_input_grad[1] else None
+        return d_left, d_right, None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .grid import Cost
-from .head import Head
+from .head import LOWEST_LOGIT, Head
 from .products import product
 from .softmax import LogitGradient, SoftmaxSums
 
@@ -44,6 +44,7 @@ class TorchTiles:
         else:
             exponentials = shifted.exp()
             sums.sum_exp.add_(exponentials.sum(1))
+            shifted.clamp_(min=LOWEST_LOGIT)  # 0 times -inf is no number
             sums.sum_exp_logit.add_(exponentials.mul_(shifted).sum(1))
         return u if keep else None
 
@@ -70,14 +71,16 @@ class TorchTiles:
         d_logits.scatter_add_(1, column, gradient.onehot.masked_fill(~here, 0.0)[:, None])
         if slope is not None:
             d_logits.mul_(slope)
-        # A CPU's products widen their factors: rounded first, these would only lose digits.
-        return d_logits.to(self._head.projection_dtype) if d_logits.is_cuda else d_logits
+        # A CPU's products widen their factors: rounded first, these would only lose digits, which the dense
+        # path loses where it rounds its logits.
+        rounds = d_logits.is_cuda or self._head.logits_dtype != self._head.result_dtype
+        return d_logits.to(self._head.projection_dtype) if rounds else d_logits
 
     def scale(self, values: Tensor, factor: Tensor) -> Tensor:
         return values.mul_(factor)
 
     def _unscaled_logits(self, hidden: Tensor, rows: Tensor) -> Tensor:  # [n, H], [v, H] -> [n, v]
-        output = product(hidden, rows.t(), self._head.result_dtype)
+        output = product(hidden, rows.t(), self._head.logits_dtype).to(self._head.result_dtype)
         return output if self._head.logit_softcap is None else output.mul_(self._head.inner).tanh_()
 
     def _scaled(self, differences: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Triton kernels over tiles of logits: their softmax's sums, and their gradient.
 
 A tile is [BLOCK_TOKENS, BLOCK_ROWS] float32 logits. It comes from one of two places: multiplied out on the
-tensor cores it never leaves the registers; where `logits` is given it is read from there, as an ordinary
-product wrote it. A logit is z = outer * u, where u is that product or, under a softcap, tanh(inner *
-product). Maxima are of u, and only differences are scaled (head.Head says why). Letters: n tokens, v rows of
+tensor cores it never leaves the registers (with ROUND it is rounded there to the factors' dtype, as an
+ordinary product is); where `logits` is given it is read from there, as an ordinary product wrote it. A logit
+is z = outer * u, where u is that product or, under a softcap, tanh(inner * product). Maxima are of u, and only
+differences are scaled (head.Head says why). Letters: n tokens, v rows of
 the weight, b blocks of rows.
 """
 
@@ -23,7 +24,7 @@ LOWEST_LOGIT = tl.constexpr(-1e30)  # as in head.py: finite, so that nothing mak
 def softmax_sums_kernel(
     hidden,  # descriptor [n, H]; unused where logits is given
     weight,  # descriptor [v, H]; unused where logits is given
-    logits,  # float32 [n, v] projection's output, or None
+    logits,  # [n, v] projection's output, or None
     maxima,  # out, float32 [b, n]: each block's largest u
     sums_exp,  # out, float32 [b, n]: sum of exp(y), where y = outer * (u - maximum)
     sums_exp_logit,  # out, float32 [b, n] or None: sum of exp(y) * y
@@ -34,6 +35,7 @@ def softmax_sums_kernel(
     inner,
     outer,
     SOFTCAP: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
@@ -46,10 +48,12 @@ def softmax_sums_kernel(
         tokens, rows = token + tl.arange(0, BLOCK_TOKENS), row + tl.arange(0, BLOCK_ROWS)
         exists = tokens < num_tokens
         if logits is None:
-            u = _product(hidden, weight, token, row, hidden_size, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN)
+            u = _product(
+                hidden, weight, token, row, hidden_size, ROUND, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN
+            )
         else:
             u = _read(logits, tokens, rows, num_tokens, num_rows)
-        u = _capped(u, inner, SOFTCAP)
+        u = tl.maximum(_capped(u, inner, SOFTCAP), LOWEST_LOGIT)
         if row + BLOCK_ROWS > num_rows:
             u = tl.where(rows[None, :] < num_rows, u, LOWEST_LOGIT)
         peak = tl.max(u, 1)
@@ -68,7 +72,7 @@ def softmax_sums_kernel(
 def target_logit_kernel(
     hidden,  # [n, H]
     weight,  # [v, H]
-    logits,  # float32 [n, v] projection's output, or None
+    logits,  # [n, v] projection's output, or None
     target,  # int64 [n]
     target_logit,  # out, float32 [n]: its u, written where the target is among these rows
     num_tokens,
@@ -79,6 +83,7 @@ def target_logit_kernel(
     first_row,
     inner,
     SOFTCAP: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):
@@ -99,8 +104,10 @@ def target_logit_kernel(
             z = _dot(left, tl.load(right, mask=here[:, None] & inside, other=0.0).T, z)
         places = tl.arange(0, BLOCK_TOKENS)
         u = tl.sum(tl.where(places[:, None] == places[None, :], z, 0.0), 1)
+        if ROUND:
+            u = _rounded(u, hidden.dtype.element_ty)
     else:
-        u = tl.load(logits + tokens.to(tl.int64) * num_rows + column, mask=here, other=0.0)
+        u = tl.load(logits + tokens.to(tl.int64) * num_rows + column, mask=here, other=0.0).to(tl.float32)
     tl.store(target_logit + tokens, _capped(u, inner, SOFTCAP), mask=here)
 
 
@@ -151,7 +158,7 @@ def merge_sums_kernel(
 def gradient_kernel(
     hidden,  # descriptor [n, H]; unused where logits is given
     weight,  # descriptor [v, H]; unused where logits is given
-    logits,  # float32 [n, v] projection's output, or None
+    logits,  # [n, v] projection's output, or None
     maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
     constant,  # float32 [n]
     linear,  # float32 [n] or None
@@ -162,6 +169,7 @@ def gradient_kernel(
     inner,
     outer,
     SOFTCAP: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
@@ -173,7 +181,9 @@ def gradient_kernel(
         token, row = _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP)
         tokens, rows = token + tl.arange(0, BLOCK_TOKENS), row + tl.arange(0, BLOCK_ROWS)
         if logits is None:
-            u = _product(hidden, weight, token, row, hidden_size, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN)
+            u = _product(
+                hidden, weight, token, row, hidden_size, ROUND, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN
+            )
         else:
             u = _read(logits, tokens, rows, num_tokens, num_rows)
         u = _capped(u, inner, SOFTCAP)
@@ -289,6 +299,7 @@ def _product(
     token,
     row,
     hidden_size,
+    ROUND: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
@@ -296,6 +307,20 @@ def _product(
     z = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
     for start in range(0, hidden_size, BLOCK_HIDDEN):
         z = _dot(hidden.load([token, start]), weight.load([row, start]).T, z)
+    if ROUND:
+        z = _rounded(z, hidden.dtype)
+    return z
+
+
+@triton.jit
+def _rounded(z, DTYPE: tl.constexpr):
+    """z to the nearest value of a 16-bit dtype, ties to even, as float32."""
+    if INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300 (the interpreter truncates)
+        bits = z.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        z = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        z = z.to(DTYPE).to(tl.float32)
     return z
 
 
@@ -309,9 +334,8 @@ def _dot(left, right, z):
 @triton.jit
 def _read(logits, tokens, rows, num_tokens, num_rows):
     place = tokens.to(tl.int64)[:, None] * num_rows + rows[None, :]
-    return tl.load(
-        logits + place, mask=(tokens < num_tokens)[:, None] & (rows < num_rows)[None, :], other=0.0
-    )
+    mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+    return tl.load(logits + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ _Source = Tensor | tuple[Tensor, Tensor]  # what a kernel takes its logits from:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    # [n, v] float32 logits or, where the kernels multiply, their exp from each block's maximum
+    # [n, v] logits or, where the kernels multiply, their exp from each block's maximum
     values: Tensor
     maxima: Tensor  # [b, n]
     lent: bool  # the values are in a room that the gradient must not be written to
@@ -61,12 +61,13 @@ class TritonTiles:
         addressable = weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
         self._multiplies = itemsize == 2 and addressable and shared_memory_bytes >= SHARED_MEMORY_BYTES
         block_sums = 3 * 4 / BLOCK_ROWS
-        logits = 0 if self._multiplies else 4
+        logits = 0 if self._multiplies else head.logits_dtype.itemsize
         d_logits = 0 if itemsize == logits else itemsize  # in the logits' place where it has their size
         self.sums_cost = Cost(logit=logits + block_sums)
         self.gradient_cost = Cost(logit=logits + d_logits)
         self.kept_cost = Cost(logit=logits + d_logits + block_sums)
         self.takes_room = self._multiplies
+        self._rounds = head.logits_dtype != torch.float32
 
     def add(
         self,
@@ -91,7 +92,7 @@ class TritonTiles:
         kernels.target_logit_kernel[triton.cdiv(num_tokens, 64),](
             *(hidden, rows, source if isinstance(source, Tensor) else None, target, sums.target_logit),
             *(num_tokens, len(rows), hidden.shape[1], hidden.stride(0), rows.stride(0), first_row),
-            *(self._head.inner, self._head.logit_softcap is not None),
+            *(self._head.inner, self._head.logit_softcap is not None, self._rounds),
             BLOCK_TOKENS=64,
             BLOCK_HIDDEN=128,
         )
@@ -155,7 +156,7 @@ class TritonTiles:
         return d_logits
 
     def _source(self, hidden: Tensor, rows: Tensor) -> _Source:
-        return (hidden, rows) if self._multiplies else product(hidden, rows.t(), torch.float32)
+        return (hidden, rows) if self._multiplies else product(hidden, rows.t(), self._head.logits_dtype)
 
     def _launch(self, kernel: Any, source: _Source, arguments: tuple) -> None:
         if isinstance(source, Tensor):
@@ -175,7 +176,7 @@ class TritonTiles:
         num_programs = min(num_tiles, self._num_processors * (8 if isinstance(source, Tensor) else 1))
         stores_tiles = isinstance(arguments[-1], TensorDescriptor)
         kernel[num_programs,](
-            *(*operands, *arguments, num_tokens, num_rows, hidden_size, *self._scales()),
+            *(*operands, *arguments, num_tokens, num_rows, hidden_size, *self._scales(), self._rounds),
             BLOCK_TOKENS=block_tokens,
             BLOCK_ROWS=BLOCK_ROWS,
             BLOCK_HIDDEN=BLOCK_HIDDEN,

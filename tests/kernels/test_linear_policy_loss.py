@@ -20,6 +20,7 @@ from tests.kernels.test_linear_logprobs import (
     TILED,
     Answer,
     Problem,
+    accurate,
     check,
     expected,
     kernel_answer,
@@ -49,8 +50,7 @@ def one_pass_answer(problem: Problem, impl: str, **options: Any) -> Answer:
         impl=impl,
         entropy=True,
         head_dtype=problem.head_dtype,
-        **problem.settings,
-        **options,
+        **accurate(problem, impl, options),
     )
     assert entropies is not None
     return Answer(logprobs, entropies, *torch.autograd.grad(loss, [hidden, weight]))
