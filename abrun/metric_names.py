@@ -99,7 +99,7 @@ METRICS = (
     _metric(REWARD, "sequence mean", "step one", "curve"),
     _metric(LOSS, "update mean", "step one", "curve", algorithms=EVERY),
     _metric(GRAD_NORM, "update mean", "step one", algorithms=EVERY),
-    _metric("train/entropy", "token mean", "step one", unit="nats", algorithms=EVERY, needs="metrics basic"),
+    _metric("train/entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
     _metric(LEARNING_RATE, "update mean", "given", algorithms=EVERY),
     _metric("train/num_valid_samples", "sum", "given", unit="sequences", algorithms=EVERY),
     _metric("train/global_valid_toks", "sum", unit="tokens", algorithms=EVERY),

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from abrun.backends.head import Entropies
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.implementations import BACKENDS, load
@@ -25,7 +26,12 @@ B_contra = TypeVar("B_contra", bound=Sequences, contravariant=True)
 class Objective(Protocol[B_contra]):
     """What a step minimises: the sum of a loss over all tokens of the global batch."""
 
-    def losses(self, batch: B_contra, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    @property
+    def entropies(self) -> Entropies:
+        """Whether its losses or metrics need entropies: without, they are given None."""
+        ...
+
+    def losses(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """Each token's share of the global loss [...], 0 where masked.
 
         All of `batch` is [...]: a microbatch [B, S], or some tokens of one [n], as a pass that never has all
@@ -33,7 +39,7 @@ class Objective(Protocol[B_contra]):
         """
         ...
 
-    def metrics(self, batch: B_contra, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+    def metrics(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
         """A microbatch's contributions, from log-probs and entropies [B, S] without gradient."""
         ...
 

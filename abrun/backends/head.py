@@ -4,7 +4,8 @@ Letters: T tokens in any shape, H hidden states, V vocabulary, P ranks that shar
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from abrun.kernels import (
     TokenLoss,
     linear_logprobs,
     linear_policy_loss,
+    project,
 )
 from abrun.models import cache_name
 from abrun.recipe import Filters, Logprobs
@@ -24,10 +26,27 @@ from abrun.rl.sampling import filtered_logprobs
 
 IGNORED = -100
 
+# Whether entropies are asked for: as a metric, or as a term of the loss.
+Entropies = Literal["none", "value", "gradient"]
+
+
+class HeadOutput(NamedTuple):
+    """Results of one pass over tokens [...], float32, 0 where ignored."""
+
+    logprobs: Tensor  # [...]
+    entropies: Tensor | None  # [...], in nats
+    loss: Tensor | None  # [], of a pass that computes one: it alone has a gradient
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "HeadOutput":
+        """With both per-token results changed."""
+        entropies = None if self.entropies is None else change(self.entropies)
+        return self._replace(logprobs=change(self.logprobs), entropies=entropies)
+
 
 class Head:
-    """Of one policy: its own scale and soft cap, and what the recipe wants of it.
+    """The LM head of one policy: its own scale and soft cap, and the recipe's settings.
 
+    `engine_dtype` is the precision of the logits that a rollout engine samples from; None: the trainer's.
     Log-probs are those of the distribution that a sampler at `temperature` with `filters` draws from.
 
     With a `group`, each of its ranks passes the same hidden states and its own rows of the weight,
@@ -43,23 +62,25 @@ class Head:
         filters: Filters,
         scale: float,
         softcap: float | None,
+        engine_dtype: str | None = None,
         vocab_size: int | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
         assert group is None or vocab_size is not None
         self._vocab_size, self._group = vocab_size, group
         self._temperature, self._filters, self._scale, self._softcap = temperature, filters, scale, softcap
-        self._dtype = torch.float32 if logprobs.head_dtype == "float32" else None
+        self._dtype, self._logits_dtype = _dtype(logprobs.head_dtype), _dtype(logprobs.logits_dtype)
+        self._engine_dtype = _dtype(engine_dtype) or self._dtype
         self._chunk_size = logprobs.chunk_size
         budget_mib = logprobs.memory_budget_mib
         self._settings: dict[str, Any] = {
             "impl": logprobs.impl,
-            "entropy": True,
             "temperature": temperature,
             "logit_scale": scale,
             "logit_softcap": softcap,
             "ignore_index": IGNORED,
             "head_dtype": self._dtype,
+            "logits_dtype": self._logits_dtype,
             "memory_budget_bytes": budget_mib * 2**20 if budget_mib else DEFAULT_MEMORY_BUDGET_BYTES,
             "vocab_size": vocab_size,
             "group": group,
@@ -70,23 +91,33 @@ class Head:
         hidden: Tensor,  # [..., H]
         weight: Tensor,  # [V, H], or this rank's rows of it
         target: Tensor,  # [...] int64, IGNORED where nothing is asked
+        entropies: Entropies,
         token_loss: TokenLoss | None = None,
         support: Tensor | None = None,  # [..., W], what the sampler kept; see abrun.rl.sampling
-    ) -> tuple[Any, ...]:
-        """Log-probs and entropies [...] float32, 0 where ignored; with `token_loss` first the loss []."""
+    ) -> HeadOutput:
+        """Log-probs and entropies of the targets; with `token_loss` the loss that it makes of them."""
         weight = self._shard(weight)
+        asked = {"entropy": entropies != "none", "entropy_gradient": entropies == "gradient"}
         if token_loss is not None:
-            return linear_policy_loss(hidden, weight, target, token_loss, **self._settings)
+            loss, logprobs, entropy = linear_policy_loss(
+                hidden, weight, target, token_loss, **asked, **self._settings
+            )
+            return HeadOutput(logprobs, entropy, loss)
         if self._filters.drop_tokens:
-            logits = self._logits(hidden, weight) / self._temperature
-            return filtered_logprobs(
+            logits = self._logits(hidden, weight, self._dtype, self._logits_dtype) / self._temperature
+            logprobs, entropy = filtered_logprobs(
                 logits, target, filters=self._filters, ignore_index=IGNORED, support=support
             )
-        return linear_logprobs(hidden, weight, target, chunk_size=self._chunk_size, **self._settings)
+            results = {"none": None, "value": entropy.detach(), "gradient": entropy}
+            return HeadOutput(logprobs, results[entropies], loss=None)
+        return HeadOutput(
+            *linear_logprobs(hidden, weight, target, chunk_size=self._chunk_size, **asked, **self._settings),
+            loss=None,
+        )
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [..., H], [V, H] -> [..., V] float32
-        """The network's own, which no temperature has touched; of the whole vocabulary on every rank."""
-        return self._logits(hidden, self._shard(weight))
+        """The rollout engine's logits, before any temperature; of the whole vocabulary on every rank."""
+        return self._logits(hidden, self._shard(weight), self._engine_dtype, None)
 
     def decode(
         self,
@@ -108,9 +139,11 @@ class Head:
         )
         return self.logits(output.last_hidden_state[:, -1], weight), getattr(output, name)
 
-    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        dtype = self._dtype or weight.dtype
-        logits = nn.functional.linear(hidden.to(dtype), weight.to(dtype)).float() * self._scale
+    def _logits(
+        self, hidden: Tensor, weight: Tensor, dtype: torch.dtype | None, logits_dtype: torch.dtype | None
+    ) -> Tensor:
+        hidden, weight = hidden.to(dtype or weight.dtype), weight.to(dtype)
+        logits = project(hidden, weight, logits_dtype or weight.dtype).float() * self._scale
         logits = logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
         if self._group is None:
             return logits
@@ -121,6 +154,10 @@ class Head:
         if self._group is None or self._vocab_size is None:
             return weight
         return padded_shard(weight, self._vocab_size, self._group.size())
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 class _Gather(torch.autograd.Function):

@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 from .head import Head, resolve_head
 from .linear import LinearLogprobs, LinearPolicyLoss, Tiles, TokenLoss
 from .logits import dense_logprobs
+from .products import project
 from .torch_tiles import TorchTiles
 
-__all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "TokenLoss", "linear_logprobs", "linear_policy_loss"]
+__all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "TokenLoss", "linear_logprobs", "linear_policy_loss", "project"]
 
 _IMPLS = ("logits", "chunked", "triton")
 DEFAULT_MEMORY_BUDGET_BYTES = 512 * 2**20

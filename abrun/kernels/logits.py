@@ -6,12 +6,11 @@ one-hot gradient of the target's logit.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from .head import LOWEST_LOGIT, Head
-from .products import WideProduct
+from .products import project
 
 # Entropies without a gradient take the rows in so many parts, each a sixteenth of a copy of the logits.
 ENTROPY_PARTS = 16
@@ -60,11 +59,8 @@ def _shifted_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:  # [N
 
 
 def _unscaled_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:  # [N, V/P]
-    hidden, rows = hidden.to(head.projection_dtype), weight[: head.num_rows].to(head.projection_dtype)
-    if head.logits_dtype == head.projection_dtype:
-        output = F.linear(hidden, rows).to(head.result_dtype)
-    else:
-        output = WideProduct.apply(hidden, rows, head.logits_dtype)
+    factors = hidden.to(head.projection_dtype), weight[: head.num_rows].to(head.projection_dtype)
+    output = project(*factors, head.logits_dtype).to(head.result_dtype)
     return output if head.logit_softcap is None else torch.tanh(output * head.inner)
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -34,7 +35,15 @@ def add_product(
         out.add_(product(left, right, wide))
 
 
-class WideProduct(torch.autograd.Function):
+def project(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # [..., H], [V, H] -> [..., V]
+    """hidden @ weight.T, rounded to `dtype`: the factors' own, or a wider one. Differentiable."""
+    if dtype == weight.dtype:
+        return F.linear(hidden, weight)
+    rows: Any = _WideProduct.apply(hidden.flatten(0, -2), weight, dtype)
+    return rows.unflatten(0, hidden.shape[:-1])
+
+
+class _WideProduct(torch.autograd.Function):
     """left @ right.T in a wider dtype than its factors'. The gradients are products in the factors' dtype."""
 
     @staticmethod

@@ -3,9 +3,8 @@
 A tile is [BLOCK_TOKENS, BLOCK_ROWS] float32 logits. It comes from one of two places: multiplied out on the
 tensor cores it never leaves the registers (with ROUND it is rounded there to the factors' dtype, as an
 ordinary product is); where `logits` is given it is read from there, as an ordinary product wrote it. A logit
-is z = outer * u, where u is that product or, under a softcap, tanh(inner * product). Maxima are of u, and only
-differences are scaled (head.Head says why). Letters: n tokens, v rows of
-the weight, b blocks of rows.
+is z = outer * u, where u is that product or, under a softcap, tanh(inner * product). Maxima are of u, and
+only differences are scaled (head.Head says why). Letters: n tokens, v rows of the weight, b blocks of rows.
 """
 
 # What these functions mean is Triton's business, not Python's.

@@ -14,6 +14,7 @@ from abrun.launch.local import Slots
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.plan import Plan, decisions
 from abrun.recipe import (
+    BASELINE,
     DIMENSIONS,
     CommandRunConfig,
     Compare,
@@ -23,6 +24,7 @@ from abrun.recipe import (
     invocation,
     units,
 )
+from abrun.recipe.precision import precision_difference
 from abrun.redaction import REFERENCE, in_yaml, printable
 
 MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
@@ -221,7 +223,20 @@ def _diff(plan: Plan) -> list[RenderableType]:
         for arm, changes in plan.treatment_diff.items()
         for key, (has, wants) in changes.items()
     ]
-    return _table(["arm", "key", "baseline", "arm's"], rows, len(rows))
+    return [
+        *_table(["arm", "key", "baseline", "arm's"], rows, len(rows)),
+        *map(Text, precision_differences(plan)),
+    ]
+
+
+def precision_differences(plan: Plan) -> list[str]:
+    """A sentence for each arm whose LM head or logits have another precision than the baseline's."""
+    precision = {
+        run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
+    }
+    baseline = precision.pop(BASELINE, {})
+    sentences = (precision_difference(arm, baseline, precision[arm]) for arm in precision)
+    return [sentence for sentence in sentences if sentence]
 
 
 def _power(compare: Compare, num_pairs: int) -> RenderableType:

@@ -76,6 +76,10 @@ def changed(config: OwnRunConfig, changes: Mapping[str, Any]) -> OwnRunConfig:
     return validated(OwnRunConfig, merge(config.model_dump(mode="json"), changes), "the run, changed")
 
 
+IN_FLOAT32 = {
+    "policy": {"dtype": "float32", "logprobs": {"head_dtype": None, "logits_dtype": None}},
+    "rollout": {"head_dtype": None},
+}
 PLAIN = {"policy": {"logprobs": {"one_pass": False}}}  # which only an update has
 TORCH = {"engine": "torch", "gpu_memory_utilization": None, "batch_invariant": False}
 ALONE = {"micro_batch_size": 1, "micro_batch_tokens": None, "packing": False, "share_prompts": False}
@@ -130,19 +134,27 @@ def _precisions(config: OwnRunConfig) -> Iterator[Change]:
             )
         return
     to, label = ("float32", label) if policy.logprobs.head_dtype is None else (None, "LM head in bfloat16")
-    head = changed(config, {"policy": {"logprobs": {"head_dtype": to}}})
+    head = changed(config, {"policy": {"logprobs": {"head_dtype": to, "logits_dtype": None}}})
     yield Change(
         key="head_float32" if to else "head_bfloat16",
         label=label,
         kind="precision",
         scoring=Scoring(method="trainer", config=head),
     )
-    exact = changed(config, {"policy": {"dtype": "float32"}})
+    if policy.head_dtype == "bfloat16":
+        logits_dtype = "float32" if policy.logits_dtype == "bfloat16" else "bfloat16"
+        rounded = changed(config, {"policy": {"logprobs": {"logits_dtype": logits_dtype}}})
+        yield Change(
+            key=f"logits_{logits_dtype}",
+            label=f"logits in {logits_dtype}",
+            kind="precision",
+            scoring=Scoring(method="trainer", config=rounded),
+        )
     yield Change(
         key="float32",
         label="trainer in float32",
         kind="precision",
-        scoring=Scoring(method="trainer", config=exact),
+        scoring=Scoring(method="trainer", config=changed(config, IN_FLOAT32)),
     )
 
 
@@ -293,18 +305,16 @@ def path_of(config: OwnRunConfig) -> list[Step]:
     if config.policy.logprobs.impl != "logits":
         at = step("logprobs", "trainer: log-probs", _with_implementation(at, "logits"))
     if bf16:
-        head = {"policy": {"logprobs": {"head_dtype": "float32"}}}
+        head = {"policy": {"logprobs": {"head_dtype": "float32", "logits_dtype": None}}}
         at = step("head", "trainer: LM head's rounding", changed(at, head))
-        exact = {"policy": {"dtype": "float32", "logprobs": {"head_dtype": None}}}
-        at = step("dtype", "trainer: all other rounding", changed(at, exact))
+        at = step("dtype", "trainer: all other rounding", changed(at, IN_FLOAT32))
     method: Method | None = "decode"
     if config.rollout.engine == "vllm":
         unable = vllm_refusal(on_gpu=config.cluster.gpus_per_node > 0) or _unscorable(config)
         method = None if unable else "vllm"
     if method is not None:
         if bf16:
-            exact = changed(config, {"policy": {"dtype": "float32", "logprobs": {"head_dtype": None}}})
-            scoring = Scoring(method=method, config=exact)
+            scoring = Scoring(method=method, config=changed(config, IN_FLOAT32))
             steps.append(Step(key="engine_float32", label="engine: its code, in float32", scoring=scoring))
         own = Scoring(method=method, config=changed(config, PLAIN))
         label = "engine: its rounding" if bf16 else "engine: its code"

@@ -150,6 +150,8 @@ class Logprobs(Section):
     memory_budget_mib: Count | None = None  # None: the kernel's own, 512
     one_pass: bool = False  # the loss and both gradients in one pass; for losses known token by token
     head_dtype: Literal["float32"] | None = None  # None: the policy's
+    # What logits are rounded to before the softmax, with every impl; None: the head's dtype, as in stock code
+    logits_dtype: Literal["float32", "bfloat16"] | None = None
 
     @model_validator(mode="after")
     def _settings_fit_the_path(self) -> Self:
@@ -214,6 +216,7 @@ class Optimizer(Section):
         return self
 
 
+Precision = Literal["float32", "bfloat16"]
 Checkpointing = Literal["none", "selective", "full"]  # from the least that is computed again to the most
 
 
@@ -223,7 +226,7 @@ class Policy(Section):
     backend: Annotated[Dtensor | Megatron, Field(discriminator="type")] = Dtensor()
     logprobs: Logprobs = Logprobs()
     optimizer: Optimizer = Optimizer()
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Precision = "float32"
     micro_batch_size: Count | None = None  # sequences a rank; None: the rank's whole share at once
     packing: bool = False  # sequences of a microbatch one after the other, without padding
     share_prompts: bool = False  # with packing, on dtensor: a microbatch has each prompt once
@@ -236,6 +239,25 @@ class Policy(Section):
     # Of a mixture of experts: the weight of the loss that balances experts over the global batch of an update
     router_aux_loss_coefficient: NonNegative = 0.0
     replay_routing: bool = False  # updates send tokens to the experts that the old log-probs' pass chose
+
+    @property
+    def head_dtype(self) -> Precision:
+        """The dtype of the LM head's matmul in the trainer."""
+        return self.logprobs.head_dtype or self.dtype
+
+    @property
+    def logits_dtype(self) -> Precision:
+        """The dtype that the trainer rounds logits to."""
+        return self.logprobs.logits_dtype or self.head_dtype
+
+    @model_validator(mode="after")
+    def _logits_are_no_coarser_than_their_head(self) -> Self:
+        if self.logits_dtype == "bfloat16" and self.head_dtype == "float32":
+            raise ValueError(
+                "policy.logprobs.logits_dtype: got 'bfloat16' with a head in float32; use logits_dtype: "
+                "float32, or null"
+            )
+        return self
 
     @field_validator("backend", mode="before")
     @classmethod
@@ -381,6 +403,7 @@ class Rollout(Section):
     tensor_parallel: Count = 1  # devices that share an engine; with vllm
     # With vllm; None: what a step needs, or 0.6 where that is much, or 0.9 of devices of its own
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    head_dtype: Precision | None = None  # of the engine's LM head; None: the trainer's
     # With vllm on GPUs: kernels whose results do not depend on the batch, for the whole process
     batch_invariant: bool = False
     temperature: Positive = 1.0

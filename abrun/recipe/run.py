@@ -186,6 +186,17 @@ class OwnRunConfig(RunConfig):
         return 1.0, NO_FILTERS
 
     @property
+    def head_precision(self) -> dict[str, str]:
+        """The dtypes of the LM head's matmul and logits in the trainer, and of its matmul in the engine."""
+        policy = self.policy
+        precision = {"projection": policy.head_dtype, "logits": policy.logits_dtype}
+        return precision | ({"engine": self.engine_head_dtype} if self.samples else {})
+
+    @property
+    def engine_head_dtype(self) -> str:
+        return self.rollout.head_dtype or self.policy.head_dtype
+
+    @property
     def samples(self) -> bool:
         """Whether completions are sampled, to train on or to validate by."""
         validates = self.validation is not None and not isinstance(self.task, Completions | Preferences)
@@ -236,6 +247,11 @@ class OwnRunConfig(RunConfig):
                 f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
                 f"use {name}: {json.dumps(getattr(off, name))}, or impl: logits"
                 f"{' with one_pass: false' * self.policy.logprobs.one_pass}"
+            )
+        if self.rollout.head_dtype == "bfloat16" and self.policy.dtype == "float32":
+            raise ValueError(
+                "rollout.head_dtype: got 'bfloat16' with policy.dtype 'float32'; use head_dtype: null, or "
+                "policy.dtype: bfloat16"
             )
         head_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
         if self.policy.backend.type == "megatron" and head_dtype != "float32":

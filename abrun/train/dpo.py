@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from abrun.backends.head import Entropies
 from abrun.recipe import Dpo
 from abrun.rl.batch import Pairs, Sequences
 from abrun.rl.dpo import PreferenceLoss, dpo_loss, over_tokens, preference_metrics
-from abrun.rl.losses import masked_mean, weighted
+from abrun.rl.losses import weighted
 from abrun.rl.metrics import MetricParts, together
 from abrun.store import Sample
 from abrun.tasks import Example
@@ -51,8 +51,7 @@ class DpoAlgorithm:
         batch = self._setup.data.encoded(_texts(examples[ranks.share(len(examples))]))
         pairs = self._with_reference(replace(batch, rows_together=2))
         logprobs, objective = self._setup.policy.logprobs(pairs), self._objective(pairs)
-        no_entropy = torch.zeros_like(logprobs)  # the loss has no such term
-        (loss,) = ranks.total(float(objective.losses(pairs, logprobs, no_entropy).sum()))
+        (loss,) = ranks.total(float(objective.losses(pairs, logprobs, None).sum()))
         margins = ranks.gather(objective.preference_loss(pairs, logprobs).margins.tolist())
         lengths = ranks.gather(pairs.token_mask[::2].sum(dim=1).tolist())
         accuracy = sum(margin > 0 for margin in margins) / len(margins)
@@ -90,7 +89,11 @@ class PreferenceObjective:
     num_tokens: float  # of both completions
     num_chosen_tokens: float
 
-    def losses(self, batch: Pairs, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    @property
+    def entropies(self) -> Entropies:
+        return "none"
+
+    def losses(self, batch: Pairs, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         preference = self.preference_loss(batch, logprobs)
         shares = over_tokens(preference.loss / self.num_pairs, batch.token_mask)
         if not self.settings.sft_coefficient:
@@ -100,11 +103,8 @@ class PreferenceObjective:
         weights = chosen.double() * self.settings.sft_coefficient / self.num_chosen_tokens
         return shares + weighted(-logprobs, weights)
 
-    def metrics(self, batch: Pairs, logprobs: Tensor, entropy: Tensor) -> MetricParts:
-        sums = {
-            "train/loss": self.losses(batch, logprobs, entropy).sum(),
-            "train/entropy": masked_mean(entropy.double(), batch.token_mask, self.num_tokens),
-        }
+    def metrics(self, batch: Pairs, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
+        sums = {"train/loss": self.losses(batch, logprobs, entropy).sum()}
         of_pairs = preference_metrics(self.preference_loss(batch, logprobs), num_pairs=self.num_pairs)
         return together(MetricParts(sums=sums, maxima={}, minima={}), of_pairs)
 

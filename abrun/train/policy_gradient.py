@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from abrun.backends.head import Entropies
 from abrun.metric_names import REWARD
 from abrun.recipe import Grpo, Ppo
 from abrun.rl.batch import PolicyBatch, Sampled, Scored
@@ -227,10 +228,16 @@ class PolicyObjective:
     num_updates: int = 1
     gradient_factor: float = 1.0  # what the recipe's grad_divisor makes of the loss for its gradient
 
-    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    @property
+    def entropies(self) -> Entropies:
+        if self.settings.entropy_coefficient:
+            return "gradient"
+        return "none" if self.settings.metrics == "none" else "value"
+
+    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         return self._shares(self._complete(batch, logprobs), logprobs, entropy) * self.gradient_factor
 
-    def metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+    def metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
         batch = self._complete(batch, logprobs)
         parts = self._policy_metrics(batch, logprobs, entropy)
         penalty = self._kl_penalty(batch, logprobs)
@@ -246,7 +253,7 @@ class PolicyObjective:
             return batch
         return with_old_logprobs(batch, logprobs.detach(), self.settings)
 
-    def _shares(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def _shares(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """What each token adds to the reported loss."""
         settings = self.settings
         losses = self._policy_loss(batch, logprobs).loss
@@ -256,12 +263,14 @@ class PolicyObjective:
         if penalty is not None:
             losses = losses + settings.kl_coefficient * penalty
         if settings.entropy_coefficient:
+            assert entropy is not None
             losses = losses - settings.entropy_coefficient * entropy
         return weighted(losses, batch.loss_weights)
 
-    def _policy_metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+    def _policy_metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
         if self.settings.metrics == "none":
             return MetricParts(sums={}, maxima={}, minima={})
+        assert entropy is not None
         policy_loss = self._policy_loss(batch, logprobs)
         basic = policy_metrics(
             batch,

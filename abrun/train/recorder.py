@@ -17,7 +17,7 @@ from torch import Tensor
 from abrun.backends import Backend
 from abrun.extras import installed_version
 from abrun.models import content_of, sample_of, weights_hash
-from abrun.recipe import OwnRunConfig, Policy
+from abrun.recipe import OwnRunConfig
 from abrun.store import RunDir, RunWriter, Sample
 from abrun.train.wandb_mirror import WandbMirror
 
@@ -72,7 +72,7 @@ class Recorder:
                 "hosts": sorted({host for host, _, _ in places}),
                 "drivers": sorted({driver for _, _, driver in places if driver}),
                 "dtype": config.policy.dtype,
-                "precision": _precision(config.policy, ranks.device),
+                "precision": _precision(config, ranks.device),
                 "prompts_sha256": prompts_sha256(prompts),
                 "initial_weights_hash": initial_weights,
                 "started_from": started_from,
@@ -146,14 +146,11 @@ def prompts_sha256(prompts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _precision(policy: Policy, device: torch.device) -> dict[str, str]:
+def _precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
     """At which precision the log-probs of the LM head were computed; see abrun.kernels."""
-    projection = policy.logprobs.head_dtype or policy.dtype
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     float32_products = backend.matmul.fp32_precision
-    return {
-        "projection": projection,
-        "logits": projection if policy.logprobs.impl == "logits" else "float32",
+    return config.head_precision | {
         "float32_products": "ieee" if float32_products == "none" else float32_products,  # none: never set
     }
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from abrun.backends.head import Entropies
 from abrun.rl.batch import Sequences
-from abrun.rl.losses import masked_mean, weighted
+from abrun.rl.losses import weighted
 from abrun.rl.metrics import MetricParts
 from abrun.store import Sample
 from abrun.tasks import Example
@@ -61,12 +62,13 @@ class SupervisedObjective:
 
     num_tokens: float  # of the global batch
 
-    def losses(self, batch: Sequences, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    @property
+    def entropies(self) -> Entropies:
+        return "none"
+
+    def losses(self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         return weighted(-logprobs, batch.token_mask.double() / self.num_tokens)
 
-    def metrics(self, batch: Sequences, logprobs: Tensor, entropy: Tensor) -> MetricParts:
-        sums = {
-            "train/loss": self.losses(batch, logprobs, entropy).sum(),
-            "train/entropy": masked_mean(entropy.double(), batch.token_mask, self.num_tokens),
-        }
+    def metrics(self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
+        sums = {"train/loss": self.losses(batch, logprobs, entropy).sum()}
         return MetricParts(sums=sums, maxima={}, minima={})

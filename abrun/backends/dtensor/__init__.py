@@ -32,7 +32,7 @@ from abrun.backends.dtensor.layers import prepare_layers, take_liger_kernels
 from abrun.backends.dtensor.routing import Routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
-from abrun.backends.head import IGNORED, Head, check_available
+from abrun.backends.head import IGNORED, Entropies, Head, HeadOutput, check_available
 from abrun.backends.microbatches import Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held
@@ -65,15 +65,16 @@ class PolicyModule(nn.Module):
         self,
         token_ids: Tensor,  # [B, S] right-padded, or [1, S] packed
         token_mask: Tensor,  # [B, S] bool: the tokens to judge
+        entropies: Entropies,
         token_loss: TokenLoss | None = None,
         packing: Packing | None = None,
         support: Tensor | None = None,  # [B, S, W], see abrun.rl.sampling
-    ) -> tuple[Any, ...]:
-        """Log-probs and entropy [B, S], float32, 0 outside the mask.
+    ) -> HeadOutput:
+        """Log-probs and entropies [B, S], 0 outside the mask.
 
-        With `token_loss`, first the sum of that loss [] over the B * (S - 1) tokens that have a log-prob, cut
-        into slices, and it alone has a gradient. A sequence's first token is never judged, so a packed
-        stream, one row, is judged like any other.
+        With `token_loss` also the sum of that loss over the B * (S - 1) tokens that have a log-prob, cut into
+        slices. A sequence's first token is never judged, so a packed stream, one row, is judged like any
+        other.
         """
         hidden = hidden_states(self._facts.base, token_ids, packing)
         target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
@@ -84,14 +85,11 @@ class PolicyModule(nn.Module):
         else:
             target = split.cut(target, IGNORED)
             support = None if support is None else packing.own(support)
-        *loss, logprobs, entropy = self._head.judge(
-            hidden, own_part(self._facts.head.weight), target, token_loss, support
-        )
+        weight = own_part(self._facts.head.weight)
+        output = self._head.judge(hidden, weight, target, entropies, token_loss, support)
         if split is not None:
-            logprobs, entropy = (
-                split.whole(each)[:, : token_ids.shape[1] - 1] for each in (logprobs, entropy)
-            )
-        return *loss, nn.functional.pad(logprobs, (1, 0)), nn.functional.pad(entropy, (1, 0))
+            output = output.mapped(lambda values: split.whole(values)[:, : token_ids.shape[1] - 1])
+        return output.mapped(lambda values: nn.functional.pad(values, (1, 0)))
 
     def hidden_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
         """For a value head on this backbone; see abrun.backends.attention.hidden_states."""
@@ -116,7 +114,13 @@ def make_backend(
         return open_network(config.model, weights=weights, seed=seed, decodes=decodes)
 
     return DtensorBackend(
-        load, config.policy, ranks, temperature=temperature, filters=filters, trainable=trainable
+        load,
+        config.policy,
+        ranks,
+        temperature=temperature,
+        filters=filters,
+        engine_dtype=config.rollout.head_dtype,
+        trainable=trainable,
     )
 
 
@@ -125,7 +129,8 @@ class DtensorBackend:
 
     `load` makes a network with the run's initial weights, on the CPU and alike on every rank, or on the meta
     device with a `checkpoint` to read them from: the policy's, and that of a value model with a backbone of
-    its own. Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from.
+    its own. Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from;
+    the sampler's own LM head runs in `engine_dtype`.
     """
 
     def __init__(
@@ -136,6 +141,7 @@ class DtensorBackend:
         *,
         temperature: float = 1.0,
         filters: Filters = NO_FILTERS,
+        engine_dtype: str | None = None,
         trainable: bool = True,
     ) -> None:
         check_available(policy.logprobs, ranks.device)
@@ -152,6 +158,7 @@ class DtensorBackend:
             filters=filters,
             scale=facts.logit_scale,
             softcap=facts.logit_softcap,
+            engine_dtype=engine_dtype,
             vocab_size=facts.head.out_features,
             group=ranks.tensor,
         )
@@ -198,7 +205,7 @@ class DtensorBackend:
         ):
             with self._routing.replayed(_of_tokens(microbatch.routes, packing)):
                 with self._routing.seen() as seen, self.around_forward():
-                    loss, logprobs, entropy = self._forward(microbatch, objective, packing)
+                    loss, output = self._forward(microbatch, objective, packing)
                 if seen:
                     with torch.set_grad_enabled(whole is not None):
                         load = Load.of(seen, _counted(microbatch, packing))
@@ -206,7 +213,8 @@ class DtensorBackend:
                         loss = loss + coefficient * load.imbalance(whole.counts, whole.num_tokens)
                     loads.append(load.detached())
                 loss.backward()
-            parts.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
+            output = output.mapped(Tensor.detach)
+            parts.append(objective.metrics(microbatch, output.logprobs, output.entropies))
         if not loads:
             return merge(parts)
         return together(merge(parts), self._summed(loads).metrics())
@@ -302,7 +310,7 @@ class DtensorBackend:
         with torch.no_grad():
             for microbatch, packing in each:
                 with routing.seen() as seen, routing.replayed(_of_tokens(microbatch.routes, packing)):
-                    logprobs, _ = self._judged(microbatch, packing)
+                    logprobs = self._judged(microbatch, packing, "none").logprobs
                 found.append(logprobs)
                 if seen:
                     route = (1 + torch.cat([chosen for _, chosen in seen], dim=1)).to(
@@ -327,28 +335,38 @@ class DtensorBackend:
 
     def _forward(
         self, batch: B, objective: Objective[B], packing: Packing | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss [] to go back from, log-probs and entropy [B, S]."""
+    ) -> tuple[Tensor, HeadOutput]:
+        """The loss [] of the backward pass, log-probs and entropies [B, S]."""
         if not self.settings.logprobs.one_pass:
-            logprobs, entropy = self._judged(batch, packing)
-            return objective.losses(batch, logprobs, entropy).sum(), logprobs, entropy
+            output = self._judged(batch, packing, objective.entropies)
+            return objective.losses(batch, output.logprobs, output.entropies).sum(), output
         tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
         if packing and packing.split:
             tokens = tokens.mapped(packing.split.cut)
-        return self._judged(
-            batch, packing, lambda logprobs, entropy, part: objective.losses(tokens[part], logprobs, entropy)
-        )
+
+        def losses(logprobs: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
+            return objective.losses(tokens[part], logprobs, entropy)
+
+        output = self._judged(batch, packing, objective.entropies, losses)
+        assert output.loss is not None
+        return output.loss, output
 
     def _judged(
-        self, batch: Sequences, packing: Packing | None, token_loss: TokenLoss | None = None
-    ) -> tuple[Any, ...]:
+        self,
+        batch: Sequences,
+        packing: Packing | None,
+        entropies: Entropies,
+        token_loss: TokenLoss | None = None,
+    ) -> HeadOutput:
         """The policy's forward pass: rows [B, S] in and out, whatever stands between."""
         if packing is None:
-            return self.module(batch.token_ids, batch.token_mask, token_loss, support=batch.support)
+            return self.module(
+                batch.token_ids, batch.token_mask, entropies, token_loss, support=batch.support
+            )
         token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
         support = None if batch.support is None else packing.pack(batch.support)
-        *loss, logprobs, entropy = self.module(token_ids, token_mask, token_loss, packing, support)
-        return *loss, packing.unpack(logprobs), packing.unpack(entropy)
+        output = self.module(token_ids, token_mask, entropies, token_loss, packing, support)
+        return output.mapped(packing.unpack)
 
 
 def _of_tokens(routes: Tensor | None, packing: Packing | None) -> Tensor | None:  # [B, S, R] -> [T, R]

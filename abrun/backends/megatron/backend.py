@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from abrun.backends import B, Decoder, Objective, ValueModel
-from abrun.backends.head import IGNORED, Head, check_available
+from abrun.backends.head import IGNORED, Entropies, Head, HeadOutput, check_available
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.decoding import Skeleton, decoder_of
 from abrun.backends.megatron.groups import is_last_stage, join
@@ -44,7 +44,13 @@ def make_backend(
         return open_network(config.model, weights=weights, seed=seed, decodes=decodes)
 
     return MegatronBackend(
-        load, config.policy, ranks, temperature=temperature, filters=filters, trainable=trainable
+        load,
+        config.policy,
+        ranks,
+        temperature=temperature,
+        filters=filters,
+        engine_dtype=config.rollout.head_dtype,
+        trainable=trainable,
     )
 
 
@@ -54,7 +60,8 @@ class MegatronBackend:
     `load` makes a transformers network with the run's initial weights, on the CPU and alike on every rank, or
     on the meta device with a `checkpoint` to read them from: the policy's, and that of a value model with a
     backbone of its own.
-    Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from.
+    Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from; the sampler's
+    own LM head runs in `engine_dtype`.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class MegatronBackend:
         *,
         temperature: float = 1.0,
         filters: Filters = NO_FILTERS,
+        engine_dtype: str | None = None,
         trainable: bool = True,
     ) -> None:
         assert isinstance(policy.backend, Megatron)
@@ -94,7 +102,7 @@ class MegatronBackend:
         }
         shared: dict[str, Any] = {"group": ranks.tensor, "vocab_size": network.config.vocab_size}
         self._head = Head(policy.logprobs, **settings, **shared)
-        self._whole_head = Head(policy.logprobs, **settings)
+        self._whole_head = Head(policy.logprobs, engine_dtype=engine_dtype, **settings)
         self._load = load
         self._skeleton = Skeleton(network)
         self._stages = Stages(policy.backend, ranks)
@@ -118,8 +126,9 @@ class MegatronBackend:
                 hidden = self._hidden_states(microbatch, packing, routed, balance)
                 if not is_last_stage():
                     return hidden
-                loss, logprobs, entropy = self._loss(microbatch, packing, hidden, objective)
-            found.append(objective.metrics(microbatch, logprobs.detach(), entropy.detach()))
+                loss, output = self._loss(microbatch, packing, hidden, objective)
+            output = output.mapped(Tensor.detach)
+            found.append(objective.metrics(microbatch, output.logprobs, output.entropies))
             return loss
 
         each = Microbatches(batch, self.settings, self.ranks)
@@ -190,8 +199,7 @@ class MegatronBackend:
             microbatch, packing = part
             hidden = self._hidden_states(microbatch, packing, routed)
             if is_last_stage():
-                logprobs, _ = self._judged(microbatch, packing, hidden)
-                found.append(logprobs)
+                found.append(self._judged(microbatch, packing, hidden, "none").logprobs)
             return hidden
 
         each = Microbatches(batch, self.settings, self.ranks)
@@ -223,25 +231,31 @@ class MegatronBackend:
 
     def _loss(
         self, batch: B, packing: Packing | None, hidden: Tensor, objective: Objective[B]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss [] to go back from, log-probs and entropy [B, S]."""
+    ) -> tuple[Tensor, HeadOutput]:
+        """The loss [] of the backward pass, log-probs and entropies [B, S]."""
         if not self.settings.logprobs.one_pass:
-            logprobs, entropy = self._judged(batch, packing, hidden)
-            return objective.losses(batch, logprobs, entropy).sum(), logprobs, entropy
+            output = self._judged(batch, packing, hidden, objective.entropies)
+            return objective.losses(batch, output.logprobs, output.entropies).sum(), output
         tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
         if packing and packing.split:
             tokens = tokens.mapped(packing.split.cut)
 
-        def losses(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
+        def losses(logprobs: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
             return objective.losses(tokens[part], logprobs, entropy)
 
-        loss, logprobs, entropy = self._judged(batch, packing, hidden, losses)
-        return loss, logprobs, entropy
+        output = self._judged(batch, packing, hidden, objective.entropies, losses)
+        assert output.loss is not None
+        return output.loss, output
 
     def _judged(
-        self, batch: Sequences, packing: Packing | None, hidden: Tensor, token_loss: TokenLoss | None = None
-    ) -> tuple[Any, ...]:
-        """Of rows from the last stage's states: log-probs and entropies [B, S]; see `Head.judge`."""
+        self,
+        batch: Sequences,
+        packing: Packing | None,
+        hidden: Tensor,
+        entropies: Entropies,
+        token_loss: TokenLoss | None = None,
+    ) -> HeadOutput:
+        """Log-probs and entropies [B, S] from the last stage's hidden states; see `Head.judge`."""
         ids, mask, support = batch.token_ids, batch.token_mask, batch.support
         if packing is not None:
             ids, mask = packing.pack(ids), packing.pack(mask)
@@ -255,13 +269,11 @@ class MegatronBackend:
             target = split.cut(target, IGNORED)
             support = None if support is None else packing.own(support)
             hidden = self._stages.for_vocabulary(hidden, target.shape[1])
-        *loss, logprobs, entropy = self._head.judge(hidden, self._weight(), target, token_loss, support)
+        output = self._head.judge(hidden, self._weight(), target, entropies, token_loss, support)
         if split is not None:
-            logprobs, entropy = (split.whole(each)[:, : ids.shape[1] - 1] for each in (logprobs, entropy))
-        logprobs, entropy = (nn.functional.pad(each, (1, 0)) for each in (logprobs, entropy))
-        if packing is not None:
-            logprobs, entropy = packing.unpack(logprobs), packing.unpack(entropy)
-        return *loss, logprobs, entropy
+            output = output.mapped(lambda values: split.whole(values)[:, : ids.shape[1] - 1])
+        output = output.mapped(lambda values: nn.functional.pad(values, (1, 0)))
+        return output if packing is None else output.mapped(packing.unpack)
 
     def _weight(self) -> Tensor:
         """This rank's rows of the head's weight, on the last stage."""

@@ -1,12 +1,13 @@
-"""Whether the two runs of a pair had the same place: what the runs recorded, not what was asked for.
+"""Where and at which precision the runs of a pair ran: what the runs recorded, not what was asked for.
 
 Other kinds of devices make a pair INVALID (see validity). Other hosts, drivers or hours do not: they change
 times, and what depends on the kernels that a driver compiles, so that a reader has to know.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun
+from abrun.recipe.precision import precision_difference
 
 APART_S = 3600.0  # between the end of one run and the start of the other
 KEYS = {"hosts": "other hosts", "drivers": "other drivers"}
@@ -34,6 +35,22 @@ def placement_notes(experiment: Experiment) -> Iterator[str]:
                 f"{len(apart)} of {len(pairs)} pairs of {arm} ran hours apart (seed {seed}: "
                 f"{gap_s / 3600:.1f} h between its runs): times compare with care"
             )
+
+
+def precision_notes(experiment: Experiment) -> Iterator[str]:
+    """A sentence for each treatment whose LM head or logits had another precision than the baseline's."""
+    for arm in experiment.treatments:
+        sides = experiment.sides(arm)
+        recorded = [_precision(runs) for runs in (sides.baselines, sides.treatments)]
+        difference = precision_difference(arm, *recorded)
+        if difference:
+            yield difference
+
+
+def _precision(runs: Sequence[RecordedRun]) -> dict[str, str]:
+    """The precision that the first run has recorded; empty where none has."""
+    precisions = ((run.environment or {}).get("precision") for run in runs)
+    return next((each for each in precisions if isinstance(each, dict)), {})
 
 
 def _values(run: RecordedRun, key: str) -> str:

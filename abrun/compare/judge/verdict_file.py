@@ -11,7 +11,7 @@ from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.ledger import ledger_notes
-from abrun.compare.judge.placement import placement_notes
+from abrun.compare.judge.placement import placement_notes, precision_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
@@ -81,7 +81,8 @@ class VerdictFile:
     spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[str]
     guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
-    notes: list[str]  # what launch and reading had to decide, and pairs that were placed differently
+    # What launch and reading had to decide, pairs that were placed differently, arms of other precision
+    notes: list[str]
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
     sensitivity: Sensitivity | None  # of planted faults; None: the experiment has none (controls.faults)
@@ -119,6 +120,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
             *experiment.decided,
             *ledger_notes(experiment.reference),
             *placement_notes(experiment),
+            *precision_notes(experiment),
             *(f"{run}: {note}" for run in experiment.runs.values() for note in run.notes),
         ],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},

@@ -208,8 +208,8 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, netwo
         "enable_sleep_mode": on_gpu and not rollout.devices,
         "disable_log_stats": True,
     }
-    if config.policy.logprobs.head_dtype:
-        arguments["hf_overrides"] = {"head_dtype": config.policy.logprobs.head_dtype}
+    if config.engine_head_dtype != config.policy.dtype:
+        arguments["hf_overrides"] = {"head_dtype": config.engine_head_dtype}
     if rollout.batch_size:
         arguments["max_num_seqs"] = rollout.batch_size
     if num_ranks > 1:  # in the process group that is there

@@ -31,7 +31,7 @@ class _FirstGradient(torch.autograd.Function):
 class _FirstGradientOnly(PolicyObjective):
     size: float
 
-    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         scaled: Any = _FirstGradient.apply(logprobs, batch.token_mask, self.size)
         return super().losses(batch, scaled, entropy)
 
@@ -44,7 +44,8 @@ def upstream_gradient_first(site: Site) -> None:
 class _EntropyWithoutGradient(PolicyObjective):
     size: float
 
-    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        assert entropy is not None  # this fault needs an entropy bonus
         return super().losses(batch, logprobs, partly_detached(entropy, self.size))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from abrun.backends.head import Entropies
 from abrun.rl.batch import PolicyBatch
 from abrun.rl.losses import PolicyLoss
 from abrun.rl.metrics import MetricParts
@@ -56,11 +57,15 @@ class _LastOnly:
     def __init__(self, inner: PolicyObjective, num_microbatches: int, share: float) -> None:
         self._inner, self._left, self._share = inner, num_microbatches, share
 
-    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    @property
+    def entropies(self) -> Entropies:
+        return self._inner.entropies
+
+    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         factor = 1.0 if self._left == 1 else 1 - self._share
         return self._inner.losses(batch, logprobs, entropy) * factor
 
-    def metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+    def metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
         self._left -= 1
         return self._inner.metrics(batch, logprobs, entropy)
 
