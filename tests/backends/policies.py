@@ -22,6 +22,7 @@ from transformers import (
 from abrun.backends import B
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.dtensor.fsdp import whole
+from abrun.backends.head import Entropies
 from abrun.backends.ranks import make_ranks
 from abrun.recipe import Filters, Policy
 from abrun.rl.batch import Sequences, collate
@@ -114,13 +115,18 @@ class WeightedLoss:
     num_tokens: float
     shapes: list[torch.Size] = field(default_factory=list)  # of the log-probs that it was asked about
 
-    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    @property
+    def entropies(self) -> Entropies:
+        return "gradient"
+
+    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         self.shapes.append(logprobs.shape)
+        assert entropy is not None
         per_token = -batch.advantages * logprobs - 0.1 * entropy
         return torch.where(batch.token_mask, per_token, 0.0) / self.num_tokens
 
-    def metrics(self, batch: Advised, logprobs: Tensor, entropy: Tensor) -> MetricParts:
-        assert not logprobs.requires_grad and not entropy.requires_grad
+    def metrics(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
+        assert entropy is not None and not (logprobs.requires_grad or entropy.requires_grad)
         loss = self.losses(batch, logprobs, entropy).sum().double()
         return MetricParts(sums={"loss": loss}, maxima={}, minima={})
 

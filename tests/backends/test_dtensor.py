@@ -199,7 +199,7 @@ def test_logprobs_are_those_of_the_stock_forward_pass(
         found = backend.logprobs(batch)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     with torch.no_grad():
-        _, found_entropy = backend.module(batch.token_ids, batch.token_mask)
+        found_entropy = backend.module(batch.token_ids, batch.token_mask, "value").entropies
     torch.testing.assert_close(found_entropy, entropy, atol=2e-5, rtol=1e-5)
 
 

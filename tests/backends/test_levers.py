@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from abrun.backends import dtensor
 from abrun.backends.dtensor import value_model
+from abrun.backends.head import Entropies
 from abrun.backends.microbatches import Microbatches
 from abrun.recipe import Grpo
 from abrun.rl.batch import ActorCriticBatch
@@ -89,11 +90,16 @@ class Watched:
     objective: PolicyObjective
     told: Tensor  # [2, all tokens]
 
-    def losses(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    @property
+    def entropies(self) -> Entropies:
+        return self.objective.entropies
+
+    def losses(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         return self.objective.losses(batch, logprobs, entropy)
 
-    def metrics(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+    def metrics(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
         numbers = batch.returns[batch.token_mask].long()
+        assert entropy is not None
         self.told[:, numbers] += torch.stack([logprobs, entropy])[:, batch.token_mask]
         return self.objective.metrics(batch, logprobs, entropy)
 

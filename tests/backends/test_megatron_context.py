@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from abrun.backends.context import ContextSplit
+from abrun.backends.head import Entropies
 from abrun.rl.losses import gspo_loss, loss_weights
 from abrun.rl.metrics import MetricParts, all_reduce
 from abrun.rl.values import right_shifted
@@ -74,7 +75,11 @@ class SequenceRatios:
 
     weights: Tensor  # [B, S], of the global batch
 
-    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    @property
+    def entropies(self) -> Entropies:
+        return "none"
+
+    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         noise = torch.sin(batch.token_ids.float()) / 2
         loss = gspo_loss(
             logprobs,
@@ -86,7 +91,7 @@ class SequenceRatios:
         )
         return loss.loss * self.weights[: len(batch), : logprobs.shape[1]]
 
-    def metrics(self, batch: Advised, logprobs: Tensor, entropy: Tensor) -> MetricParts:
+    def metrics(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
         loss = self.losses(batch, logprobs, entropy).sum().double()
         return MetricParts(sums={"loss": loss}, maxima={}, minima={})
 

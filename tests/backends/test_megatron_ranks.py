@@ -65,7 +65,7 @@ FOUR: dict[str, Case] = {
 class WithExtremes(WeightedLoss):
     """And the largest and the smallest log-prob, neither of which is 0 where a stage has none."""
 
-    def metrics(self, batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> MetricParts:
+    def metrics(self, batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> MetricParts:
         known = logprobs[batch.token_mask].double()
         return MetricParts(
             sums=super().metrics(batch, logprobs, entropy).sums,

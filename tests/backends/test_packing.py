@@ -260,8 +260,8 @@ def test_padded_rows_would_be_told_from_packed_ones(group: None) -> None:
     packing = stream_of(batch.token_mask)
     token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
     with torch.no_grad():
-        right, _ = backend.module(token_ids, token_mask, packing=packing)
-        whole, _ = backend.module(token_ids, token_mask)  # one sequence of all tokens
+        right = backend.module(token_ids, token_mask, "none", packing=packing).logprobs
+        whole = backend.module(token_ids, token_mask, "none").logprobs  # one sequence of all tokens
     second = packing.starts[1]
     torch.testing.assert_close(whole[:, :second], right[:, :second], atol=2e-5, rtol=1e-5)
     assert float((whole - right)[:, second:].abs().max()) > 0.1

@@ -650,7 +650,8 @@ def peak_copies(problem: Problem, entropy: bool | None) -> float:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     held = peak = 0
-    for event in profiler.profiler.kineto_results.events():  # pyright: ignore
+    events: Any = profiler.profiler.kineto_results.events()  # pyright: ignore
+    for event in events:
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)

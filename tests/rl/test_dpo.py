@@ -29,7 +29,6 @@ def pairs(num_pairs: int = 4, length: int = 6, seed: int = 5) -> dict[str, Tenso
     return {
         "trainer": trainer,
         "reference": trainer + 0.5 * torch.randn(shape, generator=draw, dtype=torch.float64),
-        "entropy": torch.rand(shape, generator=draw, dtype=torch.float64),
         "mask": (place > 0) & (place < lengths),
     }
 
@@ -109,7 +108,7 @@ def test_gradients_by_finite_differences(reduction: Any) -> None:
     objective = objective_of(tensors["mask"], logprob_reduction=reduction, sft_coefficient=0.3, beta=0.4)
 
     def loss(trainer: Tensor) -> Tensor:
-        return objective.losses(batch_of(tensors), trainer, tensors["entropy"]).sum()
+        return objective.losses(batch_of(tensors), trainer, None).sum()
 
     assert torch.autograd.gradcheck(loss, tensors["trainer"].clone().requires_grad_())
 
@@ -118,13 +117,13 @@ def test_garbage_under_the_mask_changes_nothing() -> None:
     tensors, found = pairs(), []
     for garbage in (0.0, math.nan, math.inf, -math.inf):
         here = {key: values.clone() for key, values in tensors.items()}
-        for key in ("trainer", "reference", "entropy"):
+        for key in ("trainer", "reference"):
             here[key][~tensors["mask"]] = garbage
         trainer = here["trainer"].requires_grad_()
         objective = objective_of(tensors["mask"], sft_coefficient=0.5)
-        losses = objective.losses(batch_of(here), trainer, here["entropy"])
+        losses = objective.losses(batch_of(here), trainer, None)
         (gradient,) = torch.autograd.grad(losses.sum(), trainer)
-        sums = objective.metrics(batch_of(here), trainer.detach(), here["entropy"]).sums
+        sums = objective.metrics(batch_of(here), trainer.detach(), None).sums
         found.append((losses.tolist(), gradient.tolist(), {key: value.item() for key, value in sums.items()}))
     assert all(one == found[0] for one in found[1:])
     assert math.isfinite(sum(found[0][2].values()))
@@ -145,10 +144,9 @@ def test_metrics_and_loss_against_plain_loops() -> None:
         losses.append(math.log1p(math.exp(-margins[-1])))
     imitation = -sum(total("trainer", row) for row in range(0, 10, 2)) / sum(map(sum, mask[::2]))
     objective = objective_of(tensors["mask"], beta=beta, sft_coefficient=coefficient)
-    found = objective.metrics(batch_of(tensors), tensors["trainer"], tensors["entropy"]).sums
+    found = objective.metrics(batch_of(tensors), tensors["trainer"], None).sums
     expected = {
         "train/loss": sum(losses) / 5 + coefficient * imitation,
-        "train/entropy": sum(total("entropy", row) for row in range(10)) / sum(map(sum, mask)),
         "train/rewards/chosen": sum(chosen) / 5,
         "train/rewards/rejected": (sum(chosen) - sum(margins)) / 5,
         "train/rewards/margin": sum(margins) / 5,
@@ -180,8 +178,8 @@ def test_any_cut_into_whole_pairs_gives_the_same_loss_gradient_and_metrics(
         for index in range(len(sizes)):
             piece = {key: values[index] for key, values in pieces.items()}
             batch = batch_of(piece)
-            objective.losses(batch, piece["trainer"], piece["entropy"]).sum().backward()
-            parts.append(objective.metrics(batch, piece["trainer"].detach(), piece["entropy"]))
+            objective.losses(batch, piece["trainer"], None).sum().backward()
+            parts.append(objective.metrics(batch, piece["trainer"].detach(), None))
         assert trainer.grad is not None
         results.append(
             [*trainer.grad.flatten().tolist(), *(float(value) for value in merge(parts).sums.values())]

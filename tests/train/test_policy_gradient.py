@@ -100,7 +100,8 @@ def test_the_row_tells_what_the_clock_and_the_files_say(
         assert row["timing/train/generation_s"] < step_time_s
     environment = store.read_json(tmp_path / "run" / "environment.json")
     assert environment["versions"]["torch"] == torch.__version__ and len(environment["prompts_sha256"]) == 64
-    precision = {"projection": "float32", "logits": "float32", "float32_products": "ieee"}
+    precision = {"projection": "float32", "logits": "float32", "engine": "float32"}
+    precision["float32_products"] = "ieee"
     assert environment["precision"] == precision
     heartbeat = store.read_json(tmp_path / "run" / "heartbeat.json")
     assert heartbeat["step"] == 2 and heartbeat["attempt"] == 1

@@ -18,8 +18,8 @@ from tests.train.runs import make_run, run_config
     ("logprobs", "projection", "logits"),
     [
         ("{impl: logits}", "bfloat16", "bfloat16"),
-        ("{impl: chunked}", "bfloat16", "float32"),
-        ("{impl: triton, one_pass: true}", "bfloat16", "float32"),
+        ("{impl: chunked}", "bfloat16", "bfloat16"),
+        ("{impl: triton, one_pass: true, logits_dtype: float32}", "bfloat16", "float32"),
         ("{impl: logits, head_dtype: float32}", "float32", "float32"),
         ("{impl: chunked, head_dtype: float32}", "float32", "float32"),
     ],
@@ -28,7 +28,12 @@ def test_precision_of_the_projection_and_of_its_logits(
     logprobs: str, projection: str, logits: str, tmp_path: Path, group: None
 ) -> None:
     recorded = precision(tmp_path, "policy.dtype=bfloat16", f"policy.logprobs={logprobs}")
-    assert recorded == {"projection": projection, "logits": logits, "float32_products": "ieee"}
+    assert recorded == {
+        "projection": projection,
+        "logits": logits,
+        "engine": projection,
+        "float32_products": "ieee",
+    }
 
 
 def test_float32_products_are_as_torch_is_set_for_the_device(
