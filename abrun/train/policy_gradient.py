@@ -275,7 +275,14 @@ class PolicyObjective:
             return basic
         return together(
             basic,
-            document_metrics(batch, logprobs, entropy, policy_loss, num_documents=self.num_sequences),
+            document_metrics(
+                batch,
+                logprobs,
+                entropy,
+                policy_loss,
+                num_documents=self.num_sequences,
+                ratio_of_sequences=self.settings.loss == "gspo",
+            ),
         )
 
     def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
