@@ -97,7 +97,7 @@ class PolicyGradientSettings(Section):
     # Completions that were cut off at max_new_tokens have a reward, and no tokens that are trained on or
     # counted (DAPO, arXiv:2503.14476, section 3.4).
     overlong_filtering: bool = False
-    # DAPO's soft overlong punishment (same section): off the reward, by the completion's length
+    # DAPO's soft overlong punishment (same section): lowers the rewards of long completions
     overlong_punishment: OverlongPunishment | None = None
     # Divides the gradient in the place of the reduction's own count, and leaves the reported loss alone: a
     # number, or the documents of the optimizer step, or their square. With value_backbone: shared the value
@@ -178,7 +178,7 @@ class Grpo(PolicyGradientSettings):
     type: Literal["grpo"]
     dynamic_sampling: DynamicSampling | None = None
     advantage_baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    # Rewards whose std divides: the group's, the batch's, or those of the group's other completions
+    # std of the group's rewards, of the global batch's, or of those of the group's other completions
     normalize_over: Literal["group", "batch", "leave_one_out"] = "group"
     loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
     # reward: a sequence's, off its reward. reward_to_go: off each token's reward, its own and all later ones.
@@ -301,7 +301,7 @@ class Ppo(PolicyGradientSettings):
 
 
 def _kl_refusals(settings: Grpo | Ppo) -> list[tuple[bool, str]]:
-    """Return estimators that do nothing, or nothing of their own, where the recipe uses the KL."""
+    """Return (refused, message) pairs: estimators that have no effect in the loss, or in the reward."""
     estimator, in_loss = settings.kl_estimator, settings.kl_in == "loss"
     return [
         (

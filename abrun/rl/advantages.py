@@ -80,8 +80,8 @@ def _std_of_others(rewards: Tensor) -> Tensor:  # [P, G] float64 -> [P, G]
     """Return the sample std of the other completions of each; exactly 0 where their rewards are equal."""
     group_size = rewards.shape[1]
     others = rewards.expand(group_size, *rewards.shape).movedim(0, 1)  # [P, G, G]
-    own = torch.eye(group_size, dtype=torch.bool, device=rewards.device)
-    others = others[:, ~own].view(-1, group_size, group_size - 1)
+    diagonal = torch.eye(group_size, dtype=torch.bool, device=rewards.device)
+    others = others[:, ~diagonal].view(-1, group_size, group_size - 1)
     return torch.where(_all_equal(others.flatten(0, 1)).view(rewards.shape), 0.0, others.std(dim=2))
 
 

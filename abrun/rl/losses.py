@@ -17,8 +17,8 @@ from torch import Tensor
 LossReduction = Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum"]
 GradDivisor = float | Literal["documents", "documents_squared"]
 KlEstimator = Literal["k1", "k2", "k3", "k3+"]
-MOST_LOG_RATIO = 80  # exp(89) is infinite in float32, and infinity times the 0 of a bound is NaN
-MOST_KL_LOG_RATIO, MOST_KL = 20, 10
+MAX_LOG_RATIO = 80  # exp(89) is infinite in float32, and infinity times the 0 of a bound is NaN
+MAX_KL_LOG_RATIO, MAX_KL = 20, 10
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> []
@@ -140,7 +140,7 @@ def _clipped(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> PolicyLoss:
     """The clipped surrogate of any ratio; masked tokens come with log-ratio and advantage 0."""
-    ratio = log_ratio.clamp(max=MOST_LOG_RATIO).exp()
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     free, bounded = -advantages * ratio, -advantages * clipped_ratio
     loss, clipped = torch.maximum(free, bounded), bounded > free
@@ -173,16 +173,16 @@ def kl_penalty(
     of k3 that of KL(reference || policy), and of k1 zero.
     """
     log_ratio = torch.where(token_mask, reference_logprobs - trainer_logprobs, 0.0)
-    log_ratio = log_ratio.clamp(-MOST_KL_LOG_RATIO, MOST_KL_LOG_RATIO)
+    log_ratio = log_ratio.clamp(-MAX_KL_LOG_RATIO, MAX_KL_LOG_RATIO)
     if estimator == "k1":
         penalty = -log_ratio
     elif estimator == "k3":
         penalty = k3(log_ratio)
     else:
         penalty = log_ratio.square() / 2
-    penalty = penalty.clamp(-MOST_KL, MOST_KL)
+    penalty = penalty.clamp(-MAX_KL, MAX_KL)
     if estimator == "k3+":
-        penalty = k3(log_ratio).detach().clamp(-MOST_KL, MOST_KL) + (penalty - penalty.detach())
+        penalty = k3(log_ratio).detach().clamp(-MAX_KL, MAX_KL) + (penalty - penalty.detach())
     return penalty
 
 

@@ -400,7 +400,7 @@ def test_sums_of_gspo_s_ratio_are_over_sequences_by_hand() -> None:
 
 
 def test_sums_of_gspo_s_ratio_agree_with_plain_loops() -> None:
-    """As Fast-LLM's: each sequence's ratio once, whatever its length; garbage under the mask counts nowhere."""
+    """As Fast-LLM's: each sequence's ratio once, whatever its length. Masked garbage counts nowhere."""
     batch = random_batch()
     ratios = []
     for row in range(6):
