@@ -1,4 +1,4 @@
-"""Hold docs/definitions.md to the code: it names every choice of a recipe and every metric, with the code's own constants."""
+"""docs/definitions.md names every choice of a recipe and every metric, with the constants of the code."""
 
 import re
 from pathlib import Path
@@ -105,6 +105,6 @@ def test_shared_names_are_aliases_and_metrics_left_out_are_none() -> None:
     apart = re.findall(r"([\w-]+)(?:'s)? `([\w/-]+)`", cells)
     assert len(apart) > 10
     for framework, name in apart:
-        table = FRAMEWORKS[{"torchtitan": "torchtitan-rl"}.get(framework.lower(), framework.lower())]
+        table = FRAMEWORKS[framework.lower().replace("torchtitan", "torchtitan-rl")]
         ours = {ours for ours, theirs in table.items() if theirs in (name, f"train/{name}")}
         assert ours == ({"train/document_entropy"} if name == "rl/entropy" else set()), name
