@@ -8,7 +8,7 @@ reference's. What a masked position holds (even NaN) reaches neither a loss nor 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -44,6 +44,7 @@ class PolicyLoss:
     ratio: Tensor  # rho
     clipped_ratio: Tensor  # rho within the clip bounds; rho itself where the loss has none
     clipped: Tensor  # bool: the loss stands at a bound, and has no gradient through rho
+    ratio_of_sequence: bool = False  # rho is that of the token's whole sequence (GSPO)
 
 
 def clipped_policy_loss(
@@ -86,7 +87,8 @@ def gspo_loss(
     lengths = token_mask.sum(dim=1, keepdim=True).clamp(min=1)
     log_ratio = torch.where(token_mask, log_ratio.sum(dim=1, keepdim=True) / lengths, 0.0)
     advantages = torch.where(token_mask, advantages, 0.0)
-    return _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip)
+    loss = _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip)
+    return replace(loss, ratio_of_sequence=True)
 
 
 def reinforce_loss(

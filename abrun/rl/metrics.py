@@ -142,19 +142,19 @@ def document_metrics(
     policy_loss: PolicyLoss,
     *,
     num_documents: float,
-    ratio_of_sequences: bool = False,  # GSPO's
 ) -> MetricParts:
     """What level full adds: Fast-LLM's policy metrics, where each document counts the same, and sums.
 
     A token weighs 1 / (its document's completion tokens * documents of the global batch); a row is a
     document. `train/entropy` is the mean over tokens, so this mean of it is `train/document_entropy`. The
-    sums of the ratio are over tokens, or with `ratio_of_sequences` over sequences, whose number is
-    `train/num_segments` (fast_llm/layers/language_model/loss/policy_gradient.py, variance_weight).
+    sums of the ratio are over tokens; of GSPO's they are over sequences, whose number is `train/num_segments`
+    (fast_llm/layers/language_model/loss/policy_gradient.py, variance_weight).
     """
     mask = batch.token_mask
     assert batch.old_logprobs is not None
     of_document = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    weight, of_ratio = of_document / num_documents, of_document if ratio_of_sequences else mask.double()
+    weight = of_document / num_documents
+    ratio_weight = of_document if policy_loss.ratio_of_sequence else mask.double()
     advantages, ratio = batch.advantages.double(), policy_loss.ratio.double()
     weighted_means = {
         "old_logprobs": batch.old_logprobs,
@@ -170,11 +170,11 @@ def document_metrics(
         f"train/{key}": (torch.where(mask, value.double(), 0.0) * weight).sum()
         for key, value in weighted_means.items()
     } | {
-        "train/ratio_new_old_sum": (counted_ratio * of_ratio).sum(),
-        "train/ratio_new_old_squared_sum": (counted_ratio.square() * of_ratio).sum(),
+        "train/ratio_new_old_sum": (counted_ratio * ratio_weight).sum(),
+        "train/ratio_new_old_squared_sum": (counted_ratio.square() * ratio_weight).sum(),
         "train/num_tokens": mask.double().sum(),
     }
-    if ratio_of_sequences:
+    if policy_loss.ratio_of_sequence:
         sums["train/num_segments"] = of_document.sum()
     return MetricParts(
         sums=sums,

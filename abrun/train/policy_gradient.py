@@ -275,14 +275,7 @@ class PolicyObjective:
             return basic
         return together(
             basic,
-            document_metrics(
-                batch,
-                logprobs,
-                entropy,
-                policy_loss,
-                num_documents=self.num_sequences,
-                ratio_of_sequences=self.settings.loss == "gspo",
-            ),
+            document_metrics(batch, logprobs, entropy, policy_loss, num_documents=self.num_sequences),
         )
 
     def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:

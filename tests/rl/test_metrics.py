@@ -372,7 +372,6 @@ def sums_of_gspo(tensors: Tensors) -> dict[str, float]:
         tensors["entropy"],
         policy_loss,
         num_documents=float(mask.any(1).sum()),
-        ratio_of_sequences=True,
     )
     return values_of(parts)
 
