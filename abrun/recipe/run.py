@@ -238,11 +238,11 @@ class OwnRunConfig(RunConfig):
                 f"{' with one_pass: false' * self.policy.logprobs.one_pass}"
             )
         punishment = getattr(self.algorithm, "overlong_punishment", None)
-        if punishment and punishment.buffer > self.rollout.max_new_tokens:
+        most = self.rollout.max_new_tokens
+        if punishment and punishment.buffer > most:
             raise ValueError(
-                f"algorithm.overlong_punishment.buffer: got {punishment.buffer} with rollout.max_new_tokens "
-                f"{self.rollout.max_new_tokens}, whose last tokens it is; use {self.rollout.max_new_tokens} "
-                "or less"
+                f"algorithm.overlong_punishment.buffer: got {punishment.buffer}, more than "
+                f"rollout.max_new_tokens {most}; use {most} or less"
             )
         head_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
         if self.policy.backend.type == "megatron" and head_dtype != "float32":
