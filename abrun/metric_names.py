@@ -33,6 +33,8 @@ Role = Literal[
 Need = Literal[  # what a recipe has to ask for; see abrun.plan
     "metrics basic",
     "metrics full",
+    "metrics full of GSPO",
+    "an overlong punishment",
     "a KL penalty",
     "a KL penalty in the reward",
     "dynamic sampling",
@@ -58,6 +60,7 @@ ADVANTAGES_MAX = "train/advantages/max"
 MEAN_PROMPT_LENGTH = "train/mean_prompt_length"
 MEAN_GEN_TOKENS = "train/mean_gen_tokens_per_sample"
 SIGNAL_SHARE = "train/signal_share"  # of groups, those whose rewards differ
+OVERLONG_PENALTY = "train/overlong_penalty"  # taken off the reward, by length
 STEP_TIME = "timing/train/total_step_time_s"
 MEMORY = "memory/"
 MEMORY_PEAK = "memory"  # in a claim: the largest peak of any phase
@@ -126,6 +129,7 @@ METRICS = (
         "train/kl_penalty_sum_per_sequence", "sequence mean", unit="nats", needs="a KL penalty in the reward"
     ),
     _metric("train/reward_before_kl", "sequence mean", needs="a KL penalty in the reward"),
+    _metric(OVERLONG_PENALTY, "sequence mean", needs="an overlong punishment"),
     # completions
     _metric(MEAN_GEN_TOKENS, "sequence mean", "step one", unit="tokens"),
     _metric("train/truncation_rate", "sequence mean"),
@@ -144,10 +148,11 @@ METRICS = (
     _metric("train/ratio_new_old_sum", "sum", needs="metrics full"),
     _metric("train/ratio_new_old_squared_sum", "sum", needs="metrics full"),
     _metric("train/num_tokens", "sum", unit="tokens", needs="metrics full"),
+    _metric("train/num_segments", "sum", unit="sequences", needs="metrics full of GSPO"),
     _metric("train/max_advantage", "maximum", needs="metrics full"),
     _metric("train/min_advantage", "minimum", needs="metrics full"),
     # PPO's value model
-    _metric("train/critic/loss", "token mean", "step one", algorithms=("ppo",)),
+    _metric("train/critic/loss", "update mean", "step one", algorithms=("ppo",)),
     _metric("train/critic/grad_norm", "update mean", algorithms=("ppo",)),
     _metric("train/critic/lr", "update mean", "given", algorithms=("ppo",)),
     _metric("train/critic/values_mean", "token mean", algorithms=("ppo",)),

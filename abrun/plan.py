@@ -225,6 +225,15 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
     lacking: dict[str, tuple[bool, str]] = {
         "metrics basic": (level == "none", "runs of algorithm.metrics 'none'; set it to basic"),
         "metrics full": (level != "full", f"runs of algorithm.metrics {level!r}; set it to full"),
+        "metrics full of GSPO": (
+            level != "full" or getattr(settings, "loss", None) != "gspo",
+            f"runs of algorithm.metrics {level!r} and loss {getattr(settings, 'loss', None)!r}; set metrics: "
+            "full and loss: gspo",
+        ),
+        "an overlong punishment": (
+            settings is None or settings.overlong_punishment is None,
+            "runs without it; set algorithm.overlong_punishment",
+        ),
         "a KL penalty": (not penalised, "runs without a KL penalty; set algorithm.kl_coefficient"),
         "a KL penalty in the reward": (
             not (penalised and in_reward),

@@ -186,6 +186,38 @@ def refused(path: Path, *overrides: str) -> str:
             "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: none}",
             ["algorithm.kl_in", "'reward_to_go'", "normalize_over 'group'", "normalize_over: batch"],
         ),
+        (
+            "algorithm={type: grpo, kl_coefficient: 0.1, kl_estimator: k1}",
+            ["algorithm.kl_estimator: got 'k1' with kl_in 'loss'", "gradient is zero", "k2, k3 or k3+"],
+        ),
+        (
+            "algorithm={type: ppo, kl_coefficient: 0.1, kl_estimator: k1}",
+            ["algorithm.kl_estimator: got 'k1' with kl_in 'loss'", "kl_in: reward"],
+        ),
+        (
+            "algorithm={type: grpo, kl_coefficient: 0.1, kl_estimator: k3+, kl_in: reward}",
+            ["algorithm.kl_estimator: got 'k3+' with kl_in 'reward'", "use kl_estimator: k3"],
+        ),
+        (
+            "algorithm={type: grpo, normalize_over: leave_one_out}",
+            ["algorithm.normalize_over", "'leave_one_out'", "'group_mean'", "normalize_over: group"],
+        ),
+        (
+            "algorithm={type: grpo, normalize_over: leave_one_out, advantage_baseline: leave_one_out, "
+            "normalize_advantages: false}",
+            ["algorithm.normalize_over", "'leave_one_out'", "normalize_advantages: true"],
+        ),
+        (
+            "algorithm={type: grpo, normalize_over: leave_one_out, advantage_baseline: leave_one_out, "
+            "group_size: 2}",
+            ["algorithm.group_size", "got 2", "3 or more", "normalize_over: group"],
+        ),
+        (
+            "algorithm.overlong_punishment={buffer: 1000}",
+            ["algorithm.overlong_punishment.buffer", "1000", "rollout.max_new_tokens 6", "6 or less"],
+        ),
+        ("algorithm.overlong_punishment={buffer: 0}", ["algorithm.overlong_punishment.buffer", "0"]),
+        ("algorithm.overlong_punishment={factor: 1}", ["overlong_punishment.buffer", "missing"]),
         ("algorithm.dynamic_sampling={max_tries: 0}", ["algorithm.dynamic_sampling.max_tries", "0"]),
         ("algorithm.minibatches_per_step=3", ["algorithm.prompts_per_step", "16", "multiple of 3"]),
         (
@@ -577,6 +609,9 @@ def test_an_arm_of_another_trainer_keeps_only_what_every_run_has() -> None:
         "loss: reinforce, advantage_baseline: leave_one_out, normalize_advantages: false, metrics: none",
         "loss: cispo, clip_low: 1.0, clip_high: 4.0, epochs_per_step: 2, minibatches_per_step: 4",
         "clip_high: 0.28, dynamic_sampling: {max_tries: 3}, documents_per_step: 64, metrics: full",
+        "advantage_baseline: leave_one_out, normalize_over: leave_one_out, group_size: 3, metrics: full",
+        "kl_estimator: k3+, kl_coefficient: 0.1, overlong_punishment: {buffer: 4}",
+        "kl_estimator: k1, loss: gspo, metrics: full",
         "ratio: on_policy, importance_correction: {type: sequence_mask, low: 0.99, high: 1.01}",
     ],
 )

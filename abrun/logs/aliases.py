@@ -1,7 +1,9 @@
 """The names that other trainers give to abrun's metrics.
 
-Only metrics of the same definition and unit are here: a probability difference is not
-`train/token_mult_prob_error`, and gigabytes are not bytes. Read from the sources of TRL f2cd577,
+Only metrics of the same definition and unit are here, by the framework's default settings: a probability
+difference is not `train/token_mult_prob_error`, a mean over sequences is not one over tokens, and gigabytes
+are not bytes. docs/definitions.md lists the differences that remain under a shared name, and the metrics that
+are left out. Read from the sources of TRL f2cd577,
 verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457, OpenRLHF 3c3be62, slime 624b824, prime-rl 559b447,
 open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM 7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all
 of 2026.
@@ -21,7 +23,6 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "train/lr": "train/learning_rate",
         "train/kl_penalty": "train/kl",
         "train/clip_fraction": "train/clip_ratio/region_mean",
-        "train/sampling_importance_ratio": "train/sampling/importance_sampling_ratio/mean",
         "train/mean_gen_tokens_per_sample": "train/completions/mean_length",
         "train/truncation_rate": "train/completions/clipped_ratio",
         "train/rewards/margin": "train/rewards/margins",
@@ -36,9 +37,6 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "train/grad_norm": "actor/grad_norm",
         "train/lr": "actor/lr",
         "train/entropy": "actor/entropy",
-        "train/kl_penalty": "actor/kl_loss",
-        "train/clip_fraction": "actor/pg_clipfrac",
-        "train/sampling_importance_ratio": "rollout_corr/rollout_is_mean",
         "train/gen_kl_error": "rollout_corr/k3_kl",
         "train/advantages/mean": "critic/advantages/mean",
         "train/advantages/min": "critic/advantages/min",
@@ -52,7 +50,6 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "train/critic/returns_mean": "critic/returns/mean",
         "train/critic/explained_var": "critic/vf_explained_var",
         "train/critic/clip_fraction": "critic/vf_clipfrac",
-        "performance/tokens_per_sec_per_gpu": "perf/throughput",
         "timing/train/total_step_time_s": "timing_s/step",
         "timing/train/generation_s": "timing_s/gen",
         "timing/train/reward_s": "timing_s/reward",
@@ -76,7 +73,6 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "train/grad_norm": "policy/grad_norm",
         "train/lr": "policy/policy_lr",
         "train/entropy": "policy/policy_entropy",
-        "train/kl_penalty": "policy/policy_kl",
         "train/clip_fraction": "policy/loss_metrics/clip_ratio",
         "train/advantages/mean": "loss/avg_raw_advantages",
         "train/mean_gen_tokens_per_sample": "generate/avg_num_tokens",
@@ -95,7 +91,6 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "train/loss": "train/policy_loss",
         "train/grad_norm": "train/actor_grad_norm",
         "train/lr": "train/actor_lr",
-        "train/kl_penalty": "train/kl",
         "train/clip_fraction": "train/ppo_clip_ratio",
         "train/mean_gen_tokens_per_sample": "train/rollout/response_length_mean",
         "train/truncation_rate": "train/rollout/truncated_rate",
@@ -104,11 +99,8 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
     "slime": {
         "train/reward": "rollout/raw_reward",
         "train/lr": "train/lr-pg_0",
-        "train/kl_penalty": "train/kl_loss",
-        "train/clip_fraction": "train/pg_clipfrac",
         "train/mean_gen_tokens_per_sample": "rollout/response_len/mean",
         "train/truncation_rate": "rollout/truncated_ratio",
-        "train/critic/loss": "train/critic-value_loss",
         "timing/train/total_step_time_s": "perf/step_time",
     },
     "prime-rl": {
@@ -136,8 +128,7 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "train/loss": "rl/loss",
         "train/grad_norm": "stats/grad_norm",
         "train/lr": "stats/lr",
-        "train/kl_penalty": "rl/kl",
-        "train/entropy": "rl/entropy",
+        "train/document_entropy": "rl/entropy",
         "train/mean_gen_tokens_per_sample": "actor/output_tokens_mean",
         "train/truncation_rate": "actor/overflow_mean",
         "timing/train/total_step_time_s": "throughput/sec_per_step",
@@ -152,7 +143,6 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "train/grad_norm": "trainer/grad_norm/mean",
         "train/lr": "trainer/lr",
         "train/entropy": "trainer/entropy/mean",
-        "train/clip_fraction": "loss/ratio_clipped_frac",
         "train/mean_gen_tokens_per_sample": "rollout/response_length/mean",
         "train/truncation_rate": "rollout/truncation_rate/mean",
         "timing/train/total_step_time_s": "timing/step/total/mean",

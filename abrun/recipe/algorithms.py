@@ -64,6 +64,16 @@ class DynamicSampling(Section):
     max_tries: Count = 10
 
 
+class OverlongPunishment(Section):
+    """A penalty on the reward that grows over the last `buffer` tokens before max_new_tokens.
+
+    See abrun.rl.advantages.overlong_penalties.
+    """
+
+    buffer: Count  # tokens; at most rollout.max_new_tokens
+    factor: Positive = 1.0  # the penalty at max_new_tokens
+
+
 class PolicyGradientSettings(Section):
     """What GRPO's family and PPO share; see abrun.rl for the formulas."""
 
@@ -87,11 +97,15 @@ class PolicyGradientSettings(Section):
     # Completions that were cut off at max_new_tokens have a reward, and no tokens that are trained on or
     # counted (DAPO, arXiv:2503.14476, section 3.4).
     overlong_filtering: bool = False
+    # DAPO's soft overlong punishment (same section): lowers the rewards of long completions
+    overlong_punishment: OverlongPunishment | None = None
     # Divides the gradient in the place of the reduction's own count, and leaves the reported loss alone: a
-    # number, or the documents of the optimizer step, or their square. See abrun.rl.losses.gradient_factor.
+    # number, or the documents of the optimizer step, or their square. With value_backbone: shared the value
+    # loss's gradient too. See abrun.rl.losses.gradient_factor.
     grad_divisor: GradDivisor | None = None
     kl_coefficient: NonNegative = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    # In the loss: k2 and k3+ descend KL(policy || reference), k3 KL(reference || policy), k1 nothing
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     entropy_coefficient: NonNegative = 0.0
     metrics: Literal["none", "basic", "full"] = "basic"
 
@@ -155,7 +169,8 @@ class Grpo(PolicyGradientSettings):
     """Group-relative policy optimisation (arXiv:2402.03300) and its family.
 
     Dr.GRPO: normalize_advantages false, loss_reduction sequence_sum_constant. DAPO: clip_high 0.28,
-    dynamic_sampling. RLOO: loss reinforce, advantage_baseline leave_one_out, normalize_advantages false,
+    dynamic_sampling, overlong_punishment. NeMo-RL's GRPO: advantage_baseline and normalize_over
+    leave_one_out. RLOO: loss reinforce, advantage_baseline leave_one_out, normalize_advantages false,
     kl_in reward. REINFORCE++: advantage_baseline batch_mean, normalize_over batch, kl_in reward_to_go. GSPO:
     loss gspo, loss_reduction sequence_mean. CISPO: loss cispo.
     """
@@ -163,7 +178,8 @@ class Grpo(PolicyGradientSettings):
     type: Literal["grpo"]
     dynamic_sampling: DynamicSampling | None = None
     advantage_baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    normalize_over: Literal["group", "batch"] = "group"
+    # std of the group's rewards, of the global batch's, or of those of the group's other completions
+    normalize_over: Literal["group", "batch", "leave_one_out"] = "group"
     loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
     # reward: a sequence's, off its reward. reward_to_go: off each token's reward, its own and all later ones.
     kl_in: Literal["loss", "reward", "reward_to_go"] = "loss"
@@ -201,9 +217,20 @@ class Grpo(PolicyGradientSettings):
                 "'group'; use normalize_over: batch, or normalize_advantages: false, or kl_in: reward",
             ),
             (
-                self.normalize_over == "batch" and not self.normalize_advantages,
-                "normalize_over: got 'batch' with normalize_advantages false; use normalize_advantages: "
-                "true, or normalize_over: group",
+                self.normalize_over != "group" and not self.normalize_advantages,
+                f"normalize_over: got {self.normalize_over!r} with normalize_advantages false; use "
+                "normalize_advantages: true, or normalize_over: group",
+            ),
+            (
+                self.normalize_over == "leave_one_out" and self.advantage_baseline != "leave_one_out",
+                "normalize_over: got 'leave_one_out' with advantage_baseline "
+                f"{self.advantage_baseline!r}; use advantage_baseline: leave_one_out, or normalize_over: "
+                "group",
+            ),
+            (
+                self.normalize_over == "leave_one_out" and self.group_size < 3,
+                f"group_size: got {self.group_size} with normalize_over 'leave_one_out', and the std of a "
+                "single other completion is not defined; use 3 or more, or normalize_over: group",
             ),
             (
                 self.dual_clip is not None and self.loss not in ("clipped", "gspo"),
@@ -217,7 +244,7 @@ class Grpo(PolicyGradientSettings):
                 "dynamic_sampling: null",
             ),
         ]
-        for refused, message in refusals:
+        for refused, message in [*refusals, *_kl_refusals(self)]:
             if refused:
                 raise ValueError(f"algorithm.{message}")
         return self
@@ -264,6 +291,30 @@ class Ppo(PolicyGradientSettings):
                 "value_coefficient: null, or value_backbone: shared"
             )
         return self
+
+    @model_validator(mode="after")
+    def _estimator_fits_its_place(self) -> Self:
+        for refused, message in _kl_refusals(self):
+            if refused:
+                raise ValueError(f"algorithm.{message}")
+        return self
+
+
+def _kl_refusals(settings: Grpo | Ppo) -> list[tuple[bool, str]]:
+    """Return (refused, message) pairs: estimators that have no effect in the loss, or in the reward."""
+    estimator, in_loss = settings.kl_estimator, settings.kl_in == "loss"
+    return [
+        (
+            settings.kl_coefficient > 0 and in_loss and estimator == "k1",
+            "kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; use "
+            "kl_estimator: k2, k3 or k3+, or kl_in: reward",
+        ),
+        (
+            not in_loss and estimator == "k3+",
+            f"kl_estimator: got 'k3+' with kl_in {settings.kl_in!r}, and it differs from k3 in its gradient "
+            "alone, which a reward does not have; use kl_estimator: k3, or kl_in: loss",
+        ),
+    ]
 
 
 class Sft(Section):

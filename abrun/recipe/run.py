@@ -253,6 +253,13 @@ class OwnRunConfig(RunConfig):
                 "rollout.head_dtype: got 'bfloat16' with policy.dtype 'float32'; use head_dtype: null, or "
                 "policy.dtype: bfloat16"
             )
+        punishment = getattr(self.algorithm, "overlong_punishment", None)
+        most = self.rollout.max_new_tokens
+        if punishment and punishment.buffer > most:
+            raise ValueError(
+                f"algorithm.overlong_punishment.buffer: got {punishment.buffer}, more than "
+                f"rollout.max_new_tokens {most}; use {most} or less"
+            )
         head_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
         if self.policy.backend.type == "megatron" and head_dtype != "float32":
             raise ValueError(

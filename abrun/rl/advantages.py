@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
-NormalizeOver = Literal["group", "batch"]
+NormalizeOver = Literal["group", "batch", "leave_one_out"]
 STD_EPSILON = 1e-6
 
 
@@ -22,9 +22,11 @@ def group_advantages(
     """Advantages [P * G]: A = R - b, over (std + 1e-6) where `normalize`; std of rewards, with n - 1.
 
     b is the mean of the group (GRPO, arXiv:2402.03300; Dr.GRPO, arXiv:2503.20783, without std), of the other
-    completions of the group (RLOO, arXiv:2402.14740), of the global batch, or 0; std is that of the group or
-    of the global batch. Where the rewards that b or std is taken over are all equal, A is exactly 0, whatever
-    the rounding of their mean. Computed in float64, which holds the squares of any float32 and the means of
+    completions of the group (RLOO, arXiv:2402.14740), of the global batch, or 0; std is that of the group, of
+    the global batch, or of the other completions of the group (leave_one_out, as NeMo-RL's
+    calculate_baseline_and_std_per_prompt). Where the rewards that b or std is taken over are all equal, A is
+    exactly 0, whatever the rounding of their mean; but where only the other completions' are, A is R - b,
+    undivided, as in NeMo-RL. Computed in float64, which holds the squares of any float32 and the means of
     large ones, and returned in the rewards' dtype. REINFORCE++ has rewards of tokens:
     `values.reward_to_go_advantages`.
     """
@@ -42,7 +44,10 @@ def group_advantages(
     of_group = _all_equal(grouped)
     of_batch = _all_equal(batch[None])
     silent = torch.zeros_like(of_group)
-    if normalize:
+    if normalize and normalize_over == "leave_one_out":
+        std = _std_of_others(grouped)
+        advantages = torch.where(std > 0, advantages / (std + STD_EPSILON), advantages)
+    elif normalize:
         values, equal = (grouped, of_group) if normalize_over == "group" else (batch[None], of_batch)
         std = torch.where(equal, 0.0, values.std(dim=1, keepdim=True)) if values.shape[1] > 1 else 0.0
         advantages = advantages / (std + STD_EPSILON)
@@ -52,6 +57,32 @@ def group_advantages(
     elif baseline == "batch_mean":
         silent = silent | of_batch
     return torch.where(silent, 0.0, advantages).flatten().to(rewards.dtype)
+
+
+def overlong_penalties(
+    lengths: Tensor,  # [B] completion tokens, the end token included
+    *,
+    max_new_tokens: int,
+    buffer: int,
+    factor: float,
+) -> Tensor:
+    """Penalties [B] to subtract from rewards: factor * max(0, L - (max_new_tokens - buffer)) / buffer.
+
+    DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), as verl's DAPORewardManager and NeMo-RL's
+    apply_reward_shaping: 0 up to max_new_tokens - buffer, then linear up to `factor` at max_new_tokens. L
+    counts every token that was generated, also of a completion that overlong_filtering masks. float64.
+    """
+    excess = lengths.double() - (max_new_tokens - buffer)
+    return factor * excess.clamp(min=0) / buffer
+
+
+def _std_of_others(rewards: Tensor) -> Tensor:  # [P, G] float64 -> [P, G]
+    """Return the sample std of the other completions of each; exactly 0 where their rewards are equal."""
+    group_size = rewards.shape[1]
+    others = rewards.expand(group_size, *rewards.shape).movedim(0, 1)  # [P, G, G]
+    diagonal = torch.eye(group_size, dtype=torch.bool, device=rewards.device)
+    others = others[:, ~diagonal].view(-1, group_size, group_size - 1)
+    return torch.where(_all_equal(others.flatten(0, 1)).view(rewards.shape), 0.0, others.std(dim=2))
 
 
 def _all_equal(rewards: Tensor) -> Tensor:  # [P, G] -> [P, 1] bool

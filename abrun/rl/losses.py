@@ -8,7 +8,7 @@ reference's. What a masked position holds (even NaN) reaches neither a loss nor 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 LossReduction = Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum"]
 GradDivisor = float | Literal["documents", "documents_squared"]
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3", "k3+"]
+MAX_LOG_RATIO = 80  # exp(89) is infinite in float32, and infinity times the 0 of a bound is NaN
+MAX_KL_LOG_RATIO, MAX_KL = 20, 10
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> []
@@ -42,6 +44,7 @@ class PolicyLoss:
     ratio: Tensor  # rho
     clipped_ratio: Tensor  # rho within the clip bounds; rho itself where the loss has none
     clipped: Tensor  # bool: the loss stands at a bound, and has no gradient through rho
+    ratio_of_sequence: bool = False  # rho is that of the token's whole sequence (GSPO)
 
 
 def clipped_policy_loss(
@@ -84,7 +87,8 @@ def gspo_loss(
     lengths = token_mask.sum(dim=1, keepdim=True).clamp(min=1)
     log_ratio = torch.where(token_mask, log_ratio.sum(dim=1, keepdim=True) / lengths, 0.0)
     advantages = torch.where(token_mask, advantages, 0.0)
-    return _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip)
+    loss = _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip)
+    return replace(loss, ratio_of_sequence=True)
 
 
 def reinforce_loss(
@@ -138,8 +142,7 @@ def _clipped(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> PolicyLoss:
     """The clipped surrogate of any ratio; masked tokens come with log-ratio and advantage 0."""
-    # exp(89) is infinite in float32, and infinity times the 0 that a bound passes back is NaN.
-    ratio = log_ratio.clamp(max=80).exp()
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     free, bounded = -advantages * ratio, -advantages * clipped_ratio
     loss, clipped = torch.maximum(free, bounded), bounded > free
@@ -165,16 +168,24 @@ def kl_penalty(
     """Per-token estimate [...] of KL(policy || reference); masked tokens give 0.
 
     With x = r - c clamped to +-20: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman, "Approximating KL
-    divergence", 2020); the result is clamped to +-10.
+    divergence", 2020); the result is clamped to +-10. k3+ has k3's value and k2's gradient (straight-through,
+    as verl's kl_penalty, core_algos.py).
+
+    As a loss on tokens of the policy, the expected gradient of k2 and k3+ is that of KL(policy || reference),
+    of k3 that of KL(reference || policy), and of k1 zero.
     """
-    log_ratio = torch.where(token_mask, reference_logprobs - trainer_logprobs, 0.0).clamp(-20, 20)
+    log_ratio = torch.where(token_mask, reference_logprobs - trainer_logprobs, 0.0)
+    log_ratio = log_ratio.clamp(-MAX_KL_LOG_RATIO, MAX_KL_LOG_RATIO)
     if estimator == "k1":
         penalty = -log_ratio
-    elif estimator == "k2":
-        penalty = log_ratio.square() / 2
-    else:
+    elif estimator == "k3":
         penalty = k3(log_ratio)
-    return penalty.clamp(-10, 10)
+    else:
+        penalty = log_ratio.square() / 2
+    penalty = penalty.clamp(-MAX_KL, MAX_KL)
+    if estimator == "k3+":
+        penalty = k3(log_ratio).detach().clamp(-MAX_KL, MAX_KL) + (penalty - penalty.detach())
+    return penalty
 
 
 def k3(x: Tensor) -> Tensor:

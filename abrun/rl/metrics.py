@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from abrun.rl.batch import PolicyBatch
-from abrun.rl.losses import PolicyLoss, k3, masked_mean, masked_sum
+from abrun.rl.losses import PolicyLoss, k3, masked_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +146,15 @@ def document_metrics(
     """What level full adds: Fast-LLM's policy metrics, where each document counts the same, and sums.
 
     A token weighs 1 / (its document's completion tokens * documents of the global batch); a row is a
-    document. `train/entropy` is the mean over tokens, so this mean of it is `train/document_entropy`.
+    document. `train/entropy` is the mean over tokens, so this mean of it is `train/document_entropy`. The
+    sums of the ratio are over tokens; of GSPO's they are over sequences, whose number is `train/num_segments`
+    (fast_llm/layers/language_model/loss/policy_gradient.py, variance_weight).
     """
     mask = batch.token_mask
     assert batch.old_logprobs is not None
-    weight = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_documents
+    of_document = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    weight = of_document / num_documents
+    ratio_weight = of_document if policy_loss.ratio_of_sequence else mask.double()
     advantages, ratio = batch.advantages.double(), policy_loss.ratio.double()
     weighted_means = {
         "old_logprobs": batch.old_logprobs,
@@ -161,16 +165,17 @@ def document_metrics(
         "advantage": advantages,
         "document_entropy": entropy,
     }
-    plain_sums = {
-        "ratio_new_old_sum": ratio,
-        "ratio_new_old_squared_sum": ratio.square(),
-        "num_tokens": torch.ones_like(ratio),
-    }
+    counted_ratio = torch.where(mask, ratio, 0.0)
     sums = {
         f"train/{key}": (torch.where(mask, value.double(), 0.0) * weight).sum()
         for key, value in weighted_means.items()
+    } | {
+        "train/ratio_new_old_sum": (counted_ratio * ratio_weight).sum(),
+        "train/ratio_new_old_squared_sum": (counted_ratio.square() * ratio_weight).sum(),
+        "train/num_tokens": mask.double().sum(),
     }
-    sums |= {f"train/{key}": masked_sum(value, mask) for key, value in plain_sums.items()}
+    if policy_loss.ratio_of_sequence:
+        sums["train/num_segments"] = of_document.sum()
     return MetricParts(
         sums=sums,
         maxima={"train/max_advantage": _extreme(advantages, mask, -math.inf)},

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from abrun.rl.advantages import STD_EPSILON
-from abrun.rl.losses import masked_mean
+from abrun.rl.losses import masked_mean, weighted
 from abrun.rl.metrics import MetricParts
 
 Total = Callable[..., list[float]]  # sums each of its floats over all ranks, as `Setup.total` does
@@ -209,12 +209,20 @@ def value_loss(
 def value_loss_metrics(
     found: ValueLoss,  # [B, S]
     token_mask: Tensor,  # [B, S] bool
+    loss_weights: Tensor,  # [B, S] float64, of the token in the loss of its update
     *,
     num_tokens: float,
+    num_updates: int,
 ) -> MetricParts:
-    """A microbatch's part of `train/critic/{loss,clip_fraction}`, means over the global batch's tokens."""
-    means = {"loss": found.loss.detach().double(), "clip_fraction": found.clipped.double()}
-    sums = {f"train/critic/{key}": masked_mean(each, token_mask, num_tokens) for key, each in means.items()}
+    """A microbatch's share of `train/critic/{loss,clip_fraction}`.
+
+    The loss is the one that is minimised, under the recipe's loss_reduction: the mean of the updates' own
+    losses, as `train/loss`. clip_fraction is a mean over the tokens of all updates' global batches.
+    """
+    sums = {
+        "train/critic/loss": weighted(found.loss.detach(), loss_weights).sum() / num_updates,
+        "train/critic/clip_fraction": masked_mean(found.clipped.double(), token_mask, num_tokens),
+    }
     return MetricParts(sums=sums, maxima={}, minima={})
 
 

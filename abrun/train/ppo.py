@@ -1,6 +1,7 @@
 """PPO: advantages are against a value model, which learns from the same completions."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -55,13 +56,12 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         """Each update of the policy after one of the value model on the same minibatch."""
         setup, value_model, settings = self._setup, self._value_model, self._settings
         learning_rate = learning_rate_at(step, settings.value_optimizer, setup.config.steps)
-        num_tokens = updates[0][1].num_tokens
-        of_values = ValueObjective(clip_range=settings.value_clip_range, num_tokens=num_tokens)
+        objectives = iter([ValueObjective.for_update(objective) for _, objective in updates])
         parts, norms = [], []
 
         def update_value_model(batch: ActorCriticBatch) -> None:
             with setup.phases("value_forward_backward"):
-                parts.append(value_model.forward_backward(batch, of_values))
+                parts.append(value_model.forward_backward(batch, next(objectives)))
             with setup.phases("value_optimizer"):
                 norms.append(value_model.optimizer_step(learning_rate))
 
@@ -80,13 +80,36 @@ class ValueObjective:
 
     clip_range: float | None
     num_tokens: float  # of the global batches of all updates of a step, which the metrics are means over
+    num_updates: int = 1
+    gradient_factor: float = 1.0  # of the loss, for its gradient
+
+    @classmethod
+    def for_update(cls, policy: PolicyObjective) -> Self:
+        """Return the value loss of the policy's update, with its counts.
+
+        A grad_divisor of the recipe scales the gradient of a shared backbone, policy and value loss alike, so
+        that value_coefficient keeps its meaning; a backbone of its own has its own optimizer.
+        """
+        settings = policy.settings
+        assert isinstance(settings, Ppo)
+        return cls(
+            clip_range=settings.value_clip_range,
+            num_tokens=policy.num_tokens,
+            num_updates=policy.num_updates,
+            gradient_factor=policy.gradient_factor if settings.value_backbone == "shared" else 1.0,
+        )
 
     def losses(self, batch: ActorCriticBatch, values: Tensor) -> Tensor:
-        return weighted(self._value_loss(batch, values).loss, batch.loss_weights)
+        return weighted(self._value_loss(batch, values).loss, batch.loss_weights) * self.gradient_factor
 
     def metrics(self, batch: ActorCriticBatch, values: Tensor) -> MetricParts:
-        found = self._value_loss(batch, values)
-        return value_loss_metrics(found, batch.token_mask, num_tokens=self.num_tokens)
+        return value_loss_metrics(
+            self._value_loss(batch, values),
+            batch.token_mask,
+            batch.loss_weights,
+            num_tokens=self.num_tokens,
+            num_updates=self.num_updates,
+        )
 
     def _value_loss(self, batch: ActorCriticBatch, values: Tensor) -> ValueLoss:
         return value_loss(

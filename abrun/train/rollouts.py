@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import chain, filterfalse
 
 import torch
+from torch import Tensor
 
 from abrun.errors import LaunchError
-from abrun.metric_names import SIGNAL_SHARE
+from abrun.metric_names import OVERLONG_PENALTY, SIGNAL_SHARE
 from abrun.recipe import Grpo, Ppo
+from abrun.rl.advantages import overlong_penalties
 from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
@@ -110,7 +112,8 @@ class Rollouts:
         batch = sequences.at(
             Sampled,
             inference_logprobs=on_completions([one.logprobs for one in completions], sequences.token_mask),
-            rewards=torch.tensor([reward for group in groups for reward in group.rewards]),
+            rewards=torch.tensor([reward for group in groups for reward in group.rewards])
+            - self._overlong_penalties(completions),
         )
         kept = [one.support for one in completions if one.support is not None]
         if kept:
@@ -119,6 +122,18 @@ class Rollouts:
             whole = torch.tensor([not completion.truncated for completion in completions])
             batch = replace(batch, token_mask=batch.token_mask & whole[:, None])
         return batch.to(self._setup.ranks.device)
+
+    def _overlong_penalties(self, completions: list[Completion]) -> Tensor:  # [B]
+        lengths = torch.tensor([len(completion.token_ids) for completion in completions])
+        punishment = self._settings.overlong_punishment
+        if punishment is None:
+            return torch.zeros(len(lengths))
+        return overlong_penalties(
+            lengths,
+            max_new_tokens=self._setup.config.rollout.max_new_tokens,
+            buffer=punishment.buffer,
+            factor=punishment.factor,
+        ).float()
 
     def _metrics(self, groups: list[Group]) -> dict[str, float]:
         completions = [completion for group in groups for completion in group.completions]
@@ -129,6 +144,7 @@ class Rollouts:
             sum(completion.truncated for completion in completions),
             sum(len(group.prompt) * len(group.completions) for group in groups),
             sum(len(group.completions) for group in groups if group.has_signal),
+            float(self._overlong_penalties(completions).sum(dtype=torch.float64)),
         )
         keys = (
             "reward",
@@ -136,10 +152,13 @@ class Rollouts:
             "truncation_rate",
             "mean_prompt_length",
             "signal_share",
+            "overlong_penalty",
         )
         shares = {f"train/{key}": total / totals[0] for key, total in zip(keys, totals[1:], strict=True)}
         if isinstance(self._settings, Ppo):  # its advantages are not relative to a group
             del shares[SIGNAL_SHARE]
+        if self._settings.overlong_punishment is None:
+            del shares[OVERLONG_PENALTY]
         return shares
 
 

@@ -58,6 +58,7 @@ class Oracle:
     config: Any  # a resolved run configuration
     head_seed: int = 0
     losses: list[float] = field(default_factory=list)  # of the updates of a step
+    critic_losses: list[float] = field(default_factory=list)
     balances: list[dict[str, float]] = field(default_factory=list)
     parts: list[dict[str, Tensor]] = field(default_factory=list)  # of the rows of all its updates
 
@@ -282,7 +283,8 @@ class Oracle:
                     clipped = (bounded > each).double()
                     each = torch.maximum(each, bounded)
                 loss = loss + weight * 0.5 * each.sum()
-                records.append({"critic/loss": 0.5 * each.detach(), "critic/clip_fraction": clipped})
+                records.append({"critic/clip_fraction": clipped})
+            self.critic_losses.append(float(loss.detach()))
             loss.backward()
             critic_norm = _update(self.critic_optimizer, rl.value_optimizer, self.rate(rl.value_optimizer))
         replayed = self.policy.replay_routing
@@ -389,7 +391,7 @@ class Oracle:
         if self.algorithm.kl_coefficient and self.algorithm.kl_in == "loss":
             means["kl_penalty"] = every["kl"]
         if values:
-            means |= {key: every[key] for key in ("critic/loss", "critic/clip_fraction")}
+            means["critic/clip_fraction"] = every["critic/clip_fraction"]
         found = {key: value.mean() for key, value in means.items()} | {
             "probs_ratio_max": rho.max(),
             "probs_ratio_min": rho.min(),
@@ -400,6 +402,8 @@ class Oracle:
             "min_seq_mult_prob_error": min(error),
             "loss": sum(self.losses) / num_updates,
         }
+        if values:
+            found["critic/loss"] = sum(self.critic_losses) / num_updates
         if self.algorithm.metrics == "full":
             found |= {
                 "old_logprobs": (p * weight).sum(),
@@ -415,6 +419,10 @@ class Oracle:
                 "max_advantage": every["a"].max(),
                 "min_advantage": every["a"].min(),
             }
+        if self.algorithm.metrics == "full" and self.algorithm.loss == "gspo":
+            found["num_segments"] = len(rows)
+            found["ratio_new_old_sum"] = sum(row["rho"][0] for row in rows)
+            found["ratio_new_old_squared_sum"] = sum(row["rho"][0] ** 2 for row in rows)
         metrics = {f"train/{key}": float(value) for key, value in found.items()}
         if self.balances[0]:
             each = self.balances
@@ -423,7 +431,7 @@ class Oracle:
             key = "train/moe/routing_entropy"
             metrics[key] = sum(one[key] * one["count"] for one in each) / total
             metrics["train/moe/max_load"] = max(one["train/moe/max_load"] for one in each)
-        self.losses, self.balances = [], []
+        self.losses, self.critic_losses, self.balances = [], [], []
         return metrics
 
     def rate(self, settings: Any) -> float:

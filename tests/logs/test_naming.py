@@ -6,7 +6,7 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log
-from abrun.logs.aliases import FRAMEWORKS, apply, apply_to_all, parse
+from abrun.logs.aliases import FRAMEWORKS, TOLD_BY, apply, apply_to_all, parse
 from abrun.logs.naming import DEFAULT_PATTERNS, name_runs, name_seeds
 from abrun.series import Series
 
@@ -132,6 +132,32 @@ def test_presets_name_no_metric_twice(preset: str) -> None:
     aliases = FRAMEWORKS[preset]
     assert len(set(aliases.values())) == len(aliases)
     assert not set(aliases) & set(aliases.values())
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    [
+        ("verl", "actor/pg_clipfrac"),  # without what the dual clip holds
+        ("verl", "rollout_corr/rollout_is_mean"),  # before truncation
+        ("verl", "actor/kl_loss"),  # by loss_agg_mode, summed over updates
+        ("verl", "perf/throughput"),  # counts prompts
+        ("trl", "train/sampling/importance_sampling_ratio/mean"),  # of whole sequences
+        ("skyrl", "policy/policy_kl"),  # a mean of sequences' means, as the three below
+        ("openrlhf", "train/kl"),
+        ("slime", "train/kl_loss"),
+        ("slime", "train/pg_clipfrac"),
+        ("slime", "train/critic-value_loss"),  # twice ours
+        ("pipelinerl", "rl/kl"),
+        ("torchtitan-rl", "loss/ratio_clipped_frac"),  # whatever the advantage's sign
+    ],
+)
+def test_metrics_of_another_definition_keep_their_names(framework: str, name: str) -> None:
+    """By preset and by recognition: see docs/definitions.md for what each is instead."""
+    told_by = next(names for known, names in TOLD_BY if known == framework)
+    metrics = {**{told: series(0) for told in told_by}, name: series(1)}
+    for chosen in ([framework], []):
+        (renamed,) = apply_to_all([metrics], parse(chosen)).metrics
+        assert renamed[name].at(0) == 1
 
 
 def test_explicit_aliases() -> None:

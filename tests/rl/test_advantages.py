@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from abrun.rl.advantages import group_advantages
+from abrun.rl.advantages import group_advantages, overlong_penalties
 
 
 def advantages(rewards: list[float], group_size: int, baseline: Any, normalize: bool) -> list[float]:
@@ -32,6 +32,64 @@ def test_the_epsilon_is_added_to_the_standard_deviation() -> None:
 def test_leave_one_out_by_hand() -> None:
     # The others' means are 4, 3.5 and 1.5.
     assert advantages([1.0, 2.0, 6.0], 3, "leave_one_out", False) == pytest.approx([-3.0, -1.5, 4.5])
+
+
+def over_others(rewards: list[float], group_size: int) -> list[float]:
+    return group_advantages(
+        torch.tensor(rewards, dtype=torch.float64),
+        group_size,
+        baseline="leave_one_out",
+        normalize=True,
+        normalize_over="leave_one_out",
+    ).tolist()
+
+
+def test_leave_one_out_with_its_std_by_hand() -> None:
+    # Of the others the means are 4, 3.5 and 1.5, and the sample variances 8, 12.5 and 0.5.
+    stds = [8**0.5, 12.5**0.5, 0.5**0.5]
+    expected = [a / (std + 1e-6) for a, std in zip([-3.0, -1.5, 4.5], stds, strict=True)]
+    assert over_others([1.0, 2.0, 6.0], 3) == pytest.approx(expected, rel=1e-12)
+
+
+def test_others_of_equal_rewards_leave_an_advantage_undivided() -> None:
+    """NeMo-RL's calculate_baseline_and_std_per_prompt and GRPOAdvantageEstimator: no std, no division."""
+    others_of_the_rest = -1 / 3 / ((1 / 3) ** 0.5 + 1e-6)  # of 1, 0, 0
+    assert over_others([1.0, 0.0, 0.0, 0.0], 4) == pytest.approx([1.0] + [others_of_the_rest] * 3)
+    # 0.1 three times has a mean that is not 0.1, and no std all the same.
+    assert over_others([0.7, 0.1, 0.1, 0.1], 4)[0] == pytest.approx(0.6, rel=1e-12)
+
+
+def test_leave_one_out_with_its_std_agrees_with_plain_loops() -> None:
+    rewards = torch.randn(20, generator=torch.Generator().manual_seed(8), dtype=torch.float64).tolist()
+    expected = []
+    for start in range(0, 20, 5):
+        for index in range(5):
+            others = [rewards[start + other] for other in range(5) if other != index]
+            centred = rewards[start + index] - statistics.mean(others)
+            expected.append(centred / (statistics.stdev(others) + 1e-6))
+    assert over_others(rewards, 5) == pytest.approx(expected, rel=1e-12)
+    for reward in (0.0, 0.1, 1e6 / 3):
+        assert over_others([reward] * 5, 5) == [0.0] * 5
+
+
+def penalties(lengths: list[int], *, most: int = 20, buffer: int = 8, factor: float = 1.0) -> list[float]:
+    found = overlong_penalties(torch.tensor(lengths), max_new_tokens=most, buffer=buffer, factor=factor)
+    return found.tolist()
+
+
+def test_overlong_penalties_by_hand() -> None:
+    """Up to 12 tokens nothing, then an eighth a token, and the whole of it at 20."""
+    assert penalties([1, 12, 13]) == [0.0, 0.0, 0.125]
+    assert penalties([14, 16, 20]) == [0.25, 0.5, 1.0]
+    assert penalties([14, 16, 20], factor=0.5) == [0.125, 0.25, 0.5]
+    assert penalties([0, 10, 20], buffer=20) == [0.0, 0.5, 1.0]
+
+
+def test_overlong_penalties_agree_with_plain_loops() -> None:
+    """DAPO's equation 13 with L_max 300 and L_cache 77, case by case."""
+    for length in range(301):
+        expected = 0.0 if length <= 300 - 77 else ((300 - 77) - length) / 77
+        assert penalties([length], most=300, buffer=77) == [pytest.approx(-expected, rel=1e-15)]
 
 
 def test_no_baseline_by_hand() -> None:

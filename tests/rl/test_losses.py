@@ -88,6 +88,7 @@ def test_kl_penalty_by_hand() -> None:
         "k1": [-log2, 0.0, log2],
         "k2": [log2**2 / 2, 0.0, log2**2 / 2],
         "k3": [2 - 1 - log2, 0.0, 0.5 - 1 + log2],
+        "k3+": [2 - 1 - log2, 0.0, 0.5 - 1 + log2],
     }
     for estimator, penalties in cases.items():
         torch.testing.assert_close(
@@ -104,11 +105,48 @@ def test_kl_penalty_is_clamped() -> None:
         ("k1", [10.0, -10.0, 10.0, 3.0], [0.0, 0.0, 0.0, 1.0]),
         ("k2", [10.0, 10.0, 10.0, 4.5], [0.0, 0.0, 0.0, 3.0]),
         ("k3", [10.0, 10.0, 10.0, k3_of_three], [0.0, 0.0, 0.0, 1 - math.exp(-3)]),
+        ("k3+", [10.0, 10.0, 10.0, k3_of_three], [0.0, 0.0, 0.0, 3.0]),
     ]
     for estimator, penalties, slopes in cases:
         penalty = kl_penalty(trainer, reference, mask, estimator=estimator)
         torch.testing.assert_close(penalty.detach(), torch.tensor([penalties]))
         torch.testing.assert_close(torch.autograd.grad(penalty.sum(), trainer)[0], torch.tensor([slopes]))
+
+
+def test_k3_plus_by_hand() -> None:
+    """k3's value, and c - r, the slope of k2, as its gradient."""
+    trainer = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[2.0, 1.0, 0.5]], dtype=torch.float64).log() - 1.0
+    penalty = kl_penalty(trainer, reference, ALL, estimator="k3+")
+    assert torch.equal(penalty, kl_penalty(trainer, reference, ALL, estimator="k3"))
+    (slopes,) = torch.autograd.grad(penalty.sum(), trainer)
+    log2 = math.log(2)
+    torch.testing.assert_close(slopes, torch.tensor([[-log2, 0.0, log2]], dtype=torch.float64))
+
+
+def exact_gradient(divergence: Any, logits: Tensor) -> Tensor:
+    return torch.autograd.grad(divergence, logits, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
+def test_which_divergence_an_estimator_descends(estimator: Any) -> None:
+    """The expectation over a whole vocabulary of seven tokens, that of the policy's own draws."""
+    draw = torch.Generator().manual_seed(7)
+    logits = torch.randn(7, dtype=torch.float64, generator=draw, requires_grad=True)
+    c, r = (
+        logits.log_softmax(0),
+        torch.randn(7, dtype=torch.float64, generator=draw).log_softmax(0),
+    )
+    mask = torch.ones(7, dtype=torch.bool)
+    penalty = (c.detach().exp() * kl_penalty(c, r, mask, estimator=estimator)).sum()
+    expected = {
+        "k1": torch.zeros(7, dtype=torch.float64),
+        "k2": exact_gradient((c.exp() * (c - r)).sum(), logits),
+        "k3": exact_gradient((r.exp() * (r - c)).sum(), logits),
+        "k3+": exact_gradient((c.exp() * (c - r)).sum(), logits),
+    }
+    torch.testing.assert_close(exact_gradient(penalty, logits), expected[estimator], rtol=1e-12, atol=1e-15)
+    assert (expected["k2"] - expected["k3"]).norm() > 0.05
 
 
 def test_kl_penalty_of_an_overflowing_ratio_has_a_gradient() -> None:
@@ -247,7 +285,7 @@ def loop_loss(batch: dict[str, Tensor], reduction: str, estimator: str) -> float
             ratio = math.exp(trainer - old)
             loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3))
             x = reference - trainer
-            loss += 0.1 * {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator]
+            loss += 0.1 * {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator.rstrip("+")]
             losses.append(loss)
         if losses:
             sequences.append(losses)
@@ -259,7 +297,7 @@ def loop_loss(batch: dict[str, Tensor], reduction: str, estimator: str) -> float
     return total / (len(sequences) * 9)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_agrees_with_plain_loops(reduction: str, estimator: str) -> None:
     batch = random_batch()
@@ -308,7 +346,7 @@ def test_gradients_by_finite_differences(reduction: str, estimator: str) -> None
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
 def test_masked_garbage_does_not_leak(reduction: str, estimator: str) -> None:
     clean = random_batch()
     trainer = clean["trainer"].requires_grad_()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from abrun.rl.batch import PolicyBatch
-from abrun.rl.losses import clipped_policy_loss
+from abrun.rl.losses import clipped_policy_loss, gspo_loss
 from abrun.rl.metrics import MetricParts, document_metrics, merge, policy_metrics, together
 
 Tensors = dict[str, Tensor]
@@ -360,6 +360,60 @@ def test_documents_agree_with_plain_loops() -> None:
     assert values.keys() - metrics(batch).keys() == {f"train/{key}" for key in expected}
     for key, value in expected.items():
         assert values[f"train/{key}"] == pytest.approx(value, rel=1e-12), key
+
+
+def sums_of_gspo(tensors: Tensors) -> dict[str, float]:
+    """What level full says of GSPO's ratio, which is a sequence's."""
+    old, trainer, mask = (tensors[name] for name in ("old", "trainer", "mask"))
+    policy_loss = gspo_loss(trainer, old, tensors["advantages"], mask, clip_low=0.1, clip_high=0.1)
+    parts = document_metrics(
+        policy_batch(tensors),
+        trainer,
+        tensors["entropy"],
+        policy_loss,
+        num_documents=float(mask.any(1).sum()),
+    )
+    return values_of(parts)
+
+
+def test_sums_of_gspo_s_ratio_are_over_sequences_by_hand() -> None:
+    """A sequence of one token, ratio 2, and one of two tokens, ratio sqrt(1.5 * 0.5); a third is masked."""
+
+    def logs(*rows: list[float]) -> Tensor:
+        return torch.tensor(rows).double().log()
+
+    values = sums_of_gspo(
+        {
+            "trainer": logs([0.4, 0.9], [0.3, 0.1], [0.3, 0.1]),
+            "old": logs([0.2, 0.9], [0.2, 0.2], [0.9, 0.9]),
+            "inference": logs([0.2, 0.9], [0.2, 0.2], [0.9, 0.9]),
+            "entropy": torch.ones(3, 2),
+            "advantages": torch.ones(3, 2).double(),
+            "mask": torch.tensor([[True, False], [True, True], [False, False]]),
+        }
+    )
+    assert values["train/ratio_new_old_sum"] == pytest.approx(2.0 + math.sqrt(0.75))
+    assert values["train/ratio_new_old_squared_sum"] == pytest.approx(4.0 + 0.75)
+    assert (values["train/num_segments"], values["train/num_tokens"]) == (2.0, 3.0)
+    assert values["train/ratio_new_old"] == pytest.approx((2.0 + math.sqrt(0.75)) / 2)
+
+
+def test_sums_of_gspo_s_ratio_agree_with_plain_loops() -> None:
+    """As Fast-LLM's: each sequence's ratio once, whatever its length. Masked garbage counts nowhere."""
+    batch = random_batch()
+    ratios = []
+    for row in range(6):
+        tokens = [t for t in range(7) if batch["mask"][row, t]]
+        changes = [float(batch["trainer"][row, t] - batch["old"][row, t]) for t in tokens]
+        if tokens:
+            ratios.append(math.exp(sum(changes) / len(changes)))
+    for garbage in (0.0, math.nan, math.inf):
+        dirty = {name: values.masked_fill(~batch["mask"], garbage) for name, values in batch.items()}
+        values = sums_of_gspo(dirty | {"mask": batch["mask"]})
+        assert values["train/num_segments"] == len(ratios) == 5
+        assert values["train/ratio_new_old_sum"] == pytest.approx(sum(ratios), rel=1e-12)
+        squares = sum(ratio**2 for ratio in ratios)
+        assert values["train/ratio_new_old_squared_sum"] == pytest.approx(squares, rel=1e-12)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])

@@ -39,7 +39,12 @@ class Operators(TorchDispatchMode):
 
 def policy_side(batch: Tensors) -> None:
     mask, rewards = batch["mask"], batch["old"][:, 0]
-    kinds: Any = (("group_mean", "group"), ("leave_one_out", "batch"), ("batch_mean", "batch"))
+    kinds: Any = (
+        ("group_mean", "group"),
+        ("leave_one_out", "leave_one_out"),
+        ("leave_one_out", "batch"),
+        ("batch_mean", "batch"),
+    )
     for baseline, over in kinds:
         group_advantages(rewards, 4, baseline=baseline, normalize=True, normalize_over=over)
     for correction in ("truncated", "icepop", "sequence_mask"):
@@ -63,7 +68,8 @@ def value_side(batch: Tensors) -> None:
         rewards, mask, batch["entropy"], baseline="batch_mean", normalize=True, total=alone
     )
     value_statistics(values, returns, mask, alone)
-    value_loss_metrics(value_loss(values, batch["old"], returns, mask, clip_range=0.2), mask, num_tokens=9.0)
+    found = value_loss(values, batch["old"], returns, mask, clip_range=0.2)
+    value_loss_metrics(found, mask, mask.double(), num_tokens=9.0, num_updates=1)
 
 
 def collation(batch: Tensors) -> None:

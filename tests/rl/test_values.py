@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from abrun.rl.losses import loss_weights
 from abrun.rl.metrics import merge
 from abrun.rl.values import (
     TokenStatistics,
@@ -414,8 +415,10 @@ def test_value_loss_by_hand() -> None:
     close(plain.loss, 2.0, 2.0, 0.0)
     close(torch.autograd.grad(plain.loss.sum(), values)[0], 2.0, -2.0, 0.0)
     assert not plain.clipped.any() and plain.clipped.dtype == torch.bool
-    parts = value_loss_metrics(found, mask_of(1, 1, 1), num_tokens=6.0)
-    assert parts.sums["train/critic/loss"].item() == 4.125 / 6
+    # A batch of six tokens over two updates: the loss by its reduction's weights, the fraction by tokens.
+    weights = row(0.5, 0.25, 0.25)
+    parts = value_loss_metrics(found, mask_of(1, 1, 1), weights, num_tokens=6.0, num_updates=2)
+    assert parts.sums["train/critic/loss"].item() == (0.5 * 2 + 0.25 * 2 + 0.25 * 0.125) / 2
     assert parts.sums["train/critic/clip_fraction"].item() == 1 / 6
 
 
@@ -456,7 +459,7 @@ def test_what_is_masked_reaches_no_value_and_no_gradient() -> None:
         values, old, returns = tensors
         values = values.clone().requires_grad_()
         loss = value_loss(values, old, returns, mask, clip_range=0.3)
-        parts = value_loss_metrics(loss, mask, num_tokens=20.0)
+        parts = value_loss_metrics(loss, mask, mask / 20.0, num_tokens=20.0, num_updates=1)
         (gradient,) = torch.autograd.grad(loss.loss.sum(), values)
         assert not gradient[~mask].any() and not loss.loss[~mask].any() and not loss.clipped[~mask].any()
         return [
@@ -487,13 +490,24 @@ def test_any_tokens_have_the_losses_they_have_in_their_rows() -> None:
 def test_metrics_of_microbatches_add_up() -> None:
     values, old, returns = (normal(6, 9, seed=seed) for seed in (1, 2, 3))
     mask = random_mask(6, 9)
+    weights = loss_weights(
+        mask,
+        loss_reduction="sequence_mean",
+        num_tokens=float(mask.sum()),
+        num_sequences=float(mask.any(1).sum()),
+        max_completion_tokens=9,
+    )
     parts = []
     for rows in (slice(None), slice(0, 2), slice(2, 2), slice(2, 6)):
         loss = value_loss(values[rows], old[rows], returns[rows], mask[rows], clip_range=0.3)
-        parts.append(value_loss_metrics(loss, mask[rows], num_tokens=float(mask.sum())))
+        num_tokens = float(mask.sum())
+        parts.append(
+            value_loss_metrics(loss, mask[rows], weights[rows], num_tokens=num_tokens, num_updates=1)
+        )
     whole, together = parts[0].sums, merge(parts[1:]).sums
     loss = value_loss(values, old, returns, mask, clip_range=0.3)
-    assert whole["train/critic/loss"].item() == pytest.approx(loss.loss[mask].mean().item(), rel=1e-12)
+    means = [loss.loss[row][mask[row]].mean().item() for row in range(6) if mask[row].any()]
+    assert whole["train/critic/loss"].item() == pytest.approx(sum(means) / len(means), rel=1e-12)
     assert whole["train/critic/clip_fraction"].item() == pytest.approx(
         loss.clipped[mask].double().mean().item(), rel=1e-12
     )

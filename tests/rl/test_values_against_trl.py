@@ -132,7 +132,9 @@ def test_value_loss_gradient_and_clip_fraction() -> None:
     values = (old_values + 0.4 * normal(5, LENGTH, seed=4)).requires_grad_()
     theirs, clip_fraction = trl_value_loss(values[TRL_MASK], old_values[TRL_MASK], returns[TRL_MASK])
     found = value_loss(values, old_values, returns, TRL_MASK, clip_range=CLIP)
-    sums = value_loss_metrics(found, TRL_MASK, num_tokens=float(TRL_MASK.sum())).sums
+    num_tokens = float(TRL_MASK.sum())
+    weights = TRL_MASK.double() / num_tokens
+    sums = value_loss_metrics(found, TRL_MASK, weights, num_tokens=num_tokens, num_updates=1).sums
     assert sums["train/critic/loss"].item() == pytest.approx(theirs.item(), rel=1e-12)
     assert sums["train/critic/clip_fraction"].item() == pytest.approx(clip_fraction.item(), rel=1e-15)
     assert 0.1 < clip_fraction < 0.9

@@ -178,7 +178,7 @@ def test_a_planted_fault_shows_where_its_row_says(
 
 
 OF_SFT = (
-    Case("last_microbatch_only", (NORM,), (LOSS, ENTROPY), overrides=MICROBATCHES),
+    Case("last_microbatch_only", (NORM,), (LOSS,), overrides=MICROBATCHES),
     Case("labels_off_by_one", (LOSS, NORM)),
     Case("attention_across_packed", (LOSS, NORM), overrides=("policy.packing=true",)),
     Case("adam_step_ahead", (LOSS,), step=2),

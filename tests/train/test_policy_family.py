@@ -554,6 +554,22 @@ def test_completions_that_were_cut_off_have_a_reward_and_no_tokens(warm_weights:
     assert torch.equal(batch.rewards, plain.rewards) and torch.equal(batch.token_ids, plain.token_ids)
 
 
+def test_long_completions_are_punished_by_their_length(warm_weights: Path, group: None) -> None:
+    """Three tokens at most: a penalty of 0, 0.25 and 0.5 for one, two and three of them."""
+    settings = ("task.max_operand=6", "rollout.max_new_tokens=3")
+    plain, metrics = collector(warm_weights, *settings)[1].collect(1)
+    punished = (*settings, "algorithm.overlong_punishment={buffer: 2, factor: 0.5}")
+    batch, of_all = collector(warm_weights, *punished)[1].collect(1)
+    lengths = plain.token_mask.sum(dim=1)
+    expected = [{1: 0.0, 2: 0.25, 3: 0.5}[int(length)] for length in lengths]
+    assert len(set(expected)) > 1
+    assert (plain.rewards - batch.rewards).tolist() == pytest.approx(expected)
+    assert of_all.pop("train/overlong_penalty") == pytest.approx(sum(expected) / len(expected))
+    assert of_all == metrics  # train/reward and signal_share are the verifier's
+    filtered, _ = collector(warm_weights, *punished, "algorithm.overlong_filtering=true")[1].collect(1)
+    assert torch.equal(filtered.rewards, batch.rewards)
+
+
 def test_filtered_completions_count_nowhere(tmp_path: Path, warm_weights: Path, group: None) -> None:
     settings = ("steps=1", "task.max_operand=6", "algorithm.overlong_filtering=true", *PACKED)
     row = train(tmp_path / "some", warm_weights, *settings, "rollout.max_new_tokens=2")[1]

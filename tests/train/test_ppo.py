@@ -11,6 +11,7 @@ import torch
 from abrun.recipe import Ppo
 from abrun.rl.batch import ActorCriticBatch, Sampled, Scored
 from abrun.rl.values import generalized_advantages, right_shifted, token_rewards
+from abrun.train.policy_gradient import PolicyObjective
 from abrun.train.ppo import PpoAlgorithm, ValueObjective
 from abrun.train.setup import make_setup
 from tests.train.runs import (
@@ -149,6 +150,69 @@ def test_the_value_loss_of_a_batch_by_hand() -> None:
     sums = objective.metrics(batch, values.detach()).sums
     assert float(sums["train/critic/loss"]) == pytest.approx(0.0725)
     assert float(sums["train/critic/clip_fraction"]) == 0.5
+
+
+def test_the_critic_s_loss_is_the_mean_of_its_updates_losses() -> None:
+    """Two minibatches, of one and of three tokens, each with its own reduction, as train/loss has them."""
+    parts, losses = [], []
+    for mask, error in (([True, False, False], 2.0), ([True, True, True], 1.0)):
+        token_mask = torch.tensor([mask])
+        nothing = torch.zeros(1, 3)
+        batch = ActorCriticBatch(
+            token_ids=torch.zeros(1, 3, dtype=torch.int64),
+            token_mask=token_mask,
+            inference_logprobs=nothing,
+            old_logprobs=nothing,
+            reference_logprobs=None,
+            importance_weights=None,
+            advantages=nothing,
+            old_values=nothing,
+            returns=nothing,
+            loss_weights=token_mask.double() / token_mask.sum(),
+        )
+        objective = ValueObjective(clip_range=None, num_tokens=4, num_updates=2)
+        values = torch.full((1, 3), error)
+        losses.append(float(objective.losses(batch, values).sum()))
+        parts.append(objective.metrics(batch, values))
+    assert losses == [2.0, 0.5]
+    found = sum(float(part.sums["train/critic/loss"]) for part in parts)
+    assert found == pytest.approx(sum(losses) / 2)  # not (2.0 + 3 * 0.5) / 4, the mean over tokens
+
+
+@pytest.mark.parametrize(("backbone", "factor"), [("shared", 0.25), ("own", 1.0)])
+def test_a_grad_divisor_scales_the_whole_gradient_of_a_backbone(backbone: Any, factor: float) -> None:
+    """Policy and value loss alike where they share it, so that value_coefficient keeps its meaning."""
+    settings = Ppo(type="ppo", value_backbone=backbone)
+    policy = PolicyObjective(
+        settings=settings, num_tokens=8, num_sequences=2, num_updates=3, gradient_factor=0.25
+    )
+    of_values = ValueObjective.for_update(policy)
+    assert (of_values.num_tokens, of_values.num_updates, of_values.gradient_factor) == (8, 3, factor)
+
+
+@pytest.mark.parametrize("backbone", ["shared", "own"])
+def test_a_grad_divisor_divides_the_gradient_norms(
+    backbone: str, tmp_path: Path, warm_weights: Path, group: None
+) -> None:
+    """A divisor of 7 times the reduction's own count divides the norm by 7, of a shared value head too."""
+    settings = ("steps=1", f"algorithm.value_backbone={backbone}", "algorithm.epochs_per_step=1")
+    still = (
+        "algorithm.minibatches_per_step=1",
+        "policy.optimizer={learning_rate: 1.0e-30}",
+        "algorithm.value_optimizer={learning_rate: 1.0e-30}",
+    )
+    plain = train(tmp_path / "plain", warm_weights, *settings, *still)[1]
+    divisor = 7 * plain["train/global_valid_toks"]
+    divided = train(
+        tmp_path / "divided", warm_weights, *settings, *still, f"algorithm.grad_divisor={divisor}"
+    )[1]
+    assert divided["train/loss"] == plain["train/loss"]
+    assert divided["train/critic/loss"] == plain["train/critic/loss"]
+    assert divided["train/grad_norm"] == pytest.approx(plain["train/grad_norm"] / 7, rel=1e-4)
+    of_values = 7 if backbone == "shared" else 1
+    assert divided["train/critic/grad_norm"] == pytest.approx(
+        plain["train/critic/grad_norm"] / of_values, rel=1e-4
+    )
 
 
 def test_the_critic_learns_before_the_policy_and_by_its_own_rate(
