@@ -29,10 +29,12 @@ from abrun.recipe import (
     RunConfig,
     Validation,
     dtensor_misfit,
+    family_refusal,
     invocation,
     megatron_misfit,
     megatron_refusal,
     not_built,
+    stream_misfit,
     unset_variables,
     vllm_misfit,
     vllm_refusal,
@@ -227,6 +229,8 @@ def _missing_files(config: OwnRunConfig) -> Iterator[str]:
 def _missing_model(config: OwnRunConfig, ask: Callable[[str], str | None]) -> Iterator[str]:
     weights = config.model.path
     wrong = _unloadable_folder(weights) if weights and _is_folder(weights) else missing_of_hub(config, ask)
+    if not wrong and (refused := family_refusal(shape_of(config.model))):
+        wrong = f"model.path: got {weights!r}, {refused}; use a causal language model of another family"
     yield from [wrong] if wrong else []
 
 
@@ -292,12 +296,14 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 def _misfit(config: OwnRunConfig) -> Iterator[str]:
     """Why a backend cannot run here, or cannot train the model, as far as is known without loading it."""
     backend, shape = config.policy.backend, shape_of(config.model)
-    wrong = None
+    if family_refusal(shape):  # which is said of the model
+        return
+    wrong = []
     if isinstance(backend, Megatron):
-        wrong = megatron_refusal() or megatron_misfit(shape, backend)
+        wrong = [megatron_refusal() or megatron_misfit(shape, backend)]
     elif isinstance(backend, Dtensor):
-        wrong = dtensor_misfit(shape, backend)
-    yield from [wrong] if wrong else []
+        wrong = [dtensor_misfit(shape, backend), stream_misfit(shape, config.policy)]
+    yield from filter(None, wrong)
 
 
 def shape_of(model: Model) -> Mapping[str, Any]:

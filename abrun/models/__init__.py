@@ -3,7 +3,6 @@
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.content import content_of, sample_of, weights_hash
 from abrun.models.families import (
-    PLAIN_DECODERS,
     Facts,
     attends_to_all,
     cache_name,
@@ -14,7 +13,7 @@ from abrun.models.families import (
     routers_of,
 )
 from abrun.models.in_place import Places, attention_in_place, has_all_tokens
-from abrun.models.parts import part_of
+from abrun.models.parts import part_of, small_twin
 from abrun.models.presets import (
     EOS,
     PAD,
@@ -30,7 +29,6 @@ __all__ = [
     "ARCHITECTURES",
     "EOS",
     "PAD",
-    "PLAIN_DECODERS",
     "UNKNOWN",
     "CharacterTokenizer",
     "Facts",
@@ -57,5 +55,6 @@ __all__ = [
     "routers_of",
     "sample_of",
     "save_network",
+    "small_twin",
     "weights_hash",
 ]

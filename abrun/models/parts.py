@@ -18,7 +18,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from abrun.models.checks import check_decoding, check_network, silence
-from abrun.models.families import PLAIN_DECODERS, facts_of
+from abrun.models.families import facts_of
+from abrun.recipe import PLAIN_DECODERS
 from abrun.seeds import derive
 
 LARGE = 10**8  # parameters of an embedding: a preset of that size is never made whole on a CPU
@@ -139,20 +140,25 @@ def check_twin(network: Any, *, decodes: bool) -> bool:
 
     With `decodes`, see check_decoding.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        twin: Any = AutoModelForCausalLM.from_config(_small(network.config), dtype=torch.float32)
+    twin = small_twin(network)
     check_network(twin, facts_of(twin))
     return decodes and check_decoding(twin, facts_of(twin))
 
 
+def small_twin(network: Any) -> Any:
+    """Build a small network of the same family and settings, with random weights, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(_small(network.config), dtype=torch.float32)
+
+
 def _small(config: Any) -> Any:
-    """Two layers, few tokens, narrow products between; the attention as it is."""
+    """Return settings for two layers, or one of each kind, few tokens, narrow products; attention is kept."""
     small = copy.deepcopy(config)
-    types = getattr(small, "layer_types", None)
-    if types:
-        small.layer_types = [types[0], types[-1]]
-    small.num_hidden_layers, small.pad_token_id = 2, None
+    kinds = list(dict.fromkeys(getattr(small, "layer_types", None) or ()))
+    if kinds:
+        small.layer_types = kinds * 2 if len(kinds) == 1 else kinds
+    small.num_hidden_layers, small.pad_token_id = max(2, len(kinds)), None
     small.vocab_size = min(small.vocab_size, 512)
     small.intermediate_size = min(small.intermediate_size, 256)
     if hasattr(small, "num_experts"):
