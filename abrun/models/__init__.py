@@ -11,6 +11,7 @@ from abrun.models.families import (
     persistent_buffers,
     positions_of,
     routers_of,
+    takes_weight_decay,
 )
 from abrun.models.in_place import Places, attention_in_place, has_all_tokens
 from abrun.models.parts import part_of, small_twin
@@ -56,5 +57,6 @@ __all__ = [
     "sample_of",
     "save_network",
     "small_twin",
+    "takes_weight_decay",
     "weights_hash",
 ]

@@ -6,6 +6,7 @@ several towers. Nothing here is tried out; `checks` compares it with what the ne
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 # Where Granite divides by it.
 MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+# Parameters of two dimensions or more that are no matrices, by their names: biases of all experts or heads, norms
+# of each head, and a state-space layer's decay and skip.
+NO_MATRIX = re.compile(r"(bias|norm[^.]*\.(weight|scale)|(^|\.)(A_log|D))$", re.IGNORECASE)
 
 # Families whose routers choose once, among probabilities (softmax) of all experts.
 SOFTMAX_ROUTERS = (
@@ -85,6 +90,11 @@ def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name in module._non_persistent_buffers_set
     }
     return ((name, buffer) for name, buffer in network.named_buffers() if name not in transient)
+
+
+def takes_weight_decay(name: str, parameter: Tensor) -> bool:
+    """Return True for a parameter that AdamW decays: a matrix, and no bias or norm."""
+    return parameter.ndim >= 2 and NO_MATRIX.search(name) is None
 
 
 def cache_name(network: nn.Module) -> str:
