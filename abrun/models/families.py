@@ -29,9 +29,9 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
-# Parameters of two dimensions or more that are no matrices, by their names: biases of all experts or heads, norms
-# of each head, and a state-space layer's decay and skip.
-NO_MATRIX = re.compile(r"(bias|norm[^.]*\.(weight|scale)|(^|\.)(A_log|D))$", re.IGNORECASE)
+# Names of parameters that are no matrices, whatever their shape: biases of all experts or heads, norms of
+# each head, and a state-space layer's decay and skip.
+NO_MATRIX = re.compile(r"(bias|[Nn]orm[^.]*\.(weight|scale)|(^|\.)(A_log|D))$")
 
 # Families whose routers choose once, among probabilities (softmax) of all experts.
 SOFTMAX_ROUTERS = (
