@@ -4,7 +4,6 @@ For families of one structure, whose checkpoints have a tensor for each paramete
 """
 
 import copy
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from abrun.models.checks import check_decoding, check_network, silence
 from abrun.models.families import facts_of
+from abrun.models.sources import read_config, weight_files
+from abrun.models.unread import find_unread
 from abrun.recipe import PLAIN_DECODERS
 from abrun.seeds import derive
 
@@ -31,7 +30,7 @@ OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 class Checkpoint:
     """The tensors of safetensors files, read in part, under the names of a network's parameters."""
 
-    def __init__(self, paths: Iterable[str]) -> None:
+    def __init__(self, paths: Iterable[Path]) -> None:
         opened = [safe_open(path, "pt") for path in paths]  # mapped, not read
         self._files: dict[str, Any] = {}
         for file in opened:
@@ -102,11 +101,12 @@ def open_parts(source: str) -> Any | None:
 
     Its `checkpoint` has the weights. Buffers are there, dropout is off.
     """
-    config = AutoConfig.from_pretrained(source)
+    config = read_config(source)
     plain = config.model_type in PLAIN_DECODERS and getattr(config, "quantization_config", None) is None
-    checkpoint = _checkpoint(source) if plain else None
-    if checkpoint is None:
+    files = weight_files(source) if plain else []
+    if not files:
         return None
+    checkpoint = Checkpoint(files)
     network = _on_meta(config)
     parameters = dict(network.named_parameters())
     untied = any(name in checkpoint for name in network.state_dict().keys() - parameters.keys())
@@ -115,6 +115,7 @@ def open_parts(source: str) -> Any | None:
     if (generation := _generation(source)) is not None:
         network.generation_config = generation
     network.checkpoint = checkpoint
+    network.unread = find_unread(network, config, source)
     return network
 
 
@@ -165,26 +166,6 @@ def _small(config: Any) -> Any:
         small.num_experts = min(small.num_experts, 2 * small.num_experts_per_tok)
         small.moe_intermediate_size = min(small.moe_intermediate_size, 256)
     return small
-
-
-def _checkpoint(source: str) -> Checkpoint | None:
-    """Of a folder, or of a name on the hub."""
-    whole = _file(source, SAFE_WEIGHTS_NAME)
-    if whole is not None:
-        return Checkpoint([whole])
-    index = _file(source, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return None
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    paths = [path for name in names if (path := _file(source, name)) is not None]
-    return Checkpoint(paths)
-
-
-def _file(source: str, name: str) -> str | None:
-    try:
-        return cached_file(source, name)
-    except OSError:
-        return None
 
 
 def _generation(source: str) -> GenerationConfig | None:
