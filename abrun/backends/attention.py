@@ -64,10 +64,11 @@ def enable_streams(network: Any, policy: Policy) -> None:
             f"use {instead}"
         ) from error
     if deviation is not None:
+        module = deviation.module or "head"
         raise RecipeError(
-            f"{asked} with {type(network).__name__}, whose log-probs in a stream of sequences differ from "
-            f"those in padded rows by up to {deviation:.2g} nats on a few tokens (sliding windows, linear "
-            f"attention, convolutions or positions of its own); use {instead}"
+            f"{asked} with {type(network).__name__}, whose {module} computes something else in a stream of "
+            f"sequences than in padded rows: log-probs differ by up to {deviation.nats:.2g} nats on a few "
+            f"tokens; use {instead}"
         )
 
 

@@ -7,18 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoConfig,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from abrun.errors import RecipeError
-from abrun.recipe import Model
-from abrun.recipe.families import NO_CAUSAL_LM
+from abrun.recipe import Model, family_refusal
 
 
 def source_of(model: Model, weights: Path | None) -> str | None:
@@ -49,9 +43,9 @@ def read_config(source: str) -> Any:
     with loading(source):
         config = AutoConfig.from_pretrained(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        multimodal = multimodal or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-        reason = NO_CAUSAL_LM if multimodal else "a model that transformers has no causal LM for"
+        reason = (
+            family_refusal({"model_type": config.model_type}) or "which transformers has no causal LM for"
+        )
         raise RecipeError(
             f"model.path: got {source!r} of type {config.model_type}, {reason}; use a causal language model"
         )

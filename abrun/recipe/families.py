@@ -33,6 +33,13 @@ MULTIMODAL = _names(
     vipllava vision-encoder-decoder voxtral voxtral_realtime
     """
 )
+# Encoder and decoder; transformers has no class of the decoder alone, as it has of others.
+ENCODER_DECODERS = _names(
+    """
+    encoder-decoder fsmt led longt5 m2m_100 mt5 nllb-moe pegasus_x seamless_m4t
+    seamless_m4t_v2 switch_transformers t5 t5gemma umt5
+    """
+)
 # Their LM head adds a bias, and the log-prob kernels take none.
 BIASED_HEADS = _names(
     """
@@ -47,7 +54,7 @@ STREAMLESS = _names(
     axk2 bamba bart bigbird_pegasus blenderbot blenderbot-small bloom deepseek_v32 deepseek_v4 doge
     dots3_note_text falcon falcon_h1 falcon_mamba flint gemma2 glm_moe_dsa got_ocr2 gpt_neo
     gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling2_loop_text inkling2_text
-    inkling_text jamba mamba mamba2 marian mbart mpt mvp nemotron olmo_hybrid openai-gpt pegasus
+    inkling_text jamba mamba mamba2 marian mbart mpt mvp nemotron nemotron_h olmo_hybrid openai-gpt pegasus
     plbart qwen4_exp qwen4_exp_text recurrent_gemma rwkv stablelm trocr vaultgemma xglm xlstm zaya
     """
 )
@@ -57,7 +64,7 @@ MIXED = _names(
     """
     afmoe bailing_hybrid beam cohere2 cohere2_moe cwm dory exaone4 exaone_moe gemma3 gemma3_text
     gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text granitemoehybrid kimi_linear
-    kolibri1 lfm2_moe lfm3 llama4 llama4_text mimo_v2_flash minimax ministral nemotron_h olmo3
+    kolibri1 lfm2_moe lfm3 llama4 llama4_text mimo_v2_flash minimax ministral olmo3
     qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
     """
 )
@@ -80,9 +87,10 @@ NOT_FULL = re.compile(r"sliding|chunk|linear|conv|mamba|recurrent|compress|index
 def family_refusal(model: Mapping[str, Any]) -> str | None:
     """Return why a model of this configuration (`config.json`) cannot be trained; None if nothing says so."""
     family = model.get("model_type")
-    if model.get("is_encoder_decoder") is True:
-        return ENCODER_DECODER
+    if not isinstance(family, str):
+        return None
     reasons = {
+        ENCODER_DECODER: ENCODER_DECODERS,
         NO_CAUSAL_LM: MULTIMODAL,
         BIASED_HEAD: BIASED_HEADS,
         SAMPLING_ROUTER: SAMPLING_ROUTERS,
