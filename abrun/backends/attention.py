@@ -164,7 +164,8 @@ def attend_in_stream(
     goes span by span, [1, queries, heads, D] each. The result is the same to rounding.
     """
     if packing.split is not None:
-        key, value = packing.split.keys_of_all(torch.stack([key, value]))
+        widths = [key.shape[-1], value.shape[-1]]  # which differ in latent attention
+        key, value = packing.split.keys_of_all(torch.cat([key, value], dim=-1)).split(widths, dim=-1)
     if _has_kernel(query):
         return _by_kernel(query, key, value, packing.spans, scaling)[None]
     outputs = []
