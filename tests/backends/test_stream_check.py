@@ -133,9 +133,9 @@ def test_a_family_that_no_list_knows_is_found_out(monkeypatch: pytest.MonkeyPatc
     """Attention to the last three tokens, whatever the configuration says."""
     from transformers.models.llama import modeling_llama
 
-    make = modeling_llama.create_causal_mask
+    make: Any = vars(modeling_llama)["create_causal_mask"]
 
-    def windowed(*args: Any, **settings: Any) -> Tensor:
+    def windowed(*args: Any, **settings: Any) -> Any:
         length = settings["inputs_embeds"].shape[1]
         near = torch.ones(length, length).tril().triu(-2).bool()
         return make(*args, **settings) if settings.get("attention_mask") is not None else near[None, None]

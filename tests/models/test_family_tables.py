@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -57,7 +57,7 @@ def refusal(kind: str, **settings: Any) -> str | None:
 
 def test_multimodal_families_are_those_that_transformers_has_no_causal_lm_for() -> None:
     multimodal = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
-    known = MULTIMODAL & CONFIG_MAPPING_NAMES.keys()
+    known = MULTIMODAL & set(CONFIG_MAPPING)
     assert known == multimodal - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
     for kind in ("mistral3", "qwen2_5_vl", "qwen3_vl"):
         assert family_refusal({"model_type": kind}) == (

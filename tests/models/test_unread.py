@@ -70,7 +70,8 @@ def test_a_multimodal_checkpoint_trained_as_text_is_exported_whole(
     assert new["architectures"] == [type(published).__name__] and new["dtype"] == "float32"
     assert {name for name in old if old[name] != new[name]} <= {"dtype", "text_config", "vision_config"}
     assert (target / "preprocessor_config.json").read_text() == '{"size": 7}'
-    _, info = AutoModelForImageTextToText.from_pretrained(target, output_loading_info=True)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(target, output_loading_info=True)
+    info = loaded[1]
     assert not info["missing_keys"] and not info["unexpected_keys"]
     again = dict(load_network(Model(path=str(target)), weights=None, seed=0).named_parameters())
     assert all(torch.equal(p.detach() + 1, again[name]) for name, p in network.named_parameters())
