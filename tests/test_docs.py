@@ -180,6 +180,39 @@ def test_faults_md_is_what_its_script_prints() -> None:
     assert written == page + "\n", "print it again: python docs/faults.py > docs/faults.md"
 
 
+SOME_FAMILIES = [
+    ("llama", None),
+    ("mistral", 4096),
+    ("gemma3", None),
+    ("deepseek_v3", None),
+    ("mamba2", None),
+]
+
+
+def test_models_md_is_what_some_families_can_do() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "models.py"))
+    some = tuple(
+        family
+        for family in script["FAMILIES"]
+        if (family.kind, family.settings.get("sliding_window")) in SOME_FAMILIES
+    )
+    assert len(some) == len(SOME_FAMILIES)
+    written = (ROOT / "docs" / "models.md").read_text()
+    lines = script["rows"](some)
+    assert not set(lines) - set(written.splitlines()), (
+        "print it again: python docs/models.py > docs/models.md"
+    )
+    assert all(f"`{family.kind}`" in written for family in script["FAMILIES"])
+    assert written.endswith("\n".join(script["refused"]()) + "\n")
+
+
+@pytest.mark.slow
+def test_models_md_is_what_its_script_prints() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "models.py"))["page"]()
+    written = (ROOT / "docs" / "models.md").read_text()
+    assert written == page + "\n", "print it again: python docs/models.py > docs/models.md"
+
+
 def test_faults_that_documents_and_helps_name_are_there() -> None:
     texts = [path.read_text() for path in (*DOCUMENTS, *(ROOT / "abrun" / "cli").glob("*.py"))]
     lists = [names for text in texts for names in re.findall(r"--faults ([a-z][a-z_0-9.,:]*)", text)]

@@ -16,9 +16,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from abrun.backends.context import Span, Spans
 from abrun.backends.packing import Packing
+from abrun.backends.stream_check import stream_deviation
 from abrun.errors import RecipeError
-from abrun.models import attends_to_all
-from abrun.recipe import Policy
+from abrun.models import facts_of, small_twin
+from abrun.recipe import Policy, stream_setting
 
 # A compiler sees through the first, and ends its graph at the second.
 ATTENTION, APART = "abrun_packed", "abrun_packed_apart"
@@ -36,30 +37,45 @@ class Handed:
 
 
 def enable_streams(network: Any, policy: Policy) -> None:
-    """Make the network's attention one that can take a stream, where the recipe needs that.
+    """Make the network's attention one that takes a stream, where the recipe needs that.
 
-    Raises RecipeError where it cannot.
+    Raises RecipeError where the network computes something else in a stream (see stream_check).
     """
-    ranks = policy.backend.context_parallel
-    if policy.packing:
-        asked, instead = "policy.packing: got true", "packing: false"
-    elif ranks > 1:
-        asked, instead = f"policy.backend.context_parallel: got {ranks}", "context_parallel: 1"
-    else:
+    setting = stream_setting(policy)
+    if setting is None:
         return
-    if not attends_to_all(network.config):
-        raise RecipeError(
-            f"{asked} with {type(network).__name__}, whose attention is not full and causal in every layer; "
-            f"use {instead}"
-        )
+    asked, instead = setting
     name = APART if policy.activation_checkpointing == "selective" else ATTENTION
+    sample = small_twin(network) if hasattr(network, "checkpoint") else network
     try:
-        network.set_attn_implementation(name)
-        if network.config._attn_implementation != name:  # transformers has warned, and left it
-            raise ValueError("transformers cannot replace its attention")
-    except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RecipeError(f"{asked} with {type(network).__name__}: {reason}; use {instead}") from error
+        deviation = stream_deviation(
+            sample,
+            facts_of(sample),
+            hidden_states,
+            lambda: _replace_attention(sample, name),
+            share_prompts=policy.share_prompts,
+        )
+        if sample is not network:
+            _replace_attention(network, name)
+    except Exception as error:  # some 200 foreign forward passes: what they raise in a stream is theirs
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise RecipeError(
+            f"{asked} with {type(network).__name__}, which cannot compute a stream of sequences: {reason}; "
+            f"use {instead}"
+        ) from error
+    if deviation is not None:
+        module = deviation.module or "head"
+        raise RecipeError(
+            f"{asked} with {type(network).__name__}, whose {module} computes something else in a stream of "
+            f"sequences than in padded rows: log-probs differ by up to {deviation.nats:.2g} nats on a few "
+            f"tokens; use {instead}"
+        )
+
+
+def _replace_attention(network: Any, name: str) -> None:
+    network.set_attn_implementation(name)
+    if network.config._attn_implementation != name:  # transformers has warned, and left it
+        raise ValueError("transformers cannot replace its attention")
 
 
 def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
@@ -125,10 +141,7 @@ def _apart(
     """What loops over a stream's sequences: in each microbatch other numbers, that would be compiled for."""
     if packing is None:
         if attention_mask is not None and attention_mask.numel() == 0:
-            raise RecipeError(
-                f"policy.packing: got true, and {type(module).__name__} does not hand the lengths of its "
-                "sequences on; use packing: false"
-            )
+            raise ValueError(f"{type(module).__name__} does not pass on where sequences begin")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
 
     def of_span(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -151,7 +164,8 @@ def attend_in_stream(
     goes span by span, [1, queries, heads, D] each. The result is the same to rounding.
     """
     if packing.split is not None:
-        key, value = packing.split.keys_of_all(torch.stack([key, value]))
+        widths = [key.shape[-1], value.shape[-1]]  # which differ in latent attention
+        key, value = packing.split.keys_of_all(torch.cat([key, value], dim=-1)).split(widths, dim=-1)
     if _has_kernel(query):
         return _by_kernel(query, key, value, packing.spans, scaling)[None]
     outputs = []

@@ -276,21 +276,24 @@ def _dry_run(
     as_json: bool,
     resume: bool,
 ) -> int:
-    """Show what a launch would do; returns the exit code, 2 where the model's folder does not load, or the
-    scheduler asked would refuse it. Raises StoreError where there is nothing to resume."""
+    """Show what a launch would do, and return the exit code.
+
+    2 where the model's folder does not load or cannot be trained so, or the scheduler would refuse it.
+    Raises StoreError where there is nothing to resume.
+    """
     from abrun import store
     from abrun.launch.preview import preview, preview_json, preview_of_jobs
-    from abrun.launch.requirements import lacks_model_folder
+    from abrun.launch.requirements import is_refused_for_its_model
 
     if resume:
         store.open_experiment(experiment_dir)
     if as_json:
         content = preview_json(plan, jobs, scheduler)
         print_json(content)
-        return 2 if (content["refusals"] if scheduler else lacks_model_folder(plan)) else 0
+        return 2 if (content["refusals"] if scheduler else is_refused_for_its_model(plan)) else 0
     if scheduler is None:
         screen.print(preview(plan, jobs))
-        return 2 if lacks_model_folder(plan) else 0  # what else this machine lacks, another may have
+        return 2 if is_refused_for_its_model(plan) else 0  # what else this machine lacks, another may have
     show, possible = preview_of_jobs(plan, scheduler, experiment_dir)
     screen.print(show)
     return 0 if possible else 2

@@ -29,10 +29,12 @@ from abrun.recipe import (
     RunConfig,
     Validation,
     dtensor_misfit,
+    family_refusal,
     invocation,
     megatron_misfit,
     megatron_refusal,
     not_built,
+    stream_misfit,
     unset_variables,
     vllm_misfit,
     vllm_refusal,
@@ -94,7 +96,12 @@ def refusals(plan: Plan, machine: Machine, num_jobs: int | None) -> list[str]:
     configs = {run.name.arm: run.config for run in plan.runs}
     arms_of: dict[str, list[str]] = {}
     missing = partial(_missing, ask=cache(hub_refusal))  # once a model, whichever arms have it
-    for reasons in (_unbuilt, missing, partial(_too_large, machine=machine, num_jobs=num_jobs)):
+    for reasons in (
+        _unbuilt,
+        _model_misfits,
+        missing,
+        partial(_too_large, machine=machine, num_jobs=num_jobs),
+    ):
         for arm, config in configs.items():
             for reason in reasons(config):
                 arms_of.setdefault(reason, []).append(arm)
@@ -115,20 +122,28 @@ def foreign_refusals(plan: Plan) -> list[str]:
 def anywhere_refusals(plan: Plan) -> list[str]:
     """What no machine could run: all that a login node can say of nodes that it does not know."""
     configs = {run.name.arm: run.config for run in plan.runs}
-    lines = [f"arm {arm}: {reason}" for arm, config in configs.items() for reason in _unbuilt(config)]
+    lines = [
+        f"arm {arm}: {reason}"
+        for arm, config in configs.items()
+        for reasons in (_unbuilt, _model_misfits)
+        for reason in reasons(config)
+    ]
     return lines + reference_refusals(plan)
 
 
-def lacks_model_folder(plan: Plan) -> bool:
-    """Whether an arm's model is a folder that does not load."""
-    models = {run.config.model.path for run in plan.runs if isinstance(run.config, OwnRunConfig)}
-    return any(path and _is_folder(path) and _unloadable_folder(path) for path in models)
+def is_refused_for_its_model(plan: Plan) -> bool:
+    """Return True if an arm's model is a folder that does not load, or cannot be trained as the arm says."""
+    configs = [run.config for run in plan.runs if isinstance(run.config, OwnRunConfig)]
+    models = {config.model.path for config in configs}
+    return any(path and _is_folder(path) and _unloadable_folder(path) for path in models) or any(
+        any(_model_misfits(config)) for config in configs
+    )
 
 
 def node_refusals(config: RunConfig, machine: Machine) -> list[str]:
     """Why a machine cannot be one of the nodes of a run."""
     one = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 1})})
-    return [*_missing(config), *_too_large(one, machine, None)]
+    return [*_model_misfits(config), *_missing(config), *_too_large(one, machine, None)]
 
 
 def reference_refusals(plan: Plan) -> list[str]:
@@ -163,7 +178,8 @@ def _missing(config: RunConfig, ask: Callable[[str], str | None] = hub_refusal) 
         yield from _missing_model(config, ask)
         yield from _missing_files(config)
         yield from _missing_kernel(config)
-        yield from _misfit(config)
+        if isinstance(config.policy.backend, Megatron) and (wrong := megatron_refusal()):
+            yield wrong
         if config.samples and config.rollout.engine == "vllm":
             wrong = vllm_refusal(on_gpu=config.cluster.gpus_per_node > 0)
             wrong = wrong or vllm_misfit(shape_of(config.model), config.rollout.tensor_parallel)
@@ -289,15 +305,18 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
             raise StoreError(f"{name} has {size} bytes, {recorded.get('bytes')} were written")
 
 
-def _misfit(config: OwnRunConfig) -> Iterator[str]:
-    """Why a backend cannot run here, or cannot train the model, as far as is known without loading it."""
+def _model_misfits(config: RunConfig) -> Iterator[str]:
+    """Yield why no machine can train a model as the recipe says, as far as its configuration shows."""
+    if not isinstance(config, OwnRunConfig):
+        return
     backend, shape = config.policy.backend, shape_of(config.model)
-    wrong = None
-    if isinstance(backend, Megatron):
-        wrong = megatron_refusal() or megatron_misfit(shape, backend)
+    if refused := family_refusal(shape):
+        path = config.model.path
+        yield f"model.path: got {path!r}, {refused}; use a causal language model of another family"
+    elif isinstance(backend, Megatron):
+        yield from filter(None, [megatron_misfit(shape, backend)])
     elif isinstance(backend, Dtensor):
-        wrong = dtensor_misfit(shape, backend)
-    yield from [wrong] if wrong else []
+        yield from filter(None, [dtensor_misfit(shape, backend), stream_misfit(shape, config.policy)])
 
 
 def shape_of(model: Model) -> Mapping[str, Any]:

@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from abrun.backends.head import Head
 from abrun.memory.account import Account, local
 from abrun.memory.compiled import partitioned
 from abrun.models.checks import silence
 from abrun.models.presets import preset_config
-from abrun.models.sources import loading
+from abrun.models.sources import read_config
 from abrun.recipe import Model
 
 aten: Any = torch.ops.aten
@@ -212,6 +212,7 @@ def _stand_ins(account: Account) -> Iterator[Any]:
         yield patch.object(kind, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
     yield patch("abrun.backends.dtensor.open_network", hollow_network)
+    yield patch("abrun.backends.attention.stream_deviation", lambda *_, **__: None)  # nothing to compare
     yield patch("torch.compile", partitioned)
     yield patch.object(torch.UntypedStorage, "resize_", _seen(account, torch.UntypedStorage.resize_))
     yield patch.object(Head, "judge", _judging(account, Head.judge))
@@ -228,11 +229,7 @@ def _stand_ins(account: Account) -> Iterator[Any]:
 
 def hollow_network(model: Model, **_: Any) -> Any:
     """A recipe's network from its configuration alone: no weight is read."""
-    if model.path is not None:
-        with loading(model.path):
-            config = AutoConfig.from_pretrained(model.path)
-    else:
-        config = preset_config(model)
+    config = preset_config(model) if model.path is None else read_config(model.path)
     with torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     base = network.base_model

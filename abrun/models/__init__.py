@@ -3,7 +3,6 @@
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.content import content_of, sample_of, weights_hash
 from abrun.models.families import (
-    PLAIN_DECODERS,
     Facts,
     attends_to_all,
     cache_name,
@@ -12,9 +11,10 @@ from abrun.models.families import (
     persistent_buffers,
     positions_of,
     routers_of,
+    takes_weight_decay,
 )
 from abrun.models.in_place import Places, attention_in_place, has_all_tokens
-from abrun.models.parts import part_of
+from abrun.models.parts import part_of, small_twin
 from abrun.models.presets import (
     EOS,
     PAD,
@@ -30,7 +30,6 @@ __all__ = [
     "ARCHITECTURES",
     "EOS",
     "PAD",
-    "PLAIN_DECODERS",
     "UNKNOWN",
     "CharacterTokenizer",
     "Facts",
@@ -57,5 +56,7 @@ __all__ = [
     "routers_of",
     "sample_of",
     "save_network",
+    "small_twin",
+    "takes_weight_decay",
     "weights_hash",
 ]

@@ -32,8 +32,8 @@ def check_network(network: nn.Module, facts: Facts) -> None:
     """
     if _publishes_several_as_one(network):
         raise refused(network, "whose checkpoints hold several of its weights as one")
-    tokens = _tokens(network, facts)
-    with _undisturbed(network), torch.no_grad():
+    tokens = plain_tokens(network, facts)
+    with undisturbed(network), torch.no_grad():
         expected, gain = _own_logits(network, facts, tokens)
         if not expected.isfinite().all():
             raise refused(network, "whose logits are not finite")
@@ -43,10 +43,10 @@ def check_network(network: nn.Module, facts: Facts) -> None:
         found = _our_logits(network, facts, tokens, gain)
         drew = not torch.equal(state, torch.get_rng_state())
         again = [_our_logits(network, facts, tokens, gain) for _ in range(REPEATS if drew else 0)]
-        if not _agree(found, expected, *again):
+        if not agree(found, expected, *again):
             network.eval()
             evaluated = _our_logits(network, facts, tokens, gain)
-            if _agree(evaluated, expected):
+            if agree(evaluated, expected):
                 raise refused(
                     network,
                     "whose log-probs in training mode are not those of evaluation mode: it has dropout or a "
@@ -58,7 +58,7 @@ def check_network(network: nn.Module, facts: Facts) -> None:
                 f"{facts.logit_scale:g} and logit_softcap {facts.logit_softcap}",
             )
     first, second = found[:, :NUM_COMMON]
-    if not _agree(first, second):
+    if not agree(first, second):
         raise refused(network, "where a token's logits depend on the tokens after it")
 
 
@@ -75,13 +75,13 @@ def check_decoding(network: nn.Module, facts: Facts) -> bool:
 
     Leaves everything as it was. Returns whether a cache filled in place gives the same. Raises RecipeError.
     """
-    tokens, reason = _tokens(network, facts), "its hidden states differ from those of one pass"
-    with _undisturbed(network), torch.no_grad():
+    tokens, reason = plain_tokens(network, facts), "its hidden states differ from those of one pass"
+    with undisturbed(network), torch.no_grad():
         network.eval()
         whole = _called(network, facts.base, tokens).last_hidden_state
         expected = [row[n - 1 : n - 1 + NUM_STEPS] for row, n in zip(whole, PROMPT_LENGTHS, strict=True)]
         try:
-            if _agree(_decoded(facts.base, tokens), torch.stack(expected)):
+            if agree(_decoded(facts.base, tokens), torch.stack(expected)):
                 return _decodes_in_place(network, facts, tokens, torch.stack(expected))
         except Exception as error:  # as in _called
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
@@ -96,7 +96,7 @@ def _decodes_in_place(network: nn.Module, facts: Facts, tokens: Tensor, expected
         return False
     with attention_in_place(network):
         try:
-            return _agree(_decoded(facts.base, tokens, in_place=True), expected)
+            return agree(_decoded(facts.base, tokens, in_place=True), expected)
         except Exception:  # as in _called: the family is decoded as it is published
             return False
 
@@ -143,7 +143,7 @@ def silence(network: Any) -> None:
             module.p = 0.0
         for name in _noises(module):
             setattr(module, name, type(vars(module)[name])(0))
-        configs |= {id(config): config for config in _nested(getattr(module, "config", None))}
+        configs |= {id(config): config for config in nested_configs(getattr(module, "config", None))}
     network.silenced = [
         (config, name, vars(config)[name]) for config in configs.values() for name in _noises(config)
     ]
@@ -159,18 +159,18 @@ def _noises(owner: Any) -> list[str]:
     ]
 
 
-def _nested(config: Any) -> Iterator[Any]:
-    """A configuration and those inside it."""
+def nested_configs(config: Any) -> Iterator[Any]:
+    """Yield a configuration and those inside it."""
     if hasattr(config, "to_dict"):
         yield config
         for value in vars(config).values():
-            yield from _nested(value)
+            yield from nested_configs(value)
 
 
-def _tokens(network: Any, facts: Facts) -> Tensor:  # [2, NUM_TOKENS] int64
-    """Two rows that begin alike, of tokens that stand for themselves (not for an image)."""
+def plain_tokens(network: Any, facts: Facts, *, seed: int = 0) -> Tensor:  # [2, NUM_TOKENS] int64
+    """Return two rows that begin alike, of tokens that stand for themselves (not for an image)."""
     special: set[int] = set()
-    for config in _nested(network.config):
+    for config in nested_configs(network.config):
         for name, value in vars(config).items():
             if "token" in name:
                 special.update(value if isinstance(value, list | tuple) else [value])
@@ -178,7 +178,7 @@ def _tokens(network: Any, facts: Facts) -> Tensor:  # [2, NUM_TOKENS] int64
         facts.head.weight.shape[0], getattr(network.config.get_text_config(decoder=True), "vocab_size", 2**62)
     )
     plain = torch.tensor([token for token in range(size) if token not in special])
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     tokens = plain[torch.randint(len(plain), (2, NUM_TOKENS), generator=draw)]
     tokens[1, :NUM_COMMON] = tokens[0, :NUM_COMMON]
     return tokens
@@ -209,6 +209,11 @@ def _our_logits(network: nn.Module, facts: Facts, tokens: Tensor, gain: float) -
     hidden = getattr(output, "last_hidden_state", None)
     if hidden is None:
         raise refused(network, "whose body has no last_hidden_state")
+    return logits_of(facts, hidden, gain)
+
+
+def logits_of(facts: Facts, hidden: Tensor, gain: float = 1.0) -> Tensor:  # [..., H] -> [..., V] float32
+    """Return the logits of last hidden states; `gain` multiplies what the head gives."""
     logits = nn.functional.linear(hidden, facts.head.weight).float() * gain * facts.logit_scale
     if facts.logit_softcap is not None:
         logits = facts.logit_softcap * torch.tanh(logits / facts.logit_softcap)
@@ -223,8 +228,8 @@ def _called(network: nn.Module, module: nn.Module, tokens: Tensor) -> Any:
         raise refused(network, f"which does not take plain text: {' '.join(reason.split())[:160]}") from error
 
 
-def _agree(found: Tensor, *others: Tensor) -> bool:
-    """Whether logits are the same up to rounding; a column more or less is another vocabulary."""
+def agree(found: Tensor, *others: Tensor) -> bool:
+    """Return True if logits are the same up to rounding; a column more or less is another vocabulary."""
     return all(
         found.shape == other.shape
         and float((found - other).abs().max()) <= TOLERANCE * float(other.abs().max())
@@ -233,8 +238,8 @@ def _agree(found: Tensor, *others: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _undisturbed(network: nn.Module) -> Iterator[None]:
-    """Puts back what forward passes change: modes, buffers and the random-number generator."""
+def undisturbed(network: nn.Module) -> Iterator[None]:
+    """Put back what forward passes change: modes, buffers and the random-number generator."""
     modes = {module: module.training for module in network.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     with torch.random.fork_rng(devices=[]):

@@ -6,6 +6,7 @@ several towers. Nothing here is tried out; `checks` compares it with what the ne
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from abrun.errors import RecipeError
+from abrun.recipe.families import (
+    BIASED_HEAD,
+    ENCODER_DECODER,
+    SAMPLING_ROUTER,
+    SAMPLING_ROUTERS,
+    SHARES_LAYERS,
+)
 
 # Fields of a (text) configuration that the head's logits are multiplied with, or divided by.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -20,11 +28,10 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 # Where Granite divides by it.
 MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# Of one structure: an embedding; layers of norms, self_attn (q_proj ... o_proj) and mlp (gate_proj, up_proj,
-# down_proj, or experts); a norm and a head; and no buffer but the rotation's.
-PLAIN_DECODERS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-# Training draws experts at random, by the gaps between scores that their evaluation depends on too.
-SAMPLING_ROUTERS = ("phimoe",)
+
+# Names of parameters that are no matrices, whatever their shape: biases of all experts or heads, norms of
+# each head, and a state-space layer's decay and skip.
+NO_MATRIX = re.compile(r"(bias|[Nn]orm[^.]*\.(weight|scale)|(^|\.)(A_log|D))$")
 
 # Families whose routers choose once, among probabilities (softmax) of all experts.
 SOFTMAX_ROUTERS = (
@@ -54,10 +61,10 @@ class Facts:
 def facts_of(network: Any) -> Facts:
     """The facts of a transformers network. Raises RecipeError where the trainer cannot handle its family."""
     if network.config.is_encoder_decoder:
-        raise refused(network, "an encoder-decoder model")
+        raise refused(network, ENCODER_DECODER)
     config = network.config.get_text_config(decoder=True)
     if config.model_type in SAMPLING_ROUTERS:
-        raise refused(network, "whose router samples experts in training")
+        raise refused(network, SAMPLING_ROUTER)
     base = _base(network)
     return Facts(
         base=base,
@@ -85,6 +92,11 @@ def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in network.named_buffers() if name not in transient)
 
 
+def takes_weight_decay(name: str, parameter: Tensor) -> bool:
+    """Return True for a parameter that AdamW decays: a matrix, and no bias or norm."""
+    return parameter.ndim >= 2 and NO_MATRIX.search(name) is None
+
+
 def cache_name(network: nn.Module) -> str:
     """What a network calls the keys and values of earlier tokens, among its arguments and its outputs."""
     return _cache_name(type(network))
@@ -97,7 +109,8 @@ def _cache_name(kind: type[nn.Module]) -> str:
 
 
 def attends_to_all(config: Any) -> bool:
-    """Whether every layer's attention is full: each token to itself and to all before it."""
+    """Return True if every layer's attention is full: each token to itself and to all before it."""
+    config = config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
 
@@ -163,7 +176,7 @@ def _head(network: Any) -> nn.Linear:
     if not isinstance(head, nn.Linear):
         raise refused(network, f"whose LM head is {type(head).__name__} and not one matrix")
     if head.bias is not None:
-        raise refused(network, "an LM head with a bias, which the log-prob kernels do not take")
+        raise refused(network, BIASED_HEAD)
     return head
 
 
@@ -179,7 +192,7 @@ def _layers(network: nn.Module, base: Any, config: Any) -> nn.ModuleList:
         raise refused(network, "which has no list of layers to shard")
     each = [parameter for layer in layers for parameter in layer.parameters()]
     if len(each) != len(set(each)):
-        raise refused(network, "whose layers share weights, so that they cannot be sharded one by one")
+        raise refused(network, SHARES_LAYERS)
     return layers
 
 

@@ -4,7 +4,6 @@ For families of one structure, whose checkpoints have a tensor for each paramete
 """
 
 import copy
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from abrun.models.checks import check_decoding, check_network, silence
-from abrun.models.families import PLAIN_DECODERS, facts_of
+from abrun.models.families import facts_of
+from abrun.models.sources import read_config, weight_files
+from abrun.models.unread import find_unread
+from abrun.recipe import PLAIN_DECODERS
 from abrun.seeds import derive
 
 LARGE = 10**8  # parameters of an embedding: a preset of that size is never made whole on a CPU
@@ -30,7 +30,7 @@ OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 class Checkpoint:
     """The tensors of safetensors files, read in part, under the names of a network's parameters."""
 
-    def __init__(self, paths: Iterable[str]) -> None:
+    def __init__(self, paths: Iterable[Path]) -> None:
         opened = [safe_open(path, "pt") for path in paths]  # mapped, not read
         self._files: dict[str, Any] = {}
         for file in opened:
@@ -101,11 +101,12 @@ def open_parts(source: str) -> Any | None:
 
     Its `checkpoint` has the weights. Buffers are there, dropout is off.
     """
-    config = AutoConfig.from_pretrained(source)
+    config = read_config(source)
     plain = config.model_type in PLAIN_DECODERS and getattr(config, "quantization_config", None) is None
-    checkpoint = _checkpoint(source) if plain else None
-    if checkpoint is None:
+    files = weight_files(source) if plain else []
+    if not files:
         return None
+    checkpoint = Checkpoint(files)
     network = _on_meta(config)
     parameters = dict(network.named_parameters())
     untied = any(name in checkpoint for name in network.state_dict().keys() - parameters.keys())
@@ -114,6 +115,7 @@ def open_parts(source: str) -> Any | None:
     if (generation := _generation(source)) is not None:
         network.generation_config = generation
     network.checkpoint = checkpoint
+    network.unread = find_unread(network, config, source)
     return network
 
 
@@ -139,46 +141,31 @@ def check_twin(network: Any, *, decodes: bool) -> bool:
 
     With `decodes`, see check_decoding.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        twin: Any = AutoModelForCausalLM.from_config(_small(network.config), dtype=torch.float32)
+    twin = small_twin(network)
     check_network(twin, facts_of(twin))
     return decodes and check_decoding(twin, facts_of(twin))
 
 
+def small_twin(network: Any) -> Any:
+    """Build a small network of the same family and settings, with random weights, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(_small(network.config), dtype=torch.float32)
+
+
 def _small(config: Any) -> Any:
-    """Two layers, few tokens, narrow products between; the attention as it is."""
+    """Return settings for two layers, or one of each kind, few tokens, narrow products; attention is kept."""
     small = copy.deepcopy(config)
-    types = getattr(small, "layer_types", None)
-    if types:
-        small.layer_types = [types[0], types[-1]]
-    small.num_hidden_layers, small.pad_token_id = 2, None
+    kinds = list(dict.fromkeys(getattr(small, "layer_types", None) or ()))
+    if kinds:
+        small.layer_types = kinds * 2 if len(kinds) == 1 else kinds
+    small.num_hidden_layers, small.pad_token_id = max(2, len(kinds)), None
     small.vocab_size = min(small.vocab_size, 512)
     small.intermediate_size = min(small.intermediate_size, 256)
     if hasattr(small, "num_experts"):
         small.num_experts = min(small.num_experts, 2 * small.num_experts_per_tok)
         small.moe_intermediate_size = min(small.moe_intermediate_size, 256)
     return small
-
-
-def _checkpoint(source: str) -> Checkpoint | None:
-    """Of a folder, or of a name on the hub."""
-    whole = _file(source, SAFE_WEIGHTS_NAME)
-    if whole is not None:
-        return Checkpoint([whole])
-    index = _file(source, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return None
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    paths = [path for name in names if (path := _file(source, name)) is not None]
-    return Checkpoint(paths)
-
-
-def _file(source: str, name: str) -> str | None:
-    try:
-        return cached_file(source, name)
-    except OSError:
-        return None
 
 
 def _generation(source: str) -> GenerationConfig | None:

@@ -1,12 +1,18 @@
 """Where a model's files lie, and what is said when they do not load."""
 
 import contextlib
+import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from abrun.errors import RecipeError
-from abrun.recipe import Model
+from abrun.recipe import Model, family_refusal
 
 
 def source_of(model: Model, weights: Path | None) -> str | None:
@@ -22,9 +28,46 @@ def loading(source: str) -> Iterator[None]:
     """Raises RecipeError where what is loaded from `source` inside does not load."""
     try:
         yield
+    except RecipeError:
+        raise
     except Exception as error:  # config.json decides which foreign code runs, and so what it raises
         reason = textwrap.shorten(str(error), 200, placeholder=" ...") or type(error).__name__
         raise RecipeError(
             f"model.path: got {source!r}, which does not load: {reason}; "
             "give a folder with config.json, safetensors weights and a tokenizer, or a hub name"
         ) from error
+
+
+def read_config(source: str) -> Any:
+    """Return a checkpoint's configuration. Raises RecipeError if it does not load, or is of no causal LM."""
+    with loading(source):
+        config = AutoConfig.from_pretrained(source)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reason = (
+            family_refusal({"model_type": config.model_type}) or "which transformers has no causal LM for"
+        )
+        raise RecipeError(
+            f"model.path: got {source!r} of type {config.model_type}, {reason}; use a causal language model"
+        )
+    return config
+
+
+def weight_files(source: str) -> list[Path]:
+    """Return the safetensors files of a folder or of a name on the hub; none where it has no such files."""
+    whole = checkpoint_file(source, SAFE_WEIGHTS_NAME)
+    if whole is not None:
+        return [whole]
+    index = checkpoint_file(source, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        return []
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [path for name in names if (path := checkpoint_file(source, name)) is not None]
+
+
+def checkpoint_file(source: str, name: str) -> Path | None:
+    """Return where a file of a folder or of a name on the hub lies here; None where there is none."""
+    try:
+        path = cached_file(source, name)
+    except OSError:
+        return None
+    return None if path is None else Path(path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
@@ -14,7 +14,8 @@ from abrun.models.checks import check_decoding, check_network
 from abrun.models.families import facts_of, persistent_buffers
 from abrun.models.parts import check_twin, open_parts, random_parts
 from abrun.models.presets import preset_config
-from abrun.models.sources import loading, source_of
+from abrun.models.sources import loading, read_config, source_of
+from abrun.models.unread import complete_export, find_unread
 from abrun.recipe import Model
 
 
@@ -75,11 +76,7 @@ def published(network: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[t
 def config_of(model: Model) -> Any:
     """The configuration of a recipe's model, as a Hugging Face checkpoint has it: a `PreTrainedConfig`."""
     source = source_of(model, None)
-    if source is None:
-        config = preset_config(model)
-    else:
-        with loading(source):
-            config = AutoConfig.from_pretrained(source)
+    config = preset_config(model) if source is None else read_config(source)
     if not config.architectures:
         network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         config.architectures = [network.__name__]
@@ -89,7 +86,8 @@ def config_of(model: Model) -> Any:
 def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write `weights` (whole, by name), buffers and configuration as a Hugging Face checkpoint (safetensors).
 
-    The configuration says of dropout what it said before training.
+    The configuration says of dropout what it said before training. A network that was loaded from a
+    checkpoint is written as that checkpoint, with the tensors that it has no place for (see unread).
     """
     writable: Any = network
     silenced = getattr(network, "silenced", ())
@@ -100,9 +98,13 @@ def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[st
     finally:
         for config, name, value in silenced:
             setattr(config, name, type(value)(0))
+    unread = getattr(network, "unread", None)
+    if unread is not None:
+        complete_export(unread, directory)
 
 
 def _from_checkpoint(source: str) -> nn.Module:
+    config = read_config(source)
     with loading(source):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
@@ -110,4 +112,5 @@ def _from_checkpoint(source: str) -> nn.Module:
         network, found = loaded
         if found["missing_keys"]:  # transformers fills them with random numbers, and warns
             raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys']))}")
+        network.unread = find_unread(network, config, source)
     return network

@@ -36,8 +36,9 @@ from abrun.recipe.command import (
     secrets_of,
     unset_variables,
 )
-from abrun.recipe.dtensor import dtensor_misfit, heads_misfit
+from abrun.recipe.dtensor import PLAIN_DECODERS, dtensor_misfit, heads_misfit
 from abrun.recipe.exported import Exported, JobSet, SkyPilot
+from abrun.recipe.families import family_refusal, stream_misfit, stream_setting
 from abrun.recipe.fault_needs import lacking, what_it_takes
 from abrun.recipe.faults import (
     CONTROLS,
@@ -117,6 +118,7 @@ __all__ = [
     "NO_FILTERS",
     "ONE_ULP",
     "OPEN",
+    "PLAIN_DECODERS",
     "VLLM_VERSIONS",
     "Arithmetic",
     "Checkpoint",
@@ -172,6 +174,7 @@ __all__ = [
     "claim_text",
     "dotted",
     "dtensor_misfit",
+    "family_refusal",
     "heads_misfit",
     "invocation",
     "lacking",
@@ -188,6 +191,8 @@ __all__ = [
     "secrets_of",
     "stored_recipe",
     "stored_run",
+    "stream_misfit",
+    "stream_setting",
     "units",
     "unset_variables",
     "validated",

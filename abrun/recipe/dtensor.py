@@ -5,6 +5,10 @@ from typing import Any
 
 from abrun.recipe.policy import Dtensor
 
+# Of one structure: an embedding; layers of norms, self_attn (q_proj ... o_proj) and mlp (gate_proj, up_proj,
+# down_proj, or experts); a norm and a head; and no buffer but the rotation's.
+PLAIN_DECODERS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
 
 def dtensor_misfit(model: Mapping[str, Any], settings: Dtensor) -> str | None:
     """Why a model cannot be cut so, in a line; None where nothing says so.
@@ -12,6 +16,12 @@ def dtensor_misfit(model: Mapping[str, Any], settings: Dtensor) -> str | None:
     `model`: fields of a Hugging Face configuration; those that it lacks are not looked at.
     """
     size, experts = settings.tensor_parallel, settings.expert_parallel
+    family = model.get("model_type")
+    if size > 1 and family is not None and family not in PLAIN_DECODERS:
+        return (
+            f"policy.backend.tensor_parallel: got {size} with a {family} model, which there is no plan for; "
+            f"use 1, or a model of {', '.join(PLAIN_DECODERS)}"
+        )
     wrong = heads_misfit(model.get("num_attention_heads"), model.get("num_key_value_heads"), size)
     if wrong:
         return wrong

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from abrun.recipe.dtensor import PLAIN_DECODERS
+from abrun.recipe.families import attention_obstacle
 from abrun.recipe.policy import Megatron
 
 OLDEST, BELOW = (0, 16, 1), (0, 20, 0)
@@ -13,7 +15,7 @@ IMPORTS_TRITON = (0, 18, 0)  # without asking whether it is there
 MEGATRON_VERSIONS = f">={'.'.join(map(str, OLDEST))},<{BELOW[0]}.{BELOW[1]}"
 
 # Families that are what megatron-core's GPTModel computes, apart from what is seen when they are loaded.
-MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MEGATRON_FAMILIES = PLAIN_DECODERS
 CUTS = (  # what has to be a multiple of which ranks
     ("tensor_parallel", "num_attention_heads", "attention heads"),
     ("tensor_parallel", "num_key_value_heads", "key and value heads"),
@@ -49,6 +51,11 @@ def megatron_misfit(model: Mapping[str, Any], settings: Megatron) -> str | None:
         return (
             f"policy.backend.type: got 'megatron' with a {family} model, which it does not build; use type: "
             f"dtensor, or a model of {', '.join(MEGATRON_FAMILIES)}"
+        )
+    if (obstacle := attention_obstacle(model)) is not None:
+        return (
+            f"policy.backend.type: got 'megatron' with a {family} model, {obstacle}, and it builds full "
+            "attention alone; use type: dtensor"
         )
     if family == "qwen3_moe" and settings.tensor_parallel > 1 and experts == 1:
         return (

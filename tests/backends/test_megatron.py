@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from abrun.backends.megatron import library
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
+from abrun.models import takes_weight_decay
 from abrun.recipe import Policy, megatron_refusal
 from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
 from tests.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny
@@ -125,12 +126,13 @@ def test_three_steps_are_those_of_torch_adamw(kind: str, distributed: bool, grou
         )
 
 
-def test_weight_decay_is_for_matrices_alone(group: None) -> None:
-    backend = make_backend(optimizer={"weight_decay": 0.5})
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_weight_decay_is_for_matrices_alone(kind: str, group: None) -> None:
+    backend = make_backend(kind, optimizer={"weight_decay": 0.5})
     backend.optimizer_step(0.1)
-    before = dict(network().named_parameters())
-    for name, weight in backend.weights():
-        factor = 1 - 0.1 * 0.5 if weight.ndim > 1 else 1.0
+    before = dict(network(kind).named_parameters())
+    for name, weight in backend._whole():
+        factor = 1 - 0.1 * 0.5 if takes_weight_decay(name, weight) else 1.0
         torch.testing.assert_close(weight, before[name] * factor)
 
 
@@ -248,7 +250,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "qwen2",
         {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8},
         {},
-        r"type: got 'megatron' with Qwen2\w+, .*sliding attention",
+        r"type: got 'megatron' with a qwen2 model, which has layers of sliding_attention",
+    ),
+    "a window": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 8},
+        {},
+        r"type: got 'megatron' with a qwen3_moe model, whose layers attend to windows of 8 tokens",
     ),
     "some layers": ("qwen3_moe", {"mlp_only_layers": [1]}, {}, r"type: .*layers without experts"),
     "rope": (

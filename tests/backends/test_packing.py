@@ -56,8 +56,9 @@ def test_layers_are_handed_one_packing(monkeypatch: pytest.MonkeyPatch, group: N
         seen.append(given[5])
         return apart(*given, **more)
 
+    backend = make_backend(packing=True)
     monkeypatch.setattr(attention, "_apart", noted)
-    make_backend(packing=True).logprobs(some_batch())
+    backend.logprobs(some_batch())
     assert len(seen) > 1 and isinstance(seen[0], Packing) and all(one is seen[0] for one in seen)
 
 

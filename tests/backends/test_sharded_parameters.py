@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from abrun.backends.dtensor.fsdp import ShardedParameters, shard
 from abrun.recipe import Optimizer
+from tests.models.architectures import tiny_network
 from tests.spawn import run_ranks
 
 SETTINGS = Optimizer(learning_rate=0.1, weight_decay=0.1, max_grad_norm=0.5)
@@ -59,3 +60,30 @@ def trained(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_may_move_and_go_without_a_gradient(world_size: int) -> None:
     run_ranks(trained, world_size)
+
+
+# Of each family: what stands in its networks with two dimensions and is no matrix.
+NO_MATRICES = {
+    "gpt_oss": ({}, {"gate_up_proj_bias", "down_proj_bias"}),
+    "cohere": ({"use_qk_norm": True}, {"q_norm.weight", "k_norm.weight"}),
+    "recurrent_gemma": ({}, {"input_gate_bias", "recurrent_gate_bias"}),
+    "falcon_mamba": ({}, {"A_log"}),
+    "ernie4_5_moe": ({}, {"e_score_correction_bias"}),
+}
+
+
+@pytest.mark.parametrize("kind", NO_MATRICES)
+def test_biases_and_norms_of_several_dimensions_are_not_decayed(kind: str) -> None:
+    settings, suffixes = NO_MATRICES[kind]
+    network = tiny_network(kind, **settings)
+    named = dict(network.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    spared = {name for name in named if name.endswith(tuple(suffixes))}
+    assert {suffix for suffix in suffixes if any(name.endswith(suffix) for name in spared)} == suffixes
+    assert all(named[name].ndim >= 2 for name in spared)
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    ShardedParameters(named, SETTINGS).step(0.1)
+    for name, parameter in named.items():
+        factor = 1.0 if parameter.ndim < 2 or name in spared else 1 - 0.1 * SETTINGS.weight_decay
+        torch.testing.assert_close(parameter.detach(), before[name] * factor, msg=name)

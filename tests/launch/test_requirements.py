@@ -12,7 +12,15 @@ import pytest
 from abrun.launch import requirements
 from abrun.launch.command import command_of, environment
 from abrun.launch.local import Slots
-from abrun.launch.requirements import Machine, find_gpus, missing_of_hub, refusals, usable_cores
+from abrun.launch.requirements import (
+    Machine,
+    anywhere_refusals,
+    find_gpus,
+    is_refused_for_its_model,
+    missing_of_hub,
+    refusals,
+    usable_cores,
+)
 from abrun.plan import Plan, make_plan
 from abrun.recipe import Cluster, OwnRunConfig, RunConfig, load_recipe
 
@@ -374,6 +382,64 @@ def test_a_model_that_dtensor_cannot_cut_so_is_known_before_it_is_loaded(
     ]
     line = refused(make_plan(load_recipe(SMALL, settings)), Machine(gpus=(), cores=2))
     assert line is None if expected is None else f": policy.backend.{expected}" in (line or "")
+
+
+NO_CAUSAL_LM = "a multimodal model that transformers has no causal LM for"
+GEMMA: dict[str, Any] = {"model_type": "gemma3", "text_config": {"sliding_window": 1024}}
+# What config.json says, settings, the line that refuses it.
+BY_CONFIGURATION: dict[str, tuple[dict[str, Any], list[str], str | None]] = {
+    "mistral3": ({"model_type": "mistral3"}, [], f"model.path: got '{{}}', {NO_CAUSAL_LM}; use"),
+    "qwen2_5_vl": ({"model_type": "qwen2_5_vl"}, [], f"model.path: got '{{}}', {NO_CAUSAL_LM}; use"),
+    "qwen3_vl": ({"model_type": "qwen3_vl"}, [], f"model.path: got '{{}}', {NO_CAUSAL_LM}; use"),
+    "t5": ({"model_type": "t5"}, [], "model.path: got '{}', an encoder-decoder model; use"),
+    "phi": ({"model_type": "phi"}, [], "model.path: got '{}', an LM head with a bias"),
+    "packed windows": (
+        {"model_type": "mistral", "sliding_window": 4096},
+        ["policy.packing=true"],
+        "policy.packing: got true with a mistral model, whose layers attend to windows of 4096 tokens; use "
+        "packing: false",
+    ),
+    "packed windows of text": (
+        GEMMA,
+        ["policy.packing=true"],
+        "policy.packing: got true with a gemma3 model, ",
+    ),
+    "windows in a context": (
+        GEMMA,
+        ["policy.backend.context_parallel=2", "cluster.cpu_ranks=2"],
+        "policy.backend.context_parallel: got 2 with a gemma3 model, not all of whose layers have full",
+    ),
+    "linear attention": (
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+        ["policy.packing=true"],
+        "policy.packing: got true with a qwen3_next model, which has layers of linear_attention; use packing",
+    ),
+    "tensor parallel": (
+        {"model_type": "gemma2"},
+        ["policy.backend.tensor_parallel=2", "cluster.cpu_ranks=2"],
+        "policy.backend.tensor_parallel: got 2 with a gemma2 model, which there is no plan for; use 1",
+    ),
+    "padded windows": (GEMMA, [], None),
+    "no windows": (
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        ["policy.packing=true"],
+        None,
+    ),
+    "unknown": ({"model_type": "a_new_one", "sliding_window": 9}, ["policy.packing=true"], None),
+    "no name": ({"model_type": ["mistral3"]}, ["policy.packing=true"], None),
+}
+
+
+@pytest.mark.parametrize("case", BY_CONFIGURATION)
+def test_what_config_json_alone_refuses_is_known_before_anything_starts(case: str, tmp_path: Path) -> None:
+    content, settings, expected = BY_CONFIGURATION[case]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    overrides = [f"model.path={tmp_path}", "model.preset=null", "cluster.cpu_ranks=1", *settings]
+    plan = make_plan(load_recipe(SMALL, overrides))
+    line = refused(plan, Machine(gpus=(), cores=2))
+    assert line is None if expected is None else f": {expected.format(tmp_path)}" in (line or "")
+    # By a cluster's login node as well, and by the exit code of a dry run.
+    assert bool(anywhere_refusals(plan)) == is_refused_for_its_model(plan) == (expected is not None)
 
 
 def _safetensors(path: Path, *names: str, cut: int = 0) -> None:

@@ -164,6 +164,18 @@ def test_a_checkpoint_that_does_not_load_is_one_line(broken: str, checkpoint: Pa
         assert message.startswith(f"model.path: got {str(folder)!r}") and "\n" not in message
 
 
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_multimodal_model_without_a_causal_lm_is_named_so(kind: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    for load in (load_network, partial(open_network, decodes=False)):
+        with pytest.raises(RecipeError) as raised:
+            load(Model(path=str(tmp_path)), weights=None, seed=0)
+        assert str(raised.value) == (
+            f"model.path: got {str(tmp_path)!r} of type {kind}, a multimodal model that transformers has no "
+            "causal LM for; use a causal language model"
+        )
+
+
 def test_pickled_weights_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "pickled")
     (folder / "model.safetensors").unlink()

@@ -3,7 +3,7 @@
 Master weights and optimizer state are float32; `dtype` is what the products compute in.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import get_total_norm
 
 from abrun.backends.pieces import Held, Piece, of_optimizer
+from abrun.models import takes_weight_decay
 from abrun.recipe import Dtensor, Optimizer, Policy
 
 T = TypeVar("T")
@@ -179,7 +180,7 @@ class ShardedParameters:
         # What the optimizer sees of them, as it takes each number by itself: DTensor needs as long to hand on
         # its step as a GPU to do it.
         self._own = {name: _local(parameter) for name, parameter in parameters.items()} if optimizer else {}
-        self._optimizer = _adamw(self._own.values(), optimizer) if optimizer else None
+        self._optimizer = _adamw(self._own, optimizer) if optimizer else None
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> float:
@@ -247,17 +248,18 @@ class ShardedParameters:
         return [*weights, *(tensor for state in states for tensor in state.values())]
 
 
-def _adamw(parameters: Any, settings: Optimizer) -> torch.optim.AdamW:
-    parameters = list(parameters)
+def _adamw(parameters: Mapping[str, Tensor], settings: Optimizer) -> torch.optim.AdamW:
+    decayed = {name for name, parameter in parameters.items() if takes_weight_decay(name, parameter)}
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameters[name] for name in parameters if name in decayed]},
+        {"params": [parameters[name] for name in parameters if name not in decayed], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups,
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
+        weight_decay=settings.weight_decay,
         fused=True,
     )
 

@@ -23,7 +23,7 @@ from abrun.backends.megatron.library import dtype_of
 from abrun.backends.megatron.routing import Routed
 from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
-from abrun.models import Facts
+from abrun.models import Facts, attends_to_all
 from abrun.recipe import MEGATRON_FAMILIES, Megatron, Policy, megatron_misfit
 
 
@@ -279,8 +279,7 @@ def _refuse_what_differs(network: Any, facts: Facts) -> None:
     differences = {
         "attention_bias": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
-        "sliding attention": set(getattr(config, "layer_types", None) or ["full_attention"])
-        != {"full_attention"},
+        "sliding attention": not attends_to_all(config),
         "an activation other than silu": getattr(config, "hidden_act", "silu") != "silu",
         "scaled logits": facts.logit_scale != 1 or facts.logit_softcap is not None,
         "layers without experts": config.model_type == "qwen3_moe"
