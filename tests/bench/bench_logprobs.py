@@ -333,7 +333,8 @@ def step(bench: Bench, candidate: Candidate, problem: Problem) -> Outputs:
     if outputs.loss is not None:
         outputs.loss.backward()
     else:
-        roots = [values for values in (outputs.logprobs, outputs.entropies) if values is not None]
+        results = (outputs.logprobs, outputs.entropies)
+        roots = [values for values in results if values is not None and values.requires_grad]
         gradients = [problem.logprob_grads, problem.entropy_grads][: len(roots)]
         matching = [gradient.to(root.dtype) for gradient, root in zip(gradients, roots, strict=True)]
         torch.autograd.backward(roots, matching)
@@ -350,7 +351,13 @@ def forward(candidate: Candidate, problem: Problem) -> None:
 
 def our_candidates(bench: Bench) -> list[Candidate]:
     dense = _linear_logprobs(bench, kernels.linear_logprobs, "logits")
-    candidates = [Candidate(name="dense", operations=6, evaluate=dense, is_dense=True)]
+    metric = _linear_logprobs(bench, kernels.linear_logprobs, "logits", entropy_gradient=False)
+    alone = _linear_logprobs(bench, kernels.linear_logprobs, "logits", entropy=False)
+    candidates = [
+        Candidate(name="dense", operations=6, evaluate=dense, is_dense=True),
+        Candidate(name="dense, entropy without gradient", operations=6, evaluate=metric, is_dense=True),
+        Candidate(name="dense (no entropy)", operations=6, evaluate=alone, is_dense=True),
+    ]
     if bench.on_gpu and bench.group is None:
         function = torch.compile(kernels.linear_logprobs, dynamic=False, fullgraph=True)
         compiled = _linear_logprobs(bench, function, "logits")
@@ -359,6 +366,11 @@ def our_candidates(bench: Bench) -> list[Candidate]:
     for impl in impls:
         evaluate = _linear_logprobs(bench, kernels.linear_logprobs, impl)
         candidates.append(Candidate(name=impl, operations=8, evaluate=evaluate))
+    if bench.on_gpu:
+        wide = _linear_logprobs(bench, kernels.linear_logprobs, "triton", logits_dtype=torch.float32)
+        candidates.append(Candidate(name="triton, float32 logits", operations=8, evaluate=wide))
+        metric = _linear_logprobs(bench, kernels.linear_logprobs, "triton", entropy_gradient=False)
+        candidates.append(Candidate(name="triton, entropy without gradient", operations=8, evaluate=metric))
     for impl in impls:
         evaluate = _linear_policy_loss(bench, impl)
         name = f"one-pass {impl}"
@@ -366,8 +378,8 @@ def our_candidates(bench: Bench) -> list[Candidate]:
     return candidates
 
 
-def _linear_logprobs(bench: Bench, function: Callable[..., Any], impl: str) -> Evaluate:
-    settings = {"impl": impl, "entropy": True, "group": bench.group, **bench.settings}
+def _linear_logprobs(bench: Bench, function: Callable[..., Any], impl: str, **changes: Any) -> Evaluate:
+    settings = {"impl": impl, "entropy": True, "group": bench.group, **bench.settings, **changes}
 
     def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
         return Outputs(*function(hidden, weight, problem.target, **settings))
@@ -390,6 +402,17 @@ def _linear_policy_loss(bench: Bench, impl: str) -> Evaluate:
 
 
 # Others' implementations. Each of these raises ImportError where the package is missing.
+
+
+def load_stock() -> Candidate:
+    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
+        logits = torch.nn.functional.linear(hidden, weight)
+        picked = torch.log_softmax(logits.float(), dim=-1).gather(1, problem.target[:, None])
+        return Outputs(picked.squeeze(1))
+
+    return Candidate(
+        name="log_softmax and gather (no entropy)", operations=6, evaluate=evaluate, is_dense=True
+    )
 
 
 def load_liger() -> Candidate:
@@ -458,7 +481,8 @@ def load_peers(bench: Bench) -> list[Candidate]:
     if bench.group is not None:
         return []
     peers = []
-    for load in [load_liger, load_cut_cross_entropy, load_verl, load_torch] if bench.on_gpu else [load_torch]:
+    of_gpus = [load_liger, load_cut_cross_entropy, load_verl]
+    for load in [load_stock, *(of_gpus if bench.on_gpu else []), load_torch]:
         try:
             peers.append(load())
         except ImportError as error:
@@ -696,7 +720,8 @@ def _first_steps(bench: Bench, row: Row, problem: Problem, oracle: Oracle) -> No
 def _errors(outputs: Outputs, problem: Problem, oracle: Oracle) -> dict[str, float]:
     if outputs.logprobs is None:
         return {}
-    with_entropy = outputs.entropies is not None
+    entropies = outputs.entropies  # a loss of one pass has their gradient, and they have none
+    with_entropy = entropies is not None and (entropies.requires_grad or outputs.loss is not None)
     assert problem.hidden.grad is not None and problem.weight.grad is not None
     d_hidden, d_weight = problem.hidden.grad[:CHECKED_TOKENS], problem.weight.grad[oracle.rows]
     errors = {
