@@ -109,12 +109,12 @@ def _plain(limit: Any) -> Any:
 
 def _place(
     location: Iterable[str | int], model: type[BaseModel]
-) -> tuple[list[str], list[type[BaseModel]], list[type[BaseModel]], list[type[BaseModel]]]:
+) -> tuple[list[str], Sequence[type[BaseModel]], Sequence[type[BaseModel]], Sequence[type[BaseModel]]]:
     """The keys that lead to an error, the sections that hold its field, and those its value may be.
 
     Last, the sections among which the `type` of its owner chose.
     """
-    sections: list[type[BaseModel]] = [model]
+    sections: Sequence[type[BaseModel]] = [model]
     owners = siblings = sections
     names: list[str] = []
     for part in location:
