@@ -14,10 +14,11 @@ CURE = "use algorithm.minibatches_per_step: 2 or more"
 def notes(plan: Plan) -> list[str]:
     """Return a line for each setting without effect, with the arms that have it.
 
-    With one update a step, the importance ratio is 1 where the gradient is taken: all losses of GRPO's family
-    have the same gradient there, and nothing is clipped. That is common and right for the default loss at its
-    default clip range, so nothing is said of it. It is said of a loss that is chosen for its ratio, of clip
-    ranges that a recipe states, and of arms that differ in nothing else.
+    With one update a step, the importance ratio is 1 where the gradient is taken, and nothing is clipped. That
+    is common and right for the default loss at its default clip range, so nothing is said of it. It is said of
+    a loss that is chosen for its ratio, of clip ranges that a recipe states, and of arms that differ in nothing
+    else: up to rounding, all losses of GRPO's family then have the same gradient, if a sequence's tokens have
+    the same advantage and weight.
     """
     arms_of: dict[str, list[str]] = {}
     for arm, settings in _with_one_update(plan).items():
@@ -56,9 +57,14 @@ def _without_effect(settings: PolicyGradientSettings) -> Iterator[str]:
 
 def _equal_arms(plan: Plan) -> Iterator[str]:
     one_update = _with_one_update(plan)
-    inert = {f"algorithm.{name}" for name in ("loss", *CLIPPING)}
     for arm, changes in plan.treatment_diff.items():
-        if {arm, BASELINE} <= one_update.keys() and changes.keys() <= inert:
+        if not {arm, BASELINE} <= one_update.keys():
+            continue
+        inert = {f"algorithm.{name}" for name in CLIPPING}
+        of_tokens = one_update[BASELINE].importance_correction or (
+            getattr(one_update[BASELINE], "kl_in", "") == "reward_to_go"
+        )
+        if changes.keys() <= (inert if of_tokens else inert | {"algorithm.loss"}):
             yield (
                 f"arm {arm}: differs from the baseline only in {', '.join(changes)}, which changes no "
                 f"gradient with one update a step; {CURE}"

@@ -47,6 +47,8 @@ def test_arms_with_equal_gradients_are_named() -> None:
         "no gradient with one update a step"
     ]
     assert lines(change, TWO) == []
+    of_tokens = "algorithm.importance_correction={type: truncated, high: 2.0}"
+    assert len(lines(change, of_tokens)) == 1, "whose weights differ from token to token"
     assert len(lines(change, "arms.treatment.steps=5")) == 1, "which is a difference"
     assert len(lines(change, "arms.treatment.algorithm.minibatches_per_step=2")) == 0
 
