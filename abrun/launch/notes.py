@@ -14,11 +14,11 @@ CURE = "use algorithm.minibatches_per_step: 2 or more"
 def notes(plan: Plan) -> list[str]:
     """Return a line for each setting without effect, with the arms that have it.
 
-    With one update a step, the importance ratio is 1 where the gradient is taken, and nothing is clipped. That
-    is common and right for the default loss at its default clip range, so nothing is said of it. It is said of
-    a loss that is chosen for its ratio, of clip ranges that a recipe states, and of arms that differ in nothing
-    else: up to rounding, all losses of GRPO's family then have the same gradient, if a sequence's tokens have
-    the same advantage and weight.
+    With one update a step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
+    That is common and right for the default loss at its default clip range, so nothing is said of it. It is
+    said of a loss that is chosen for its ratio, of clip ranges that a recipe states, and of arms that differ
+    in nothing else: up to rounding, all losses of GRPO's family then have the same gradient, if the tokens of
+    a sequence have the same advantage and weight.
     """
     arms_of: dict[str, list[str]] = {}
     for arm, settings in _with_one_update(plan).items():
