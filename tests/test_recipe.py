@@ -834,6 +834,17 @@ class TestAnotherType:
         for change in ({"type": kind, lost: None}, {lost: None, "type": kind}):
             assert self.changed(tmp_path, way, section, base, **change).type == kind
 
+    def test_an_arm_keeps_what_the_baseline_resolves_to(self, tmp_path: Path) -> None:
+        base = "{type: grpo, prompts_per_step: 16}"
+        assert self.changed(tmp_path, "arm", "algorithm", base, type="ppo").group_size == 8
+        assert self.changed(tmp_path, "set", "algorithm", base, type="ppo").group_size == 1, "PPO's default"
+
+    def test_an_arm_s_own_values_stay_when_it_gets_another_type(self) -> None:
+        own = "arms.treatment={policy.backend: {tensor_parallel: 1, sequence_parallel: false}, steps: 4}"
+        sets = ["cluster.cpu_ranks=2", "policy.backend={tensor_parallel: 2, sequence_parallel: true}", own]
+        recipe = load_recipe(SMALL, [*sets, "arms.treatment.policy.backend.type=megatron"])
+        assert own_run(recipe, "treatment").policy.backend.tensor_parallel == 1
+
     def test_one_model_with_several_types_keeps_all(self) -> None:
         base = "algorithm.importance_correction={type: truncated, low: 0.5, high: 2.0}"
         for key in ("algorithm.importance_correction", "arms.treatment.algorithm.importance_correction"):

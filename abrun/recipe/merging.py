@@ -54,13 +54,15 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any], above: tuple[str, 
 def _kept(section: Mapping[str, Any], new_type: Any, keys: tuple[str, ...]) -> Mapping[str, Any]:
     """Return what stays of a section that gets another type.
 
-    Keys that both types have stay. A key that only the old type has goes if it is at its default, and else
-    stays, to be refused by name. Types without a common key, and another trainer, begin anew: they keep
+    Keys that both types have stay. A key that only the old type has goes if it is null or at its default, and
+    else stays, to be refused by name. Types without a common key, and another trainer, begin anew: they keep
     nothing that only the old type has.
     """
     key = _section_key(keys)
     old, new = _model_of(key, section.get("type")), _model_of(key, new_type)
     if new_type is None or old is None or new is None or old is new:
+        return section
+    if keys[0] == "arms" and "type" not in section:  # an arm's section has the baseline's type
         return section
     common = (old.model_fields.keys() & new.model_fields.keys()) - {"type"}
     if not common or key == BEGINS_ANEW:
@@ -69,7 +71,7 @@ def _kept(section: Mapping[str, Any], new_type: Any, keys: tuple[str, ...]) -> M
     return {
         name: value
         for name, value in section.items()
-        if not (name in lost and value is not None and value == _default(old, name))
+        if name not in lost or value not in (None, _default(old, name))
     }
 
 
