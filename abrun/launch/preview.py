@@ -86,7 +86,7 @@ def _plan(plan: Plan) -> list[RenderableType]:
     title = f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count(recipe.seeds, 'seed')}"
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
-    num_controls, found = sum(run.is_control for run in plan.runs), notes(plan)
+    num_controls, inert = sum(run.is_control for run in plan.runs), notes(plan)
     title += f" + {num_controls} of controls" if num_controls else ""
     return [
         Text(title, style="bold"),
@@ -95,7 +95,7 @@ def _plan(plan: Plan) -> list[RenderableType]:
         *_layouts(plan),
         _heading("What differs from the baseline, resolved"),
         *_diff(plan),
-        *([_heading("Settings without effect"), *(Text(f"- {line}") for line in found)] if found else []),
+        *([_heading("Settings without effect"), *(Text(f"- {line}") for line in inert)] if inert else []),
         *([_heading("Left open by the recipe"), *map(Text, decisions(plan.decided))] if plan.decided else []),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),
