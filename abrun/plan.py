@@ -26,6 +26,7 @@ from abrun.recipe import (
     Sft,
     dotted,
 )
+from abrun.recipe.merging import TYPES, defaults_of_type
 from abrun.recipe.policy import PRESET_EXPERTS
 from abrun.recipe.refusals import shortened
 
@@ -273,8 +274,19 @@ def _resolved(config: RunConfig) -> dict[str, Any]:
 
 
 def _difference(left: dict[str, Any], right: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = [*left, *(key for key in right if key not in left)]
-    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
+    """Return the keys whose values differ, without defaults that only one of two types of a section has."""
+    implied: dict[str, Any] = {}
+    for key in TYPES:
+        tags = [side.get(f"{key}.type") for side in (left, right)]
+        if None not in tags and tags[0] != tags[1]:
+            implied |= defaults_of_type(key, tags[0]) | defaults_of_type(key, tags[1])
+    of_one = left.keys() ^ right.keys()
+    return {
+        key: (left.get(key), right.get(key))
+        for key in (*left, *(key for key in right if key not in left))
+        if left.get(key) != right.get(key)
+        and not (key in of_one and key in implied and implied[key] == (left | right)[key])
+    }
 
 
 def compare_hash(compare: Compare) -> str:

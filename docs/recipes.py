@@ -24,6 +24,22 @@ path relative to the file. `--set key=value` changes a value by its dotted key, 
 `compare.primary.0.margin=0.1`. `arms:` has for every arm what differs from the rest of the file, as dotted
 keys. Every key is checked, and what does not fit is refused in one line. "A section" is a mapping, whose
 fields stand under its own heading.
+
+## Another `type`
+
+A section with a `type`, such as `policy.backend`, can get another one in an arm, by `--set`, or in a file
+over its `defaults:`. Then:
+
+- Keys that both types have keep their values. `policy.backend.type: megatron` in an arm keeps the baseline's
+  `tensor_parallel` and `sequence_parallel`; `algorithm.type: ppo` over GRPO keeps `group_size`.
+- A key that only the old type has is refused by name if it is set to something else than its default. Null
+  drops it: `policy.backend.keep_gathered: null` beside `policy.backend.type: megatron`.
+- Types without a common key begin with their own defaults, as `grpo` and `sft`, or `arithmetic` and `gsm8k`.
+  Another `trainer` does, too, and keeps `env`.
+
+An arm changes the baseline as it is resolved, defaults included; a file and `--set` change what is written.
+A mapping that is set whole (`--set policy.backend={type: megatron}`) replaces the section. The dry run lists
+every difference between the arms, except defaults that only one of two types has.
 """
 
 

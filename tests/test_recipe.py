@@ -683,7 +683,7 @@ def test_what_is_set_replaces_what_was_there() -> None:
     changes = ["arms.treatment.policy.logprobs={impl: triton, memory_budget_mib: 4}"]
     changes += ["arms.treatment.policy.logprobs={impl: chunked}"]
     assert load_recipe(SMALL, changes).arms["treatment"] == {"policy.logprobs.impl": "chunked"}
-    # Another type has other keys, so that the old one's are gone even where the type alone is set
+    # Of another type, what only the old one has is gone where it is its default
     changes = ["policy.backend={type: megatron, expert_parallel: 1}", "policy.backend.type=dtensor"]
     assert own(SMALL, *changes).policy == own(SMALL).policy
 
@@ -754,11 +754,172 @@ def test_overrides_reach_nested_values_and_arms() -> None:
     assert own_run(recipe, "treatment").policy.logprobs.impl == "chunked"
 
 
-def test_a_change_of_type_replaces_the_whole_section() -> None:
+def test_types_without_a_common_key_begin_anew() -> None:
     base = {"task": {"type": "arithmetic", "digits": 2}, "steps": 3}
     assert merge(base, {"task": {"type": "gsm8k", "path": "x"}})["task"] == {"type": "gsm8k", "path": "x"}
     assert merge(base, {"task": {"digits": 1}})["task"] == {"type": "arithmetic", "digits": 1}
     assert base == {"task": {"type": "arithmetic", "digits": 2}, "steps": 3}
+    grpo = {"algorithm": {"type": "grpo", "group_size": 4}}
+    assert merge(grpo, {"algorithm": {"type": "sft"}}) == {"algorithm": {"type": "sft"}}
+
+
+class TestAnotherType:
+    """A section that gets another type keeps what both types have; the rest is refused by name."""
+
+    ways = pytest.mark.parametrize("way", ["arm", "set", "file"])
+
+    def changed(self, tmp_path: Path, way: str, section: str, base: str, **change: Any) -> Any:
+        """Return the section of a run to which a change was made in one of the three ways."""
+        more = {"validation": None, "warm_start": None, "cluster": {"cpu_ranks": 4}, "name": "base"}
+        tree = (
+            yaml.load(SMALL.read_text(), Loader)
+            | more
+            | {"arms": {"baseline": {}, "treatment": {"steps": 4}}}
+        )
+        *parents, last = section.split(".")
+        owner = tree
+        for parent in parents:
+            owner = owner.setdefault(parent, {})
+        owner[last] = yaml.load(base, Loader)
+        tree["compare"] = {}
+        (tmp_path / "base.yaml").write_text(yaml.safe_dump(tree))
+        if way == "file":
+            child = {"defaults": "base.yaml", **nested({f"{section}.{key}": change[key] for key in change})}
+            (tmp_path / "child.yaml").write_text(yaml.safe_dump(child))
+            config = load_recipe(tmp_path / "child.yaml").run_config("baseline")
+        else:
+            prefix, arm = ("arms.other.", "other") if way == "arm" else ("", "baseline")
+            sets = [f"{prefix}{section}.{key}={json.dumps(value)}" for key, value in change.items()]
+            config = load_recipe(tmp_path / "base.yaml", sets).run_config(arm)
+        for name in section.split("."):
+            config = getattr(config, name)
+        return config
+
+    @ways
+    @pytest.mark.parametrize(
+        ("section", "base", "change", "kept"),
+        [
+            (
+                "policy.backend",
+                "{tensor_parallel: 2, sequence_parallel: true, keep_gathered: false}",
+                {"type": "megatron", "pipeline_parallel": 2},
+                {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+            ),
+            (
+                "policy.backend",
+                "{type: megatron, context_parallel: 2, distributed_optimizer: true}",
+                {"type": "dtensor"},
+                {"context_parallel": 2},
+            ),
+            (
+                "algorithm",
+                "{type: grpo, prompts_per_step: 64, group_size: 4, minibatches_per_step: 2, clip_high: 0.28}",
+                {"type": "ppo"},
+                {"prompts_per_step": 64, "group_size": 4, "minibatches_per_step": 2, "clip_high": 0.28},
+            ),
+            ("algorithm", "{type: sft, batch_size: 8}", {"type": "dpo", "beta": 0.2}, {"batch_size": 8}),
+            ("algorithm", "{type: grpo, group_size: 4}", {"batch_size": 8, "type": "sft"}, {"batch_size": 8}),
+            (
+                "task",
+                "{type: gsm8k, path: x.jsonl, answer: boxed}",
+                {"type": "jsonl", "prompt_field": "question"},
+                {"path": "x.jsonl", "answer": "boxed", "prompt_field": "question"},
+            ),
+            ("task", "{type: arithmetic, max_operand: 3}", {"type": "word_problems"}, {"max_number": 20}),
+        ],
+    )
+    def test_common_keys_stay(
+        self, tmp_path: Path, way: str, section: str, base: str, change: dict[str, Any], kept: dict[str, Any]
+    ) -> None:
+        found = self.changed(tmp_path, way, section, base, **change)
+        assert found.type == change["type"]
+        assert {key: getattr(found, key) for key in kept} == kept
+
+    @ways
+    @pytest.mark.parametrize(
+        ("section", "base", "kind", "lost", "only"),
+        [
+            ("policy.backend", "{keep_gathered: true}", "megatron", "keep_gathered", "dtensor"),
+            (
+                "policy.backend",
+                "{type: megatron, pipeline_parallel: 2, tensor_parallel: 2}",
+                "dtensor",
+                "pipeline_parallel",
+                "megatron",
+            ),
+            (
+                "algorithm",
+                "{type: grpo, prompts_per_step: 16, dynamic_sampling: {max_tries: 3}}",
+                "ppo",
+                "dynamic_sampling",
+                "grpo",
+            ),
+            ("algorithm", "{type: ppo, gae_lambda: 1.0, group_size: 2}", "grpo", "gae_lambda", "ppo"),
+            ("algorithm", "{type: dpo, beta: 0.2, batch_size: 8}", "sft", "beta", "dpo"),
+        ],
+    )
+    def test_a_key_of_the_old_type_alone_is_refused_until_null_drops_it(
+        self, tmp_path: Path, way: str, section: str, base: str, kind: str, lost: str, only: str
+    ) -> None:
+        with pytest.raises(RecipeError) as refusal:
+            self.changed(tmp_path, way, section, base, type=kind)
+        line = str(refusal.value)
+        assert f"{section}.{lost}: unknown key with this type; use type: '{only}', or leave it out" in line
+        assert "null" in line and len(line.splitlines()) == 1
+        for change in ({"type": kind, lost: None}, {lost: None, "type": kind}):
+            assert self.changed(tmp_path, way, section, base, **change).type == kind
+
+    def test_an_arm_keeps_what_the_baseline_resolves_to(self, tmp_path: Path) -> None:
+        base = "{type: grpo, prompts_per_step: 16}"
+        assert self.changed(tmp_path, "arm", "algorithm", base, type="ppo").group_size == 8
+        assert self.changed(tmp_path, "set", "algorithm", base, type="ppo").group_size == 1, "PPO's default"
+
+    def test_an_arm_s_own_values_stay_when_it_gets_another_type(self) -> None:
+        own = "arms.treatment={policy.backend: {tensor_parallel: 1, sequence_parallel: false}, steps: 4}"
+        sets = ["cluster.cpu_ranks=2", "policy.backend={tensor_parallel: 2, sequence_parallel: true}", own]
+        recipe = load_recipe(SMALL, [*sets, "arms.treatment.policy.backend.type=megatron"])
+        assert own_run(recipe, "treatment").policy.backend.tensor_parallel == 1
+
+    def test_one_model_with_several_types_keeps_all(self) -> None:
+        base = "algorithm.importance_correction={type: truncated, low: 0.5, high: 2.0}"
+        for key in ("algorithm.importance_correction", "arms.treatment.algorithm.importance_correction"):
+            recipe = load_recipe(SMALL, [base, f"{key}.type=icepop"])
+            config: Any = own_run(recipe, "treatment").algorithm
+            assert config.importance_correction.model_dump() == {"type": "icepop", "low": 0.5, "high": 2.0}
+
+    def test_another_trainer_keeps_the_environment_alone(self) -> None:
+        ours = "algorithm: {type: grpo}, model: {preset: qwen2-tiny}, task: {type: arithmetic}"
+        recipe = load_recipe(
+            FOREIGN,
+            [
+                "trainer.env={A: b}",
+                "trainer.versions_of=[torch]",
+                f"arms.other={{trainer: {{type: abrun}}, {ours}}}",
+            ],
+        )
+        assert own_run(recipe, "other").trainer.env == {"A": "b"}
+
+    def test_a_launcher_keeps_what_both_have(self) -> None:
+        launcher = "launcher={type: slurm, cpus_per_rank: 4, interface: ib0}"
+        recipe = load_recipe(SMALL, [launcher, "launcher.type=ray"])
+        assert recipe.launcher and recipe.launcher.type == "ray"
+        assert (recipe.launcher.cpus_per_rank, recipe.launcher.interface) == (4, "ib0")
+        line = refused(SMALL, "launcher={type: slurm, account: lab}", "launcher.type=ray")
+        assert "launcher.account: unknown key with this type; use type: 'slurm'" in line
+
+    def test_the_plan_names_the_type_and_no_default_of_one_type(self) -> None:
+        arm = "arms={baseline: {}, other: {policy.backend.type: megatron}}"
+        plan = make_plan(load_recipe(SMALL, [arm]))
+        assert plan.treatment_diff == {"other": {"policy.backend.type": ("dtensor", "megatron")}}
+        more = "arms.other.policy.backend.distributed_optimizer=false"
+        plan = make_plan(load_recipe(SMALL, [arm, more]))
+        assert plan.treatment_diff["other"]["policy.backend.distributed_optimizer"] == (None, False)
+
+    def test_what_a_launch_decides_is_no_matter_of_a_type_without_it(self) -> None:
+        arm = "arms.treatment.policy.backend.type=megatron"
+        recipe = load_recipe(SMALL, ["policy.backend.keep_gathered=auto", arm]).closed()
+        assert own_run(recipe, "treatment").policy.backend.type == "megatron"
+        assert own_run(recipe, "baseline").policy.backend.keep_gathered is True
 
 
 def test_dotted_and_nested_are_inverse() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import RecipeError
+from abrun.launch.notes import notes
 from abrun.plan import make_plan
 from abrun.recipe import Recipe, dotted, load_recipe, stored_recipe, stored_run
 from abrun.recipe.reading import Loader
@@ -41,6 +42,7 @@ def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem
     plan = make_plan(recipe)
+    assert notes(plan) == [], "a setting without effect"
     controls = recipe.controls
     num_arms, reruns = len(recipe.arms) + len(controls.faults), controls.aa_reruns + controls.ulp_reruns
     assert len(plan.runs) == num_arms * len(recipe.seeds) + reruns

@@ -15,6 +15,7 @@ from typing import Any
 from abrun import store
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.launch.engine import queued_jobs
+from abrun.launch.notes import notes
 from abrun.launch.requirements import refuse_unset_variables
 from abrun.plan import Plan, RunName, compare_hash, config_diff, decisions
 from abrun.recipe import NAME, RunConfig, stored_run
@@ -86,7 +87,7 @@ def owned_experiment(
                 except StoreError:
                     shutil.rmtree(experiment_dir, ignore_errors=True)
                     raise
-                for line in decisions(plan.decided):
+                for line in (*decisions(plan.decided), *notes(plan)):
                     say(line)
             if experiment_dir.parent in made:  # what runs write is no code: no `git add` is to take it along
                 store.write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)

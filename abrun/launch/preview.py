@@ -11,6 +11,7 @@ from rich.text import Text
 
 from abrun.launch.engine import Scheduler
 from abrun.launch.local import Slots
+from abrun.launch.notes import notes
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.plan import Plan, decisions
 from abrun.recipe import (
@@ -73,6 +74,7 @@ def preview_json(plan: Plan, num_jobs: int | None, scheduler: Scheduler | None =
         ],
         "warm_starts": {key: config.steps for key, config in plan.warm_starts.items()},
         "treatment_diff": plan.treatment_diff,
+        "notes": notes(plan),
         "decided": plan.decided,
         "machine": str(machine) if scheduler is None else None,
         "runs_at_once": _at_once(plan, machine, num_jobs) if scheduler is None and not lines else None,
@@ -86,7 +88,7 @@ def _plan(plan: Plan) -> list[RenderableType]:
     title = f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count(recipe.seeds, 'seed')}"
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
-    num_controls = sum(run.is_control for run in plan.runs)
+    num_controls, inert = sum(run.is_control for run in plan.runs), notes(plan)
     title += f" + {num_controls} of controls" if num_controls else ""
     return [
         Text(title, style="bold"),
@@ -95,6 +97,7 @@ def _plan(plan: Plan) -> list[RenderableType]:
         *_layouts(plan),
         _heading("What differs from the baseline, resolved"),
         *_diff(plan),
+        *([_heading("Settings without effect"), *(Text(f"- {line}") for line in inert)] if inert else []),
         *([_heading("Left open by the recipe"), *map(Text, decisions(plan.decided))] if plan.decided else []),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),

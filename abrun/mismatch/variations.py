@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from abrun.errors import RecipeError
 from abrun.recipe import Megatron, OwnRunConfig, merge, vllm_refusal
-from abrun.recipe.reading import overridden
+from abrun.recipe.merging import overridden
 from abrun.recipe.refusals import validated
 
 Method = Literal["trainer", "decode", "vllm"]

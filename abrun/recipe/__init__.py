@@ -50,6 +50,7 @@ from abrun.recipe.faults import (
 )
 from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings, limit_s
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
+from abrun.recipe.merging import merge, overridden, read_with_defaults, type_lacks, without_nulls
 from abrun.recipe.policy import (
     DIMENSIONS,
     NO_FILTERS,
@@ -64,7 +65,7 @@ from abrun.recipe.policy import (
     Rollout,
 )
 from abrun.recipe.presets import ARCHITECTURES
-from abrun.recipe.reading import dotted, merge, nested, overridden, read_launched, read_with_defaults
+from abrun.recipe.reading import dotted, nested, read_launched
 from abrun.recipe.refusals import shortened, unknown, validated
 from abrun.recipe.run import (
     Checkpoint,
@@ -307,7 +308,7 @@ class Declared(Section):
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # an arm of another trainer: drop what only the base's trainer knows
             base = {key: value for key, value in base.items() if key in model.model_fields}
-        return validated(model, merge(base, change), source)
+        return validated(model, without_nulls(merge(base, change)), source)
 
     @property
     def open_keys(self) -> tuple[str, ...]:
@@ -319,7 +320,10 @@ class Declared(Section):
         if not self.open_keys:
             return self
         chosen = {key: OPEN[key].values[0] for key in self.open_keys} | dict(values or {})
-        return validated(type(self), merge(self.model_dump(), nested(chosen)), self.name)
+        tree = merge(self.model_dump(), nested(chosen))
+        for arm, change in self.arms.items():  # a backend without the key has nothing to decide
+            tree["arms"][arm] = {key: None for key in chosen if type_lacks(change, key)} | change
+        return validated(type(self), tree, self.name)
 
     @property
     def control_arms(self) -> dict[str, PlantedFault]:
@@ -396,7 +400,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
         raw = _with_arms(read, lambda change: nested(dotted(change)))
         for override in overrides:
             raw = overridden(raw, override)
-        raw = _with_arms(raw, dotted)
+        raw = without_nulls(_with_arms(raw, dotted))
         refuse_secrets(raw, str(path))
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply to be a recipe; a few levels are enough") from None

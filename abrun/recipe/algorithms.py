@@ -111,9 +111,9 @@ class PolicyGradientSettings(Section):
 
     @model_validator(mode="after")
     def _on_policy_is_one_update(self) -> Self:
-        if self.ratio == "on_policy" and self._num_updates > 1:
+        if self.ratio == "on_policy" and self.num_updates > 1:
             raise ValueError(
-                f"algorithm.ratio: got 'on_policy' with {self._num_updates} optimizer steps a rollout batch, "
+                f"algorithm.ratio: got 'on_policy' with {self.num_updates} optimizer steps a rollout batch, "
                 "of which only the first is on policy; use ratio: old, or epochs_per_step: 1 and "
                 "minibatches_per_step: 1"
             )
@@ -141,13 +141,14 @@ class PolicyGradientSettings(Section):
         return False
 
     @property
-    def _num_updates(self) -> int:
+    def num_updates(self) -> int:
+        """Return the number of optimizer steps that a step takes on its completions."""
         return self.epochs_per_step * self.minibatches_per_step
 
     @property
     def on_policy(self) -> bool:
         """Whether log-probs of the training pass are also those of the start of the step."""
-        return self.ratio == "on_policy" or (self.ratio == "auto" and self._num_updates == 1)
+        return self.ratio == "on_policy" or (self.ratio == "auto" and self.num_updates == 1)
 
     @property
     def batch_size(self) -> int:

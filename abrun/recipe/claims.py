@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE, default_transform
 from abrun.recipe.faults import NAMED, ONE_ULP, PlantedFault
 from abrun.recipe.refusals import nearest, shortened, validated
 from abrun.recipe.section import Count, Positive, Section
@@ -34,9 +34,9 @@ class Primary(Section):
     )
     window: str = "last 20%"
     margin: float | str | None = None
-    below: float | str | None = (
-        None  # of the treatment's level over seeds, or `0.6x`: of treatment / baseline
-    )
+    # Of the treatment's level over seeds, or `0.6x`: of treatment / baseline (of `log_excess`: of their
+    # excesses over 1)
+    below: float | str | None = None
     above: float | str | None = None  # likewise; a claim has one of margin, below, above and exact
     exact: bool = False  # every value of the window is the same in both runs of each pair, bit for bit
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: by the metric's name
@@ -107,6 +107,12 @@ class Primary(Section):
         if limit is None:
             return None
         return (float(limit[:-1]), True) if isinstance(limit, str) else (float(limit), False)
+
+    @property
+    def limits_excess(self) -> bool:
+        """Return whether a limit is of treatment / baseline of the excess over 1."""
+        of_baseline = self.limit is not None and self.limit[1]
+        return of_baseline and (self.transform or default_transform(self.metric)) == "log_excess"
 
     @property
     def margin_in(self) -> tuple[float, Unit]:
@@ -238,7 +244,8 @@ def claim_text(claim: Primary) -> str:
         return "exact"
     number, of_baseline = claim.limit
     side = "below" if claim.below is not None else "above"
-    return f"{side} {number:g}{' x the baseline' if of_baseline else ''}"
+    text = f"{side} {number:g}{' x the baseline' if of_baseline else ''}"
+    return f"{text}'s excess over 1" if claim.limits_excess else text
 
 
 def parse_primary(text: str) -> Primary:

@@ -109,16 +109,16 @@ def _plain(limit: Any) -> Any:
 
 def _place(
     location: Iterable[str | int], model: type[BaseModel]
-) -> tuple[list[str], list[type[BaseModel]], list[type[BaseModel]], list[type[BaseModel]]]:
+) -> tuple[list[str], Sequence[type[BaseModel]], Sequence[type[BaseModel]], Sequence[type[BaseModel]]]:
     """The keys that lead to an error, the sections that hold its field, and those its value may be.
 
     Last, the sections among which the `type` of its owner chose.
     """
-    sections: list[type[BaseModel]] = [model]
+    sections: Sequence[type[BaseModel]] = [model]
     owners = siblings = sections
     names: list[str] = []
     for part in location:
-        chosen = [section for section in sections if _tag(section) == part]
+        chosen = [section for section in sections if type_name(section) == part]
         if len(sections) > 1 and chosen:  # pydantic's name of the union's member: not part of the user's path
             siblings, sections = sections, chosen
             continue
@@ -127,30 +127,33 @@ def _place(
         if isinstance(part, str):
             owners = sections
             fields = [section.model_fields[part] for section in owners if part in section.model_fields]
-            sections = _sections(fields[0].annotation) if fields else []
+            sections = sections_in(fields[0].annotation) if fields else []
     return names, owners, sections, siblings
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The Section classes inside an annotation such as `A | B | None` or `list[A]`."""
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """Return the Section classes inside an annotation such as `A | B | None` or `list[A]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [section for part in getattr(annotation, "__args__", ()) for section in _sections(part)]
+    return [section for part in getattr(annotation, "__args__", ()) for section in sections_in(part)]
 
 
-def _tag(section: type[BaseModel]) -> str | None:
+def type_name(section: type[BaseModel]) -> str | None:
+    """Return the `type` that chooses a section, or the first of several; None if it has none."""
     kind = section.model_fields.get("type")
     return get_args(kind.annotation)[0] if kind else None
 
 
 def _tags(sections: Iterable[type[BaseModel]]) -> str:
-    return ", ".join(repr(_tag(section)) for section in sections)
+    return ", ".join(repr(type_name(section)) for section in sections)
 
 
 def _of_a_sibling(key: str, siblings: Iterable[type[BaseModel]]) -> str | None:
     """What to say of a key that sections of another type have, and this one does not."""
-    having = [section for section in siblings if key in section.model_fields and _tag(section)]
-    return f"unknown key with this type; use type: {_tags(having)}, or leave it out" if having else None
+    having = [section for section in siblings if key in section.model_fields and type_name(section)]
+    if not having:
+        return None
+    return f"unknown key with this type; use type: {_tags(having)}, or leave it out (null if it is inherited)"
 
 
 def unknown(key: str, section: type[BaseModel]) -> str:

@@ -8,12 +8,16 @@ import pytest
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
+from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.verdict_file import as_json
+from abrun.compare.read.experiment import RecordedRun, Sides
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import next_steps
 from abrun.equivalence import beside_limit, limit_test, paired_tost
 from abrun.errors import RecipeError
-from abrun.recipe import Primary, parse_primary, primary_option
+from abrun.layout import RunName
+from abrun.recipe import Primary, claim_text, parse_primary, primary_option
+from abrun.series import Series
 from tests.compare.simulate import edit, edit_rows
 
 REWARD, MEMORY, STEP_TIME = "train/reward", "memory", "timing/train/total_step_time_s"
@@ -178,6 +182,97 @@ def test_claims_on_the_command_line():
     assert parse_primary("train/reward:all:5% of climb").margin == "5% of climb"
     with pytest.raises(RecipeError, match=r"^--primary: got margin for memory"):
         parse_primary("memory:all:0.05")
+
+
+# --- ratios of token_mult_prob_error: of the excess over 1 ---
+
+ERROR = "train/token_mult_prob_error"
+
+
+def limited(baseline, treatment, metric=ERROR, window="all", paired=True, **claim):
+    """The result of a limit over arms of curves [P, S]."""
+    sides = Sides(
+        baselines=tuple(run_of("baseline", seed, of, metric) for seed, of in enumerate(baseline)),
+        treatments=tuple(run_of("treatment", seed, of, metric) for seed, of in enumerate(treatment)),
+        paired=paired,
+    )
+    primary = Primary(metric=metric, window=window, **claim)
+    return judge_limit("treatment", sides, primary, np.arange(1, len(baseline[0]) + 1), 0.05, 0.04)
+
+
+def run_of(arm, seed, values, metric):
+    series = Series(np.arange(1, len(values) + 1), np.asarray(values, float))
+    return RecordedRun(
+        name=RunName(arm=arm, seed=seed), place="simulated", status="finished", metrics={metric: series}
+    )
+
+
+def excesses(rng, num_pairs, ratio, num_steps=9):
+    """Curves of both arms, whose excesses over 1 have this ratio: noise of pairs, and of each step."""
+    level = 0.004 * np.exp(0.3 * rng.standard_normal((num_pairs, 1)))
+    noise = np.exp(0.2 * rng.standard_normal((2, num_pairs, num_steps)))
+    apart = ratio * np.exp(0.1 * rng.standard_normal((num_pairs, 1)))
+    return 1 + level * noise[0], 1 + apart * level * noise[1]
+
+
+def test_a_ratio_is_one_of_the_excess_over_1():
+    rng = np.random.default_rng(0)
+    baseline, treatment = excesses(rng, 5, 0.5)
+    found = limited(baseline, treatment, below="1x")
+    logs = [np.median(np.log(arm - 1 + 1e-6), axis=1) for arm in (baseline, treatment)]
+    apart = logs[1] - logs[0]
+    reach = 2.131847 * apart.std(ddof=1) / math.sqrt(5)
+    assert found.limited == pytest.approx(np.exp(apart.mean())) and 0.4 < found.limited < 0.6
+    assert found.limited_interval == pytest.approx(
+        np.exp([apart.mean() - reach, apart.mean() + reach]), rel=1e-5
+    )
+    assert (found.result, found.transform, found.test) == ("holds", "log_excess", "ratio limit")
+    assert found.baseline_mean == pytest.approx(np.median(baseline, axis=1).mean())
+    assert limited(baseline, treatment, above="1x").p_beyond < 1e-3
+    assert [limited(baseline, treatment, below=f"{of}x").result for of in (0.8, 0.5)] == [
+        "holds",
+        "undecided",
+    ]
+    assert limited(treatment, baseline, above="1.5x").result == "holds"
+    said = limit_sentence(found, has_recipe=False)
+    assert "below 1 x the baseline's excess over 1 at 95 % confidence" in said
+    assert "treatment / baseline of the excess over 1 is 0." in said
+    independent = limited(baseline, treatment, below="1x", paired=False)
+    assert independent.limited == pytest.approx(found.limited) and independent.result == "holds"
+    of_values = limited(baseline, treatment, below="1x", transform="identity")
+    assert of_values.limited == pytest.approx(0.998, abs=1e-3) and of_values.transform == "identity"
+    for other in ("policy/mult_prob_error", "mine"):
+        found = limited(baseline, treatment, other, below="1x", transform="log_excess")
+        assert found.transform == "log_excess"
+
+
+def test_a_level_stays_a_level_and_a_ratio_needs_values_from_1():
+    rng = np.random.default_rng(1)
+    baseline, treatment = excesses(rng, 5, 0.5)
+    found = limited(baseline, treatment, below=1.003)
+    assert found.limited == pytest.approx(np.median(treatment, axis=1).mean()) and found.test == "limit"
+    assert claim_text(Primary(metric=ERROR, below=1.003)) == "below 1.003"
+    assert claim_text(Primary(metric=MEMORY, below="0.6x")) == "below 0.6 x the baseline"
+    low = treatment.copy()
+    low[2, 4] = 0.99
+    assert "not all at least 1, as a ratio of excesses" in limited(baseline, low, below="1x").problem
+    assert limited(baseline, low, below="1x", transform="identity").problem is None
+    exact = np.ones_like(treatment)
+    exact[:, 3] += 1e-9 * np.arange(5)  # no two seeds are one run
+    assert limited(baseline, exact, below="0.01x").result == "holds"
+
+
+@pytest.mark.parametrize("num_pairs", [3, 5, 10])
+@pytest.mark.parametrize("limit", [0.6, 1.0])
+def test_a_ratio_of_excesses_at_its_limit_is_claimed_one_time_in_twenty(num_pairs, limit):
+    rng = np.random.default_rng([num_pairs, round(10 * limit)])
+    for window in ("all", "steps 1-1"):
+        claims = [
+            limited(*excesses(rng, num_pairs, limit), window=window, below=f"{limit:g}x") for _ in range(400)
+        ]
+        for p in ("p_equivalence", "p_beyond"):
+            rate = np.mean([getattr(one, p) < 0.05 for one in claims])
+            assert rate <= 0.05 + 3.1 * np.sqrt(0.05 * 0.95 / 400)
 
 
 # --- their levels ---

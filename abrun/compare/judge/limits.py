@@ -9,10 +9,19 @@ from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
 from abrun.compare.judge.claims import HARMLESS, PrimaryResult, setting_text, skew_warning
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
+from abrun.compare.judge.summaries import comparable
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides
 from abrun.equivalence import beside_limit, limit_test, welch_limit_test
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, default_reduction, find, is_clock, unit_of
+from abrun.metric_names import (
+    FINAL_WEIGHTS,
+    MEMORY_PEAK,
+    Transform,
+    default_reduction,
+    find,
+    is_clock,
+    unit_of,
+)
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, window_bounds
 
@@ -31,8 +40,9 @@ def judge_limit(
     """A limit or an exact claim over the pairs, before `with_holm`; every planned pair (run) is needed.
 
     A limit holds where the one-sided 1 - alpha bound of the mean over seeds keeps it (of the ratio: the
-    geometric mean over pairs), and is broken where the opposite bound is beyond it. Raises ComparisonError
-    for a window that the runs do not hold.
+    geometric mean over pairs; of a metric on the scale `log_excess` the ratio of excesses over 1), and is
+    broken where the opposite bound is beyond it. Raises ComparisonError for a window that the runs do not
+    hold.
     """
     finished = sides.finished
     bounds = window_bounds(primary.window, grid, primary.metric) if len(grid) else None
@@ -43,7 +53,7 @@ def judge_limit(
         window=primary.window,
         steps=bounds,
         num_steps=0,
-        transform="identity",
+        transform="log_excess" if primary.limits_excess else "identity",
         reduction=_reduction(primary.metric),
         test="exact" if primary.exact else "ratio limit" if of_ratio else "limit",
         margin=None,
@@ -117,19 +127,30 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
         np.array([_level(run, result, bounds, counter) for run in runs])
         for runs in (sides.baselines, sides.treatments)
     ]
-    needed = np.concatenate(arms) if of_ratio else arms[1]
-    if not np.isfinite(needed).all() or (of_ratio and not (needed > 0).all()):
+    left, right = arms
+    if primary.limits_excess:
+        left, right = (
+            np.array([_level(run, result, bounds, counter, "log_excess") for run in runs])
+            for runs in (sides.baselines, sides.treatments)
+        )
+    elif of_ratio:
+        left, right = (comparable(levels, "log") for levels in arms)
+    needed = np.concatenate([left, right]) if of_ratio else right
+    if not np.isfinite(needed).all():
         kind = "numbers above 0, as a ratio needs" if of_ratio else "numbers"
+        kind = "at least 1, as a ratio of excesses over 1 needs" if primary.limits_excess else kind
         return replace(result, problem=f"its values in the window are not all {kind}, or not recorded")
     result = replace(result, treatment_mean=float(arms[1].mean()))
     if np.isfinite(arms[0]).all():
         result = replace(result, baseline_mean=float(arms[0].mean()))
-    left, right = (np.log(arms[0]), np.log(arms[1])) if of_ratio else (None, arms[1])
-    if left is not None and sides.paired:
+    if not of_ratio:
+        left = None
+    elif sides.paired:
         left, right = None, right - left
     averaged = [len(_inside(run.series(primary.metric), bounds)) for run in sides.treatments]
     num_steps = min(averaged) if result.reduction == "mean" else 1
-    scale = primary.model_copy(update={"transform": "log" if of_ratio else "identity"})
+    transform = "log_excess" if primary.limits_excess else "log" if of_ratio else "identity"
+    scale = primary.model_copy(update={"transform": transform})
     step, is_below = resolution_of(sides.runs, scale, num_steps), primary.below is not None
     return _tested(result, left, right, limit, is_log=of_ratio, below=is_below, resolution=step)
 
@@ -181,14 +202,23 @@ def _tested(
     )
 
 
-def _level(run: RecordedRun, result: PrimaryResult, bounds: tuple[int, int], counter: str | None) -> float:
-    """One run's number: its window reduced; of `memory` the largest of all phases. NaN where not recorded."""
+def _level(
+    run: RecordedRun,
+    result: PrimaryResult,
+    bounds: tuple[int, int],
+    counter: str | None,
+    transform: Transform = "identity",
+) -> float:
+    """Return a run's number: its window, transformed and reduced; of `memory` the largest of all phases.
+
+    NaN where it is not recorded, or outside the transform's domain.
+    """
     metrics = [result.metric]
     if result.metric == MEMORY_PEAK:
         metrics = shared_memory_metrics([run], counter) if counter else []
     series = [_inside(run.series(metric), bounds).values for metric in metrics]
     found = np.concatenate([one for one in series if len(one)] or [np.array([np.nan])])
-    return float(_REDUCED[result.reduction](found))
+    return float(_REDUCED[result.reduction](comparable(found, transform)))
 
 
 def _inside(series: Series, bounds: tuple[int, int]) -> Series:
@@ -212,6 +242,7 @@ def limit_sentence(result: PrimaryResult, *, has_recipe: bool) -> str:
             return f"{result.metric}: the same bit for bit {where}"
         return f"{result.metric}: not the same bit for bit {where}: {result.detail}"
     what = "treatment / baseline" if result.test == "ratio limit" else f"the treatment's {result.reduction}"
+    what += " of the excess over 1" if result.transform == "log_excess" else ""
     if result.metric == FINAL_WEIGHTS:
         what = "the arms' distance, in units of how far the baseline moved,"
     assert result.limited is not None

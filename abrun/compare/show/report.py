@@ -357,7 +357,8 @@ def claim_cells(one: Content) -> list[str]:
         found = (one["limited"], *(one["limited_interval"] or ()))
         middle, *ends = (beside_limit(value, one["margin_number"]) for value in found)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
-    scale = "" if one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
+    limited = one["limited"] is not None  # a limit says in its own words what it is of
+    scale = "" if limited or one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
     metric = f"{one['metric']}{scale}"
     counted = "{} and {}".format(*one["num_runs"]) if one["num_runs"] else str(one["num_pairs"])
     return [metric, steps, counted, difference, one["margin_text"], bound, outcome(one)]

@@ -1,0 +1,71 @@
+"""Notes on a plan: settings that are allowed and have no effect."""
+
+from collections.abc import Iterator
+
+from abrun.plan import Plan
+from abrun.recipe import BASELINE, PolicyGradientSettings
+from abrun.redaction import in_yaml
+
+RATIO_LOSSES = ("gspo", "cispo")  # which differ from a policy gradient by their importance ratio alone
+CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
+CURE = "use algorithm.minibatches_per_step: 2 or more"
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return a line for each setting without effect, with the arms that have it.
+
+    With one update a step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
+    That is common and right for the default loss at its default clip range, so nothing is said of it. It is
+    said of a loss that is chosen for its ratio, of clip ranges that a recipe states, and of arms that differ
+    in nothing else: up to rounding, all losses of GRPO's family then have the same gradient, if the tokens of
+    a sequence have the same advantage and weight.
+    """
+    arms_of: dict[str, list[str]] = {}
+    for arm, settings in _with_one_update(plan).items():
+        for line in _without_effect(settings):
+            arms_of.setdefault(line, []).append(arm)
+    lines = [f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: {line}" for line, arms in arms_of.items()]
+    return lines + list(_equal_arms(plan))
+
+
+def _with_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:
+    algorithms = {
+        run.name.arm: getattr(run.config, "algorithm", None) for run in plan.runs if not run.is_control
+    }
+    return {
+        arm: settings
+        for arm, settings in algorithms.items()
+        if isinstance(settings, PolicyGradientSettings) and settings.num_updates == 1
+    }
+
+
+def _without_effect(settings: PolicyGradientSettings) -> Iterator[str]:
+    loss, fields = getattr(settings, "loss", None), type(settings).model_fields
+    stated = [name for name in CLIPPING if name in fields and getattr(settings, name) != fields[name].default]
+    if loss in RATIO_LOSSES:
+        yield (
+            f"algorithm.loss: got '{loss}' with one update a step, whose importance ratio is 1, so that "
+            f"nothing is ever clipped; {CURE}"
+        )
+    elif stated:
+        got = ", ".join(f"{name} {in_yaml(getattr(settings, name))}" for name in stated)
+        yield (
+            f"algorithm.{stated[0]}: got {got} with one update a step, in which nothing is ever clipped; "
+            f"{CURE}, or leave it out"
+        )
+
+
+def _equal_arms(plan: Plan) -> Iterator[str]:
+    one_update = _with_one_update(plan)
+    for arm, changes in plan.treatment_diff.items():
+        if not {arm, BASELINE} <= one_update.keys():
+            continue
+        inert = {f"algorithm.{name}" for name in CLIPPING}
+        of_tokens = one_update[BASELINE].importance_correction or (
+            getattr(one_update[BASELINE], "kl_in", "") == "reward_to_go"
+        )
+        if changes.keys() <= (inert if of_tokens else inert | {"algorithm.loss"}):
+            yield (
+                f"arm {arm}: differs from the baseline only in {', '.join(changes)}, which changes no "
+                f"gradient with one update a step; {CURE}"
+            )

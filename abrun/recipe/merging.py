@@ -1,0 +1,243 @@
+"""Changes to a recipe's tree by `defaults:`, arms and `--set`, and sections that get another type."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import RecipeError
+from abrun.recipe.command import CommandRunConfig
+from abrun.recipe.launcher import LAUNCHERS
+from abrun.recipe.reading import dotted, parse_yaml
+from abrun.recipe.refusals import sections_in, shortened, type_name
+from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.section import Section
+from abrun.regular_files import open_regular
+
+MOST_BYTES = 1 << 17  # of a recipe with all that its `defaults:` name; PyYAML reads about 30 KB a second
+MOST_FILES = 64  # likewise
+MOST_PARENTS = 16  # of one file
+
+
+def _typed_sections(model: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield every section that has a `type`, with its dotted key."""
+    for name, field in model.model_fields.items():
+        for section in sections_in(field.annotation):
+            if type_name(section):
+                yield f"{above}{name}", section
+            yield from _typed_sections(section, f"{above}{name}.")
+
+
+# Dotted key of a section -> name of a type -> its model. Keys of one type alone are in it, too.
+TYPES: dict[str, dict[str, type[Section]]] = {"launcher": dict(LAUNCHERS)}
+for _model in (OwnRunConfig, CommandRunConfig):
+    for _key, _section in _typed_sections(_model):
+        TYPES.setdefault(_key, {})[str(type_name(_section))] = _section
+BEGINS_ANEW = "trainer"  # the command of another trainer means nothing to this one
+
+
+def merge(base: Mapping[str, Any], change: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return `base` with `change` laid over it, mapping by mapping; `above` are the keys that lead to both.
+
+    A section that gets another `type` keeps what `_kept` says.
+    """
+    merged = dict(base)
+    for key, value in change.items():
+        old, here = merged.get(key), (*above, key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(_kept(old, value.get("type"), here), value, here)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _kept(section: Mapping[str, Any], new_type: Any, keys: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return what stays of a section that gets another type.
+
+    Keys that both types have stay. A key that only the old type has goes if it is null or at its default, and
+    else stays, to be refused by name. Types without a common key, and another trainer, begin anew: they keep
+    nothing that only the old type has.
+    """
+    key = _section_key(keys)
+    old, new = _model_of(key, section.get("type")), _model_of(key, new_type)
+    if new_type is None or old is None or new is None or old is new:
+        return section
+    if keys[0] == "arms" and "type" not in section:  # an arm's section has the baseline's type
+        return section
+    common = (old.model_fields.keys() & new.model_fields.keys()) - {"type"}
+    if not common or key == BEGINS_ANEW:
+        return {name: value for name, value in section.items() if name in new.model_fields}
+    lost = old.model_fields.keys() - new.model_fields.keys()
+    return {
+        name: value
+        for name, value in section.items()
+        if name not in lost or value not in (None, _default(old, name))
+    }
+
+
+def without_nulls(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a tree in which no section has a null for a key that only another of its types has."""
+    key = ".".join(above)
+    model, others = _model_of(key, tree.get("type")), set[str]()
+    if model is not None:
+        others = {name for each in TYPES[key].values() for name in each.model_fields} - {*model.model_fields}
+    return {
+        name: without_nulls(value, (*above, name)) if isinstance(value, Mapping) else value
+        for name, value in tree.items()
+        if value is not None or name not in others
+    }
+
+
+def _section_key(keys: tuple[str, ...]) -> str:
+    """Return the dotted key of a section, also of one inside of an arm."""
+    return ".".join(keys[2:] if keys[0] == "arms" else keys)
+
+
+def _model_of(key: str, tag: Any) -> type[Section] | None:
+    """Return the model of a section's type; without a type that of the default."""
+    types = TYPES.get(key, {})
+    if tag is None:
+        return next((model for model in types.values() if not model.model_fields["type"].is_required()), None)
+    return types.get(tag) if isinstance(tag, str) else None
+
+
+def _default(model: type[Section], name: str) -> Any:
+    default = model.model_fields[name].get_default(call_default_factory=True)
+    return default.model_dump(mode="json") if isinstance(default, Section) else default
+
+
+def defaults_of_type(key: str, tag: Any) -> dict[str, Any]:
+    """Return the defaults of a section's type by dotted key; `key` is the section's."""
+    model = _model_of(key, tag)
+    if model is None:
+        return {}
+    optional = [name for name, field in model.model_fields.items() if not field.is_required()]
+    return dotted({key: {name: _default(model, name) for name in optional}}) if optional else {}
+
+
+def type_lacks(change: Mapping[str, Any], key: str) -> bool:
+    """Return whether an arm's change gives the section of `key` a type that has no such key."""
+    section, _, name = key.rpartition(".")
+    tag = dotted(change).get(f"{section}.type")
+    model = _model_of(section, tag) if tag is not None else None
+    return model is not None and name not in model.model_fields
+
+
+def read_with_defaults(path: Path) -> dict[str, Any]:
+    """The tree of a recipe's file laid over those that its `defaults:` name. Raises RecipeError, one line."""
+    return _Files().tree(path, ())
+
+
+class _Files:
+    """The files behind one recipe: each is read once, however many others name it."""
+
+    def __init__(self) -> None:
+        self._trees: dict[Path, dict[str, Any]] = {}
+        self._bytes_left = MOST_BYTES
+
+    def tree(self, path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+        """A file with all that it inherits; `chain` are the files that led to it."""
+        resolved = Path(os.path.realpath(path))
+        if resolved in chain:
+            raise RecipeError(
+                f"{chain[-1]}: defaults: a cycle of recipes ({' > '.join(p.name for p in (*chain, resolved))}"
+                "); drop one link"
+            )
+        named = Path(os.path.realpath(path.parent), path.name)  # what a link inherits lies beside the link
+        if named not in self._trees:
+            if max(len(chain), len(self._trees)) >= MOST_FILES:
+                raise RecipeError(
+                    f"{path}: defaults: got more than {MOST_FILES} files behind one recipe; merge some"
+                )
+            self._trees[named] = self._read(path, (*chain, resolved))
+        return self._trees[named]
+
+    def _read(self, path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+        raw = parse_yaml(self._text(path, chain[:-1]), str(path))
+        if raw is None:
+            raise RecipeError(f"{path}: an empty recipe; abrun init writes one to begin with")
+        if not isinstance(raw, dict):
+            raise RecipeError(f"{path}: got {shortened(raw)}; a recipe is a mapping of keys to values")
+        parents = raw.pop("defaults", [])
+        parents = [parents] if isinstance(parents, str) else parents
+        if not isinstance(parents, list) or not all(
+            isinstance(parent, str) and parent.isprintable() and len(parent) < 1000 for parent in parents
+        ):
+            raise RecipeError(
+                f"{path}: defaults: got {shortened(parents)}; allowed: a path or a list of paths"
+            )
+        if len(parents) > MOST_PARENTS:
+            raise RecipeError(f"{path}: defaults: got {len(parents)} paths; allowed: at most {MOST_PARENTS}")
+        merged: dict[str, Any] = {}
+        for parent in parents:
+            merged = merge(merged, self.tree(path.parent / parent, chain))
+        return merge(merged, raw)
+
+    def _text(self, path: Path, chain: tuple[Path, ...]) -> str:
+        try:
+            with open_regular(path) as file:
+                content = file.read(self._bytes_left + 1)
+        except FileNotFoundError:
+            if chain:
+                raise RecipeError(
+                    f"{chain[-1]}: defaults: {path}: no such recipe; give a path from that file's folder "
+                    f"(abrun recipes NAME > {path.name} writes one that ships)"
+                ) from None
+            raise RecipeError(f"{path}: no such recipe; check the path") from None
+        except OSError as error:
+            raise RecipeError(f"{path}: cannot be read as a recipe: {error.strerror}") from None
+        self._bytes_left -= len(content)
+        if self._bytes_left < 0:
+            raise RecipeError(
+                f"{path}: larger than {MOST_BYTES >> 10} KiB, with all that the recipe inherits; "
+                "a recipe states differences: keep data elsewhere"
+            )
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            where = f"byte {error.start + 1} is none of it"
+            raise RecipeError(
+                f"{path}: cannot be read as a recipe: not UTF-8 ({where}); save it as UTF-8"
+            ) from None
+
+
+def overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """A recipe with one `key=value` set: the value replaces what the dotted key held, as a whole.
+
+    A number in the key reaches into a list. Raises RecipeError, one line.
+    """
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")) or not key.isprintable():
+        raise RecipeError(
+            f"--set: got {shortened(override)}; allowed: key=value with a dotted key, such as steps=20"
+        )
+    source = f"--set {shortened(key)[1:-1]}"
+    return _with_value(raw, key.split("."), parse_yaml(text, source), source, ())
+
+
+def _with_value(tree: Any, names: list[str], value: Any, source: str, above: tuple[str, ...]) -> Any:
+    """`tree` with the value below it at `names` replaced; mappings on the way there are made."""
+    name, *rest = names
+    here = ".".join(above)
+    if isinstance(tree, list):
+        if not (name.isdecimal() and len(name) < 10 and int(name) < len(tree)):
+            allowed = f"0 to {len(tree) - 1}" if len(tree) > 1 else "0" if tree else "none, it is empty"
+            raise RecipeError(
+                f"{source}: got {shortened(name)} as the index into {here}; allowed: {allowed}; "
+                f"or give the list whole: {here}=[...]"
+            )
+        changed: Any = list(tree)
+        key: Any = int(name)
+        below = tree[key]
+    else:
+        if name.isdecimal() and not isinstance(tree, Mapping):
+            raise RecipeError(
+                f"{source}: got the index {shortened(name)[1:-1]} where {here} is no list (but "
+                f"{shortened(tree)}); give the list whole: {here}=[...]"
+            )
+        changed = dict(tree) if isinstance(tree, Mapping) else {}
+        key, below = name, changed.get(name)
+        if name == "type" and not rest:
+            changed = dict(_kept(changed, value, above))
+    changed[key] = _with_value(below, rest, value, source, (*above, name)) if rest else value
+    return changed
