@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.launch.notes import notes
+from abrun.launch.preview import precision_differences
 from abrun.plan import make_plan
 from abrun.recipe import Recipe, dotted, load_recipe, stored_recipe, stored_run
 from abrun.recipe.reading import Loader
@@ -30,7 +31,7 @@ FACTORS = {
     "ablation": "algorithm.",
     "context-parallel": "policy.backend.context_parallel",
     "shared-prompts": "policy.share_prompts",
-    "fp32-head": "policy.logprobs.head_dtype",
+    "fp32-head": ("policy.logprobs.head_dtype", "rollout.head_dtype"),
     "fused-logprobs": "policy.logprobs.",
     "megatron": "policy.backend.",
 }
@@ -76,6 +77,14 @@ def test_its_name_is_what_it_does(path: Path) -> None:
     assert (recipe.cluster.nodes, recipe.cluster.gpus_per_node) == (int(named["nodes"]), int(named["gpus"]))
     for changes in make_plan(recipe).treatment_diff.values():
         assert all(key.startswith(FACTORS[named["factor"]]) for key in changes), changes
+
+
+@each_recipe
+def test_arms_that_differ_in_how_logits_are_computed_do_not_differ_in_their_precision(path: Path) -> None:
+    """A fused head is compared with a dense one, and not float32 logits with bfloat16 ones."""
+    plan = make_plan(load_recipe(path))
+    fused = any("policy.logprobs.impl" in changes for changes in plan.treatment_diff.values())
+    assert not (fused and precision_differences(plan))
 
 
 @pytest.mark.parametrize(
