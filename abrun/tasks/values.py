@@ -1,0 +1,87 @@
+"""Compare a final answer with a reference: as texts, or by their values with math-verify."""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from abrun.tasks.expressions import TEXT, as_text, bracket_of, final_answer, to_latex, units_differ
+from abrun.tasks.final_answers import last_box_span, last_number, number
+
+MAX_LENGTH = 400  # characters of an answer; math-verify's parser takes seconds for longer ones
+TIME_LIMIT_S = 5  # to parse an answer, and again to compare it
+
+CHOICE = re.compile(r"\(?([A-J])\)?")
+CHOSEN = re.compile(r"\(?([A-Ja-j])\)?(?:(?<=\))(?!and|or)[\w\\$-].*|[.:](?!and|or)[\w\\$-].*)?")
+WORDS = re.compile(r"(?=.*(?:[A-Z][a-z]|[A-Za-z]{4}))[A-Za-z][A-Za-z '.-]*")
+RATIO = re.compile(r"[0-9]+(?::[0-9]+)+")
+NO_VALUE = re.compile(r"[0-9]\.[0-9]+\.[0-9]|[0-9] *: *[0-9]")  # a version, a time, a ratio
+EQUATION = re.compile(r"^(?:[^A-Za-z=\\]*|\s*[A-Za-z](?:_\{?\w+\}?|\([a-z0-9]\))?\s*)=(?!.*=)")  # x = 5, 2 + 3 = 5
+LIST = re.compile(r"[-+0-9./]+(?:, +[-+0-9./]+)+")
+OPERATION = re.compile(r"[\w)}]\s*(?:[-+*]|\\(?:times|cdot)(?![A-Za-z]))\s*[\w(\\]")
+
+
+def is_number(reference: str, completion: str) -> bool:
+    """Return whether the final answer is a number of the reference's value, with no operation left to do.
+
+    That is the content of the last box, the text's last number, or what `final_answer` takes from the text. For
+    a whole number it has to be written as one, so that `136/2` is not 68; 1/2, 0.5 and 50% are equal.
+    """
+    value = number(reference)
+    answer = EQUATION.sub("", final_answer(completion))
+    latex = to_latex(answer)
+    is_marked = last_box_span(completion) is not None or LIST.fullmatch(answer)
+    given = None if is_marked else last_number(completion)
+    if value is None or units_differ(latex, to_latex(reference)):
+        return False
+    if (given or number(latex)) == value:
+        return True
+    is_whole = not value.joined and value.value == value.value.to_integral_value()
+    if (is_whole and "%" not in reference) or OPERATION.search(answer):
+        return False
+    return is_equal(reference, answer)
+
+
+def is_equal(reference: str, answer: str) -> bool:
+    """Return whether two answers have the same text or value; choices, words and ratios are compared as texts."""
+    reference_text, text = as_text(reference), as_text(answer)
+    if reference_text == text:
+        return bool(text)
+    if choice := CHOICE.fullmatch(reference_text):
+        chosen = CHOSEN.fullmatch(text)
+        return bool(chosen and chosen[1].upper() == choice[1])
+    if is_words(reference) or RATIO.fullmatch(reference_text):
+        return reference_text.casefold() == text.casefold()
+    latex, reference_latex = to_latex(answer), to_latex(reference)
+    if not text or len(latex) > MAX_LENGTH or NO_VALUE.search(latex) or is_words(answer):
+        return False
+    is_set = {bracket == "{" for bracket in (bracket_of(latex), bracket_of(reference_latex)) if bracket}
+    return (
+        len(is_set) < 2
+        and not units_differ(latex, reference_latex)
+        and _is_same_value(reference_latex, latex)
+    )
+
+
+def is_words(answer: str) -> bool:
+    """Return whether an answer is words (`Evelyn`, `\\text{June 20}`) rather than variables (`xy`)."""
+    stripped = answer.strip(" $.")
+    text = TEXT.fullmatch(stripped)
+    return bool(re.search("[A-Za-z]{2}", text[1]) if text else WORDS.fullmatch(stripped))
+
+
+def _is_same_value(reference: str, answer: str) -> bool:
+    from math_verify import verify  # takes a second, and checks of a file's lines do not need it
+
+    # Allow 0 <= x < 1 for [0,1)
+    return verify(
+        _parsed(reference), _parsed(answer), allow_set_relation_comp=True, timeout_seconds=TIME_LIMIT_S
+    )
+
+
+@lru_cache(maxsize=4096)
+def _parsed(latex: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse(f"\\boxed{{{latex}}}", parsing_timeout=TIME_LIMIT_S) or parse(
+        latex, parsing_timeout=TIME_LIMIT_S
+    )
