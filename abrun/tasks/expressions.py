@@ -1,9 +1,9 @@
 """The final answer of a text, as LaTeX in the form that math-verify reads.
 
-math-verify (0.9) finds LaTeX inside `$...$`, `\\[...\\]` and `\\boxed{}` alone, so `final_answer` takes the answer
-out of its text and `to_latex` rewrites the notations that math-verify misreads. Dropping separators, units and
-`\\text{}` follows the MATH dataset's grader (hendrycks/math, math_equivalence.py) and Minerva's (arXiv:2206.14858,
-appendix D.1).
+math-verify (0.9) finds LaTeX inside `$...$`, `\\[...\\]` and `\\boxed{}` alone, so `final_answer` takes the
+answer out of its text and `to_latex` rewrites the notations that math-verify misreads. Dropping separators,
+units and `\\text{}` follows the MATH dataset's grader (hendrycks/math, math_equivalence.py) and Minerva's
+(arXiv:2206.14858, appendix D.1).
 """
 
 import re
@@ -29,12 +29,35 @@ SENTENCE = re.compile(r".+?(?=[.!?](?:\s|$)|$)")
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:,? +[A-Za-z]+){3,}")
 
 SYMBOLS = {
-    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty ",
-    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "±": r"\pm ",
-    "∅": r"\emptyset ", r"\varnothing": r"\emptyset ", "°": r"^{\circ}", "√": r"\sqrt", "θ": r"\theta ",
-    "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\n": " ",
-    "¼": r"\frac{1}{4}", "½": r"\frac{1}{2}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-}  # fmt: skip
+    "\u00d7": r"\times ",
+    "·": r"\cdot ",
+    "⋅": r"\cdot ",
+    "÷": "/",
+    "\u2044": "/",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "\u222a": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\neq ",
+    "±": r"\pm ",
+    "∅": r"\emptyset ",
+    r"\varnothing": r"\emptyset ",
+    "°": r"^{\circ}",
+    "√": r"\sqrt",
+    "θ": r"\theta ",
+    "\u00a0": " ",
+    "\u2009": " ",
+    "\u202f": " ",
+    "\n": " ",
+    "¼": r"\frac{1}{4}",
+    "½": r"\frac{1}{2}",
+    "¾": r"\frac{3}{4}",
+    "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}",
+}
 SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ"
 SUPERSCRIPT = re.compile(f"[{SUPERSCRIPTS}]+")
 PLAIN_DIGITS = str.maketrans(SUPERSCRIPTS, "0123456789-+n")
@@ -51,7 +74,8 @@ SPACED = re.compile(GROUPED % r"(?:\{,\}|,?\\! ?|\\[,;: ] ?| )")
 COMMAS = re.compile(GROUPED % ",")
 SCIENTIFIC = re.compile(
     r"(?<![A-Za-z0-9_^.])(?:([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]+)"
-    r"|(?:([0-9]+(?:\.[0-9]+)?) *(?:\\times|\\cdot|\*|x) *)?10 *\^ *(?:\{ *([-+]?[0-9]+) *\}|([-+]?[0-9]+)))(?![0-9A-Za-z])"
+    r"|(?:([0-9]+(?:\.[0-9]+)?) *(?:\\times|\\cdot|\*|x) *)?10 *\^ *(?:\{ *([-+]?[0-9]+) *\}|([-+]?[0-9]+)))"
+    r"(?![0-9A-Za-z])"
 )
 SMALL = re.compile(r"(?<![0-9.])0?\.000+[1-9][0-9]*(?![0-9.])")  # math-verify rounds to 6 places
 REPEATING = re.compile(r"(?<![0-9.])([0-9]*)\.([0-9]*)\\overline *\{([0-9]+)\}")
@@ -60,21 +84,40 @@ MIXED = re.compile(
 )
 UNIT = re.compile(r"(?<=[0-9})])\s*(?<![\\A-Za-z])([A-Za-z]+(?:[ /]+[A-Za-z]+)*)(\^\{?[23]\}?)?$")
 UNITS = {
-    "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
-    "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram",
-    "kg": "kilogram", "ml": "mL milliliter millilitre", "l": "L liter litre", "s": "sec second", "min": "minute",
-    "h": "hr hour", "day": "", "week": "", "month": "", "yr": "year", "cent": "", "dollar": "", "degree": "",
+    "mm": "millimeter millimetre",
+    "cm": "centimeter centimetre",
+    "m": "meter metre",
+    "km": "kilometer kilometre",
+    "in": "inch inche",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "mg": "milligram",
+    "g": "gram",
+    "kg": "kilogram",
+    "ml": "mL milliliter millilitre",
+    "l": "L liter litre",
+    "s": "sec second",
+    "min": "minute",
+    "h": "hr hour",
+    "day": "",
+    "week": "",
+    "month": "",
+    "yr": "year",
+    "cent": "",
+    "dollar": "",
+    "degree": "",
     "radian": "rad",
-}  # fmt: skip
+}
 UNIT_NAMES = {name: unit for unit, names in UNITS.items() for name in (unit, *names.split())}
 TEXT = re.compile(r"\\(?:text|mbox|math|op)(?:bf|it|rm|sf|tt|up|normal|eratorname)? *\{([^{}]*)\}")
 LAYOUT = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z])|~|\*\*|\s+")
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer of a text: what it boxes, announces or sets as mathematics last, or its last line.
+    """Return the final answer of a text: its last box, announced answer or formula, or its last line.
 
-    Several boxes or formulas that commas, "and" or "or" join are one list. Without any of these, the answer is the
+    Boxes or formulas that commas, "and" or "or" join are one list. Without any of these, the answer is the
     last line if it is short and no prose, or else the last number.
     """
     text = TAG.sub("\n", text)
@@ -98,7 +141,8 @@ def final_answer(text: str) -> str:
 
 def to_latex(answer: str) -> str:
     """Rewrite an answer so that math-verify reads its numbers, constants and sets as a person does."""
-    text = answer.translate(DASHES)
+    span = last_box_span(answer)
+    text = (answer if span is None else answer[slice(*span)]).translate(DASHES)
     for symbol, latex in SYMBOLS.items():
         text = text.replace(symbol, latex)
     text = SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(PLAIN_DIGITS) + "}", text)
@@ -128,12 +172,15 @@ def bracket_of(latex: str) -> str:
 def as_text(answer: str) -> str:
     """Return an answer without spaces, fonts and other layout, to compare it as a text."""
     text = LAYOUT.sub("", TEXT.sub(r"\1", to_latex(answer)))
-    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).rstrip(".")
+    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).replace(r"\%", "%").rstrip(".")
 
 
 def _last_boxes(text: str) -> str:
     contents: list[str] = []
-    while len(contents) < MAX_BOXES and (span := last_box_span(text)):
+    for _ in range(MAX_BOXES):
+        span = last_box_span(text)
+        if span is None:
+            break
         start = text.rindex("\\", 0, span[0])
         if contents and not _joins(text[span[1] + 1 :]):
             break
@@ -185,7 +232,9 @@ def _improper(match: re.Match[str]) -> str:
 
 
 def _short_name(words: str) -> str:
-    names = [UNIT_NAMES.get(word) or UNIT_NAMES.get(word.lower().removesuffix("s")) for word in words.split("/")]
+    names = [
+        UNIT_NAMES.get(word) or UNIT_NAMES.get(word.lower().removesuffix("s")) for word in words.split("/")
+    ]
     return "/".join(filter(None, names)) if all(names) else ""
 
 

@@ -1,14 +1,16 @@
 """The final answer in a text, read as it is written: nothing is computed.
 
 A number is digits with an optional sign, decimal part and exponent (`-5`, `.5`, `1,234.50`, `3.2e5`). Commas
-or spaces between groups of three digits, a currency sign before, and a full stop, a percent sign or a unit after
-it do not belong to it, so 20% is 20 and not 0.2. Two numbers are equal if their values are: `1,234.50` is `1234.5`.
+or spaces between groups of three digits, a currency sign before, and a full stop, a percent sign or a unit
+after it do not belong to it, so 20% is 20 and not 0.2. Two numbers are equal if their values are: `1,234.50`
+is `1234.5`.
 
 What two numbers make is not its result. A fraction (`3/4`, `\\frac{3}{4}`) equals one with the same two
-numbers, and neither 0.75 nor 6/8; a power equals no plain number. A text has no final number if its last number
-belongs to something longer: an operand (`23 + 45`, `10-5`), an alternative or a range (`71 or 72`, `71 to 72`), a
-coefficient (`5x`, `5\\sqrt{2}`), a tuple (`(1, 2)`), a mixed number (`2 1/2`), a time or ratio (`12:30`) or a
-version (`1.5.2`). Otherwise an echo of the question would be its answer.
+numbers, and neither 0.75 nor 6/8; a power equals no plain number. A text has no final number if its last
+number belongs to something longer: an operand (`23 + 45`, `10-5`), an alternative or a range (`71 or 72`,
+`71 to 72`), a coefficient (`5x`, `5\\sqrt{2}`), an argument (`\\log 4`), a tuple (`(1, 2)`), a mixed number
+(`2 1/2`), a time or ratio (`12:30`) or a version (`1.5.2`). Otherwise an echo of the question would be its
+answer.
 """
 
 import re
@@ -46,7 +48,7 @@ WORDS = re.compile(r"\\(?:text|mathrm|mbox) *\{[^{}]*\}(?: *\^ *\{?[0-9]\}?)?")
 # What makes a number a part of something longer. Markup is left out before these are looked for.
 MARKUP = re.compile(r"\\(?:boxed|text) *\{|\\[()\[\]]|\*\*|[${}]")
 CONTEXT = 60  # characters around a number that are looked at
-OPERATION = r"(?:[-+*/^÷×·]|\\(?:times|cdot|div|pm)\b)"
+OPERATION = "(?:[-+*/^÷\u00d7·]|" r"\\(?:times|cdot|div|pm)\b)"
 LONGER_BEFORE = re.compile(
     rf"(?:[0-9)\]%!]|(?<![A-Za-z])[A-Za-z]|[0-9] ?[A-Za-z]+) *{OPERATION}[ (]*$"  # 23 + 45, x - 5
     r"|[0-9)] ?x ?$|[0-9] ?:$"  # 4 x 17, 12:30
@@ -60,7 +62,7 @@ WHOLE_PART = re.compile(r"(?<![0-9.,/A-Za-z^_])[0-9]+ +$")  # 2 1/2
 LONGER_AFTER = re.compile(
     r"[.:][0-9]| ?[xyz]{1,3}(?![A-Za-z])|[abefijknoqruvw](?![A-Za-z0-9])"  # 1.5.2, 5x; 5m has a unit
     r"| ?(?:[π√]|\\(?:pi|sqrt|times|cdot|div|pm|[dt]?frac|binom|ln|log|sin|cos|tan)(?![A-Za-z]))|\([a-z0-9]"
-    r"| ?[-+*/^÷×·] ?(?:[0-9(]|[b-z](?![A-Za-z])|\\[a-z])"  # 5 - x
+    r"| ?[-+*/^÷\u00d7·] ?(?:[0-9(]|[b-z](?![A-Za-z])|\\[a-z])"  # 5 - x
 )
 
 
