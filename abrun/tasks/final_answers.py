@@ -46,15 +46,15 @@ DEGREES = re.compile(r"\^ *(?:\\circ|\{ *\\circ *\})")
 WORDS = re.compile(r"\\(?:text|mathrm|mbox) *\{[^{}]*\}(?: *\^ *\{?[0-9]\}?)?")
 
 # What makes a number a part of something longer. Markup is left out before these are looked for.
-MARKUP = re.compile(r"\\(?:boxed|text) *\{|\\[()\[\]]|\*\*|[${}]")
+MARKUP = re.compile(r"\\(?:boxed|text) *\{|\\[()\[\]]|\*\*|\$|(?<!\\)[{}]")
 CONTEXT = 60  # characters around a number that are looked at
-OPERATION = "(?:[-+*/^÷\u00d7·]|" r"\\(?:times|cdot|div|pm)\b)"
+OPERATION = "(?:[-+*/^÷\u00d7·<>≤≥≠]|" r"\\(?:times|cdot|div|pm|leq?|geq?|neq?|lt|gt)\b)"
 LONGER_BEFORE = re.compile(
     rf"(?:[0-9)\]%!]|(?<![A-Za-z])[A-Za-z]|[0-9] ?[A-Za-z]+) *{OPERATION}[ (]*$"  # 23 + 45, x - 5
     r"|[0-9)] ?x ?$|[0-9] ?:$"  # 4 x 17, 12:30
     r"|(?:[0-9)%]|[0-9] ?[A-Za-z]+),? +(?:or|to|and) +(?:[a-z]+ +)?(?:[A-Za-z] *= *)?$"  # 71 or 72
     r"|(?<![A-Za-z])(?:log|ln|exp|a?r?c?(?:sin|cos|tan)|sqrt|f|g|h)(?:\( *| +)$"  # log 4
-    r"|[(\[][^()\[\]]*[0-9][^()\[\]]*[,;] *$"  # (1, 2)
+    r"|(?:[(\[]|\\\{)[^()\[\]]*[0-9][^()\[\]]*[,;] *$"  # (1, 2)
 )
 ARGUMENT = re.compile(r"(?:\\(?!text|math|mbox|boxed|fbox)[A-Za-z]+(?:\{[^{}]*\})?|[_^]) *\{ *$")  # \sqrt{2}
 SIGN_AFTER_OPERAND = re.compile(r"(?:[0-9)\]]|(?<![A-Za-z])[b-z]) +$")  # 10 -5

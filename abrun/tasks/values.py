@@ -23,7 +23,7 @@ PAIRS = ("\\left", "\\right"), ("\\begin", "\\end")
 UNFINISHED = re.compile(r"[=^_\\]\s*$|\\[dtc]?frac\s*(?:\{[^{}]*\}|[0-9])?\s*$")
 # x = 5, f(2) = 5, 2 + 3 = 5
 EQUATION = re.compile(r"^(?:[^A-Za-z=\\]*|\s*[A-Za-z](?:_\{?\w+\}?|\([a-z0-9]\))?\s*)=(?!.*=)")
-LIST = re.compile(r"[-+0-9./]+(?:, +[-+0-9./]+)+")
+LIST = re.compile(r"\\?\{?[-+0-9./]+(?:, +[-+0-9./]+)+\\?\}?")
 OPERATION = re.compile(r"[\w)}]\s*(?:[-+*]|\\(?:times|cdot)(?![A-Za-z]))\s*[\w(\\]")
 
 
@@ -43,7 +43,7 @@ def is_number(reference: str, completion: str) -> bool:
     if (given or number(latex)) == value:
         return True
     is_whole = not value.joined and value.value == value.value.to_integral_value()
-    if (is_whole and "%" not in reference) or OPERATION.search(answer):
+    if (is_whole and "%" not in reference) or OPERATION.search(latex):
         return False
     return is_equal(reference, answer)
 

@@ -1,4 +1,4 @@
-"""The default judge (`answer: null`) against a person's judgement of 720 completions, kind by kind."""
+"""The default judge (`answer: null`) against a person's judgement of 900 completions, kind by kind."""
 
 import json
 import time
