@@ -104,6 +104,7 @@ def is_words(answer: str) -> bool:
 
 
 def _is_same_value(reference: str, answer: str) -> bool:
+    """Compare with math-verify, whose time limits (SIGALRM, in the main thread alone) end hostile answers."""
     from math_verify import verify  # takes a second, and checks of a file's lines do not need it
 
     # Allow 0 <= x < 1 for [0,1)
