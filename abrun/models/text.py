@@ -83,10 +83,10 @@ class Text:
         """
         ending = [] if self.end_id is None else [self.end_id]
         if self.turn and self.tokenizer.chat_template:
-            found = self._encode_turns(self.turn, completions)
+            encoded = self._encode_turns(self.turn, completions)
         else:
-            found = self._asked(self.tokenizer, completions, add_special_tokens=False)
-        return [[*token_ids, *ending] for token_ids in found]
+            encoded = self._asked(self.tokenizer, completions, add_special_tokens=False)
+        return [[*token_ids, *ending] for token_ids in encoded]
 
     def _encode_turns(self, turn: Turn, completions: Sequence[str]) -> list[list[int]]:
         with self._asks:

@@ -121,16 +121,16 @@ def final_answer(text: str) -> str:
     last line if it is short and no prose, or else the last number.
     """
     text = TAG.sub("\n", text)
-    if boxes := _last_boxes(text):
+    if boxes := _join_boxes(text):
         return boxes
     end = text[-MAX_TAIL:]
     *_, mark = [None, *MARK.finditer(end)]
     if mark and (rest := end[mark.end() :].strip()):
         sentence = SENTENCE.match(rest)
         length = len(sentence[0]) if sentence else len(rest)
-        formulas = [formula for formula in _formulas(rest) if formula[0] < length]
+        formulas = [formula for formula in _find_formulas(rest) if formula[0] < length]
         return formulas[0][1] if formulas else VERB.sub("", rest[: min(length, MAX_LINE)])
-    if formulas := _formulas(end):
+    if formulas := _find_formulas(end):
         return formulas[-1][1]
     line = (end.strip().splitlines() or [""])[-1].strip(" .*")
     line = VERB.sub("", line[-2 * MAX_LINE :])
@@ -152,9 +152,9 @@ def to_latex(answer: str) -> str:
     text = SPACED.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
     if not re.search(r"[(\[]|\\\{", text):  # the commas of a tuple separate its elements
         text = COMMAS.sub(lambda match: match[0].replace(",", ""), text)
-    text = MIXED.sub(_improper, REPEATING.sub(_repeating, SCIENTIFIC.sub(_scientific, text)))
-    text = SMALL.sub(lambda match: _exact(Fraction("0" + match[0].lstrip("0"))), text)
-    return UNIT.sub(_unit_as_text, text).strip()
+    text = MIXED.sub(_to_improper, REPEATING.sub(_expand_repeating, SCIENTIFIC.sub(_expand_power, text)))
+    text = SMALL.sub(lambda match: _format_fraction(Fraction("0" + match[0].lstrip("0"))), text)
+    return UNIT.sub(_mark_unit, text).strip()
 
 
 def units_differ(latex: str, other: str) -> bool:
@@ -163,7 +163,7 @@ def units_differ(latex: str, other: str) -> bool:
     return all(units) and units[0] != units[1]
 
 
-def bracket_of(latex: str) -> str:
+def opening_bracket(latex: str) -> str:
     """Return the bracket that an answer begins with, as in (1,2), [0,1) or \\{1,2\\}; "" for none."""
     match = re.match(r"[(\[]|\\\{", LAYOUT.sub("", latex))
     return match[0][-1] if match else ""
@@ -175,14 +175,14 @@ def as_text(answer: str) -> str:
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).replace(r"\%", "%").rstrip(".")
 
 
-def _last_boxes(text: str) -> str:
+def _join_boxes(text: str) -> str:
     contents: list[str] = []
     for _ in range(MAX_BOXES):
         span = last_box_span(text)
         if span is None:
             break
         start = text.rindex("\\", 0, span[0])
-        if contents and not _joins(text[span[1] + 1 :]):
+        if contents and not _is_conjunction(text[span[1] + 1 :]):
             break
         content = text[slice(*span)]
         if content not in contents[:1]:
@@ -191,13 +191,13 @@ def _last_boxes(text: str) -> str:
     return ", ".join(contents)
 
 
-def _formulas(text: str) -> list[tuple[int, str]]:
+def _find_formulas(text: str) -> list[tuple[int, str]]:
     """Return where formulas begin, and their LaTeX; those that are joined are one."""
     formulas: list[tuple[int, str]] = []
     end = 0
     for match in SEGMENT.finditer(text):
         content = next(filter(None, match.groups()))
-        if formulas and _joins(text[end : match.start()]):
+        if formulas and _is_conjunction(text[end : match.start()]):
             formulas[-1] = formulas[-1][0], f"{formulas[-1][1]}, {content}"
         else:
             formulas.append((match.start(), content))
@@ -205,28 +205,28 @@ def _formulas(text: str) -> list[tuple[int, str]]:
     return formulas
 
 
-def _joins(between: str) -> bool:
+def _is_conjunction(between: str) -> bool:
     return bool(CONJUNCTION.fullmatch(between) and between.strip("$ \n"))
 
 
-def _exact(value: Fraction) -> str:
+def _format_fraction(value: Fraction) -> str:
     return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _scientific(match: re.Match[str]) -> str:
+def _expand_power(match: re.Match[str]) -> str:
     exponent = match[2] or match[4] or match[5]
     if len(exponent) > MAX_EXPONENT_DIGITS:
         return match[0]
-    return _exact(Fraction(match[1] or match[3] or 1) * Fraction(10) ** int(exponent))
+    return _format_fraction(Fraction(match[1] or match[3] or 1) * Fraction(10) ** int(exponent))
 
 
-def _repeating(match: re.Match[str]) -> str:
+def _expand_repeating(match: re.Match[str]) -> str:
     whole, fixed, repeated = match.groups()
     tail = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(fixed))
-    return _exact(Fraction(f"{whole or 0}.{fixed or 0}") + tail)
+    return _format_fraction(Fraction(f"{whole or 0}.{fixed or 0}") + tail)
 
 
-def _improper(match: re.Match[str]) -> str:
+def _to_improper(match: re.Match[str]) -> str:
     whole, over, under = int(match[1]), int(match[2] or match[4]), int(match[3] or match[5])
     return f"\\frac{{{whole * under + over}}}{{{under}}}" if over < under else match[0]
 
@@ -244,7 +244,7 @@ def _unit_of(latex: str) -> str:
     return _short_name(match[1]) if match else ""
 
 
-def _unit_as_text(match: re.Match[str]) -> str:
+def _mark_unit(match: re.Match[str]) -> str:
     """Mark words behind a number as text, which math-verify drops; `3ab` is a product."""
     words = match[1]
     is_unit = _short_name(words) if len(words) > 1 else False

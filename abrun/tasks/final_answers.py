@@ -80,7 +80,7 @@ def last_number(text: str) -> Number | None:
     """Return the last number that is written in the text; None if it belongs to something longer."""
     plain = _plain(text)
     matches = list(NUMBER.finditer(plain))
-    return _number(matches[-1]) if matches and not _belongs_to_more(matches[-1]) else None
+    return _number(matches[-1]) if matches and not _is_in_longer_expression(matches[-1]) else None
 
 
 def number(text: str) -> Number | None:
@@ -111,7 +111,7 @@ def last_box_span(text: str) -> tuple[int, int] | None:
     return last
 
 
-def _belongs_to_more(match: re.Match[str]) -> bool:
+def _is_in_longer_expression(match: re.Match[str]) -> bool:
     before = match.string[max(0, match.start() - CONTEXT) : match.start()]
     if ARGUMENT.search(before):
         return True

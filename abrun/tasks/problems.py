@@ -96,9 +96,12 @@ def look_at_problems(config: FileConfig, path: str, field: str) -> ProblemFile |
 def _problems(config: FileConfig, content: bytes, path: str, field: str) -> list[Example]:
     match config:
         case Gsm8k():
-            fields, read = ("question", "answer"), partial(_gsm8k, _check_of(config))
+            fields, read = ("question", "answer"), partial(_gsm8k, _reference_check(config))
         case Jsonl():
-            fields, read = (config.prompt_field, config.answer_field), partial(_answered, _check_of(config))
+            fields, read = (
+                (config.prompt_field, config.answer_field),
+                partial(_answered, _reference_check(config)),
+            )
         case Completions():
             fields, read = (config.prompt_field, config.completion_field), _completed
         case Preferences():
@@ -106,7 +109,7 @@ def _problems(config: FileConfig, content: bytes, path: str, field: str) -> list
     return _parsed(content, path, field, fields, read)
 
 
-def _check_of(config: Gsm8k | Jsonl) -> Callable[[str], None]:
+def _reference_check(config: Gsm8k | Jsonl) -> Callable[[str], None]:
     """Return what raises ValueError for a reference that the task's judge cannot use."""
     if config.verifier or config.judged_by == "boxed":
         return lambda answer: None

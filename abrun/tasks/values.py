@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from abrun.tasks.expressions import TEXT, as_text, bracket_of, final_answer, to_latex, units_differ
+from abrun.tasks.expressions import TEXT, as_text, final_answer, opening_bracket, to_latex, units_differ
 from abrun.tasks.final_answers import last_box_span, last_number, number
 
 MAX_LENGTH = 400  # characters of an answer; math-verify's parser takes seconds for longer ones
@@ -19,7 +19,7 @@ NO_VALUE = re.compile(r"[0-9]\.[0-9]+\.[0-9]|[0-9] *: *[0-9]|\\equiv|\\[pb]?mod"
 NAME_OR_DIGIT = re.compile(r"[0-9]|(?<![\\A-Za-z])[A-Za-z]|\\(?!text|mbox|math|boxed|left|right)[A-Za-z]")
 LABEL = re.compile(r"\(?\w\)?")
 BOX = re.compile(r"\\[bf]?box(?:ed)? *\{")
-PAIRS = ("\\left", "\\right"), ("\\begin", "\\end")
+PAIRS = (r"\\left(?![a-z])", r"\\right(?![a-z])"), (r"\\begin\{", r"\\end\{")
 UNFINISHED = re.compile(r"[=^_\\]\s*$|\\[dtc]?frac\s*(?:\{[^{}]*\}|[0-9])?\s*$")
 # x = 5, f(2) = 5, 2 + 3 = 5
 EQUATION = re.compile(r"^(?:[^A-Za-z=\\]*|\s*[A-Za-z](?:_\{?\w+\}?|\([a-z0-9]\))?\s*)=(?!.*=)")
@@ -37,10 +37,10 @@ def is_number(reference: str, completion: str) -> bool:
     answer = EQUATION.sub("", final_answer(completion))
     latex = to_latex(answer)
     is_marked = last_box_span(completion) is not None or LIST.fullmatch(answer)
-    given = None if is_marked else last_number(completion)
+    last = None if is_marked else last_number(completion)
     if value is None or units_differ(latex, to_latex(reference)):
         return False
-    if (given or number(latex)) == value:
+    if (last or number(latex)) == value:
         return True
     is_whole = not value.joined and value.value == value.value.to_integral_value()
     if (is_whole and "%" not in reference) or OPERATION.search(latex):
@@ -69,7 +69,9 @@ def is_equal(reference: str, answer: str) -> bool:
         or NO_VALUE.search(latex + " " + reference_latex)
     ):
         return False
-    is_set = {bracket == "{" for bracket in (bracket_of(latex), bracket_of(reference_latex)) if bracket}
+    is_set = {
+        bracket == "{" for bracket in (opening_bracket(latex), opening_bracket(reference_latex)) if bracket
+    }
     return (
         len(is_set) < 2
         and not units_differ(latex, reference_latex)
@@ -80,15 +82,17 @@ def is_equal(reference: str, answer: str) -> bool:
 def check_reference(reference: str) -> None:
     """Raise ValueError for a reference that no answer could equal, not even its own text in a box.
 
-    Reads the text alone, in 4 microseconds; math-verify takes 9 ms to parse a reference and does so when it
+    Reads the text alone, in 5 microseconds; math-verify takes 9 ms to parse a reference and does so when it
     first judges one. A reference that it cannot read is compared as a text.
     """
     if not (NAME_OR_DIGIT.search(reference) or NAME_OR_DIGIT.search(as_text(reference))):
         raise ValueError(f"the answer {reference[:60]!r} holds nothing to compare with; give its value")
     content = BOX.sub("{", reference)
     is_closed = last_box_span(f"\\boxed{{{content}}}") == (len("\\boxed{"), len("\\boxed{" + content))
-    pairs = PAIRS if "[" in content or "]" in content else (*PAIRS, ("(", ")"))
-    is_paired = all(content.count(opening) == content.count(closing) for opening, closing in pairs)
+    pairs = PAIRS if "[" in content or "]" in content else (*PAIRS, (r"\(", r"\)"))
+    is_paired = all(
+        len(re.findall(opens, content)) == len(re.findall(closes, content)) for opens, closes in pairs
+    )
     if not ((is_closed and is_paired) or LABEL.fullmatch(content)) or UNFINISHED.search(content):
         raise ValueError(
             f"the answer {reference[:60]!r} lacks a brace, a bracket, an argument or a side, so that no "
@@ -109,12 +113,12 @@ def _is_same_value(reference: str, answer: str) -> bool:
 
     # Allow 0 <= x < 1 for [0,1)
     return verify(
-        _parsed(reference), _parsed(answer), allow_set_relation_comp=True, timeout_seconds=TIME_LIMIT_S
+        _parse(reference), _parse(answer), allow_set_relation_comp=True, timeout_seconds=TIME_LIMIT_S
     )
 
 
 @lru_cache(maxsize=4096)
-def _parsed(latex: str) -> list[Any]:
+def _parse(latex: str) -> list[Any]:
     from math_verify import parse
 
     # Without a fallback: math-verify would compare what it cannot read as texts, cut at a comma or colon

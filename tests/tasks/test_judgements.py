@@ -48,8 +48,8 @@ def test_the_default_judge_agrees_with_a_person(kind: str) -> None:
         for row in JUDGEMENTS:
             completions = [(text, 1) for text in row["right"]] + [(text, 0) for text in row["wrong"]]
             for completion, reward in completions if row["kind"] == kind else []:
-                if (given := judged(row["reference"], completion)) != reward:
-                    yield row["reference"], completion, given
+                if (judged_reward := judged(row["reference"], completion)) != reward:
+                    yield row["reference"], completion, judged_reward
 
     assert not list(disagreements())
 
@@ -122,6 +122,14 @@ def test_a_reference_that_nothing_can_equal_is_refused_at_load(
     path.write_text(json.dumps(gsm8k) + "\n")
     with pytest.raises(RecipeError, match="line 1: the answer"):
         make_task(Gsm8k(type="gsm8k", path=str(path), answer="math_verify"))
+
+
+@pytest.mark.parametrize(
+    "reference", [r"x \rightarrow y", r"\left\{ x \right.", "[0,1[", "a)", "O+", "∞", r"\boxed{7}"]
+)
+def test_an_unusual_reference_is_taken(reference: str) -> None:
+    values.check_reference(reference)
+    assert judged(reference, f"\\boxed{{{reference}}}") == 1
 
 
 def test_many_references_are_checked_in_a_moment() -> None:
