@@ -19,6 +19,7 @@ from abrun.errors import RecipeError
 from abrun.models.families import positions_of
 from abrun.models.presets import CharacterTokenizer, character_tokenizer, preset_config
 from abrun.models.sources import loading, source_of
+from abrun.models.turns import Turn, find_turn
 from abrun.recipe import Model
 from abrun.recipe.refusals import shortened
 
@@ -33,6 +34,7 @@ class Text:
     tokenizer: PreTrainedTokenizerBase
     system_prompt: str | None = None  # the first turn of every prompt
     end_ids: frozenset[int]  # tokens that end a completion
+    turn: Turn | None = None  # of the assistant, in the chat template
     max_positions: int | None  # of a sequence's tokens; None: no limit is known
     # Tokenizers fail where two threads ask them at once
     _asks: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -67,12 +69,37 @@ class Text:
                 )
         return found
 
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a completion to learn from: the chat template's end of turn, or else eos."""
+        end = self.turn.end_id if self.turn and self.tokenizer.chat_template else None
+        eos: Any = self.tokenizer.eos_token_id
+        return eos if end is None else end
+
     def encode_completions(self, completions: Sequence[str]) -> list[list[int]]:
-        """Token ids of completions, each with the token that ends it; many at once, as of prompts."""
-        end = self.tokenizer.eos_token_id
-        ending = [end] if isinstance(end, int) else []
-        found = self._asked(self.tokenizer, completions, add_special_tokens=False)
-        return [[*token_ids, *ending] for token_ids in found]
+        """Return the token ids of completions, each with the token that ends it; many at once, as of prompts.
+
+        After a prompt of `encode_prompts` they are what the chat template renders, up to its end of turn.
+        """
+        ending = [] if self.end_id is None else [self.end_id]
+        if self.turn and self.tokenizer.chat_template:
+            encoded = self._encode_turns(self.turn, completions)
+        else:
+            encoded = self._asked(self.tokenizer, completions, add_special_tokens=False)
+        return [[*token_ids, *ending] for token_ids in encoded]
+
+    def _encode_turns(self, turn: Turn, completions: Sequence[str]) -> list[list[int]]:
+        with self._asks:
+            contents = [turn.content(self.tokenizer, completion) for completion in completions]
+        [opening] = self._asked(self.tokenizer, [turn.opening], add_special_tokens=False)
+        texts = [turn.opening + content for content in contents]
+        encoded = self._asked(self.tokenizer, texts, add_special_tokens=False)
+        for row, content in enumerate(contents):
+            if encoded[row][: len(opening)] == opening:
+                del encoded[row][: len(opening)]
+            else:  # a token reaches back into the prompt, as none of a sampled completion does
+                [encoded[row]] = self._asked(self.tokenizer, [content], add_special_tokens=False)
+        return encoded
 
     def decode(self, completions: Sequence[list[int]]) -> list[str]:
         """The texts of completions, without special tokens; many at once, as prompts are encoded."""
@@ -134,10 +161,13 @@ def _text(
 ) -> Text:
     ids: Any = generation.eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
     ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    turn = find_turn(tokenizer, frozenset(i for i in ids if i is not None))
+    ids.append(turn.end_id if turn else None)
     return Text(
         tokenizer=tokenizer,
         system_prompt=system_prompt,
         end_ids=frozenset(i for i in ids if i is not None),
+        turn=turn,
         max_positions=positions_of(config),
     )
 

@@ -51,14 +51,16 @@ Verifier = Annotated[str, AfterValidator(_module_and_function)]
 
 
 class Problems(Section):
-    """What judges a completion against a reference answer: one of abrun's own ways, or a verifier.
+    """Judge of completions against a reference answer: one of abrun's own, or a verifier.
 
     answer: final_number takes the completion's last number, literally: `$1,234.50.` is 1234.5 and `20%` is
     20, but nothing is computed, so `23 + 45` is no answer to a question of 68, nor is 136/2, and 3/4 is not
-    0.75 (abrun.tasks.final_answers has the rules). boxed takes what the last \\boxed{} holds: the same number
-    and nothing else, or where the reference is no number the same text. math_verify compares values with the
-    package of that name, to which any expression is an answer that computes to it, the question itself
-    included.
+    0.75. A number inside of something longer (`71 or 72`, `5x`, `12:30`) does not count;
+    abrun.tasks.final_answers has the rules. boxed takes what the last \\boxed{} holds: the same number and
+    nothing else, or where the reference is no number the same text. math_verify takes the final answer
+    (boxed, announced, a formula or the last line) and compares its value with the package of that name. Any
+    expression that computes to it is an answer then, the question itself included. Choices and words are
+    compared as texts.
 
     `verifier: module:function` names a function (prompt, completion, answer) -> reward, any finite number.
     The trainer imports it, from the installed packages or the directory where abrun was started.
@@ -96,7 +98,8 @@ class Gsm8k(Problems):
 class Jsonl(Problems):
     """JSON lines with a prompt and a reference answer.
 
-    answer: null is final_number for references that are numbers, and math_verify for the others.
+    answer: null is math_verify for references that are no numbers. Of a number it takes the last box, or else
+    the last number, and compares values with no operation left to do: 1/2, 0.5 and 50% are equal.
     """
 
     type: Literal["jsonl"]

@@ -16,6 +16,7 @@ from abrun.recipe import Completions, Gsm8k, Jsonl, Preferences
 from abrun.regular_files import open_regular
 from abrun.tasks import Example
 from abrun.tasks.final_answers import number
+from abrun.tasks.values import check_reference
 from abrun.tasks.verifiers import boxed, by_reference, final_number, mathematically, users_verifier
 
 FIRST_BYTES = 1 << 20  # that a look at a file reads
@@ -95,9 +96,12 @@ def look_at_problems(config: FileConfig, path: str, field: str) -> ProblemFile |
 def _problems(config: FileConfig, content: bytes, path: str, field: str) -> list[Example]:
     match config:
         case Gsm8k():
-            fields, read = ("question", "answer"), partial(_gsm8k, config.judged_by)
+            fields, read = ("question", "answer"), partial(_gsm8k, _reference_check(config))
         case Jsonl():
-            fields, read = (config.prompt_field, config.answer_field), partial(_answered, config.judged_by)
+            fields, read = (
+                (config.prompt_field, config.answer_field),
+                partial(_answered, _reference_check(config)),
+            )
         case Completions():
             fields, read = (config.prompt_field, config.completion_field), _completed
         case Preferences():
@@ -105,22 +109,33 @@ def _problems(config: FileConfig, content: bytes, path: str, field: str) -> list
     return _parsed(content, path, field, fields, read)
 
 
-def _gsm8k(judged_by: str | None, question: str, answer: str) -> Example:
+def _reference_check(config: Gsm8k | Jsonl) -> Callable[[str], None]:
+    """Return what raises ValueError for a reference that the task's judge cannot use."""
+    if config.verifier or config.judged_by == "boxed":
+        return lambda answer: None
+    return _check_number if config.judged_by == "final_number" else check_reference
+
+
+def _check_number(answer: str) -> None:
+    if number(answer) is None:
+        raise ValueError(
+            f"the answer {answer[:60]!r} is no number, which task.answer: final_number compares with; "
+            "use task.answer: boxed or math_verify, or a verifier"
+        )
+
+
+def _gsm8k(check: Callable[[str], None], question: str, answer: str) -> Example:
     """GSM8K's format: the last line of an answer is `#### <number>`."""
     reasoning, mark, final = answer.rpartition("####")
     if not mark:
         raise ValueError("answer without a line '#### <number>'")
     final = final.strip().replace(",", "")
-    solved = _answered(judged_by, question, final)
+    solved = _answered(check, question, final)
     return replace(solved, completion=f"{reasoning.strip()}\n#### {final}")
 
 
-def _answered(judged_by: str | None, prompt: str, answer: str) -> Example:
-    if judged_by == "final_number" and number(answer) is None:
-        raise ValueError(
-            f"the answer {answer[:60]!r} is no number, which task.answer: final_number compares with; "
-            "use task.answer: boxed or math_verify, or a verifier"
-        )
+def _answered(check: Callable[[str], None], prompt: str, answer: str) -> Example:
+    check(answer)
     return Example(prompt=prompt, completion=answer, answer=answer)
 
 

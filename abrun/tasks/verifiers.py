@@ -9,7 +9,9 @@ from typing import Any
 
 from abrun.errors import RecipeError
 from abrun.tasks import Example
+from abrun.tasks.expressions import final_answer
 from abrun.tasks.final_answers import last_box, last_number, number
+from abrun.tasks.values import is_equal, is_number
 
 LARGEST = 3.4028234663852886e38  # rewards are float32
 
@@ -34,20 +36,18 @@ def boxed(example: Example, completion: str) -> float:
 
 
 def by_reference(example: Example, completion: str) -> float:
-    """final_number where the reference is a number, mathematically where it is anything else."""
-    return (mathematically if number(example.answer) is None else final_number)(example, completion)
+    """Judge a number by its value with nothing computed, any other reference as `mathematically`: 1 or 0."""
+    if number(example.answer) is None:
+        return mathematically(example, completion)
+    return float(is_number(example.answer, completion))
 
 
 def mathematically(example: Example, completion: str) -> float:
-    """Whether the final answers have the same value (math-verify): 1 or 0.
+    """Return 1 if the final answers have the same value (math-verify), otherwise 0.
 
     An expression has the value that it computes to: the question, repeated, is then an answer.
     """
-    from math_verify import parse, verify  # a second, which a look at a file's lines does not need
-
-    # math-verify's own time limits (SIGALRM, so the main thread only) keep a hostile expression from
-    # hanging us.
-    return float(verify(parse(example.answer), parse(completion)))
+    return float(is_equal(example.answer, final_answer(completion)))
 
 
 def users_verifier(name: str) -> Callable[[Example, str], float]:

@@ -1,0 +1,126 @@
+"""Compare a final answer with a reference: as texts, or by their values with math-verify."""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from abrun.tasks.expressions import TEXT, as_text, final_answer, opening_bracket, to_latex, units_differ
+from abrun.tasks.final_answers import last_box_span, last_number, number
+
+MAX_LENGTH = 400  # characters of an answer; math-verify's parser takes seconds for longer ones
+TIME_LIMIT_S = 5  # to parse an answer, and again to compare it
+
+CHOICE = re.compile(r"\(?([A-J])\)?")
+CHOSEN = re.compile(r"\(?([A-Ja-j])\)?(?:(?<=\))(?!and|or)[\w\\$-].*|[.:](?!and|or)[\w\\$-].*)?")
+WORDS = re.compile(r"(?=.*(?:[A-Z][a-z]|[A-Za-z]{4}))[A-Za-z][A-Za-z '.-]*")
+RATIO = re.compile(r"[0-9]+(?::[0-9]+)+")
+# A version, a time, a ratio, a congruence: math-verify would take a number out of them
+NO_VALUE = re.compile(r"[0-9]\.[0-9]+\.[0-9]|[0-9] *: *[0-9]|\\equiv|\\[pb]?mod")
+NAME_OR_DIGIT = re.compile(r"[0-9]|(?<![\\A-Za-z])[A-Za-z]|\\(?!text|mbox|math|boxed|left|right)[A-Za-z]")
+LABEL = re.compile(r"\(?\w\)?")
+BOX = re.compile(r"\\[bf]?box(?:ed)? *\{")
+PAIRS = (r"\\left(?![a-z])", r"\\right(?![a-z])"), (r"\\begin\{", r"\\end\{")
+UNFINISHED = re.compile(r"[=^_\\]\s*$|\\[dtc]?frac\s*(?:\{[^{}]*\}|[0-9])?\s*$")
+# x = 5, f(2) = 5, 2 + 3 = 5
+EQUATION = re.compile(r"^(?:[^A-Za-z=\\]*|\s*[A-Za-z](?:_\{?\w+\}?|\([a-z0-9]\))?\s*)=(?!.*=)")
+LIST = re.compile(r"\\?\{?[-+0-9./]+(?:, +[-+0-9./]+)+\\?\}?")
+OPERATION = re.compile(r"[\w)}]\s*(?:[-+*]|\\(?:times|cdot)(?![A-Za-z]))\s*[\w(\\]")
+
+
+def is_number(reference: str, completion: str) -> bool:
+    """Return whether the final answer is a number of the reference's value, with no operation left to do.
+
+    That is the content of the last box, the text's last number, or what `final_answer` takes from the text.
+    A whole number has to be written as one, so that `136/2` is not 68; 1/2, 0.5 and 50% are equal.
+    """
+    value = number(reference)
+    answer = EQUATION.sub("", final_answer(completion))
+    latex = to_latex(answer)
+    is_marked = last_box_span(completion) is not None or LIST.fullmatch(answer)
+    last = None if is_marked else last_number(completion)
+    if value is None or units_differ(latex, to_latex(reference)):
+        return False
+    if (last or number(latex)) == value:
+        return True
+    is_whole = not value.joined and value.value == value.value.to_integral_value()
+    if (is_whole and "%" not in reference) or OPERATION.search(latex):
+        return False
+    return is_equal(reference, answer)
+
+
+def is_equal(reference: str, answer: str) -> bool:
+    """Return whether two answers have the same text or value.
+
+    Choices (`A`), words (`Evelyn`), ratios and congruences have no value, so their texts are compared.
+    """
+    reference_text, text = as_text(reference), as_text(answer)
+    if reference_text == text:
+        return bool(text)
+    if choice := CHOICE.fullmatch(reference_text):
+        chosen = CHOSEN.fullmatch(text)
+        return bool(chosen and chosen[1].upper() == choice[1])
+    if is_words(reference) or RATIO.fullmatch(reference_text):
+        return reference_text.casefold() == text.casefold()
+    latex, reference_latex = to_latex(answer), to_latex(reference)
+    if (
+        not text
+        or len(latex) > MAX_LENGTH
+        or is_words(answer)
+        or NO_VALUE.search(latex + " " + reference_latex)
+    ):
+        return False
+    is_set = {
+        bracket == "{" for bracket in (opening_bracket(latex), opening_bracket(reference_latex)) if bracket
+    }
+    return (
+        len(is_set) < 2
+        and not units_differ(latex, reference_latex)
+        and _is_same_value(reference_latex, latex)
+    )
+
+
+def check_reference(reference: str) -> None:
+    """Raise ValueError for a reference that no answer could equal, not even its own text in a box.
+
+    Reads the text alone, in 5 microseconds; math-verify takes 9 ms to parse a reference and does so when it
+    first judges one. A reference that it cannot read is compared as a text.
+    """
+    if not (NAME_OR_DIGIT.search(reference) or NAME_OR_DIGIT.search(as_text(reference))):
+        raise ValueError(f"the answer {reference[:60]!r} holds nothing to compare with; give its value")
+    content = BOX.sub("{", reference)
+    is_closed = last_box_span(f"\\boxed{{{content}}}") == (len("\\boxed{"), len("\\boxed{" + content))
+    pairs = PAIRS if "[" in content or "]" in content else (*PAIRS, (r"\(", r"\)"))
+    is_paired = all(
+        len(re.findall(opens, content)) == len(re.findall(closes, content)) for opens, closes in pairs
+    )
+    if not ((is_closed and is_paired) or LABEL.fullmatch(content)) or UNFINISHED.search(content):
+        raise ValueError(
+            f"the answer {reference[:60]!r} lacks a brace, a bracket, an argument or a side, so that no "
+            "completion could be right"
+        )
+
+
+def is_words(answer: str) -> bool:
+    """Return whether an answer is words (`Evelyn`, `\\text{June 20}`) rather than variables (`xy`)."""
+    stripped = answer.strip(" $.")
+    text = TEXT.fullmatch(stripped)
+    return bool(re.search("[A-Za-z]{2}", text[1]) if text else WORDS.fullmatch(stripped))
+
+
+def _is_same_value(reference: str, answer: str) -> bool:
+    """Compare with math-verify, whose time limits (SIGALRM, in the main thread alone) end hostile answers."""
+    from math_verify import verify  # takes a second, and checks of a file's lines do not need it
+
+    # Allow 0 <= x < 1 for [0,1)
+    return verify(
+        _parse(reference), _parse(answer), allow_set_relation_comp=True, timeout_seconds=TIME_LIMIT_S
+    )
+
+
+@lru_cache(maxsize=4096)
+def _parse(latex: str) -> list[Any]:
+    from math_verify import parse
+
+    # Without a fallback: math-verify would compare what it cannot read as texts, cut at a comma or colon
+    settings: Any = {"fallback_mode": "no_fallback", "parsing_timeout": TIME_LIMIT_S}
+    return parse(f"\\boxed{{{latex}}}", **settings) or parse(latex, **settings)

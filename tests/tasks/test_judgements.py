@@ -1,0 +1,165 @@
+"""The default judge (`answer: null`) against a person's judgement of 900 completions, kind by kind."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from abrun.errors import RecipeError
+from abrun.recipe import Gsm8k, Jsonl
+from abrun.tasks import Example, make_task, values
+from abrun.tasks.expressions import final_answer
+from abrun.tasks.verifiers import by_reference, mathematically
+
+# One reference a line, with completions that a person calls right and wrong
+JUDGEMENTS = [
+    json.loads(line) for line in Path(__file__).with_name("judgements.jsonl").open(encoding="utf-8")
+]
+
+# A person says otherwise: what the judge returns today, and why
+DISAGREEMENTS = [
+    ("72", "She sold 72 clips in 2 months.", 0),  # prose without a mark: the last number counts
+    ("68", "68, and not 67", 0),
+    ("4", "4 = 2+2", 0),
+    ("1024", r"\boxed{2^{10}}", 0),  # nothing is computed for a whole number
+    ("5", r"\boxed{\frac{10}{2}}", 0),
+    ("4", "maybe 3, maybe 4", 1),
+    ("4", "4!", 1),  # a factorial reads like an exclamation
+    ("C", "I think C.", 0),  # a choice has to be boxed, announced or alone
+    ("B", "Option B is correct.", 0),
+    (r"\text{ellipse}", r"\boxed{\text{an ellipse}}", 0),  # words are compared as they are
+    ("2:3", r"\boxed{\frac{2}{3}}", 0),
+    (r"(0,\infty)", r"\boxed{(0, \infty]}", 1),  # math-verify's sets
+    (r"1 \text{ m}", r"\boxed{100\text{ cm}}", 0),  # units are not converted
+    (r"(x-1)^2", r"\boxed{x^2-2x+1}", 1),  # factored, expanded and simplified forms have one value
+    (r"x^2-5x+6=0", r"\boxed{x=2,3}", 0),  # an equation is not solved
+]
+
+
+def judged(reference: str, completion: str) -> float:
+    return by_reference(Example(prompt="", completion="", answer=reference), completion)
+
+
+@pytest.mark.parametrize("kind", sorted({row["kind"] for row in JUDGEMENTS}))
+def test_the_default_judge_agrees_with_a_person(kind: str) -> None:
+    def disagreements() -> Iterator[tuple[str, str, float]]:
+        for row in JUDGEMENTS:
+            completions = [(text, 1) for text in row["right"]] + [(text, 0) for text in row["wrong"]]
+            for completion, reward in completions if row["kind"] == kind else []:
+                if (judged_reward := judged(row["reference"], completion)) != reward:
+                    yield row["reference"], completion, judged_reward
+
+    assert not list(disagreements())
+
+
+def test_every_reference_is_right_in_a_box_and_taken_at_load() -> None:
+    for row in JUDGEMENTS:
+        values.check_reference(row["reference"])
+        assert judged(row["reference"], f"\\boxed{{{row['reference']}}}") == 1, row["reference"]
+
+
+@pytest.mark.parametrize(("reference", "completion", "reward"), DISAGREEMENTS)
+def test_known_disagreements_with_a_person(reference: str, completion: str, reward: float) -> None:
+    assert judged(reference, completion) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"first \boxed{1}, at last \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1} and $\boxed{2}$", "1, 2"),
+        (r"\boxed{1} was wrong, so now it must be \boxed{2}", "2"),
+        (r"The answer is $x$ since $y$.", "x"),
+        (r"The answer is $x$ or $y$.", "x, y"),
+        ("The answer is (A). It is not (B).", "(A)"),
+        (r"Answer: The result is \(x^2\)", "x^2"),
+        ("#### 5 apples", "5 apples"),
+        (r"Hence $x$, and finally \[ y \]", "y"),
+        ("Some words.\n\nx + 1", "x + 1"),
+        ("<think>It is 3.</think><answer>x + 1</answer>", "x + 1"),
+        ("That leaves all of them with 3.50 in the end.", "3.50"),
+        ("", ""),
+    ],
+)
+def test_where_the_final_answer_stands(text: str, answer: str) -> None:
+    assert final_answer(text).strip() == answer
+
+
+@pytest.mark.parametrize("answer", [None, "math_verify"])
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "",
+        " ",
+        "$$",
+        r"\text{}",
+        "???",
+        "∎",
+        r"\frac{1}{2",
+        "}{",
+        "x}",
+        r"\frac{1}",
+        "y =",
+        "x^",
+        "(1,2",
+        r"\left( 1, 2",
+    ],
+)
+def test_a_reference_that_nothing_can_equal_is_refused_at_load(
+    reference: str, answer: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.jsonl"
+    rows = [{"prompt": "a", "answer": r"\sqrt{2}"}, {"prompt": "b", "answer": reference}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RecipeError) as raised:
+        make_task(Jsonl(type="jsonl", path=str(path), answer=answer))  # pyright: ignore[reportArgumentType]
+    message = str(raised.value)
+    assert message.startswith(f"task.path: {path}, line 2: the answer {reference!r} ") and "\n" not in message
+    make_task(Jsonl(type="jsonl", path=str(path), answer="boxed"))
+    gsm8k = {"question": "?", "answer": f"#### {reference}"}
+    path.write_text(json.dumps(gsm8k) + "\n")
+    with pytest.raises(RecipeError, match="line 1: the answer"):
+        make_task(Gsm8k(type="gsm8k", path=str(path), answer="math_verify"))
+
+
+@pytest.mark.parametrize(
+    "reference", [r"x \rightarrow y", r"\left\{ x \right.", "[0,1[", "a)", "O+", "∞", r"\boxed{7}"]
+)
+def test_an_unusual_reference_is_taken(reference: str) -> None:
+    values.check_reference(reference)
+    assert judged(reference, f"\\boxed{{{reference}}}") == 1
+
+
+def test_many_references_are_checked_in_a_moment() -> None:
+    """math-verify would take a quarter of an hour for 100,000 of them."""
+    started = time.process_time()
+    for _ in range(40):
+        for row in JUDGEMENTS:
+            values.check_reference(row["reference"])
+    assert (time.process_time() - started) / (40 * len(JUDGEMENTS)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        r"\boxed{9^{9^{9^{9}}}}",
+        r"\boxed{\binom{999999}{499999}}",
+        "1e999999999",
+        r"\boxed{" + "(" * 180 + "x" + ")" * 180 + "}",
+        "answer is " * 30_000,
+        r"\boxed{1}," * 20_000,
+        r"\(" * 50_000,
+        "{" * 100_000,
+        "9" * 100_000,
+        "(1," * 30_000,
+    ],
+)
+def test_a_hostile_completion_is_wrong_before_long(completion: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "TIME_LIMIT_S", 1)
+    for reference in ("x+1", "5", r"\frac{1}{2}"):
+        started = time.process_time()
+        assert judged(reference, completion) == 0
+        assert mathematically(Example(prompt="", completion="", answer=reference), completion) == 0
+        assert time.process_time() - started < 8
