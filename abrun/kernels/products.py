@@ -22,7 +22,9 @@ def add_product(
     out: Tensor, left: Tensor, right: Tensor, *, wide: torch.dtype, overwrite: bool = False
 ) -> None:
     """out += left @ right, or out = left @ right: summed in `wide` and rounded once, to out's dtype."""
-    if left.is_cuda and out.dtype in (left.dtype, wide):
+    if overwrite and left.dtype == right.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif left.is_cuda and out.dtype in (left.dtype, wide):
         # Named only where it differs: other dtypes than 16-bit ones have no such argument.
         options: dict[str, Any] = {} if out.dtype == left.dtype else {"out_dtype": out.dtype}
         if overwrite:

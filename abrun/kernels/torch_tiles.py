@@ -71,10 +71,7 @@ class TorchTiles:
         d_logits.scatter_add_(1, column, gradient.onehot.masked_fill(~here, 0.0)[:, None])
         if slope is not None:
             d_logits.mul_(slope)
-        # A CPU's products widen their factors: rounded first, these would only lose digits, which the dense
-        # path loses where it rounds its logits.
-        rounds = d_logits.is_cuda or self._head.logits_dtype != self._head.result_dtype
-        return d_logits.to(self._head.projection_dtype) if rounds else d_logits
+        return d_logits.to(self._head.projection_dtype)
 
     def scale(self, values: Tensor, factor: Tensor) -> Tensor:
         return values.mul_(factor)

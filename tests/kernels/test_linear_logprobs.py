@@ -171,11 +171,14 @@ def kernel_answer(problem: Problem, impl: str, **options: Any) -> Answer:
 
 
 def rounding(impl: str, problem: Problem, oracle: Answer) -> dict[str, float]:
-    """What rounding the gradient of the logits to 16 bits may cost "triton", where the naive code happens to
-    lose nothing: one unit at the largest gradient, or two in the interpreter, which truncates."""
-    if impl != "triton" or torch.bfloat16 != (problem.head_dtype or problem.weight.dtype):
+    """Slack for what rounding the gradient of the logits to 16 bits may cost a fused path.
+
+    The naive code may happen to lose nothing: one unit at the largest gradient, or two in Triton's interpreter,
+    which truncates.
+    """
+    if impl == "logits" or torch.bfloat16 != (problem.head_dtype or problem.weight.dtype):
         return {}
-    unit = 2**-8 if problem.weight.is_cuda else 2**-7
+    unit = 2**-7 if impl == "triton" and not problem.weight.is_cuda else 2**-8
     return {part: unit * largest(getattr(oracle, part)) for part in ("d_hidden", "d_weight")}
 
 
