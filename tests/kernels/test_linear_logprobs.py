@@ -173,7 +173,7 @@ def kernel_answer(problem: Problem, impl: str, **options: Any) -> Answer:
 def rounding(impl: str, problem: Problem, oracle: Answer) -> dict[str, float]:
     """Slack for what rounding the gradient of the logits to 16 bits may cost a fused path.
 
-    The naive code may happen to lose nothing: one unit at the largest gradient, or two in Triton's interpreter,
+    The naive code may happen to lose nothing: one unit at the largest gradient, or two in the interpreter,
     which truncates.
     """
     if impl == "logits" or torch.bfloat16 != (problem.head_dtype or problem.weight.dtype):
