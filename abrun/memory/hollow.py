@@ -35,6 +35,7 @@ from abrun.models.checks import silence
 from abrun.models.presets import preset_config
 from abrun.models.sources import loading
 from abrun.recipe import Model
+from abrun.train.phases import overwritten
 
 aten: Any = torch.ops.aten
 NUM_PROCESSORS, SHARED_MEMORY_BYTES = 132, 227 * 2**10  # of a Hopper GPU, for the grids of Triton's kernels
@@ -46,11 +47,6 @@ OPTIMIZER, LOGPROBS, BACKWARD = "optimizer state", "log-probs", "backward"
 REFERENCE, LIBRARIES = "reference weights", "cuBLAS"
 
 MAKES_INTEGERS = (aten.arange, aten.randint, aten.scalar_tensor)  # without being asked for a dtype
-# What autograd does out of place for tensors that may be of any subclass, and in place for plain ones.
-IN_PLACE = {
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.index_put.default: aten.index_put_.default,
-}
 
 
 class HollowTensors(TorchDispatchMode):
@@ -70,6 +66,9 @@ class HollowTensors(TorchDispatchMode):
             return func(*args, **kwargs)  # somebody asks for shapes alone, as DTensor does
         with self._of_backward():
             result = self._run(func, args, kwargs, inputs)
+            if predecessor := overwritten(func, args, result):
+                self._account.see_overwriting(predecessor, result.untyped_storage())
+                return result
             outputs = (result,) if isinstance(result, Tensor) else tree_leaves((result, kwargs.get("out")))
             beside = _held_inside(func, inputs)
             for leaf in outputs:
@@ -88,8 +87,6 @@ class HollowTensors(TorchDispatchMode):
         fake = any(isinstance(each, FakeTensor) for each in inputs)
         if fake and func in UNKNOWN:
             return UNKNOWN[func](func, self._fake, *args, **kwargs)
-        if fake and func in IN_PLACE and torch._C._current_autograd_node() is not None:
-            func = IN_PLACE[func]
         if fake or self._makes_floats(func, kwargs, inputs):
             with self._fake:
                 return func(*args, **kwargs)

@@ -45,6 +45,7 @@ class HollowPhases:
             return
         self._account.start()
         yield
+        self._account.settle()
         if self._account.peak_bytes > sum(self.peaks.get(phase, {}).values()):
             self.peaks[phase] = dict(self._account.peak)
 

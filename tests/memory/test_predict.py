@@ -87,9 +87,7 @@ def live(config: OwnRunConfig) -> dict[str, float]:
     ],
     ids=["dense, recomputed, packed, prompts shared", "chunked, microbatches, a reference"],
 )
-def test_a_real_step_has_the_predicted_peaks(sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Under the tracker autograd works out of place, as it does for any mode that sees operators.
-    monkeypatch.setattr(hollow, "IN_PLACE", {})
+def test_a_real_step_has_the_predicted_peaks(sets: list[str]) -> None:
     config = config_of(*sets)
     (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
     found = seen_by_the_tracker(row["by_phase"])
@@ -101,9 +99,8 @@ def test_a_real_step_has_the_predicted_peaks(sets: list[str], monkeypatch: pytes
     [["model={preset: qwen3-moe-tiny}"], ["algorithm={type: ppo}", "policy.packing=true"]],
     ids=["experts in float32", "a value model"],
 )
-def test_steps_that_are_predicted_less_well(sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_predicted_less_well(sets: list[str]) -> None:
     """Too low by about a tenth: experts, which are not chosen alike, and a value model's backward pass."""
-    monkeypatch.setattr(hollow, "IN_PLACE", {})
     config = load_recipe(RECIPE, sets).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
     (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
@@ -151,10 +148,7 @@ def whole_passes(by_phase: dict[str, int]) -> dict[str, int]:
     "backend",
     ["{}", "{tensor_parallel: 2}", "{tensor_parallel: 2, sequence_parallel: true}", "{context_parallel: 2}"],
 )
-def test_two_real_ranks_have_the_predicted_peaks(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hollow, "IN_PLACE", {})
+def test_two_real_ranks_have_the_predicted_peaks(backend: str, tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, [f"policy.backend={backend}", "cluster.cpu_ranks=2"])
     profile = measure_recipe(replace(plan(recipe, [LENGTH]), rollouts=False), tmp_path)
     measured = {cell.arm: whole_passes(cell.by_phase) for cell in profile.cells}
