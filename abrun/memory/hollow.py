@@ -56,17 +56,22 @@ class HollowTensors(TorchDispatchMode):
         super().__init__()
         self._account = account
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._of_dtensors: Any = None  # an operator that they are about to call with the plain tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
+            self._of_dtensors = func
             return NotImplemented  # they come back with the plain tensors inside
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # somebody asks for shapes alone, as DTensor does
+        is_of_dtensors = func is self._of_dtensors  # which autograd never overwrites
+        self._of_dtensors = None if is_of_dtensors else self._of_dtensors
         with self._of_backward():
             result = self._run(func, args, kwargs, inputs)
-            if predecessor := overwritten(func, args, result):
+            predecessor = None if is_of_dtensors else overwritten(func, args, result)
+            if predecessor is not None:
                 self._account.see_overwriting(predecessor, result.untyped_storage())
                 return result
             outputs = (result,) if isinstance(result, Tensor) else tree_leaves((result, kwargs.get("out")))

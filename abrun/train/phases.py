@@ -3,12 +3,12 @@
 On CUDA the peaks are the allocator's own, reset per phase, less what a sleeping rollout engine has given
 away, which it counts on (`absent_bytes`). On a CPU there is no allocator to ask:
 `LiveTensors` counts the bytes of the storages that the operators and compiled code hand out, under another
-key (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator,
-no fragmentation, and a parameter that FSDP gathered counts to the end of the phase, although FSDP empties its
-storage before that. It reports the peak of a step that nobody watches: see `overwritten`.
+key (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator
+and no fragmentation. It reports the peak of a step that nobody watches: see `overwritten`.
 """
 
 import contextlib
+import functools
 import sys
 import time
 import weakref
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,15 +40,16 @@ ALLOCATES_WHILE_WATCHED = frozenset(
     {
         aten.add.Tensor,
         aten.index_add.default,
-        aten.index_fill.int_Scalar,
+        aten.index_fill.int_Tensor,
         aten.index_put.default,
         aten.masked_scatter.default,
         aten.put.default,
         aten.scatter.src,
-        aten.scatter.value,
         aten.scatter_add.default,
     }
 )
+# What is put into new zeros is added to them; otherwise a gradient is copied, with zeros in some places.
+ACCUMULATES = {aten.index_put.default: 3, aten.put.default: 3}  # where the argument is that says so
 
 
 def overwritten(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedStorage | None:
@@ -59,6 +61,8 @@ def overwritten(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedS
     if func not in ALLOCATES_WHILE_WATCHED or torch.is_grad_enabled() or not _is_called_by_autograd():
         return None
     if any(isinstance(operand, DTensor) for operand in (*args, result)):
+        return None
+    if func in ACCUMULATES and not any(args[ACCUMULATES[func] :]):
         return None
     before = args[0].untyped_storage()
     return before if before.nbytes() == result.untyped_storage().nbytes() else None  # not an expanded one
@@ -87,8 +91,9 @@ class LiveTensors(TorchDispatchMode):
     """While entered, follows every storage that an operator returns until it is freed.
 
     So it does those that compiled code takes, if it was loaded after the first of these was made. `follow`
-    adds tensors made outside (parameters, optimizer state), counted for as long as they live. `on_change` is
-    called with a storage and by how many bytes it has grown, or shrunk.
+    adds tensors made outside (parameters, optimizer state), counted for as long as they live. A storage that
+    is emptied and refilled by hand, as FSDP does with gathered parameters, counts as long as it is filled.
+    `on_change` is called with a storage and by how many bytes it has grown, or shrunk.
     """
 
     def __init__(self) -> None:
@@ -106,6 +111,23 @@ class LiveTensors(TorchDispatchMode):
         """Else torch.compile compiles nothing while a mode is entered, and says so to nobody."""
         return True
 
+    def __enter__(self) -> "LiveTensors":
+        resize = torch.UntypedStorage.resize_
+
+        @functools.wraps(resize)
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._count(storage)
+            return result
+
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", resized)
+        self._resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizing.stop()
+
     def follow(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             self._count((tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage())
@@ -115,9 +137,7 @@ class LiveTensors(TorchDispatchMode):
         result = func(*args, **kwargs)
         if before := overwritten(func, args, result):
             self._settle()
-            self._successor = Successor(
-                before._cdata, weakref.ref(result.untyped_storage()), self.live_bytes
-            )
+            self._successor = Successor(before._cdata, weakref.ref(result.untyped_storage()), self.live_bytes)
             return result
         # `out` too: FSDP refills the storages that it emptied by an operator that returns nothing.
         written = result if "out" not in kwargs else (result, kwargs["out"])

@@ -91,7 +91,7 @@ def test_a_real_step_has_the_predicted_peaks(sets: list[str]) -> None:
     config = config_of(*sets)
     (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
     found = seen_by_the_tracker(row["by_phase"])
-    assert found == pytest.approx(live(config), rel=0.03)
+    assert found == pytest.approx(live(config), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_two_real_ranks_have_the_predicted_peaks(backend: str, tmp_path: Path) -
         (row,) = trace(config, [LENGTH], 1)
         found = seen_by_the_tracker(row["by_phase"])
         print(arm, {phase: found[phase] / by_phase[phase] for phase in found})
-        assert found == pytest.approx(by_phase, rel=0.1)
+        assert found == pytest.approx(by_phase, rel=0.01)
 
 
 @pytest.mark.slow
