@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 FEWEST_PROMPTS = 4  # below which nothing is said of the spread
-LEAST_SPREAD = 0.1  # changes no interval of 8 prompts or more that all differ; coverage: tests/mismatch
+LEAST_SPREAD = 0.25  # coverage with it and without: test_intervals_keep_their_coverage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
