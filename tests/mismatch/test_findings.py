@@ -230,7 +230,7 @@ def test_one_token_of_one_sequence_has_a_budget(tmp_path: Path) -> None:
 
 
 def test_a_cause_that_leaves_a_prompt_alone_is_named() -> None:
-    """Resamples without that prompt have no spread but rounding; an interval that divides by it has no end."""
+    """Resamples without that prompt have no spread but rounding, by which nothing may be divided."""
     own = RNG.uniform(-9, -1e-3, N)
     inference = own - np.where(SEQUENCES // 2 == 3, 0.0, 1e-3)
     budget = made_up(inference, own, {"head_float32": inference.copy()}, {})
