@@ -10,7 +10,7 @@ FSDP's hooks, activation checkpoints and losses, whichever the recipe asks for.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FakeWork  # pyright: ignore[reportMissing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -196,24 +197,28 @@ class NoKernel:
 
 
 @contextlib.contextmanager
-def hollow_gpu(num_ranks: int) -> Iterator[Account]:
-    """Inside, this process is the first of so many ranks, each with a GPU without memory of its own."""
+def hollow_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Iterator[Account]:
+    """Inside, this process is the first of so many ranks, each with a GPU without memory of its own.
+
+    `master_dtype`: of weights, gradients and AdamW's moments. abrun trains with float32 ones.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     account = Account({LIBRARIES: CUBLAS_WORKSPACE_BYTES})
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        for stand_in in _stand_ins(account):
+        for stand_in in _stand_ins(account, master_dtype):
             stack.enter_context(stand_in)
         stack.enter_context(HollowTensors(account))
         yield account
 
 
-def _stand_ins(account: Account) -> Iterator[Any]:
+def _stand_ins(account: Account, master_dtype: torch.dtype) -> Iterator[Any]:
     """What a step does otherwise on such a machine."""
     for kind in (FakeTensor, FunctionalTensor):
         yield patch.object(kind, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
-    yield patch("abrun.backends.dtensor.open_network", hollow_network)
+    yield patch("abrun.backends.dtensor.open_network", functools.partial(hollow_network, dtype=master_dtype))
+    yield patch("abrun.backends.dtensor.fsdp.MixedPrecisionPolicy", _reducing_in(master_dtype))
     yield patch("torch.compile", partitioned)
     yield patch.object(torch.UntypedStorage, "resize_", _seen(account, torch.UntypedStorage.resize_))
     yield patch.object(Head, "judge", _judging(account, Head.judge))
@@ -228,7 +233,7 @@ def _stand_ins(account: Account) -> Iterator[Any]:
         yield patch.object(triton_tiles, "_device_limits", lambda _: limits)
 
 
-def hollow_network(model: Model, **_: Any) -> Any:
+def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any) -> Any:
     """A recipe's network from its configuration alone: no weight is read."""
     if model.path is not None:
         with loading(model.path):
@@ -236,7 +241,7 @@ def hollow_network(model: Model, **_: Any) -> Any:
     else:
         config = preset_config(model)
     with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base = network.base_model
     if hasattr(base, "rotary_emb"):
         base.rotary_emb = type(base.rotary_emb)(config=network.config)
@@ -244,6 +249,15 @@ def hollow_network(model: Model, **_: Any) -> Any:
     network.checkpoint = NoCheckpoint()
     network.decodes_in_place = False
     return network
+
+
+def _reducing_in(dtype: torch.dtype) -> Callable[..., MixedPrecisionPolicy]:
+    """FSDP's policy with gradients summed over ranks in `dtype`, whatever was asked for."""
+
+    def policy(**settings: Any) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(**settings | {"reduce_dtype": dtype})
+
+    return policy
 
 
 class NoCheckpoint:
