@@ -128,7 +128,7 @@ def test_states_in_bfloat16_are_predicted(impl: str, monkeypatch: pytest.MonkeyP
 def test_a_head_alone_is_predicted(impl: str, one_pass: bool) -> None:
     """Against the peaks of the same pass on a CPU, in bfloat16 as on a GPU.
 
-    The backward pass of chunked in two passes copies weights there, as a CPU has no matmul with a wider result.
+    Chunked in two passes copies weights there: a CPU has no matmul with a wider result.
     """
     sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 8192}
     settings: dict[str, Any] = {"impl": impl, "one_pass": one_pass}

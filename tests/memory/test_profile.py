@@ -74,9 +74,11 @@ def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pyt
     }
     logits = (256 - 32) * WIDE * 4
     assert grown["baseline", "logprobs"] >= logits and grown["baseline", "forward"] >= logits
-    assert grown["baseline", "backward"] >= 3 * logits  # the logits, their softmax, and its gradient
     assert max(grown["treatment", phase] for phase in ("logprobs", "forward", "backward")) < logits / 2
     dense, fused = cells["baseline", 256], cells["treatment", 256]
+    # The exponentials of the logits, their gradient, and the one-hot gradient; short steps peak elsewhere.
+    held = sum(dense.held.values()) + dense.held["weights"]  # and what FSDP has gathered
+    assert 3 <= (dense.by_phase["backward"] - held) / (255 * WIDE * 4) < 3.3
     assert dense.highest == ("backward", dense.by_phase["backward"])
     ratio = profile.ratio(fused)
     assert ratio is not None and ratio < 0.6
