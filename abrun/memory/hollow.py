@@ -254,10 +254,8 @@ def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any
 def _reducing_in(dtype: torch.dtype) -> Callable[..., MixedPrecisionPolicy]:
     """FSDP's policy with gradients summed over ranks in `dtype`, whatever was asked for."""
 
-    def policy(**settings: Any) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(**settings | {"reduce_dtype": dtype})
-
-    return policy
+    make: Any = MixedPrecisionPolicy
+    return lambda **settings: make(**settings | {"reduce_dtype": dtype})
 
 
 class NoCheckpoint:

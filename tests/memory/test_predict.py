@@ -112,7 +112,8 @@ def test_states_in_bfloat16_are_predicted(impl: str, monkeypatch: pytest.MonkeyP
     ]
     assert floors[0] and floors[1] and floors[1]["weights"] * 2 == floors[0]["weights"]
 
-    opened, policy = dtensor.open_network, fsdp.MixedPrecisionPolicy
+    opened: Any = dtensor.open_network
+    policy: Any = fsdp.MixedPrecisionPolicy
     monkeypatch.setattr(
         dtensor, "open_network", lambda *args, **more: opened(*args, **more).to(torch.bfloat16)
     )

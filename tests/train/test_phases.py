@@ -142,7 +142,8 @@ def test_the_peak_is_that_of_a_pass_that_nobody_watches(name: str) -> None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     live_bytes = peak_bytes = 0
-    for event in recorded.profiler.kineto_results.events():  # pyright: ignore
+    events: Any = recorded.profiler.kineto_results.events()  # pyright: ignore
+    for event in events:
         if event.name() == "[memory]":
             live_bytes += event.nbytes()
             peak_bytes = max(peak_bytes, live_bytes)
@@ -203,7 +204,7 @@ def test_storages_emptied_and_refilled_by_hand_as_fsdp_does() -> None:
     assert tracker.peak_bytes == 4_000
     del gathered, storage, taken
     assert tracker.live_bytes == 0
-    assert torch.UntypedStorage.resize_ is torch._C.StorageBase.resize_, "nothing is left behind"
+    assert "resize_" not in vars(torch.UntypedStorage), "nothing is left behind"
 
 
 def test_phases_keep_their_own_peaks_and_times() -> None:
