@@ -17,7 +17,8 @@ from abrun.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from abrun.memory.cells import MemoryProfile
-    from abrun.memory.sweep import Plan
+    from abrun.memory.predict import Prediction
+    from abrun.memory.sweep import Head, Plan
 
 Measured = Annotated[
     Path | None,
@@ -73,6 +74,14 @@ OfDevice = Annotated[
     str | None,
     typer.Option(help="With --predict: a device's memory, 80GiB or h200; default: this machine's GPUs'."),
 ]
+MASTER_DTYPES = ("float32", "bfloat16")
+MasterDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="With --predict: dtype of weights, gradients and AdamW's moments, float32 (as abrun trains) or "
+        "bfloat16 (as trainers that load their model in it)."
+    ),
+]
 
 
 @app.command("memory-profile", rich_help_panel=LOOK_CLOSER)
@@ -92,6 +101,7 @@ def memory_profile(
     output: Folder = None,
     predict: Predict = False,
     device_memory: OfDevice = None,
+    master_dtype: MasterDtype = None,
 ) -> None:
     """Measure, or predict, where the memory peak of a training step is, by phase and arm.
 
@@ -99,9 +109,10 @@ def memory_profile(
         abrun memory-profile fused-logprobs-memory --lengths 128,256
         abrun memory-profile fused-logprobs-memory --predict --device-memory 80GiB
         abrun memory-profile --hidden 512 --vocab 32768 --tokens 256,1024
+        abrun memory-profile --hidden 2048 --vocab 248320 --tokens 16384 --predict
     """
     from abrun.memory.profile import measure_recipe
-    from abrun.memory.sweep import Plan, variants_of
+    from abrun.memory.sweep import MASTER_DTYPE, Plan, head_of, variants_of
 
     if max_seq_len and max_sequences:
         raise RecipeError(
@@ -112,12 +123,20 @@ def memory_profile(
         "budget_bytes": None if budget_gib is None else int(budget_gib * 2**30),
         "longest": "length" if max_seq_len else "num_sequences" if max_sequences else None,
     }
+    measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
+    measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
+    predicted = {"--device-memory": device_memory, "--master-dtype": master_dtype}
+    _refuse_options(predict, measured, predicted)
     if recipe is None:
         of_recipes = {"--set": overrides, "--sequences": sequences, "--sweep": sweep}
         of_recipes |= {"--max-sequences": max_sequences, "--no-rollouts": not rollouts}
-        of_recipes |= {"--predict": predict, "--device-memory": device_memory}
+        of_recipes |= {"--master-dtype": master_dtype}
         given = [option for option, value in of_recipes.items() if value]
-        return _measure_head(hidden, vocab, given, options, output or runs_dir / "head-memory")
+        head, folder = head_of(hidden, vocab, given), output or runs_dir / "head-memory"
+        plan = Plan(name=head.name, variants=(), **options)
+        if predict:
+            return _predict_head(head, plan, folder, device_memory)
+        return _measure_head(head, plan, folder)
     for option, value in (("--hidden", hidden), ("--vocab", vocab)):
         if value is None:
             continue
@@ -125,33 +144,42 @@ def memory_profile(
             f"{option}: got {value} with a recipe, whose model has its own; "
             "drop it, or use --sweep model.shape.vocab_size=..."
         )
-    measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
-    measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
+    variants = variants_of(recipe, overrides or [], sweep or [])
+    name = variants[0].recipe.name
+    folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
+    numbers = parse_lengths(sequences, "--sequences", 1) if sequences else ()
+    options["master_dtype"] = master_dtype or MASTER_DTYPE
+    plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
+    if predict:
+        return _predict(plan, folder, device_memory)
+    _show(measure_recipe(plan, folder, _say), folder)
+
+
+def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str, Any]) -> None:
+    """Raise RecipeError for options of a measurement with --predict, and of a prediction without it."""
     for option in (option for option, value in measured.items() if predict and value):
         raise RecipeError(
             f"{option}: got it with --predict, which measures nothing; drop one of the two (what a device "
             "has: --device-memory)"
         )
-    variants = variants_of(recipe, overrides or [], sweep or [])
-    name = variants[0].recipe.name
-    folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
-    numbers = parse_lengths(sequences, "--sequences", 1) if sequences else ()
-    plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
-    if predict:
-        return _predict(plan, folder, device_memory)
-    if device_memory:
-        raise RecipeError("--device-memory: got it without --predict, of which it is; add that, or drop it")
-    _show(measure_recipe(plan, folder, _say), folder)
+    for option in (option for option, value in predicted.items() if value and not predict):
+        raise RecipeError(f"{option} requires --predict; add it, or drop {option}")
+    if predicted["--master-dtype"] not in (None, *MASTER_DTYPES):
+        raise RecipeError(
+            f"--master-dtype: got {predicted['--master-dtype']!r}; use {' or '.join(MASTER_DTYPES)}"
+        )
 
 
-def _measure_head(
-    hidden: int | None, vocab: int | None, given: list[str], options: dict[str, Any], folder: Path
-) -> None:
+def _measure_head(head: "Head", plan: "Plan", folder: Path) -> None:
     from abrun.memory.profile import measure_head
-    from abrun.memory.sweep import Plan, head_of
 
-    head = head_of(hidden, vocab, given)
-    _show(measure_head(head, Plan(name=head.name, variants=(), **options), folder, _say), folder)
+    _show(measure_head(head, plan, folder, _say), folder)
+
+
+def _predict_head(head: "Head", plan: "Plan", folder: Path, device: str | None) -> None:
+    from abrun.memory.predict import device_memory, predict_head
+
+    _show_prediction(predict_head(head, plan, folder, device_bytes=device_memory(device)), folder)
 
 
 def _say(line: str) -> None:
@@ -171,7 +199,10 @@ def _show(profile: "MemoryProfile", folder: Path) -> None:
 def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
     from abrun.memory.predict import device_memory, predict_recipe
 
-    prediction = predict_recipe(plan, folder, device_bytes=device_memory(device))
+    _show_prediction(predict_recipe(plan, folder, device_bytes=device_memory(device)), folder)
+
+
+def _show_prediction(prediction: "Prediction", folder: Path) -> None:
     console().print(prediction.table())
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
         _say(line)

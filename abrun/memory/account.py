@@ -4,13 +4,22 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 BLOCK = 512  # bytes: the allocator's unit
 ACTIVATIONS = "activations"
+
+
+class Successor(NamedTuple):
+    """A storage that takes the place of another one, if that is freed before anything else is seen."""
+
+    predecessor: int  # its key
+    storage: weakref.ref[UntypedStorage]
+    kind: str
+    alive: Mapping[str, int]  # bytes by kind when it was made, without it
 
 
 class Account:
@@ -22,9 +31,10 @@ class Account:
     def __init__(self, always: Mapping[str, int]) -> None:
         self.now = ACTIVATIONS
         self._alive: Counter[str] = Counter(always)
-        self._live_bytes = self.peak_bytes = sum(always.values())
+        self.peak_bytes = sum(always.values())
         self.peak: Mapping[str, int] = dict(always)  # bytes by kind, at the peak
         self._entries: dict[int, tuple[weakref.ref[UntypedStorage], int, str]] = {}
+        self._successor: Successor | None = None
 
     @contextlib.contextmanager
     def kind(self, name: str) -> Iterator[None]:
@@ -37,17 +47,40 @@ class Account:
 
     def see(self, storage: UntypedStorage, *, beside: int = 0) -> None:
         """A storage that may be new, or of another size; `beside`: bytes that its maker held meanwhile."""
+        self.settle()
+        self._see(storage, beside)
+
+    def see_overwriting(self, predecessor: UntypedStorage, storage: UntypedStorage) -> None:
+        """Count a new storage in the place of `predecessor`: see abrun.train.phases.overwritten."""
+        self.settle()
+        self._successor = Successor(predecessor._cdata, weakref.ref(storage), self.now, dict(self._alive))
+
+    def settle(self) -> None:
+        """Count a storage of which it was not yet known whether it takes another one's place."""
+        successor, self._successor = self._successor, None
+        storage = successor.storage() if successor else None
+        if successor is None or storage is None:
+            return
+        with self.kind(successor.kind):
+            num_bytes = self._see(storage)
+        self._note_peak(successor.alive, successor.kind, num_bytes)
+
+    def _see(self, storage: UntypedStorage, beside: int = 0) -> int:
+        """Count a storage; returns by how many bytes it has grown."""
         key, num_bytes = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
         entry = self._entries.get(key)
         reference, counted, kind = entry or (weakref.ref(storage, lambda _: self._forget(key)), 0, self.now)
         if num_bytes == counted and entry:
-            return
+            return 0
         self._entries[key] = reference, num_bytes, kind
         self._add(kind, num_bytes - counted)
-        if self._live_bytes + beside > self.peak_bytes:
-            self.peak_bytes = self._live_bytes + beside
-            self.peak = dict(self._alive)
-            self.peak[self.now] = self.peak.get(self.now, 0) + beside  # pyright: ignore
+        self._note_peak(self._alive, self.now, beside)
+        return num_bytes - counted
+
+    def _note_peak(self, alive: Mapping[str, int], kind: str, more: int) -> None:
+        """Keep what is alive, with `more` bytes of `kind`, if it is the most so far."""
+        if (live_bytes := sum(alive.values()) + more) > self.peak_bytes:
+            self.peak_bytes, self.peak = live_bytes, {**alive, kind: alive.get(kind, 0) + more}
 
     def file(self, tensors: Iterable[Any], kind: str) -> None:
         """Count these tensors' storages under another kind from now on."""
@@ -61,14 +94,17 @@ class Account:
 
     def start(self) -> None:
         """Look for a new peak, from what is alive now."""
-        self.peak_bytes, self.peak = self._live_bytes, dict(self._alive)
+        self.settle()
+        self.peak_bytes, self.peak = sum(self._alive.values()), dict(self._alive)
 
     def _forget(self, key: int) -> None:
         _, num_bytes, kind = self._entries.pop(key)
         self._add(kind, -num_bytes)
+        if self._successor is not None and self._successor.predecessor == key:  # which was overwritten
+            self._successor = self._successor._replace(alive=dict(self._alive))
+            self.settle()
 
     def _add(self, kind: str, num_bytes: int) -> None:
-        self._live_bytes += num_bytes
         self._alive[kind] += num_bytes
 
 

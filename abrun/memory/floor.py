@@ -16,14 +16,16 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
-def floor_of(config: OwnRunConfig, *, length: int, num_sequences: int) -> dict[str, int] | None:
+def floor_of(
+    config: OwnRunConfig, *, length: int, num_sequences: int, master_dtype: str = "float32"
+) -> dict[str, int] | None:
     """Bytes by kind; their sum is the floor. None where the model's shapes are not known here.
 
-    Weights, gradients and AdamW's moments are float32, cut over ranks. Of activations it has what the
-    backward pass cannot do without: with `full` a layer's input, else what its products, its activation and
-    attention take in. The log-probs need the dense logits and their gradient, in the products' dtype, or of
-    the kernels the logits of a chunk, as far as their budget goes. In a step of one microbatch gradients and
-    activations need not be there at once: the larger counts. `num_sequences`: of a rank's microbatch.
+    Weights, gradients and AdamW's moments are of `master_dtype`, cut over ranks. Of activations it has what
+    the backward pass cannot do without: with `full` a layer's input, else what its products, its activation
+    and attention take in. The log-probs need the dense logits and their gradient, in the products' dtype, or
+    of the kernels the logits of a chunk, as far as their budget goes. In a step of one microbatch gradients
+    and activations need not be there at once: the larger counts. `num_sequences`: of a rank's microbatch.
     """
     shape = known_shape(config.model)
     if shape is None or config.policy.backend.type != "dtensor":
@@ -42,13 +44,14 @@ def floor_of(config: OwnRunConfig, *, length: int, num_sequences: int) -> dict[s
     else:
         chunk = tokens * min(settings.chunk_size or vocab, vocab) * item
         logprobs = min((settings.memory_budget_mib or DEFAULT_BUDGET_MIB) * 2**20, chunk)
-    floor = {"weights": 4 * own, "optimizer state": 8 * own}
+    weights = ITEMSIZE[master_dtype] * own
+    floor = {"weights": weights, "optimizer state": 2 * weights}
     if _has_reference(config):
-        floor["reference weights"] = 4 * own
+        floor["reference weights"] = weights
     of_pass = {"activations": saved, "log-probs": logprobs}
     if is_cut(config):
-        return floor | {"gradients": 4 * own} | of_pass
-    return floor | ({"gradients": 4 * own} if 4 * own > sum(of_pass.values()) else of_pass)
+        return floor | {"gradients": weights} | of_pass
+    return floor | ({"gradients": weights} if weights > sum(of_pass.values()) else of_pass)
 
 
 def _saved(shape: dict[str, Any], config: OwnRunConfig, tensor: int) -> int:

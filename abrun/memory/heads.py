@@ -1,7 +1,11 @@
-"""`python -m abrun.memory.heads JOB_DIR`: the log-prob head alone, one kernel at one number of tokens."""
+"""`python -m abrun.memory.heads JOB_DIR`: the log-prob head alone.
+
+A job measures one kernel at one number of tokens, or predicts several `kernels` at several `lengths`.
+"""
 
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ from abrun.kernels import linear_logprobs, linear_policy_loss
 from abrun.launch.probe import await_turn, read_job, row_writer
 from abrun.memory.budget import Budget
 from abrun.memory.history import History
+from abrun.memory.hollow import LOGPROBS, hollow_gpu
 from abrun.memory.measure import OUT_OF_MEMORY
+from abrun.memory.trace import HollowPhases
 from abrun.train.__main__ import ran_out
 from abrun.train.phases import Phases
 
@@ -23,6 +29,12 @@ def main() -> int:
     progress.join()
     directory = Path(sys.argv[1])
     job = read_job(directory)
+    if "kernels" in job:
+        del job["config"]
+        writer = row_writer(directory)
+        for row in predicted(**job):
+            writer.write(row)
+        return 0
     await_turn(directory, job)
     row = measured(join_ranks(job.pop("config")["cluster"]), **job)
     row_writer(directory).write(row)
@@ -41,7 +53,7 @@ def measured(
     length: int,
     budget_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """A row, as abrun.memory.measure has them: forward and backward of a loss of log-probs and entropies.
+    """A row, as abrun.memory.measure has them: forward and backward of a loss of log-probs.
 
     In bfloat16 on a GPU, in float32 on CPU cores. The first pass, which compiles kernels, is not reported.
     """
@@ -53,16 +65,13 @@ def measured(
     try:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with phases("inputs"):
-            hidden = torch.randn(length, hidden_size, dtype=dtype, device=device, requires_grad=True)
-            weight = torch.randn(vocab_size, hidden_size, dtype=dtype, device=device)
-            weight = weight.mul_(hidden_size**-0.5).requires_grad_()
-            target = torch.randint(vocab_size, (length,), device=device)
-        resident += [hidden, weight, target]
+            inputs = _inputs(length, hidden_size, vocab_size, dtype, device)
+        resident += inputs
         for _ in range(2):
             phases.collect()
             history = History(phases, by_module=False)
             with history:
-                _pass(phases, hidden, weight, target, impl=impl, one_pass=one_pass)
+                _pass(phases, *inputs, impl=impl, one_pass=one_pass)
     except (RuntimeError, MemoryError) as error:
         said = ran_out(error)
         if said is None:
@@ -79,23 +88,45 @@ def measured(
     }
 
 
+def predicted(
+    *,
+    kernels: Mapping[str, Mapping[str, Any]],  # by name the arguments of `_pass`
+    hidden_size: int,
+    vocab_size: int,
+    lengths: Sequence[int],
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each length and kernel: `by_phase`, as abrun.memory.trace has it, in bfloat16."""
+    with hollow_gpu(1) as account:
+        for length in lengths:
+            with account.kind("inputs"):
+                inputs = _inputs(length, hidden_size, vocab_size, torch.bfloat16, torch.device("cpu"))
+            for kernel, settings in kernels.items():
+                phases: Any = HollowPhases(account)
+                with account.kind(LOGPROBS):
+                    _pass(phases, *inputs, **settings)
+                yield {"kernel": kernel, "length": length, "by_phase": phases.collect()}
+            del inputs
+
+
+def _inputs(
+    length: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:  # hidden [N, H], weight [V, H], target [N]
+    hidden = torch.randn(length, hidden_size, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(vocab_size, hidden_size, dtype=dtype, device=device)
+    weight = weight.mul_(hidden_size**-0.5).requires_grad_()
+    return hidden, weight, torch.randint(vocab_size, (length,), device=device)
+
+
 def _pass(
     phases: Phases, hidden: Tensor, weight: Tensor, target: Tensor, *, impl: str, one_pass: bool
 ) -> None:
+    """A loss of log-probs without entropies, as stacks without an entropy bonus have it."""
     with phases("forward"):
         if one_pass:
-            loss, *_ = linear_policy_loss(
-                hidden,
-                weight,
-                target,
-                lambda logprobs, entropies, tokens: -logprobs - 0.01 * entropies,
-                impl=impl,
-                entropy=True,
-            )
+            loss, *_ = linear_policy_loss(hidden, weight, target, lambda logprobs, *_: -logprobs, impl=impl)
         else:
-            logprobs, entropies = linear_logprobs(hidden, weight, target, impl=impl, entropy=True)
-            assert entropies is not None
-            loss = -(logprobs + 0.01 * entropies).sum()
+            logprobs, _ = linear_logprobs(hidden, weight, target, impl=impl)
+            loss = -logprobs.sum()
     with phases("backward"):
         loss.backward()
     hidden.grad = weight.grad = None

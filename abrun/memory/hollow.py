@@ -10,7 +10,7 @@ FSDP's hooks, activation checkpoints and losses, whichever the recipe asks for.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FakeWork  # pyright: ignore[reportMissing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,6 +36,7 @@ from abrun.models.checks import silence
 from abrun.models.presets import preset_config
 from abrun.models.sources import read_config
 from abrun.recipe import Model
+from abrun.train.phases import overwritten
 
 aten: Any = torch.ops.aten
 NUM_PROCESSORS, SHARED_MEMORY_BYTES = 132, 227 * 2**10  # of a Hopper GPU, for the grids of Triton's kernels
@@ -46,11 +48,6 @@ OPTIMIZER, LOGPROBS, BACKWARD = "optimizer state", "log-probs", "backward"
 REFERENCE, LIBRARIES = "reference weights", "cuBLAS"
 
 MAKES_INTEGERS = (aten.arange, aten.randint, aten.scalar_tensor)  # without being asked for a dtype
-# What autograd does out of place for tensors that may be of any subclass, and in place for plain ones.
-IN_PLACE = {
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.index_put.default: aten.index_put_.default,
-}
 
 
 class HollowTensors(TorchDispatchMode):
@@ -60,16 +57,24 @@ class HollowTensors(TorchDispatchMode):
         super().__init__()
         self._account = account
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._of_dtensors: Any = None  # an operator that they are about to call with the plain tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
+            self._of_dtensors = func
             return NotImplemented  # they come back with the plain tensors inside
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # somebody asks for shapes alone, as DTensor does
+        is_of_dtensors = func is self._of_dtensors  # which autograd never overwrites
+        self._of_dtensors = None if is_of_dtensors else self._of_dtensors
         with self._of_backward():
             result = self._run(func, args, kwargs, inputs)
+            predecessor = None if is_of_dtensors else overwritten(func, args, result)
+            if predecessor is not None:
+                self._account.see_overwriting(predecessor, result.untyped_storage())
+                return result
             outputs = (result,) if isinstance(result, Tensor) else tree_leaves((result, kwargs.get("out")))
             beside = _held_inside(func, inputs)
             for leaf in outputs:
@@ -88,8 +93,6 @@ class HollowTensors(TorchDispatchMode):
         fake = any(isinstance(each, FakeTensor) for each in inputs)
         if fake and func in UNKNOWN:
             return UNKNOWN[func](func, self._fake, *args, **kwargs)
-        if fake and func in IN_PLACE and torch._C._current_autograd_node() is not None:
-            func = IN_PLACE[func]
         if fake or self._makes_floats(func, kwargs, inputs):
             with self._fake:
                 return func(*args, **kwargs)
@@ -194,25 +197,29 @@ class NoKernel:
 
 
 @contextlib.contextmanager
-def hollow_gpu(num_ranks: int) -> Iterator[Account]:
-    """Inside, this process is the first of so many ranks, each with a GPU without memory of its own."""
+def hollow_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Iterator[Account]:
+    """Inside, this process is the first of so many ranks, each with a GPU without memory of its own.
+
+    `master_dtype`: of weights, gradients and AdamW's moments. abrun trains with float32 ones.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     account = Account({LIBRARIES: CUBLAS_WORKSPACE_BYTES})
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        for stand_in in _stand_ins(account):
+        for stand_in in _stand_ins(account, master_dtype):
             stack.enter_context(stand_in)
         stack.enter_context(HollowTensors(account))
         yield account
 
 
-def _stand_ins(account: Account) -> Iterator[Any]:
+def _stand_ins(account: Account, master_dtype: torch.dtype) -> Iterator[Any]:
     """What a step does otherwise on such a machine."""
     for kind in (FakeTensor, FunctionalTensor):
         yield patch.object(kind, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
-    yield patch("abrun.backends.dtensor.open_network", hollow_network)
+    yield patch("abrun.backends.dtensor.open_network", functools.partial(hollow_network, dtype=master_dtype))
     yield patch("abrun.backends.attention.stream_deviation", lambda *_, **__: None)  # nothing to compare
+    yield patch("abrun.backends.dtensor.fsdp.MixedPrecisionPolicy", _reducing_in(master_dtype))
     yield patch("torch.compile", partitioned)
     yield patch.object(torch.UntypedStorage, "resize_", _seen(account, torch.UntypedStorage.resize_))
     yield patch.object(Head, "judge", _judging(account, Head.judge))
@@ -227,11 +234,11 @@ def _stand_ins(account: Account) -> Iterator[Any]:
         yield patch.object(triton_tiles, "_device_limits", lambda _: limits)
 
 
-def hollow_network(model: Model, **_: Any) -> Any:
+def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any) -> Any:
     """A recipe's network from its configuration alone: no weight is read."""
     config = preset_config(model) if model.path is None else read_config(model.path)
     with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base = network.base_model
     if hasattr(base, "rotary_emb"):
         base.rotary_emb = type(base.rotary_emb)(config=network.config)
@@ -239,6 +246,13 @@ def hollow_network(model: Model, **_: Any) -> Any:
     network.checkpoint = NoCheckpoint()
     network.decodes_in_place = False
     return network
+
+
+def _reducing_in(dtype: torch.dtype) -> Callable[..., MixedPrecisionPolicy]:
+    """FSDP's policy with gradients summed over ranks in `dtype`, whatever was asked for."""
+
+    make: Any = MixedPrecisionPolicy
+    return lambda **settings: make(**settings | {"reduce_dtype": dtype})
 
 
 class NoCheckpoint:

@@ -24,7 +24,7 @@ from abrun.launch.probe import ProbeRefused, probe_alone
 from abrun.memory.cells import Point
 from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
-from abrun.memory.sweep import COMMAND, Plan, Variant
+from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Head, Plan, Variant
 from abrun.processes import end_all, processes_of
 from abrun.recipe import (
     BESIDE_THE_TRAINER,
@@ -55,6 +55,12 @@ NOT_IN_IT = (
 )
 
 ON_CORES = "cluster.gpus_per_node: 0: what GPUs would take in the place of the cores."
+STATES = "weights, gradients and AdamW's moments"  # what --master-dtype is the dtype of
+HEAD_ALONE = (
+    "The head alone: log-probs without entropies, forward and backward, with hidden states, weight and their "
+    "gradients in bfloat16."
+)
+NOT_OURS = f"abrun itself trains with {STATES} in {MASTER_DTYPE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,7 @@ class Prediction:
     device_bytes: int | None  # of one device; None: not known
     not_predicted: Mapping[str, str] = field(default_factory=dict[str, str])  # arms that cannot be: why
     note: str = ""  # on what the figures are not
+    master_dtype: str | None = MASTER_DTYPE  # of weights, gradients and moments; None: a head has none
 
     def fits(self, peaks: Predicted) -> str:
         """Whether a device has room for it, given the error of a prediction."""
@@ -99,7 +106,8 @@ class Prediction:
         kinds = [kind for kind in kinds if self._largest(kind) > self._most / 100]
         unit, num_bytes = ("GiB", GIB) if self._most >= 4 * GIB else ("MiB", 2**20)
         room = "" if self.device_bytes is None else f" of {self.device_bytes / GIB:.1f} GiB a device"
-        title = f"{self.name}: predicted peak_allocated_bytes, {unit}{room}"
+        states = f"; states in {self.master_dtype}" if self.master_dtype else ""
+        title = f"{self.name}: predicted peak_allocated_bytes, {unit}{room}{states}"
         table = Table(title=title, title_justify="left")
         for heading in ("", "peak", "floor", *(["fits"] if self.device_bytes else []), "made of"):
             is_text = heading in ("", "made of")
@@ -112,11 +120,11 @@ class Prediction:
         for peaks in self.peaks:
             floor = sum(peaks.floor.values()) if peaks.floor else None
             point = peaks.point
-            swept = "".join(f", {key.rpartition('.')[2]} {value}" for key, value in point.swept)
-            size = f"{point.num_sequences} x {point.length:,} tokens{swept}"
+            swept = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.swept)
+            size = f"{point.num_sequences} x {point.length:,} tokens, {peaks.arm}"
             fits = [self.fits(peaks)] if self.device_bytes else []
             table.add_section()
-            table.add_row(f"{size}, {peaks.arm}", shown(peaks.highest[1]), shown(floor), *fits, style="bold")
+            table.add_row(size, shown(peaks.highest[1]), shown(floor), *fits, swept, style="bold")
             for phase, of_kind in peaks.by_phase.items():
                 parts = ((kind, shown(of_kind.get(kind, 0))) for kind in kinds)
                 made_of = ", ".join(f"{kind} {amount}" for kind, amount in parts if amount != "0.0")
@@ -127,7 +135,11 @@ class Prediction:
 
     def notes(self) -> list[str]:
         """What the figures are, and what they are not."""
+        assumed = f"Assumed: {STATES} in {self.master_dtype}."
+        if self.master_dtype != MASTER_DTYPE:
+            assumed += f" {NOT_OURS}."
         return [
+            *([assumed] if self.master_dtype else []),
             f"Within {ERROR:.0%} of measured peaks, of PPO's value update and of experts up to "
             f"{ERROR_BELOW:.0%} too low. Not in it: {NOT_IN_IT}.",
             *filter(None, [self.note]),
@@ -140,6 +152,7 @@ class Prediction:
             "name": self.name,
             "counter": "predicted peak_allocated_bytes",
             "device_bytes": self.device_bytes,
+            "master_dtype": self.master_dtype,
             "not_in_it": NOT_IN_IT,
             "cells": [
                 {
@@ -193,18 +206,14 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
     def traced(
         number: int, variant: Variant, num_sequences: int, arm: str, config: OwnRunConfig
     ) -> list[Predicted]:
-        if config.policy.backend.type != "dtensor":
-            raise LaunchError(
-                f"policy.backend.type: got {config.policy.backend.type!r}, whose step cannot be predicted; "
-                "use type: dtensor, or measure it on GPUs, without --predict"
-            )
-        job = {"lengths": list(plan.lengths), "num_sequences": num_sequences}
+        job = _traced_job(plan, config, num_sequences)
         rows = probe_alone("abrun.memory.trace", directories[number], config, job)
         points = [
             Point(length=row["length"], num_sequences=num_sequences, swept=variant.swept) for row in rows
         ]
         return [
-            _predicted(arm, config, point, row, device_bytes) for point, row in zip(points, rows, strict=True)
+            _predicted(arm, config, point, row, device_bytes, plan.master_dtype)
+            for point, row in zip(points, rows, strict=True)
         ]
 
     with store.folder_lock(output, COMMAND), _traces(directories) as several:
@@ -225,6 +234,50 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
         device_bytes=device_bytes,
         not_predicted=not_predicted,
         note=" ".join(filter(None, [plan.unseen(), ON_CORES if on_cores else ""])),
+        master_dtype=plan.master_dtype,
+    )
+    store.write_json(output / "prediction.json", prediction.content())
+    return prediction
+
+
+def _traced_job(plan: Plan, config: OwnRunConfig, num_sequences: int) -> dict[str, Any]:
+    """What abrun.memory.trace is told of an arm. Raises LaunchError if it cannot predict that."""
+    if config.policy.backend.type != "dtensor":
+        raise LaunchError(
+            f"policy.backend.type: got {config.policy.backend.type!r}, whose step cannot be predicted; "
+            "use type: dtensor, or measure it on GPUs, without --predict"
+        )
+    if plan.master_dtype not in (MASTER_DTYPE, config.policy.dtype):
+        raise LaunchError(
+            f"--master-dtype: got {plan.master_dtype} with policy.dtype {config.policy.dtype}; add --set "
+            f"policy.dtype={plan.master_dtype}"
+        )
+    sizes = {"lengths": list(plan.lengths), "num_sequences": num_sequences}
+    return {**sizes, "master_dtype": plan.master_dtype}
+
+
+def predict_head(head: Head, plan: Plan, output: Path, *, device_bytes: int | None = None) -> Prediction:
+    """Predict the kernels of a log-prob head alone, and write prediction.json into `output`."""
+    job = {
+        "kernels": head.kernels(on_gpu=True),
+        "hidden_size": head.hidden_size,
+        "vocab_size": head.vocab_size,
+        "lengths": list(plan.lengths),
+    }
+    with store.folder_lock(output, COMMAND):
+        rows = probe_alone("abrun.memory.heads", output / "cells" / "predicted", head.config, job)
+    peaks = [
+        Predicted(
+            arm=row["kernel"],
+            point=Point(length=row["length"]),
+            by_phase=row["by_phase"],
+            floor=None,
+            engine_bytes=None,
+        )
+        for row in rows
+    ]
+    prediction = Prediction(
+        name=plan.name, peaks=peaks, device_bytes=device_bytes, note=HEAD_ALONE, master_dtype=None
     )
     store.write_json(output / "prediction.json", prediction.content())
     return prediction
@@ -370,7 +423,12 @@ def _smallest_here() -> int | None:
 
 
 def _predicted(
-    arm: str, config: OwnRunConfig, point: Point, row: dict[str, Any], device_bytes: int | None
+    arm: str,
+    config: OwnRunConfig,
+    point: Point,
+    row: dict[str, Any],
+    device_bytes: int | None,
+    master_dtype: str = MASTER_DTYPE,
 ) -> Predicted:
     share, engine_bytes, vllm = config.rollout.gpu_memory_utilization, None, row["vllm"]
     if config.samples and vllm and device_bytes:
@@ -382,7 +440,9 @@ def _predicted(
         arm=arm,
         point=point,
         by_phase=row["by_phase"],
-        floor=floor_of(config, length=point.length, num_sequences=point.num_sequences),
+        floor=floor_of(
+            config, length=point.length, num_sequences=point.num_sequences, master_dtype=master_dtype
+        ),
         engine_bytes=engine_bytes,
         error_below=ERROR_BELOW if row["experts"] or isinstance(config.algorithm, Ppo) else ERROR,
     )

@@ -14,6 +14,7 @@ from abrun.recipe import BASELINE, Declared, Dpo, OwnRunConfig, load_recipe, not
 from abrun.recipe.reading import parse_yaml
 
 COMMAND = "abrun memory-profile"
+MASTER_DTYPE = "float32"  # of weights, gradients and AdamW's moments, as abrun trains
 SHARED = (
     "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a budget of tokens "
     "is filled with it as without, in fewer microbatches"
@@ -107,6 +108,7 @@ class Plan:
     rollouts: bool = True  # sample once, where the recipe samples
     budget_bytes: int | None = None  # as if a device had no more
     longest: Literal["length", "num_sequences"] | None = None  # what to look for the most of
+    master_dtype: str = MASTER_DTYPE  # of a prediction
 
     def unseen(self) -> str:
         """What its arms do that sequences without a prompt in common do not show; empty: nothing."""

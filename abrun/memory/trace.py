@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from abrun.backends import make_backend
+from abrun.backends.dtensor.fsdp import DTYPES
 from abrun.backends.ranks import make_ranks
 from abrun.errors import AbrunError, RecipeError
 from abrun.launch.probe import read_job, row_writer
@@ -45,6 +46,7 @@ class HollowPhases:
             return
         self._account.start()
         yield
+        self._account.settle()
         if self._account.peak_bytes > sum(self.peaks.get(phase, {}).values()):
             self.peaks[phase] = dict(self._account.peak)
 
@@ -57,11 +59,13 @@ class HollowPhases:
         return found
 
 
-def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Iterator[dict[str, Any]]:
+def trace(
+    config: OwnRunConfig, lengths: list[int], num_sequences: int, master_dtype: str = "float32"
+) -> Iterator[dict[str, Any]]:
     """A row a length, of the first rank: `by_phase`, the bytes at each phase's peak by kind; `experts`,
     whether layers have them; and `vllm`, the bytes of weights and cache of an engine beside the trainer.
 
-    `num_sequences`: of a rank's microbatch.
+    `num_sequences`: of a rank's microbatch. `master_dtype`: of weights, gradients and AdamW's moments.
     """
     most = positions_of(config_of(config.model))
     if most and max(lengths) > most:
@@ -70,7 +74,7 @@ def trace(config: OwnRunConfig, lengths: list[int], num_sequences: int) -> Itera
         )
     run, config = config, of_size(config, num_sequences)
     together = 2 if isinstance(config.algorithm, Dpo) else 1
-    with hollow_gpu(config.cluster.ranks) as account:
+    with hollow_gpu(config.cluster.ranks, DTYPES[master_dtype]) as account:
         setup = _setup(config, account)
         algorithm: Any = make_algorithm(setup)
         phases: Any = setup.phases
@@ -137,7 +141,8 @@ def main() -> int:
         if "lengths" not in job:  # the run's own microbatch
             num_sequences, length = largest_microbatch(config)
             job |= {"lengths": [length], "num_sequences": num_sequences}
-        for row in trace(config, job["lengths"], job["num_sequences"]):
+        master_dtype = job.get("master_dtype", "float32")
+        for row in trace(config, job["lengths"], job["num_sequences"], master_dtype):
             writer.write(row)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,7 +14,9 @@ trainer (or of an engine) with one thing changed. All are natural logarithms, [N
   contributes nothing; a step that cancels others is negative.
 - Intervals are those of the studentised bootstrap (Efron and Tibshirani 1993, chapter 12.5), which resamples
   prompts with all of their completions: tokens of a sequence, and sequences of a prompt, are no independent
-  samples.
+  samples. A resample whose prompts all have the same mean, such as one without the only prompt that a change
+  touches, has a standard error of 0: none counts as less than `LEAST_SPREAD` of the sample's own. Intervals
+  end where the values do: no mean of theirs lies beyond.
 """
 
 import math
@@ -29,6 +31,7 @@ Array = NDArray[np.float64]
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 FEWEST_PROMPTS = 4  # below which nothing is said of the spread
+LEAST_SPREAD = 0.25  # coverage with it and without: test_intervals_keep_their_coverage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +92,11 @@ class Resampling:
         spread = float(_standard_error(np.ones((1, self.num_prompts)), sums, lengths, np.zeros(1))[0])
         offsets = (self._draws @ sums) / (self._draws @ lengths)
         spreads = _standard_error(self._draws, sums, lengths, offsets)
-        usable = spreads > 1e-9 * spread  # not those of one prompt, drawn again and again
-        if not spread or not usable.any():
+        if not spread:
             return Estimate(value=mean, low=mean, high=mean)
-        low, high = np.quantile(offsets[usable] / spreads[usable], self._tails)
-        ends = (max(mean - float(end) * spread, least) for end in (high, low))
+        low, high = np.quantile(offsets / np.maximum(spreads, LEAST_SPREAD * spread), self._tails)
+        least, most = max(least, float(values.min())), float(values.max())
+        ends = (min(max(mean - float(end) * spread, least), most) for end in (high, low))
         return Estimate(value=mean, low=next(ends), high=next(ends))
 
 

@@ -3,20 +3,26 @@
 On CUDA the peaks are the allocator's own, reset per phase, less what a sleeping rollout engine has given
 away, which it counts on (`absent_bytes`). On a CPU there is no allocator to ask:
 `LiveTensors` counts the bytes of the storages that the operators and compiled code hand out, under another
-key (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator,
-no fragmentation, and a parameter that FSDP gathered counts to the end of the phase, although FSDP empties its
-storage before that.
+key (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator
+and no fragmentation. It reports the peak of a step that nobody watches: see `overwritten`.
 """
 
 import contextlib
+import functools
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import guards
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,13 +31,69 @@ from abrun import progress
 
 COMPILING = "compile"  # no phase: seconds inside of others
 
+aten: Any = torch.ops.aten
+WRAPPERS = tuple(f"{Path(torch.__file__).parent}/{name}" for name in ("_compile.py", "_dynamo/"))  # of modes
+# Autograd's C++ code calls these only while a dispatch mode is entered. Otherwise it overwrites their first
+# operand: a gradient to which another one is added (torch/csrc/autograd/input_buffer.cpp), or new zeros
+# (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and the backward passes of indexing).
+ALLOCATES_WHILE_WATCHED = frozenset(
+    {
+        aten.add.Tensor,
+        aten.index_add.default,
+        aten.index_fill.int_Tensor,
+        aten.index_put.default,
+        aten.masked_scatter.default,
+        aten.put.default,
+        aten.scatter.src,
+        aten.scatter_add.default,
+    }
+)
+# What is put into new zeros is added to them; otherwise a gradient is copied, with zeros in some places.
+ACCUMULATES = {aten.index_put.default: 3, aten.put.default: 3}  # where the argument is that says so
+
+
+def overwritten(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedStorage | None:
+    """Return the storage that `result` would have been written into if no dispatch mode were entered.
+
+    None if `func` allocates its result in either case. Call it from `__torch_dispatch__`. Autograd overwrites
+    an operand only if nobody else holds it, which the caller sees: the storage is then freed at once.
+    """
+    if func not in ALLOCATES_WHILE_WATCHED or torch.is_grad_enabled() or not _is_called_by_autograd():
+        return None
+    if any(isinstance(operand, DTensor) for operand in (*args, result)):
+        return None
+    if func in ACCUMULATES and not any(args[ACCUMULATES[func] :]):
+        return None
+    before = args[0].untyped_storage()
+    return before if before.nbytes() == result.untyped_storage().nbytes() else None  # not an expanded one
+
+
+def _is_called_by_autograd() -> bool:
+    """True if an operator was called by autograd's C++ code, and not by Python code in a backward pass."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.startswith(WRAPPERS)
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _engine_run_backward.__code__
+
+
+@dataclass(slots=True)
+class Successor:
+    """A storage that takes the place of another one, if that is freed before anything else is counted."""
+
+    predecessor: int  # its key
+    storage: "weakref.ref[torch.UntypedStorage]"
+    live_bytes: int  # when it was made, without it
+
 
 class LiveTensors(TorchDispatchMode):
     """While entered, follows every storage that an operator returns until it is freed.
 
     So it does those that compiled code takes, if it was loaded after the first of these was made. `follow`
-    adds tensors made outside (parameters, optimizer state), counted for as long as they live. `on_change` is
-    called with a storage and by how many bytes it has grown, or shrunk.
+    adds tensors made outside (parameters, optimizer state), counted for as long as they live. A storage that
+    is emptied and refilled by hand, as FSDP does with gathered parameters, counts as long as it is filled.
+    `on_change` is called with a storage and by how many bytes it has grown, or shrunk.
     """
 
     def __init__(self) -> None:
@@ -40,13 +102,31 @@ class LiveTensors(TorchDispatchMode):
         guards._empty_strided_cpu = _empty_strided  # pyright: ignore[reportAttributeAccessIssue]
         self.on_change: Callable[[int, int], None] = lambda storage, num_bytes: None
         self.live_bytes = 0
-        self.peak_bytes = 0
+        self._peak_bytes = 0
+        self._successor: Successor | None = None
         self._counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # storage -> bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Else torch.compile compiles nothing while a mode is entered, and says so to nobody."""
         return True
+
+    def __enter__(self) -> "LiveTensors":
+        resize = torch.UntypedStorage.resize_
+
+        @functools.wraps(resize)
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._count(storage)
+            return result
+
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", resized)
+        self._resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizing.stop()
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -55,26 +135,41 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if before := overwritten(func, args, result):
+            self._settle()
+            self._successor = Successor(before._cdata, weakref.ref(result.untyped_storage()), self.live_bytes)
+            return result
         # `out` too: FSDP refills the storages that it emptied by an operator that returns nothing.
         written = result if "out" not in kwargs else (result, kwargs["out"])
         leaves = (written,) if isinstance(written, Tensor) else tree_leaves(written)
         self.follow(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return result
 
+    @property
+    def peak_bytes(self) -> int:
+        self._settle()
+        return self._peak_bytes
+
     def reset_peak(self) -> None:
         """Start a new peak from what lives now, less the storages emptied by hand since."""
+        self._settle()
         for reference, _ in list(self._counted.values()):
             storage = reference()
             if storage is not None:
                 self._count(storage)
-        self.peak_bytes = self.live_bytes
+        self._peak_bytes = self.live_bytes
 
     def _count(self, storage: torch.UntypedStorage) -> None:
+        self._settle()
+        self._add(storage, self.live_bytes)
+
+    def _add(self, storage: torch.UntypedStorage, live_bytes: int) -> None:
+        """Count `storage`, made or resized when `live_bytes` were alive."""
         key, num_bytes = storage._cdata, storage.nbytes()
         reference, counted = self._counted.get(key) or (weakref.ref(storage, lambda _: self._forget(key)), 0)
         self._counted[key] = reference, num_bytes
         self.live_bytes += num_bytes - counted
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._peak_bytes = max(self._peak_bytes, live_bytes + num_bytes - counted)
         if num_bytes != counted:
             self.on_change(key, num_bytes - counted)
 
@@ -82,6 +177,16 @@ class LiveTensors(TorchDispatchMode):
         num_bytes = self._counted.pop(key)[1]
         self.live_bytes -= num_bytes
         self.on_change(key, -num_bytes)
+        if self._successor is not None and self._successor.predecessor == key:
+            self._successor.live_bytes = self.live_bytes  # the predecessor was overwritten
+            self._settle()
+
+    def _settle(self) -> None:
+        """Count a result whose place in memory was not yet known."""
+        successor, self._successor = self._successor, None
+        storage = successor.storage() if successor else None
+        if successor and storage is not None:
+            self._add(storage, successor.live_bytes)
 
 
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

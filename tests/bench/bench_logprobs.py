@@ -96,8 +96,8 @@ MIB = 2**20
 ORACLE_TILE = 1024  # tokens whose float32 logits are held at once
 CHECKED_TOKENS = 256
 CHECKED_ROWS = 64
-# What the dense path allocates at its peak for each logit, and the most that is worth trying.
-DENSE_BYTES_PER_LOGIT = 20
+# What the dense path with entropies allocates at its peak for each logit, and the most worth trying.
+DENSE_BYTES_PER_LOGIT = 16
 DENSE_LIMIT_BYTES = 100 * GIB
 
 

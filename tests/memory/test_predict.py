@@ -14,11 +14,14 @@ from rich.console import Console
 from transformers import MixtralConfig
 from typer.testing import CliRunner
 
+from abrun.backends import dtensor
+from abrun.backends.dtensor import fsdp
 from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.probe import probe_alone
-from abrun.memory import hollow, predict
+from abrun.memory import heads, hollow, predict
 from abrun.memory.cells import Point
+from abrun.memory.floor import floor_of
 from abrun.memory.predict import (
     Predicted,
     Prediction,
@@ -36,6 +39,7 @@ from abrun.recipe import OwnRunConfig, load_recipe
 from abrun.rollout.vllm.starting import cache_bytes
 from abrun.train.batches import RandomBatches
 from abrun.train.loop import make_algorithm
+from abrun.train.phases import Phases
 from abrun.train.setup import make_setup
 from tests.train.runs import single_rank
 
@@ -87,13 +91,87 @@ def live(config: OwnRunConfig) -> dict[str, float]:
     ],
     ids=["dense, recomputed, packed, prompts shared", "chunked, microbatches, a reference"],
 )
-def test_a_real_step_has_the_predicted_peaks(sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Under the tracker autograd works out of place, as it does for any mode that sees operators.
-    monkeypatch.setattr(hollow, "IN_PLACE", {})
+def test_a_real_step_has_the_predicted_peaks(sets: list[str]) -> None:
     config = config_of(*sets)
     (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
     found = seen_by_the_tracker(row["by_phase"])
-    assert found == pytest.approx(live(config), rel=0.03)
+    assert found == pytest.approx(live(config), rel=0.01)
+
+
+@pytest.mark.parametrize("impl", ["logits", "chunked"])
+def test_states_in_bfloat16_are_predicted(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step whose weights, gradients and moments are in bfloat16, as abrun itself never has them."""
+    config = config_of("policy.dtype=bfloat16", f"arms.baseline={{policy.logprobs.impl: {impl}}}")
+    (row,) = trace(config, [LENGTH], NUM_SEQUENCES, "bfloat16")
+    (usual,) = trace(config, [LENGTH], NUM_SEQUENCES)
+    for kind in ("weights", "gradients", "optimizer state"):
+        in_bfloat16, in_float32 = (one["by_phase"]["optimizer"][kind] for one in (row, usual))
+        assert in_bfloat16 == pytest.approx(in_float32 / 2, rel=0.01)
+    floors = [
+        floor_of(config, length=LENGTH, num_sequences=2, master_dtype=one) for one in ("float32", "bfloat16")
+    ]
+    assert floors[0] and floors[1] and floors[1]["weights"] * 2 == floors[0]["weights"]
+
+    opened: Any = dtensor.open_network
+    policy: Any = fsdp.MixedPrecisionPolicy
+    monkeypatch.setattr(
+        dtensor, "open_network", lambda *args, **more: opened(*args, **more).to(torch.bfloat16)
+    )
+    monkeypatch.setattr(
+        fsdp,
+        "MixedPrecisionPolicy",
+        lambda **settings: policy(**settings | {"reduce_dtype": torch.bfloat16}),
+    )
+    assert seen_by_the_tracker(row["by_phase"]) == pytest.approx(live(config), rel=0.02)
+
+
+@pytest.mark.parametrize(("impl", "one_pass"), [("logits", False), ("logits", True), ("chunked", True)])
+def test_a_head_alone_is_predicted(impl: str, one_pass: bool) -> None:
+    """Against the peaks of the same pass on a CPU, in bfloat16 as on a GPU.
+
+    Chunked in two passes copies weights there: a CPU has no matmul with a wider result.
+    """
+    sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 8192}
+    settings: dict[str, Any] = {"impl": impl, "one_pass": one_pass}
+    rows = list(heads.predicted(kernels={"kernel": settings}, lengths=[128, 512], **sizes))
+    assert [(row["kernel"], row["length"]) for row in rows] == [("kernel", 128), ("kernel", 512)]
+    for row in rows:
+        inputs = heads._inputs(row["length"], **sizes, dtype=torch.bfloat16, device=torch.device("cpu"))
+        phases = Phases(torch.device("cpu"), lambda inputs=inputs: inputs)
+        heads._pass(phases, *inputs, **settings)
+        measured = {key.split("/")[1]: peak for key, peak in phases.collect()[1].items()}
+        assert seen_by_the_tracker(row["by_phase"]) == pytest.approx(measured, rel=0.01)
+
+
+def test_a_published_head_is_predicted(tmp_path: Path) -> None:
+    """The whole way: 16,384 tokens of hidden size 2,048, a vocabulary of 248,320: TRL measured 47.6 GB."""
+    command = ["memory-profile", "--hidden", "2048", "--vocab", "248320", "--tokens", "16384", "--predict"]
+    result = CliRunner().invoke(app, [*command, "--device-memory", "80GiB", "-o", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "1 x 16,384 tokens, logits" in result.output and "The head alone" in result.output
+    written = json.loads((tmp_path / "prediction.json").read_text())
+    assert written["master_dtype"] is None
+    peaks = {cell["arm"]: cell["highest_bytes"] for cell in written["cells"]}
+    assert peaks["logits"] == pytest.approx(47.6e9, rel=0.06) and peaks["chunked"] < 4e9
+
+
+def test_a_sweep_of_two_keys_leaves_room_for_the_kinds() -> None:
+    swept = (("model.path", "models/a-rather-long-folder/qwen3-0.6b"), ("policy.packing", True))
+    kinds = {"optimizer": {"weights": 5 * GIB, "activations": 5 * GIB}}
+    peaks = Predicted(
+        arm="baseline",
+        point=Point(length=16_384, swept=swept),
+        by_phase=kinds,
+        floor=None,
+        engine_bytes=None,
+    )
+    screen = io.StringIO()
+    prediction = Prediction(name="x", peaks=[peaks], device_bytes=80 * GIB, master_dtype="bfloat16")
+    Console(file=screen, width=120).print(prediction.table(), *prediction.notes())
+    shown = screen.getvalue()
+    assert "weights 5.0, activations 5.0" in shown and "…" not in shown
+    assert "path models/a-rather-long-folder/qwen3-0.6b, packing True" in shown
+    assert "states in bfloat16" in shown and "abrun itself trains with" in shown
 
 
 @pytest.mark.parametrize(
@@ -101,9 +179,8 @@ def test_a_real_step_has_the_predicted_peaks(sets: list[str], monkeypatch: pytes
     [["model={preset: qwen3-moe-tiny}"], ["algorithm={type: ppo}", "policy.packing=true"]],
     ids=["experts in float32", "a value model"],
 )
-def test_steps_that_are_predicted_less_well(sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_predicted_less_well(sets: list[str]) -> None:
     """Too low by about a tenth: experts, which are not chosen alike, and a value model's backward pass."""
-    monkeypatch.setattr(hollow, "IN_PLACE", {})
     config = load_recipe(RECIPE, sets).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
     (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
@@ -151,10 +228,7 @@ def whole_passes(by_phase: dict[str, int]) -> dict[str, int]:
     "backend",
     ["{}", "{tensor_parallel: 2}", "{tensor_parallel: 2, sequence_parallel: true}", "{context_parallel: 2}"],
 )
-def test_two_real_ranks_have_the_predicted_peaks(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hollow, "IN_PLACE", {})
+def test_two_real_ranks_have_the_predicted_peaks(backend: str, tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, [f"policy.backend={backend}", "cluster.cpu_ranks=2"])
     profile = measure_recipe(replace(plan(recipe, [LENGTH]), rollouts=False), tmp_path)
     measured = {cell.arm: whole_passes(cell.by_phase) for cell in profile.cells}
@@ -164,7 +238,7 @@ def test_two_real_ranks_have_the_predicted_peaks(
         (row,) = trace(config, [LENGTH], 1)
         found = seen_by_the_tracker(row["by_phase"])
         print(arm, {phase: found[phase] / by_phase[phase] for phase in found})
-        assert found == pytest.approx(by_phase, rel=0.1)
+        assert found == pytest.approx(by_phase, rel=0.01)
 
 
 @pytest.mark.slow

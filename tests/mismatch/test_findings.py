@@ -229,6 +229,19 @@ def test_one_token_of_one_sequence_has_a_budget(tmp_path: Path) -> None:
     assert (tmp_path / "waterfall.png").stat().st_size > 0
 
 
+def test_a_cause_that_leaves_a_prompt_alone_is_named() -> None:
+    """Resamples without that prompt have no spread but rounding, by which nothing may be divided."""
+    own = RNG.uniform(-9, -1e-3, N)
+    inference = own - np.where(SEQUENCES // 2 == 3, 0.0, 1e-3)
+    budget = made_up(inference, own, {"head_float32": inference.copy()}, {})
+    (row,) = [row for row in budget.rows if row.key == "head_float32"]
+    assert row.lowers is not None and row.lowers.low is not None and row.lowers.high is not None
+    assert 0 < row.lowers.low < row.lowers.value <= row.lowers.high < 1.001e-3
+    assert budget.cause == "head_float32"
+    ends = [end for bar in budget.bars for end in (bar.adds.low, bar.adds.high) if end is not None]
+    assert max(map(abs, ends)) < 1.001e-3
+
+
 @pytest.mark.parametrize(("invariant_takes_off", "cause"), [(0.0, None), (0.5, "engine_vllm_invariant")])
 def test_an_engine_that_reproduces_itself_is_no_cause_of_itself(
     invariant_takes_off: float, cause: str | None

@@ -1,13 +1,18 @@
 """Live tensors are counted by their storages, exactly; phases keep their peaks and times apart."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from abrun.train.phases import LiveTensors, Phases
 
 CPU = torch.device("cpu")
+ROWS, COLUMNS = 500, 400
 
 
 def test_a_known_allocation_pattern_is_counted_exactly() -> None:
@@ -73,6 +78,94 @@ def test_a_backward_pass_is_followed() -> None:
     assert tracker.peak_bytes > 8_000
 
 
+class ScattersItself(torch.autograd.Function):
+    """Its backward pass, in Python, calls an operator that autograd's own code would have run in place."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        return values.gather(1, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return gradient.new_zeros(ROWS, COLUMNS).scatter_add(1, index, gradient), None
+
+
+def first_column(values: Tensor) -> Tensor:
+    return torch.zeros(len(values), 1, dtype=torch.long)
+
+
+def same_gradient_twice(values: Tensor) -> Tensor:
+    doubled, tripled = values * 2, values * 3
+    return ((doubled + tripled) * values).sum() + (doubled * tripled).sum()  # which the sum's operands share
+
+
+def expanded_gradients(values: Tensor) -> Tensor:
+    doubled = values * 2
+    return doubled.sum() + doubled.sum() + (doubled * values).sum()
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gradients of three uses are added": lambda x: (x.exp() * x).sum() + (x * 3).sum() + x.sin().sum(),
+    "gradients that two tensors share": same_gradient_twice,
+    "expanded gradients": expanded_gradients,
+    "gather": lambda x: x.gather(1, first_column(x)).sum(),
+    "gather of log_softmax": lambda x: x.log_softmax(1).gather(1, first_column(x)).sum(),
+    "max": lambda x: x.max(1).values.sum(),
+    "sort": lambda x: (x.sort(1).values * x).sum(),
+    "topk": lambda x: x.topk(2).values.sum(),
+    "index": lambda x: x[torch.tensor([0, 1])].sum(),
+    "index_select": lambda x: x.index_select(0, torch.tensor([0, 0, 1])).sum(),
+    "take": lambda x: x.take(torch.tensor([3, 4])).sum(),
+    "trace": lambda x: x.trace(),
+    "masked_select": lambda x: (x * x.masked_select(x > 2.5).sum()).sum(),
+    "scatter": lambda x: x.scatter(1, first_column(x), 0.0).sin().sum(),
+    "index_put": lambda x: x.index_put((torch.tensor([0]),), torch.zeros(1)).sin().sum(),
+    "split": lambda x: torch.stack([part.sum() for part in x.split(100)]).sum(),
+    "a function in Python": lambda x: ScattersItself.apply(x, first_column(x)).sum(),  # pyright: ignore
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_peak_is_that_of_a_pass_that_nobody_watches(name: str) -> None:
+    """Autograd works in place only while no dispatch mode is entered. The oracle is torch's allocator."""
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+
+    def run() -> Tensor:
+        values = (weight + 0).requires_grad_()
+        LOSSES[name](values).backward()
+        assert values.grad is not None
+        return values.grad
+
+    expected = run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    live_bytes = peak_bytes = 0
+    events: Any = recorded.profiler.kineto_results.events()  # pyright: ignore
+    for event in events:
+        if event.name() == "[memory]":
+            live_bytes += event.nbytes()
+            peak_bytes = max(peak_bytes, live_bytes)
+    tracker = LiveTensors()
+    with tracker:
+        gradient = run()
+    assert torch.equal(gradient, expected)
+    assert tracker.peak_bytes == pytest.approx(peak_bytes, rel=0.02)
+    del gradient
+    assert tracker.live_bytes == 0
+
+
+def test_a_result_that_is_waited_for_is_in_the_history_once() -> None:
+    weight, changes = torch.randn(ROWS, COLUMNS, requires_grad=True), list[int]()
+    tracker = LiveTensors()
+    tracker.on_change = lambda storage, num_bytes: changes.append(num_bytes)
+    with tracker:
+        ((weight * 2).gather(1, first_column(weight)).sum() + (weight * 3).sum()).backward()
+    live = [sum(changes[: count + 1]) for count in range(len(changes))]
+    assert max(live) == tracker.peak_bytes and live[-1] == tracker.live_bytes == weight.nbytes
+
+
 @pytest.mark.slow
 def test_what_compiled_code_takes_is_followed_and_counts_as_it_is() -> None:
     """Three operators in one kernel write one storage of 50 x 1,000; eager has two at a time."""
@@ -104,8 +197,14 @@ def test_storages_emptied_and_refilled_by_hand_as_fsdp_does() -> None:
     with tracker:
         torch.ops.aten.split_with_sizes_copy.out(source, [1000], out=[gathered])
     assert tracker.live_bytes == tracker.peak_bytes == 4_000
-    del gathered, storage
+    with tracker:
+        storage.resize_(0)
+        taken = torch.zeros(1000)
+        assert tracker.live_bytes == 4_000, "FSDP empties it in the middle of a phase, too"
+    assert tracker.peak_bytes == 4_000
+    del gathered, storage, taken
     assert tracker.live_bytes == 0
+    assert "resize_" not in vars(torch.UntypedStorage), "nothing is left behind"
 
 
 def test_phases_keep_their_own_peaks_and_times() -> None:
