@@ -919,7 +919,8 @@ class TestAnotherType:
         arm = "arms.treatment.policy.backend.type=megatron"
         recipe = load_recipe(SMALL, ["policy.backend.keep_gathered=auto", arm]).closed()
         assert own_run(recipe, "treatment").policy.backend.type == "megatron"
-        assert own_run(recipe, "baseline").policy.backend.keep_gathered is True
+        baseline: Any = own_run(recipe, "baseline").policy.backend
+        assert baseline.keep_gathered is True
 
 
 def test_dotted_and_nested_are_inverse() -> None:
