@@ -78,7 +78,9 @@ class Arms:
 
 
 Check = Callable[[Arms, re.Match[str]], bool]
-IMPL, HEAD, TP = "policy__logprobs__impl", "policy__logprobs__head_dtype", "policy__backend__tensor_parallel"
+IMPL, TP = "policy__logprobs__impl", "policy__backend__tensor_parallel"
+HEAD, LOGITS = "policy__logprobs__head_dtype", "policy__logprobs__logits_dtype"
+ENGINE_HEAD = "rollout__head_dtype"
 BACKEND, CP, EP = (
     "policy__backend__type",
     "policy__backend__context_parallel",
@@ -175,13 +177,19 @@ CLAIMS: dict[str, Check] = {
             )
         )
     ),
-    r"Both arms have the fused head \(Triton\)": lambda arms, m: arms.all(**{IMPL: "triton"}),
-    "fused head keeps the logits": lambda arms, m: all(fused(arms, arm) for arm in arms.values),
-    "rounds its logits to bfloat16, and whose trainer, with the fused head, does not": lambda arms, m: (
-        arms.all(policy__dtype="bfloat16") and arms.baseline(**{HEAD: None}) and fused(arms, BASELINE)
+    r"All arms have the fused head \(Triton\) with float32 logits": lambda arms, m: arms.all(
+        **{IMPL: "triton", LOGITS: "float32"}
     ),
+    "fused head keeps the logits": lambda arms, m: all(fused(arms, arm) for arm in arms.values),
+    "engine rounds its logits to bfloat16, and whose trainer does not": lambda arms, m: (
+        arms.all(policy__dtype="bfloat16", **{LOGITS: "float32"})
+        and arms.baseline(**{HEAD: None, ENGINE_HEAD: None})
+    ),
+    "The trainer's logits are float32 in all arms": lambda arms, m: arms.all(**{LOGITS: "float32"}),
     "(?:float32 LM head|LM head in float32)": lambda arms, m: (
-        arms.baseline(**{HEAD: None}) and arms.treatments(**{HEAD: "float32"})
+        arms.baseline(**{HEAD: None, ENGINE_HEAD: None})
+        and arms.some(**{HEAD: "float32", ENGINE_HEAD: None})
+        and arms.some(**{HEAD: None, ENGINE_HEAD: "float32"})
     ),
     "bfloat16 policy": lambda arms, m: arms.all(policy__dtype="bfloat16"),
     r"SmolLM2-135M-Instruct in (bfloat16|float32)": lambda arms, m: arms.all(policy__dtype=m[1]),

@@ -79,7 +79,7 @@ def test_a_claim_on_what_an_algorithm_records_can_be_evaluated(algorithm):
         ("train/rewrad", "grpo", "did you mean 'train/reward'?"),
         ("train/critic/los", "ppo", "did you mean 'train/critic/loss'?"),
         ("train/rewards/accuracies", "dpo", "did you mean 'train/rewards/accuracy'?"),
-        ("train/reward", "sft", "recorded are train/loss, train/grad_norm, train/entropy, "),
+        ("train/reward", "sft", "recorded are train/loss, train/grad_norm, "),
     ],
 )
 def test_a_claim_on_what_it_does_not_record_is_named_with_the_nearest(metric, algorithm, hint):
