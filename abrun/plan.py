@@ -221,7 +221,7 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
     settings = config.algorithm if isinstance(config.algorithm, PolicyGradientSettings) else None
     level = settings.metrics if settings else "basic"
     penalised = settings is not None and settings.kl_coefficient > 0
-    in_reward = settings is not None and getattr(settings, "kl_in", "loss") != "loss"
+    in_reward = settings is not None and settings.kl_in != "loss"
     by_loss = isinstance(config.task, Completions | Preferences)
     lacking: dict[str, tuple[bool, str]] = {
         "metrics basic": (level == "none", "runs of algorithm.metrics 'none'; set it to basic"),

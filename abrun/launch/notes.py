@@ -61,9 +61,8 @@ def _equal_arms(plan: Plan) -> Iterator[str]:
         if not {arm, BASELINE} <= one_update.keys():
             continue
         inert = {f"algorithm.{name}" for name in CLIPPING}
-        of_tokens = one_update[BASELINE].importance_correction or (
-            getattr(one_update[BASELINE], "kl_in", "") == "reward_to_go"
-        )
+        baseline = one_update[BASELINE]
+        of_tokens = baseline.importance_correction or baseline.kl_in == "reward_to_go"
         if changes.keys() <= (inert if of_tokens else inert | {"algorithm.loss"}):
             yield (
                 f"arm {arm}: differs from the baseline only in {', '.join(changes)}, which changes no "

@@ -8,11 +8,10 @@ from typing import Any
 
 from abrun.launch.requirements import shape_of
 from abrun.memory.step import is_cut
-from abrun.recipe import Dpo, Model, OwnRunConfig, PolicyGradientSettings
+from abrun.recipe import PLAIN_DECODERS, Dpo, Model, OwnRunConfig, PolicyGradientSettings
 
 DEFAULT_BUDGET_MIB = 512  # of the log-prob kernels
 CHARACTERS = 99  # the tokens of every preset's tokenizer
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -94,7 +93,7 @@ def num_parameters(shape: dict[str, Any]) -> tuple[int, int]:
 def known_shape(model: Model) -> dict[str, Any] | None:
     """A configuration's fields, of a preset or a folder, where it is one of the families that are known."""
     shape = {"vocab_size": CHARACTERS, **shape_of(model)}
-    return shape if shape.get("model_type") in FAMILIES else None
+    return shape if shape.get("model_type") in PLAIN_DECODERS else None
 
 
 def _head_size(shape: dict[str, Any]) -> int:

@@ -1,20 +1,22 @@
 """Tensors of a checkpoint that a network has no place for: a vision tower, layers that predict later tokens.
 
 A network of text alone is trained without them, and an export has them all the same: they are copied from
-the checkpoint's files, tensor by tensor, so that no memory holds them.
+the checkpoint's files, which are mapped and not read, so that no memory holds them.
 """
 
 import json
 import logging
-import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -26,7 +28,6 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from abrun.models.sources import checkpoint_file, weight_files
 
-CHUNK_BYTES = 2**24
 DTYPES = ("dtype", "torch_dtype")  # fields of a configuration
 # How a checkpoint with images or sound reads them, beside its tokenizer.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -86,7 +87,8 @@ def complete_export(unread: Unread, directory: Path) -> None:
 
 def _stored(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
     for path in paths:
-        yield from ((name, path) for name in _header(path)[0])
+        with safe_open(path, "pt") as file:
+            yield from ((name, path) for name in file.keys())  # noqa: SIM118 (it is no mapping)
 
 
 def _targets(network: Any, names: Iterable[str]) -> dict[str, str]:
@@ -132,90 +134,30 @@ def _add_tensors(unread: Unread, directory: Path) -> None:
     index_path = directory / SAFE_WEIGHTS_INDEX_NAME
     index = json.loads(index_path.read_text()) if index_path.exists() else None
     files = sorted(set(index["weight_map"].values())) if index else [SAFE_WEIGHTS_NAME]
+    added = dict(_read(unread.tensors))
     places: dict[str, str] = {}
-    added = [
-        entry
-        for path in sorted(set(unread.tensors.values()))
-        for entry in _entries(path)
-        if unread.tensors.get(entry.name) == path
-    ]
     for name in files:
-        entries = [replace(entry, name=unread.prefix + entry.name) for entry in _entries(directory / name)]
+        tensors = {unread.prefix + key: tensor for key, tensor in _tensors(directory / name)}
         if name == files[-1]:
-            entries += added
+            tensors |= added
         if name == files[-1] or unread.prefix:
             partial = directory / f"{name}.partial"
-            _write(partial, entries)
+            save_file(tensors, partial, metadata={"format": "pt"})
             partial.replace(directory / name)
-        places |= {entry.name: name for entry in entries}
+        places |= dict.fromkeys(tensors, name)
     if index:
         index["weight_map"] = places
-        index["metadata"]["total_size"] = index["metadata"].get("total_size", 0) + sum(e.size for e in added)
+        added_bytes = sum(tensor.nbytes for tensor in added.values())
+        index["metadata"]["total_size"] = index["metadata"].get("total_size", 0) + added_bytes
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A tensor in a safetensors file."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    path: Path
-    start: int  # in the file
-    size: int  # bytes
+def _read(places: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(set(places.values())):
+        yield from ((name, tensor) for name, tensor in _tensors(path) if places.get(name) == path)
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's tensors by name, and where their bytes begin."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
-
-
-def _entries(path: Path) -> Iterator[_Entry]:
-    header, begin = _header(path)
-    for name, found in header.items():
-        start, stop = found["data_offsets"]
-        yield _Entry(
-            name=name,
-            dtype=found["dtype"],
-            shape=found["shape"],
-            path=path,
-            start=begin + start,
-            size=stop - start,
-        )
-
-
-def _write(target: Path, entries: Iterable[_Entry]) -> None:
-    """Copy tensors of other files into a safetensors file; the widest dtype first, to align all of them."""
-    ordered = sorted(entries, key=lambda entry: (-_itemsize(entry), entry.name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for entry in ordered:
-        offsets = [place, place + entry.size]
-        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
-        place += entry.size
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with target.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for entry in ordered:
-            with entry.path.open("rb") as source:
-                source.seek(entry.start)
-                _copy(source, file, entry.size)
-
-
-def _itemsize(entry: _Entry) -> int:
-    return entry.size // count if (count := math.prod(entry.shape)) else 0
-
-
-def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:
-    while size:
-        chunk = source.read(min(size, CHUNK_BYTES))
-        if not chunk:
-            raise OSError(f"{source.name} ends before its last tensor")
-        target.write(chunk)
-        size -= len(chunk)
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield a safetensors file's tensors by name: mapped, so that no memory holds them."""
+    with safe_open(path, "pt") as file:
+        yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (it is no mapping)

@@ -104,10 +104,26 @@ class PolicyGradientSettings(Section):
     # loss's gradient too. See abrun.rl.losses.gradient_factor.
     grad_divisor: GradDivisor | None = None
     kl_coefficient: NonNegative = 0.0
+    # reward: a sequence's, off its reward. reward_to_go: off each token's reward, its own and all later ones.
+    kl_in: Literal["loss", "reward", "reward_to_go"] = "loss"
     # In the loss: k2 and k3+ descend KL(policy || reference), k3 KL(reference || policy), k1 nothing
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     entropy_coefficient: NonNegative = 0.0
     metrics: Literal["none", "basic", "full"] = "basic"
+
+    @model_validator(mode="after")
+    def _estimator_has_an_effect(self) -> Self:
+        if self.kl_coefficient > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; use "
+                "kl_estimator: k2, k3 or k3+, or kl_in: reward"
+            )
+        if self.kl_in != "loss" and self.kl_estimator == "k3+":
+            raise ValueError(
+                f"algorithm.kl_estimator: got 'k3+' with kl_in {self.kl_in!r}, and it differs from k3 in its "
+                "gradient alone, which a reward does not have; use kl_estimator: k3, or kl_in: loss"
+            )
+        return self
 
     @model_validator(mode="after")
     def _on_policy_is_one_update(self) -> Self:
@@ -182,8 +198,6 @@ class Grpo(PolicyGradientSettings):
     # std of the group's rewards, of the global batch's, or of those of the group's other completions
     normalize_over: Literal["group", "batch", "leave_one_out"] = "group"
     loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
-    # reward: a sequence's, off its reward. reward_to_go: off each token's reward, its own and all later ones.
-    kl_in: Literal["loss", "reward", "reward_to_go"] = "loss"
 
     @property
     def _chooses(self) -> bool:
@@ -245,7 +259,7 @@ class Grpo(PolicyGradientSettings):
                 "dynamic_sampling: null",
             ),
         ]
-        for refused, message in [*refusals, *_kl_refusals(self)]:
+        for refused, message in refusals:
             if refused:
                 raise ValueError(f"algorithm.{message}")
         return self
@@ -292,30 +306,6 @@ class Ppo(PolicyGradientSettings):
                 "value_coefficient: null, or value_backbone: shared"
             )
         return self
-
-    @model_validator(mode="after")
-    def _estimator_fits_its_place(self) -> Self:
-        for refused, message in _kl_refusals(self):
-            if refused:
-                raise ValueError(f"algorithm.{message}")
-        return self
-
-
-def _kl_refusals(settings: Grpo | Ppo) -> list[tuple[bool, str]]:
-    """Return (refused, message) pairs: estimators that have no effect in the loss, or in the reward."""
-    estimator, in_loss = settings.kl_estimator, settings.kl_in == "loss"
-    return [
-        (
-            settings.kl_coefficient > 0 and in_loss and estimator == "k1",
-            "kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; use "
-            "kl_estimator: k2, k3 or k3+, or kl_in: reward",
-        ),
-        (
-            not in_loss and estimator == "k3+",
-            f"kl_estimator: got 'k3+' with kl_in {settings.kl_in!r}, and it differs from k3 in its gradient "
-            "alone, which a reward does not have; use kl_estimator: k3, or kl_in: loss",
-        ),
-    ]
 
 
 class Sft(Section):

@@ -123,33 +123,34 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
         return _distances(result, sides, primary.limit[0])
     limit, of_ratio = primary.limit
     counter = shared_peak_counter(sides.runs)
-    arms = [
-        np.array([_level(run, result, bounds, counter) for run in runs])
-        for runs in (sides.baselines, sides.treatments)
-    ]
-    left, right = arms
+
+    def levels(transform: Transform) -> list[Array]:
+        arms = (sides.baselines, sides.treatments)
+        return [np.array([_level(run, result, bounds, counter, transform) for run in runs]) for runs in arms]
+
+    baseline, treatment = levels("identity")
+    transform: Transform = "identity"
+    left, right = baseline, treatment
     if primary.limits_excess:
-        left, right = (
-            np.array([_level(run, result, bounds, counter, "log_excess") for run in runs])
-            for runs in (sides.baselines, sides.treatments)
-        )
+        transform = "log_excess"
+        left, right = levels(transform)
     elif of_ratio:
-        left, right = (comparable(levels, "log") for levels in arms)
+        transform = "log"
+        left, right = comparable(baseline, transform), comparable(treatment, transform)
     needed = np.concatenate([left, right]) if of_ratio else right
     if not np.isfinite(needed).all():
         kind = "numbers above 0, as a ratio needs" if of_ratio else "numbers"
         kind = "at least 1, as a ratio of excesses over 1 needs" if primary.limits_excess else kind
         return replace(result, problem=f"its values in the window are not all {kind}, or not recorded")
-    result = replace(result, treatment_mean=float(arms[1].mean()))
-    if np.isfinite(arms[0]).all():
-        result = replace(result, baseline_mean=float(arms[0].mean()))
+    result = replace(result, treatment_mean=float(treatment.mean()))
+    if np.isfinite(baseline).all():
+        result = replace(result, baseline_mean=float(baseline.mean()))
     if not of_ratio:
         left = None
     elif sides.paired:
         left, right = None, right - left
     averaged = [len(_inside(run.series(primary.metric), bounds)) for run in sides.treatments]
     num_steps = min(averaged) if result.reduction == "mean" else 1
-    transform = "log_excess" if primary.limits_excess else "log" if of_ratio else "identity"
     scale = primary.model_copy(update={"transform": transform})
     step, is_below = resolution_of(sides.runs, scale, num_steps), primary.below is not None
     return _tested(result, left, right, limit, is_log=of_ratio, below=is_below, resolution=step)
@@ -207,7 +208,7 @@ def _level(
     result: PrimaryResult,
     bounds: tuple[int, int],
     counter: str | None,
-    transform: Transform = "identity",
+    transform: Transform,
 ) -> float:
     """Return a run's number: its window, transformed and reduced; of `memory` the largest of all phases.
 
