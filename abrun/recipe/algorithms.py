@@ -115,8 +115,8 @@ class PolicyGradientSettings(Section):
     def _estimator_has_an_effect(self) -> Self:
         if self.kl_coefficient > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
-                "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; use "
-                "kl_estimator: k2, k3 or k3+, or kl_in: reward"
+                "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; "
+                "use kl_estimator: k2, k3 or k3+, or kl_in: reward"
             )
         if self.kl_in != "loss" and self.kl_estimator == "k3+":
             raise ValueError(
