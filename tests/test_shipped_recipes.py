@@ -87,6 +87,15 @@ def test_arms_that_differ_in_how_logits_are_computed_do_not_differ_in_their_prec
     assert not (fused and precision_differences(plan))
 
 
+def test_a_dry_run_says_where_the_precision_of_the_head_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    command = ["launch", "quickstart", "--dry-run", "--set", "policy.dtype=bfloat16"]
+    logits = "arms.treatment.policy.logprobs.logits_dtype=float32"
+    shown = CliRunner().invoke(app, [*command, "--set", logits], catch_exceptions=False).output
+    assert "treatment: the trainer's logits in float32 instead of bfloat16\n" in shown
+    assert "instead of" not in CliRunner().invoke(app, command, catch_exceptions=False).output
+
+
 @pytest.mark.parametrize(
     "path",
     [path for path in RECIPES if path.stem != "quickstart"],  # which is read as documentation

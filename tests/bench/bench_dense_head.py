@@ -18,16 +18,19 @@ Letters: N tokens, H hidden size, V vocabulary.
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from abrun.kernels import linear_logprobs
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.memory_events import peak_bytes
 
 SHAPES = {"cpu": (2048, 128, 8192), "cuda": (16_384, 2048, 151_936)}  # N, H, V
 RUNS = {"cpu": 5, "cuda": 20}
@@ -82,22 +85,14 @@ def inputs(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> tupl
     return hidden, weight.requires_grad_(), torch.randint(vocab_size, (num_tokens,), device=device)
 
 
-def peak_bytes(run: Callable[[], None], device: str) -> int:
-    """Bytes allocated at the most while `run` runs, above what there was before."""
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    events: Any = recorded.profiler.kineto_results.events()  # pyright: ignore
-    live_bytes = highest = 0
-    for event in events:
-        if event.name() == "[memory]":
-            live_bytes += event.nbytes()
-            highest = max(highest, live_bytes)
-    return highest
+def peak_on(device: str, run: Callable[[], None]) -> int:
+    """Return the most bytes that were allocated while `run` ran, above what there was before."""
+    if device == "cpu":
+        return peak_bytes(run)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def seconds(run: Callable[[], None], device: str) -> float:
@@ -121,7 +116,7 @@ def row(loss: Loss, tensors: tuple[Tensor, Tensor, Tensor], device: str) -> tupl
     run()  # makes cuBLAS' workspace
     gc.collect()
     copy_bytes = 4 * len(tensors[0]) * len(tensors[1])
-    return peak_bytes(run, device) / copy_bytes, seconds(run, device)
+    return peak_on(device, run) / copy_bytes, seconds(run, device)
 
 
 def main() -> None:

@@ -61,3 +61,17 @@ def test_other_devices_are_a_reason(tmp_path: Path) -> None:
     experiment_dir = write_experiment(tmp_path / "placed")
     edit(experiment_dir / TREATED / "environment.json", lambda content: content.update(devices=["H200"]))
     assert "devices differ between" in json.dumps(compare(experiment_dir).content.reasons)
+
+
+def test_another_precision_of_the_head_is_a_note(tmp_path: Path) -> None:
+    experiment_dir = write_experiment(tmp_path / "placed", seeds=[0, 1, 2, 3, 4])
+    precision = {"projection": "bfloat16", "logits": "bfloat16", "engine": "bfloat16"}
+    for run in sorted(experiment_dir.glob("*/seed-*")):
+        place(run, 0.0, 9000.0, precision=precision)
+    assert compare(experiment_dir).content.notes == []
+    for run in sorted(experiment_dir.glob("treatment/seed-*")):
+        place(run, 0.0, 9000.0, precision=precision | {"logits": "float32", "engine": "float32"})
+    assert compare(experiment_dir).content.notes == [
+        "treatment: the trainer's logits in float32 instead of bfloat16, the rollout engine's LM head in float32 "
+        "instead of bfloat16"
+    ]

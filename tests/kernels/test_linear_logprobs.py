@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from abrun.kernels import linear_logprobs
 from abrun.kernels.head import Head
 from tests.conftest import TRITON_ON_CPU
+from tests.memory_events import peak_bytes
 from tests.spawn import run_ranks
 
 TILED = ["chunked", "triton"] if TRITON_ON_CPU else ["chunked"]
@@ -650,15 +650,7 @@ def peak_copies(problem: Problem, entropy: bool | None) -> float:
         )
         torch.stack([each for each in results if each is not None and each.requires_grad]).sum().backward()
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    held = peak = 0
-    events: Any = profiler.profiler.kineto_results.events()  # pyright: ignore
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak / (4 * len(hidden) * len(weight))
+    return peak_bytes(step) / (4 * len(hidden) * len(weight))
 
 
 @pytest.mark.parametrize("tiled", TILED)

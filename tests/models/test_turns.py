@@ -27,32 +27,24 @@ class Layout:
     rest: str = ""  # that the template writes after it
 
 
+QWEN = Layout(
+    template=CHATML,
+    special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+    eos="<|im_end|>",
+    end="<|im_end|>",
+    rest="\n",
+)
 LAYOUTS = {
-    "Qwen instruct": Layout(
-        template=CHATML,
-        special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
-        eos="<|im_end|>",
-        end="<|im_end|>",
-        rest="\n",
-    ),
-    "Qwen base": Layout(
-        template=CHATML,
-        special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
-        eos="<|endoftext|>",
-        end="<|im_end|>",
-        rest="\n",
-    ),
-    "Qwen 3": Layout(
+    "Qwen instruct": QWEN,
+    "Qwen base": dataclasses.replace(QWEN, eos="<|endoftext|>"),
+    "Qwen 3": dataclasses.replace(
+        QWEN,
         template=(
             "{% for m in messages %}<|im_start|>{{ m.role }}\n"
             "{% if m.role == 'assistant' and loop.last and '<think>' not in m.content %}"
             "<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         ),
-        special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
-        eos="<|im_end|>",
-        end="<|im_end|>",
-        rest="\n",
     ),
     "Llama 3": Layout(
         template=(

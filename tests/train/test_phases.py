@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from abrun.train.phases import LiveTensors, Phases
+from tests.memory_events import peak_bytes
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 500, 400
@@ -139,19 +139,12 @@ def test_the_peak_is_that_of_a_pass_that_nobody_watches(name: str) -> None:
         return values.grad
 
     expected = run()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    live_bytes = peak_bytes = 0
-    events: Any = recorded.profiler.kineto_results.events()  # pyright: ignore
-    for event in events:
-        if event.name() == "[memory]":
-            live_bytes += event.nbytes()
-            peak_bytes = max(peak_bytes, live_bytes)
+    allocated = peak_bytes(run)
     tracker = LiveTensors()
     with tracker:
         gradient = run()
     assert torch.equal(gradient, expected)
-    assert tracker.peak_bytes == pytest.approx(peak_bytes, rel=0.02)
+    assert tracker.peak_bytes == pytest.approx(allocated, rel=0.02)
     del gradient
     assert tracker.live_bytes == 0
 

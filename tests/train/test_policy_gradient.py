@@ -291,3 +291,18 @@ def test_the_reference_does_not_train(
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@pytest.mark.parametrize(
+    ("settings", "entropies"),
+    [
+        ({}, "value"),
+        ({"metrics": "full"}, "value"),
+        ({"metrics": "none"}, "none"),
+        ({"metrics": "none", "entropy_coefficient": 0.1}, "gradient"),
+    ],
+)
+def test_entropies_are_asked_for_as_far_as_they_are_used(settings: dict[str, Any], entropies: str) -> None:
+    """A gradient through them takes one more copy of the logits."""
+    objective = PolicyObjective(settings=Grpo(type="grpo", **settings), num_tokens=4, num_sequences=2)
+    assert objective.entropies == entropies
