@@ -72,6 +72,6 @@ def test_another_precision_of_the_head_is_a_note(tmp_path: Path) -> None:
     for run in sorted(experiment_dir.glob("treatment/seed-*")):
         place(run, 0.0, 9000.0, precision=precision | {"logits": "float32", "engine": "float32"})
     assert compare(experiment_dir).content.notes == [
-        "treatment: the trainer's logits in float32 instead of bfloat16, the rollout engine's LM head in float32 "
-        "instead of bfloat16"
+        "treatment: the trainer's logits in float32 instead of bfloat16, the rollout engine's LM head in "
+        "float32 instead of bfloat16"
     ]
