@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from abrun.backends.dtensor import fsdp
-from abrun.backends.head import IGNORED, Head
+from abrun.backends.head import IGNORED, Entropies, Head, HeadOutput
 
 
 def compute_in_float64(patch: Any) -> None:
@@ -37,14 +37,16 @@ def _judge(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
+    entropies: Entropies,
     token_loss: None = None,
     support: None = None,
-) -> tuple[Tensor, Tensor]:
+) -> HeadOutput:
     logprobs = (hidden @ weight.T).log_softmax(dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
     keep = target != IGNORED
     chosen = logprobs.gather(-1, target.where(keep, 0)[..., None])[..., 0]
-    return torch.where(keep, chosen, 0.0), torch.where(keep, entropy, 0.0)
+    asked = None if entropies == "none" else torch.where(keep, entropy, 0.0)
+    return HeadOutput(torch.where(keep, chosen, 0.0), asked, loss=None)
 
 
 def _norm(module: Any) -> Any:
