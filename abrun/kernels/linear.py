@@ -293,7 +293,10 @@ def _one_pass_grids(
 
 
 def _operand(values: Tensor, head: Head) -> Tensor:
-    return values.to(head.projection_dtype).contiguous()
+    operand = values.to(head.projection_dtype).contiguous()
+    if operand.stride(0) != operand.shape[1]:  # a single row is contiguous whatever its stride
+        operand = operand.clone(memory_format=torch.contiguous_format)
+    return operand
 
 
 def _cost_of_copies(hidden: Tensor, weight: Tensor, head: Head) -> Cost:

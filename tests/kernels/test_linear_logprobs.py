@@ -539,6 +539,17 @@ def test_any_layout_in_memory(impl: str, dtypes: str) -> None:
     torch.testing.assert_close(weight.grad, plain.d_weight)
 
 
+@pytest.mark.parametrize("tiled", TILED)
+@pytest.mark.parametrize("dtypes", ["bfloat16", "float32"])
+def test_a_single_token_with_any_stride(tiled: str, dtypes: str) -> None:
+    """One row is contiguous to torch whatever its stride, but not to a kernel that addresses rows."""
+    problem = make_problem(1, 151, dtypes)
+    plain = kernel_answer(problem, tiled, logits_dtype=None)
+    hidden = problem.hidden.as_strided((1, 8), (3, 1))
+    logprobs, _ = linear_logprobs(hidden, problem.weight, problem.target, impl=tiled)
+    torch.testing.assert_close(logprobs, plain.logprobs)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0)])
 def test_empty_batch(impl: str, shape: tuple[int, ...]) -> None:
