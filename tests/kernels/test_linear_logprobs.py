@@ -540,14 +540,14 @@ def test_any_layout_in_memory(impl: str, dtypes: str) -> None:
 
 
 @pytest.mark.parametrize("tiled", TILED)
-@pytest.mark.parametrize("dtypes", ["bfloat16", "float32"])
-def test_a_single_token_with_any_stride(tiled: str, dtypes: str) -> None:
+def test_tiles_of_one_token_with_any_stride(tiled: str) -> None:
     """One row is contiguous to torch whatever its stride, but not to a kernel that addresses rows."""
-    problem = make_problem(1, 151, dtypes)
-    plain = kernel_answer(problem, tiled, logits_dtype=None)
-    hidden = problem.hidden.as_strided((1, 8), (3, 1))
-    logprobs, _ = linear_logprobs(hidden, problem.weight, problem.target, impl=tiled)
-    torch.testing.assert_close(logprobs, plain.logprobs)
+    problem = replace(make_problem(7, 130, "bfloat16", hidden_size=16), head_dtype=torch.float16)
+    apart = {name: getattr(problem, name).t().contiguous().t() for name in ("hidden", "weight")}
+    small = {"memory_budget_bytes": 1, "chunk_size": 7}
+    answer, plain = (kernel_answer(each, tiled, **small) for each in (replace(problem, **apart), problem))
+    for part in ("logprobs", "entropies", "d_hidden", "d_weight"):
+        torch.testing.assert_close(getattr(answer, part), getattr(plain, part))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
