@@ -66,6 +66,7 @@ class TorchTiles:
             d_logits = shifted.exp_().mul_(-gradient.constant[:, None])
         else:
             d_logits = shifted.exp()
+            shifted.clamp_(min=LOWEST_LOGIT)  # 0 times -inf is no number
             d_logits.mul_(shifted.mul_(-gradient.linear[:, None]).sub_(gradient.constant[:, None]))
         column, here = _target_column(target, first_row, num_rows)
         d_logits.scatter_add_(1, column, gradient.onehot.masked_fill(~here, 0.0)[:, None])

@@ -52,7 +52,7 @@ def softmax_sums_kernel(
             )
         else:
             u = _read(logits, tokens, rows, num_tokens, num_rows)
-        u = tl.maximum(_capped(u, inner, SOFTCAP), LOWEST_LOGIT)
+        u = _finite(_capped(u, inner, SOFTCAP))
         if row + BLOCK_ROWS > num_rows:
             u = tl.where(rows[None, :] < num_rows, u, LOWEST_LOGIT)
         peak = tl.max(u, 1)
@@ -259,7 +259,7 @@ def gradient_at_target_kernel(
     y = tl.load(target_logit + tokens, mask=exists, other=0.0)
     factor = tl.load(constant + tokens, mask=exists, other=0.0)
     if linear is not None:
-        factor += tl.load(linear + tokens, mask=exists, other=0.0) * y
+        factor += tl.load(linear + tokens, mask=exists, other=0.0) * _finite(y)
     d = tl.load(onehot + tokens, mask=exists, other=0.0) - tl.exp2(y * LOG2_E) * factor
     if SOFTCAP:
         u = y / outer + tl.load(maximum + tokens, mask=exists, other=0.0)
@@ -346,6 +346,12 @@ def _capped(u, inner, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _finite(u):
+    """u with a number in place of -inf, whose exp is 0 and would be multiplied with it. NaN stays NaN."""
+    return tl.maximum(u, LOWEST_LOGIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _log2(x):
     """By the hardware's approximation, to 2^-22: thirty instructions a logit fewer than tl.log2."""
     if INTERPRETED:
@@ -362,5 +368,5 @@ def _factor(constant, linear, tokens, exists, y):
     """-(constant + linear * ln(2) * y), of softmax.LogitGradient, whose y is in nats."""
     factor = -tl.load(constant + tokens, mask=exists, other=0.0)[:, None]
     if linear is not None:
-        factor -= tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * y
+        factor -= tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * _finite(y)
     return factor

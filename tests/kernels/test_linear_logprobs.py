@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from abrun.kernels import linear_logprobs
+from abrun.kernels import linear_logprobs, linear_policy_loss
 from abrun.kernels.head import Head
 from tests.conftest import TRITON_ON_CPU
 from tests.memory_events import peak_bytes
@@ -304,6 +304,52 @@ def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy(impl: str, num_co
     torch.testing.assert_close(logprobs.double(), exact.log_prob(target), rtol=1e-5, atol=1e-5)
     assert entropies is not None
     torch.testing.assert_close(entropies.double(), exact.entropy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_a_logit_of_minus_infinity_leaves_the_gradients_numbers(
+    impl: str, dtype: torch.dtype, one_pass: bool
+) -> None:
+    problem = make_problem(3, 400)
+    weight = problem.weight.to(dtype)
+    weight[60] = -math.inf
+    weight.requires_grad_()
+    hidden, target = problem.hidden.abs().to(dtype), torch.tensor([0, 30, 60])
+    if one_pass:
+        loss, *_ = linear_policy_loss(
+            hidden,
+            weight,
+            target,
+            lambda logprobs, entropies, _: logprobs + entropies,
+            impl=impl,
+            entropy=True,
+        )
+    else:
+        logprobs, entropies = linear_logprobs(hidden, weight, target, impl=impl, entropy=True)
+        assert entropies is not None
+        loss = (logprobs + entropies).sum()
+    loss.backward()
+    logits = (hidden @ weight.detach().T).double()
+    exponents, probs = logits.log_softmax(1).clamp(min=-1e30), logits.softmax(1)
+    entropy = -(probs * exponents).sum(1, keepdim=True)
+    d_logits = torch.nn.functional.one_hot(target, 400) - probs - probs * (exponents + entropy)
+    exact = d_logits.T @ hidden.double()
+    assert weight.grad is not None
+    assert largest(weight.grad - exact) <= (2**-6 if dtype == torch.bfloat16 else 1e-5) * largest(exact)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_logit_that_is_no_number_shows(impl: str, dtype: torch.dtype) -> None:
+    problem = make_problem(3, 400)
+    weight = problem.weight.to(dtype)
+    weight[300] = math.nan
+    hidden, target = problem.hidden.to(dtype), torch.tensor([0, 30, 399])
+    logprobs, entropies = linear_logprobs(hidden, weight, target, impl=impl, entropy=True)
+    assert entropies is not None
+    assert logprobs.isnan().all() and entropies.isnan().all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
