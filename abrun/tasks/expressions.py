@@ -108,9 +108,14 @@ UNITS = {
     "dollar": "",
     "degree": "",
     "radian": "rad",
+    "mi/h": "mph",
+    "km/h": "kph kmh",
 }
 UNIT_NAMES = {name: unit for unit, names in UNITS.items() for name in (unit, *names.split())}
 TEXT = re.compile(r"\\(?:text|mbox|math|op)(?:bf|it|rm|sf|tt|up|normal|eratorname)? *\{([^{}]*)\}")
+FONT_UNIT = re.compile(rf"(?<=\w)\s*(?:{TEXT.pattern})(\^\{{?[23]\}}?)?$")
+BASE = re.compile(r"^\s*[0-9A-F]+ *_ *\{? *([0-9]+) *\}?\s*$")
+WITHOUT_BRACES = str.maketrans("", "", "{}")
 LAYOUT = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z])|~|\*\*|\s+")
 
 
@@ -158,7 +163,7 @@ def to_latex(answer: str) -> str:
 
 
 def units_differ(latex: str, other: str) -> bool:
-    """Return whether two answers end in different units that are known; an answer may leave its unit out."""
+    """Return whether two answers end in different known units or bases; an answer may leave its unit out."""
     units = _unit_of(latex), _unit_of(other)
     return all(units) and units[0] != units[1]
 
@@ -232,16 +237,19 @@ def _to_improper(match: re.Match[str]) -> str:
 
 
 def _short_name(words: str) -> str:
-    names = [
-        UNIT_NAMES.get(word) or UNIT_NAMES.get(word.lower().removesuffix("s")) for word in words.split("/")
-    ]
+    factors = words.replace(" per ", "/").split("/")
+    names = [UNIT_NAMES.get(word) or UNIT_NAMES.get(word.lower().removesuffix("s")) for word in factors]
     return "/".join(filter(None, names)) if all(names) else ""
 
 
 def _unit_of(latex: str) -> str:
-    plain = TEXT.sub(r" \1", latex.replace(r"^{\circ}", " degree").replace(r"^\circ", " degree"))
-    match = UNIT.search(plain)
-    return _short_name(match[1]) if match else ""
+    plain = latex.replace(r"^{\circ}", " degree").replace(r"^\circ", " degree")
+    if base := BASE.search(plain):
+        return "base " + base[1]
+    # A unit in a font follows constants too: 8\pi\text{ cm}
+    match = FONT_UNIT.search(plain) or UNIT.search(TEXT.sub(r" \1", plain))
+    name = _short_name(match[1].strip()) if match else ""
+    return name + (match[2] or "").translate(WITHOUT_BRACES) if match and name else ""
 
 
 def _mark_unit(match: re.Match[str]) -> str:

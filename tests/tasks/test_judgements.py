@@ -163,3 +163,18 @@ def test_a_hostile_completion_is_wrong_before_long(completion: str, monkeypatch:
         assert judged(reference, completion) == 0
         assert mathematically(Example(prompt="", completion="", answer=reference), completion) == 0
         assert time.process_time() - started < 8
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        (r"8\pi\text{ cm}", r"8\pi", r"8\pi\text{ in}"),
+        (r"10\text{ cm}^2", r"10", r"10\text{ cm}^3"),
+        (r"10\text{ cm}^2", r"10\text{ cm}^{2}", r"10\text{ cm}"),
+        (r"60\text{ mph}", r"60\text{ miles per hour}", r"60\text{ km/h}"),
+        ("204_5", "204_{5}", "204_6"),
+    ],
+)
+def test_answers_in_different_units_or_bases_differ(reference: str, right: str, wrong: str) -> None:
+    assert judged(reference, f"\\boxed{{{right}}}") == 1
+    assert judged(reference, f"\\boxed{{{wrong}}}") == 0
