@@ -23,7 +23,8 @@ PAIRS = (r"\\left(?![a-z])", r"\\right(?![a-z])"), (r"\\begin\{", r"\\end\{")
 UNFINISHED = re.compile(r"[=^_\\]\s*$|\\[dtc]?frac\s*(?:\{[^{}]*\}|[0-9])?\s*$")
 # x = 5, f(2) = 5, 2 + 3 = 5
 EQUATION = re.compile(
-    r"^(?:(?:[^A-Za-z=\\]|\\(?:times|cdot|div|d?frac)(?![A-Za-z]))*|\s*[A-Za-z](?:_\{?\w+\}?|\([a-z0-9]\))?\s*)=(?!.*=)"
+    r"^(?:(?:[^A-Za-z=\\]|\\(?:times|cdot|div|d?frac)(?![A-Za-z]))*"
+    r"|\s*[A-Za-z](?:_\{?\w+\}?|\([a-z0-9]\))?\s*)=(?!.*=)"
 )
 LIST = re.compile(r"\\?\{?[-+0-9./]+(?:, +[-+0-9./]+)+\\?\}?")
 OPERATION = re.compile(r"[\w)}]\s*(?:[-+*]|\\(?:times|cdot)(?![A-Za-z]))\s*[\w(\\]")

@@ -178,3 +178,9 @@ def test_a_hostile_completion_is_wrong_before_long(completion: str, monkeypatch:
 def test_answers_in_different_units_or_bases_differ(reference: str, right: str, wrong: str) -> None:
     assert judged(reference, f"\\boxed{{{right}}}") == 1
     assert judged(reference, f"\\boxed{{{wrong}}}") == 0
+
+
+@pytest.mark.parametrize("left", [r"6\cdot 7", r"6 \times 7 ", r"\frac{84}{2}", "6*7", "x"])
+def test_the_right_side_of_an_equation_is_the_answer(left: str) -> None:
+    assert judged("42", f"\\boxed{{{left}=42}}") == 1
+    assert judged("42", f"\\boxed{{{left}=43}}") == 0
