@@ -10,6 +10,7 @@ from scipy import special
 
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.compare.judge.margins import Margin, yardstick
+from abrun.compare.judge.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.equivalence import (
@@ -36,7 +37,6 @@ from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
 from abrun.series import Array, Steps, window_bounds
 from abrun.sigmas import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
-from abrun.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 
 Test = Literal["paired TOST", "sigma test", "Welch TOST", "Welch sigma test", "limit", "ratio limit", "exact"]
 Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]

@@ -9,6 +9,7 @@ from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
 from abrun.compare.judge.claims import PrimaryResult, setting_text
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
+from abrun.compare.judge.skewness import ARMS, HARMLESS, skew_warning
 from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides, stack
@@ -24,7 +25,6 @@ from abrun.metric_names import (
 )
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, window_bounds
-from abrun.skewness import ARMS, HARMLESS, skew_warning
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
