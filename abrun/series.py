@@ -63,6 +63,13 @@ def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, 
     return {key: one for key, (one, _) in series.items()}, sum(replaced for _, replaced in series.values())
 
 
+def on_shared_steps(window: str, bounds: tuple[int, int] | None, shared: Steps) -> tuple[int, int] | None:
+    """The bounds of a window in percent, or of 'all', drawn in to the steps in it that all runs share."""
+    if bounds is None or not len(shared) or window.startswith("steps"):
+        return bounds
+    return int(shared[0]), int(shared[-1])
+
+
 def window_bounds(window: str, steps: Steps, metric: str) -> tuple[int, int]:
     """First and last step of a window on a grid. Raises ComparisonError where the grid does not hold it."""
     first, last = int(steps[0]), int(steps[-1])

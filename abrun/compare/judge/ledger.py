@@ -79,7 +79,9 @@ def new_ledger(
     return Ledger(
         metric=claim.metric,
         window=claim.window,
-        steps=window_bounds(claim.window, union(run.steps for run in runs), claim.metric),
+        steps=window_bounds(
+            claim.window, union(run.series(claim.metric).steps for run in runs), claim.metric
+        ),
         transform=claim.transform or default_transform(claim.metric),
         budget=amount,
         alpha=ALPHA,

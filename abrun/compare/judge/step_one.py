@@ -294,7 +294,13 @@ def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> str:
     """Why nothing is read of the first step of runs that abrun did not launch."""
     if pairs and all(no_shared_step([pair.baseline, pair.treatment]) for pair in pairs):
         return "the runs share no step"
-    first = max((first_step(pair.baseline) for pair in pairs), default=0)
+    firsts = [(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs]
+    apart = next((both for both in firsts if both[0] != both[1]), None)
+    if apart:
+        return (
+            f"the arms begin at different steps, the baseline at {apart[0]} and the treatment at {apart[1]}"
+        )
+    first = max((first for first, _ in firsts), default=0)
     if first > 1:
         return f"the first recorded step is {first}, after updates were made"
     return f"no reward, loss, gradient norm or entropy is recorded in both arms{named_otherwise(recorded)}"

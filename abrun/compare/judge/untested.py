@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
+from abrun.compare.judge.grids import grid_note
 from abrun.compare.judge.step_one import (
     RAISED_BY_ROUNDING,
     StepOne,
@@ -14,7 +15,7 @@ from abrun.compare.judge.step_one import (
 from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.recipe import ONE_ULP, Primary
 
 
@@ -55,7 +56,8 @@ def not_tested(
     steps = experiment.all_steps()
     others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
     unsettled = [one for one in first_steps if one.result == "not tested"]
-    sentences = [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
+    sentences = _unshared_steps(sides.finished, primaries)
+    sentences += [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
     sentences += _unsaid(runs, sides)
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
@@ -102,6 +104,15 @@ def not_tested(
         made = "this recipe, these seeds" if experiment.has_recipe else "these runs' configurations, seeds"
         sentences.append(f"anything but {made} and steps {steps[0]}-{steps[-1]}")
     return sentences
+
+
+def _unshared_steps(sides: Sides, primaries: Sequence[Primary]) -> list[str]:
+    """A line for each claimed metric, or else that of step one, that the arms recorded at different steps."""
+    claimed = [primary.metric for primary in primaries]
+    recorded = [one for one in claimed or STEP_ONE if any(len(run.series(one)) for run in sides.runs)]
+    metrics = dict.fromkeys(recorded if claimed else recorded[:1])
+    notes = (grid_note((sides.baselines, sides.treatments), metric) for metric in metrics)
+    return [note for note in notes if note]
 
 
 def _left_out(experiment: Experiment, sides: Sides) -> Iterator[str]:

@@ -59,7 +59,7 @@ def freeze(
         if not run.finished:
             raise ComparisonError(f"{run} is not finished ({run.status}); a reference needs whole runs")
     compare = (claims or experiment.compare).model_copy(update={"looks": [], "reference": None})
-    grid = union(run.steps for run in runs)
+    grids = {one.metric: union(run.series(one.metric).steps for run in runs) for one in compare.primary}
     content = {
         "schema_version": _SCHEMA_VERSION,
         "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
@@ -74,7 +74,7 @@ def freeze(
             "rerun": run.name.rerun,
             "config": _others(_public(run.config or {}), content["config"]),
             "environment": _others(_environment(run), content["environment"]),
-            "metrics": _frozen_metrics(run, compare, grid),
+            "metrics": _frozen_metrics(run, compare, grids),
         }
         for run in runs
     ]
@@ -218,20 +218,21 @@ def public_diff(diff: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, Any]]
     }
 
 
-def _frozen_metrics(run: RecordedRun, compare: Compare, grid: Steps) -> dict[str, Any]:
+def _frozen_metrics(run: RecordedRun, compare: Compare, grids: Mapping[str, Steps]) -> dict[str, Any]:
     kept = [*(primary.metric for primary in compare.primary), *STEP_ONE, STEP_TIME]
     kept += filter(is_peak_memory, run.metrics)
     metrics = {}
     for metric in dict.fromkeys(kept):
         if metric in run.metrics:
-            series = _kept(run.series(metric), _full(metric, compare, grid))
+            series = _kept(run.series(metric), _full(metric, compare, grids))
             metrics[metric] = {"steps": series.steps.tolist(), "values": series.values.tolist()}
     return metrics
 
 
-def _full(metric: str, compare: Compare, grid: Steps) -> Sequence[tuple[int, int]]:
+def _full(metric: str, compare: Compare, grids: Mapping[str, Steps]) -> Sequence[tuple[int, int]]:
     """The windows in which every step of a metric is kept."""
-    return [window_bounds(one.window, grid, metric) for one in compare.primary if one.metric == metric]
+    claims = [one for one in compare.primary if one.metric == metric and len(grids[metric])]
+    return [window_bounds(one.window, grids[metric], metric) for one in claims]
 
 
 def _kept(series: Series, windows: Sequence[tuple[int, int]]) -> Series:

@@ -12,6 +12,7 @@ from typing import Any
 
 from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import claim_on, claimable
+from abrun.compare.judge.grids import held_by_all
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
@@ -311,6 +312,7 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
     there, here = set(experiment.arm(experiment.baseline)), set(experiment.arm(experiment.treatments[0]))
     left = ", ".join(map(str, sorted(there - here)))
     if not left and any(one["problem"] for one in content["primaries"]):
+        yield from _over_shared_steps(experiment)
         yield NextStep(text=MEND, command="abrun compare RUNS")
         return
     if not left:
@@ -388,6 +390,7 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
                 text="If another column counts the steps of all of them, name it",
                 command="abrun compare RUNS --step-column NAME",
             )
+        yield from _over_shared_steps(experiment)
         yield NextStep(text=MEND, command="abrun compare RUNS")
         return
     broken = [run for run in experiment.runs.values() if not run.finished and not run.thinned]
@@ -407,6 +410,19 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield NextStep(
             text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",
+        )
+
+
+def _over_shared_steps(experiment: Experiment) -> Iterator[NextStep]:
+    """Where runs lack steps of a claim's window: a window that all hold, or the seeds that hold this one."""
+    claims, seeds = held_by_all(experiment)
+    if claims:
+        options = _claims(_claiming(experiment, claims))
+        yield NextStep(text="Claim it over steps that all runs hold", command=f"abrun compare RUNS{options}")
+    if len(seeds) > 1:
+        yield NextStep(
+            text="Compare the seeds whose runs hold the window whole",
+            command=f"abrun compare RUNS --seeds {','.join(map(str, seeds))}",
         )
 
 
