@@ -86,13 +86,7 @@ def not_tested(
             f"{of}s that fail more rarely: {counted(clean, f'clean {of}')} leave{'s' * (clean == 1)} a "
             f"failure rate of up to {100 * most:.0f} % (95 % bound)"
         )
-    if primaries and all(primary.margin is None for primary in primaries):
-        sentences.append("whether the arms converge alike: no claim has a margin")
-    unlearned = [primary.metric for primary in primaries if not primary.climbs]
-    if unlearned:
-        sentences.append(
-            f"whether the baseline learned anything: `climbs: false` is declared for {', '.join(unlearned)}"
-        )
+    sentences += _unclaimed(primaries)
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
     if primaries and launched and all(planted.name == ONE_ULP for planted in experiment.planted.values()):
         own, how = experiment.faults_of_arms(), " (abrun sensitivity)" * experiment.can_plant
@@ -104,6 +98,16 @@ def not_tested(
         made = "this recipe, these seeds" if experiment.has_recipe else "these runs' configurations, seeds"
         sentences.append(f"anything but {made} and steps {steps[0]}-{steps[-1]}")
     return sentences
+
+
+def _unclaimed(primaries: Sequence[Primary]) -> Iterator[str]:
+    """What the claims leave out as they were declared."""
+    if primaries and all(primary.margin is None for primary in primaries):
+        yield "whether the arms converge alike: no claim has a margin"
+    unlearned = [primary.metric for primary in primaries if not primary.climbs]
+    if unlearned:
+        declared = ", ".join(unlearned)
+        yield f"whether the baseline learned anything: `climbs: false` is declared for {declared}"
 
 
 def _unshared_steps(sides: Sides, primaries: Sequence[Primary]) -> list[str]:
