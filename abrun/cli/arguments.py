@@ -97,6 +97,20 @@ StepColumn = Annotated[str | None, typer.Option(help="The column or key that cou
 Seeds = Annotated[
     str | None, typer.Option(help="Only the runs of these seeds, such as 0-3 or 1,5: what both arms have.")
 ]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="RUN",
+        help="Leave out a run, such as new/seed-2, or all that a pattern matches: by arm and seed, by its name "
+        "in the log, by wandb id; repeatable. The report says so.",
+    ),
+]
+VersionsDiffer = Annotated[
+    bool,
+    typer.Option(
+        "--versions-differ", help="Package versions are the treatment: they differ by arm, not within one."
+    ),
+]
 Reference = Annotated[
     Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
 ]

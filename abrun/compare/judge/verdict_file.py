@@ -104,7 +104,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         baseline=experiment.baseline,
         verdict=verdict,
         exit_code=EXIT_CODES[verdict],
-        reasons=[*reasons, *([f"post hoc: {post_hoc}"] if post_hoc else [])],
+        reasons=[*reasons, *experiment.left_out, *([f"post hoc: {post_hoc}"] if post_hoc else [])],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
         paired=experiment.compare.paired,

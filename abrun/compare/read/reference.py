@@ -190,6 +190,7 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
         directory=experiment.directory,
         launched_compare_sha256=None if known_before else compare_hash(reference.compare),
         launched_pairs=len(reference.runs),
+        left_out=experiment.left_out,
         runs=runs,
         reference=reference,
         regression=True,
@@ -226,6 +227,8 @@ def _frozen_metrics(run: RecordedRun, compare: Compare, grids: Mapping[str, Step
         if metric in run.metrics:
             series = _kept(run.series(metric), _full(metric, compare, grids))
             metrics[metric] = {"steps": series.steps.tolist(), "values": series.values.tolist()}
+            if series.recounted:
+                metrics[metric]["recounted"] = series.recounted
     return metrics
 
 
@@ -244,7 +247,7 @@ def _kept(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
     keep[np.flatnonzero(~np.isfinite(series.values))[:1]] = True
     for first, last in windows:
         keep |= (first <= series.steps) & (series.steps <= last)
-    return Series(series.steps[keep], series.values[keep])
+    return Series(series.steps[keep], series.values[keep], series.recounted)
 
 
 def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> RecordedRun:
@@ -268,7 +271,7 @@ def _series(metric: str, one: Mapping[str, Any]) -> Series:
     values = np.array([decode(value) for value in one["values"]], np.float64)
     if steps.ndim != 1 or steps.shape != values.shape or not len(steps) or (np.diff(steps) <= 0).any():
         raise ValueError(f"{shortened(metric)}: steps that go up, and a value for each, are expected")
-    return Series(steps, values)
+    return Series(steps, values, int(one.get("recounted", 0)))
 
 
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:
