@@ -19,6 +19,7 @@ from abrun.cli.arguments import (
     Formats,
     Group,
     Json,
+    Looks,
     NoStepOne,
     Overrides,
     Pattern,
@@ -32,6 +33,7 @@ from abrun.cli.arguments import (
     Unpaired,
     names_of_recipes,
     parse_formats,
+    parse_looks,
     parse_seeds,
     recipe_file,
     typed_command,
@@ -56,6 +58,7 @@ def compare(
     step_column: StepColumn = None,
     seeds: Seeds = None,
     unpaired: Unpaired = False,
+    looks: Looks = None,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
     formats: Formats = None,
@@ -94,6 +97,7 @@ def compare(
             step_column=step_column,
             seeds=None if seeds is None else tuple(parse_seeds(seeds)),
             unpaired=unpaired,
+            looks=() if looks is None else parse_looks(looks),
         ),
         primaries=[parse_primary(text) for text in primary] if primary else None,
         reference=reference,
@@ -203,7 +207,12 @@ def ledger(
     ] = None,
     arm: Annotated[str | None, typer.Option(help="With --add: which treatment, of several.")] = None,
     tried: Annotated[
-        int, typer.Option(min=1, help="With --add: changes judged since the last entry, this one among them.")
+        int,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="With --add: changes judged since the last entry, this one among them.",
+        ),
     ] = 1,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
