@@ -194,7 +194,8 @@ def grokking_rates(num: int, pairs: Sequence[int] = (2, *PAIRS)) -> Rates:
         rng = np.random.default_rng(num_pairs)
         left = np.zeros((num, num_pairs))
         right = 4.0 + rng.choice([-1.0, 1.0], left.shape) + 0.1 * rng.standard_normal(left.shape)
-        found["false match"].append((float(np.mean(tost(left, right, 4.0) < ALPHA)),) * 2)
+        match = float(np.mean(tost(left, right, 4.0) < ALPHA))
+        found["false match"].append((match, match))
         rate = float(np.mean(beyond(left, right, 4.0) < ALPHA_DIFFERENCE))
         found["false mismatch"].append((rate, rate if num_pairs > 2 else 0.0))
     return found

@@ -35,7 +35,7 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import Transform, default_reduction, default_transform
 from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
-from abrun.series import Array, Steps, window_bounds
+from abrun.series import Array, Steps, on_shared_steps, window_bounds
 from abrun.sigmas import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
 
 Test = Literal["paired TOST", "sigma test", "Welch TOST", "Welch sigma test", "limit", "ratio limit", "exact"]
@@ -147,6 +147,7 @@ def judge_primary(
     transform = primary.transform or default_transform(metric)
     bounds = window_bounds(primary.window, grid, metric) if len(grid) else None
     steps, baseline, treatment = _in_window(finished, primary, bounds)
+    bounds = on_shared_steps(primary.window, bounds, steps)
     used = finished.of(_usable(baseline), _usable(treatment))
     in_window = (
         baseline[[run in used.baselines for run in finished.baselines]],

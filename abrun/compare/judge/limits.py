@@ -24,7 +24,7 @@ from abrun.metric_names import (
     unit_of,
 )
 from abrun.recipe import Primary, claim_text
-from abrun.series import Array, Series, Steps, window_bounds
+from abrun.series import Array, Series, Steps, on_shared_steps, window_bounds
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
@@ -80,10 +80,28 @@ def judge_limit(
     if (primary.exact or primary.metric == FINAL_WEIGHTS) and not sides.paired:
         what = "bit-exactness" if primary.exact else "how far final weights are apart"
         result = replace(result, problem=f"{what} is a matter of pairs of one seed")
+    if bounds and not primary.exact and len(shared := stack(finished.runs, metric)[0]):
+        inside = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
+        bounds = on_shared_steps(primary.window, bounds, inside)
+        result = replace(result, steps=bounds)
+        finished = _on_shared_steps(finished, metric, shared)
     if bounds is None or not min(finished.sizes) or result.problem:
         unfinished = "no pair has finished" if sides.paired else "no run of an arm has finished"
         return replace(result, problem=result.problem or unfinished)
     return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
+
+
+def _on_shared_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
+    """The runs with a metric at the steps that all of them have."""
+
+    def cut(run: RecordedRun) -> RecordedRun:
+        series = run.series(metric)
+        inside = np.isin(series.steps, shared)
+        cut_series = Series(series.steps[inside], series.values[inside])
+        return replace(run, metrics={**run.metrics, metric: cut_series})
+
+    baselines, treatments = (tuple(map(cut, runs)) for runs in (sides.baselines, sides.treatments))
+    return replace(sides, baselines=baselines, treatments=treatments)
 
 
 def _exact(result: PrimaryResult, sides: Sides, bounds: tuple[int, int]) -> PrimaryResult:

@@ -28,8 +28,9 @@ OF_COMPARE = "abrun compare takes the sd as measured"
 def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = True) -> Spread | None:
     """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
+    grid = experiment.steps_of(claim.metric)
     results = [
-        judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), experiment.all_steps())
+        judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
         for arm in experiment.treatments
     ]
     known = [result for result in results if result.sd_difference is not None]
@@ -225,7 +226,8 @@ def _of_prompts(
     for arm in earlier.treatments:
         pairs = earlier.pairs(arm)
         sides = earlier.sides(arm)
-        result = judge_primary(arm, sides, claim, resolved_margin(claim, None), earlier.all_steps())
+        grid = earlier.steps_of(claim.metric)
+        result = judge_primary(arm, sides, claim, resolved_margin(claim, None), grid)
         found = by_prompt(arm, pairs, [result])
         if found and found.metric == ACCURACY and not found.problem:
             shrinks = found.parts.sd_with(2) / found.parts.sd_pairs if found.parts else 1.0
