@@ -62,7 +62,7 @@ def compared(tmp_path, monkeypatch):
     [
         ("reward:last 20%:0.07", "MATCH"),
         ("reward:last 20%:0.02", "MISMATCH"),
-        ("reward:last 20%:0.034", "INCONCLUSIVE"),
+        ("reward:last 20%:0.033", "INCONCLUSIVE"),
         ("reward:last 20%:>0.3", "MATCH"),
         ("reward:last 20%:<1.5x", "MATCH"),
         ("reward:last 20%:9 sigma", "MATCH"),
@@ -102,7 +102,9 @@ def test_a_description_begins_with_its_finding(compared):
     assert found.exit_code == 4 and found.content.verdict == "INCONCLUSIVE"
     assert "DESCRIPTION" in text and "INCONCLUSIVE" not in text
     first = found.content.reasons[0]
-    assert re.match(r"train/reward is 0\.03\d+ lower in new: 0\.\d+ against 0\.\d+ in old, steps 33-40, ", first)
+    assert re.match(
+        r"train/reward is 0\.03\d+ lower in new: 0\.\d+ against 0\.\d+ in old, steps 33-40, ", first
+    )
     assert "lower in 4 of 4 seeds" in first
     assert found.content.descriptions[0].detected is not None
 
@@ -164,7 +166,7 @@ def test_no_failure_rate_is_bounded_beside_a_failure(simulated, judged):
 
 def test_shifted_steps_are_not_called_unrecorded_metrics(compared):
     found, _ = compared("train/reward:last 20%:0.07", first=0)
-    (step_one,) = [one for one in found.content.not_tested if one.startswith("step one")] or [""]
+    step_one = next(one for one in found.content.not_tested if one.startswith("step one: "))
     assert "no reward, loss" not in step_one
     assert "is 1 in the baseline and 0 in the treatment" in step_one
 

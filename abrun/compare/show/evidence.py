@@ -110,7 +110,7 @@ def _furthest(checks: Sequence[Content]) -> str:
     """The metric closest to its tolerance, or furthest beyond it: it speaks for the rest."""
     one = max(checks, key=lambda one: one["deviation"] / one["tolerance"])
     share = share_of_scale(one["deviation"], one["scale"], one["scale_from"])
-    return f"{one['metric']}: by {share}; tolerance {one['tolerance']:.2g} ({one['tolerance_from']})"
+    return f"{one['metric']}: by {share}, where {one['tolerance']:.2g} is allowed ({one['tolerance_from']})"
 
 
 def _guards(guards: Sequence[Content]) -> str:

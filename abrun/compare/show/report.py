@@ -39,7 +39,7 @@ FORMATS = ("json", "html", "markdown", "png", "svg")
 FIGURES = ("png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 OWN_FIGURES = ("claims", "overview")  # no metric's
-MOST_LINES = 25  # of the markdown, without images
+MOST_LINES = 30  # of the markdown, without images
 MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
 OF_ONE_RUN, OF_SEVERAL = (
     ["mean distance step by step"],
