@@ -59,7 +59,10 @@ def test_levels_are_of_both_arms_with_the_margin_and_the_spreads(simulated, judg
     (found,) = claims(experiment_dir, judged)
     assert (found.claim, found.arm, found.where) == (0, "treatment", "train/reward, steps 33-40")
     # baseline 0.80 to 0.84, differences 0 to 0.004: mean 0.002, sd 0.00158, t(4, 0.95) = 2.132
-    assert found.means == "baseline 0.82, treatment 0.822; paired difference +0.002 ± 0.0015 (90 %)"
+    assert (
+        found.means
+        == "baseline 0.82, treatment 0.822; paired difference +0.002 [0.000493, 0.00351] (90 % interval)"
+    )
     assert found.beside == (
         "margin ±0.02 is 2.4 % of the level and 4.8 % of the climb; "
         "sd over seeds 0.016, of the paired differences 0.0016 (15x narrower than unpaired)"

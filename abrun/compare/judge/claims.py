@@ -9,6 +9,7 @@ import numpy as np
 from scipy import special
 
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
+from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.margins import Margin, yardstick
 from abrun.compare.judge.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
@@ -82,6 +83,7 @@ class PrimaryResult:
     certified_jointly: float | None = (
         None  # an absolute bound that holds together with those of all other claims
     )
+    detected: Detected | None = None  # where the interval of the difference excludes zero
     limited: float | None = None  # of a limit: the treatment's mean over seeds, or its ratio to the baseline
     limited_interval: tuple[float, float] | None = None  # level 1 - 2 alpha
     detail: str | None = None  # of an exact claim: where it first fails
@@ -101,11 +103,6 @@ class PrimaryResult:
     problem: str | None = None  # why these runs cannot show equivalence, whatever the numbers are
     warning: str | None = None  # what the test assumes and these differences do not look like
     result: Result = "not tested"
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether a difference was detected, be it within the margin or beyond."""
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
 def sample_text(result: PrimaryResult) -> str:
@@ -287,6 +284,7 @@ def with_statistics(
         freedom=tost.freedom,
         ci90=(tost.mean_difference - reach, tost.mean_difference + reach),
         interval=tost.interval,
+        detected=detect(baseline, treatment, tost.mean_difference, tost.interval, paired=paired),
         certified_bound=tost.certified_bound,
         p_difference=tost.p_difference,
         pair_correlation=tost.pair_correlation,

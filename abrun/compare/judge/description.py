@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from abrun.compare.judge.claims import judge_primary
+from abrun.compare.judge.direction import Detected, detect, difference_text
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.summaries import climbs, direction_in, moving, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
@@ -45,6 +46,7 @@ class Description:
     largest_distance: float | None
     largest_at: int | None  # step
     # Of several runs of each arm; None: of one.
+    detected: Detected | None  # where that interval excludes zero
     interval: tuple[float, float] | None  # 90 %, of the difference: paired, or Welch's
     certified_bound: float | None  # the smallest margin that would be certified now
     margin: float | None  # suggested: from the baseline alone; None: it is 0 there, and stays so
@@ -167,6 +169,9 @@ def _description(
         mean_distance=float(distance.mean()) if alone else None,
         largest_distance=float(distance.max()) if alone else None,
         largest_at=int(steps[distance.argmax()]) if alone else None,
+        detected=detect(left, right, tost.mean_difference, tost.interval, paired=sides.paired)
+        if tost
+        else None,
         interval=tost.interval if tost else None,
         certified_bound=tost.certified_bound if tost else None,
         margin=margin,
@@ -175,6 +180,41 @@ def _description(
         if tost and margin
         else None,
     )
+
+
+def description_sentences(described: Sequence[Description], baseline: str) -> list[str]:
+    """The finding first: of the foremost metric how far the arms are apart, then which others are."""
+    first, *others = described
+    words = [_finding(first, baseline)]
+    if all(one.interval is None for one in described):
+        return words
+    apart = [f"{one.metric} {one.difference:+.3g}" for one in others if one.detected]
+    alike = [one.metric for one in others if one.interval is not None and not one.detected]
+    if apart:
+        words.append(f"also apart: {', '.join(apart)}")
+    if alike:
+        words.append(f"no difference detected: {', '.join(alike)}")
+    return [words[0], *(["; ".join(words[1:])] if words[1:] else [])]
+
+
+def _finding(one: Description, baseline: str) -> str:
+    levels = (
+        f"{one.treatment:.4g} against {one.baseline:.4g} in {baseline}, steps {one.steps[0]}-{one.steps[1]}"
+    )
+    way = "lower" if one.difference < 0 else "higher"
+    if one.interval is None:
+        return f"{one.metric} is {abs(one.difference):.3g} {way} in {one.arm}: {levels}, {_counted(one)}"
+    interval = f"90 % interval {difference_text(one.difference, one.interval)}"
+    if one.detected is None:
+        return f"{one.metric}: no difference detected: {one.arm} {levels}, {_counted(one)} ({interval})"
+    size = f"{one.metric} is {abs(one.difference):.3g} {way} in {one.arm}"
+    return f"{size}: {levels}, {one.detected.agreement} ({interval})"
+
+
+def _counted(one: Description) -> str:
+    if max(one.num_runs) == 1:
+        return "one run of each arm"
+    return f"{one.num_runs[0]} pairs" if one.paired else f"{one.num_runs[0]} and {one.num_runs[1]} runs"
 
 
 def _plain(metric: str) -> Primary:
@@ -186,10 +226,17 @@ def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tupl
     """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
     climb = float(np.mean(climbs(sides.baselines, _plain(metric), last)))
     if math.isfinite(climb) and climb > 0:
-        return _one_digit(SHARE_OF_CLIMB * climb), f"a tenth of the {climb:.3g} that the baseline learned"
+        return _offered(SHARE_OF_CLIMB * climb, f"a tenth of the {climb:.3g} that the baseline learned")
     if math.isfinite(level) and level:
-        return _one_digit(SHARE_OF_LEVEL * abs(level)), "a twentieth of the baseline's level"
+        return _offered(SHARE_OF_LEVEL * abs(level), "a twentieth of the baseline's level")
     return None, "the baseline is 0"
+
+
+def _offered(share: float, what: str) -> tuple[float, str]:
+    """A margin of one digit, and what it is: rounded up, unless the share has one digit itself."""
+    margin = _one_digit(share)
+    exact = f"{share:.3g}" == f"{margin:.3g}"
+    return margin, what if exact else f"{what}, rounded up to {margin:.3g}"
 
 
 def _one_digit(value: float) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.compare.judge.assay import no_signal
-from abrun.compare.judge.description import claim_on, claimable
+from abrun.compare.judge.description import Description, claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
@@ -237,7 +237,7 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
         )
         return
     claimed = _claiming(experiment, [claim_on(found)])
-    text = f"Declare a margin that you accept (here {found.margin_is}), and test it on fresh seeds"
+    text = f"Declare a margin that you accept ({_margin_offered(found)}), and test it on fresh seeds"
     alone = found.interval is None
     if alone or found.runs_needed is not None:
         count = max(3, found.runs_needed or 3)
@@ -344,9 +344,25 @@ def _claim_to_make(experiment: Experiment, content: Content) -> NextStep:
         )
     claims = _claims(_claiming(experiment, [claim_on(found)]))
     return NextStep(
-        text=f"Claim that they are alike within a margin that you accept (here {found.margin_is})",
+        text=f"Claim that they are alike within a margin that you accept ({_margin_offered(found)})",
         command=f"abrun compare RUNS{'' if content['paired'] else UNPAIRED}{claims}",
     )
+
+
+def _margin_offered(found: Description) -> str:
+    """Where the margin comes from; and beside it what is seen, which a wide margin would let pass."""
+    offered = f"here {found.margin_is}"
+    if found.detected is None:
+        return offered
+    seen = found.detected
+    offered += f"; but the difference seen is {seen.difference:+.3g}, {seen.direction} {seen.where}"
+    if (
+        found.certified_bound is not None
+        and found.margin is not None
+        and found.certified_bound < found.margin
+    ):
+        return f"{offered}: these runs already pass that margin, so choose yours by what loss you accept"
+    return offered
 
 
 def _other_claims(experiment: Experiment, content: Content) -> Iterator[NextStep]:
@@ -361,7 +377,7 @@ def _other_claims(experiment: Experiment, content: Content) -> Iterator[NextStep
         if found is None:
             return
         claims = [claim_on(found)]
-        text = f"Claim what these runs can show, within a margin that you accept (here {found.margin_is})"
+        text = f"Claim what these runs can show, within a margin that you accept ({_margin_offered(found)})"
     claimed = _claiming(experiment, claims)
     if experiment.directory:
         yield _with_fresh_seeds(claimed, f"{text}, on fresh seeds")
@@ -440,7 +456,9 @@ def _read_with_another_alias(experiment: Experiment) -> Iterator[NextStep]:
     runs = [run for run in experiment.runs.values() if run.finished]
     metrics = {claim.metric for claim in experiment.compare.primary}
     named = {metric: (runs[0].config or {}).get(f"trainer.aliases.{metric}") for metric in metrics if runs}
-    wrong = {metric: str(theirs) for metric, theirs in named.items() if theirs and metric not in runs[0].metrics}
+    wrong = {
+        metric: str(theirs) for metric, theirs in named.items() if theirs and metric not in runs[0].metrics
+    }
     if not wrong or experiment.directory is None:
         return
     aliases = []
