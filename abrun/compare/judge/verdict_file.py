@@ -6,6 +6,7 @@ from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.code import code_notes
 from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
@@ -19,6 +20,7 @@ from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, w
 from abrun.compare.read.experiment import Experiment
 
 SCHEMA_VERSION = 3
+MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
     "descriptions",
@@ -98,13 +100,18 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         if arm.verdict == verdict
         for reason in arm.reasons
     ]
+    other_code = list(code_notes(experiment))
     return VerdictFile(
         schema_version=SCHEMA_VERSION,
         experiment=experiment.name,
         baseline=experiment.baseline,
         verdict=verdict,
         exit_code=EXIT_CODES[verdict],
-        reasons=[*reasons, *([f"post hoc: {post_hoc}"] if post_hoc else [])],
+        reasons=[
+            *reasons,
+            *([f"post hoc: {post_hoc}"] if post_hoc else []),
+            *other_code[:MOST_IN_BOX],
+        ],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
         paired=experiment.compare.paired,
@@ -117,6 +124,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
+            *other_code,
             *experiment.decided,
             *ledger_notes(experiment.reference),
             *placement_notes(experiment),
@@ -159,6 +167,7 @@ def _environments(experiment: Experiment) -> list[EnvironmentOfRuns]:
     for run in experiment.runs.values():
         environment = run.environment or {}
         known = {key: environment[key] for key in _ENVIRONMENT if environment.get(key)}
+        known |= {"code": list(run.code)} if run.code else {}
         if known:
             one = distinct.setdefault(repr(known), EnvironmentOfRuns(runs=[], environment=known))
             one.runs.append(str(run))
