@@ -49,8 +49,8 @@ def test_the_pair_that_ends_farthest_apart(simulated, judged):
     assert one.aa_relative_difference == pytest.approx(0.25 / norm)
     line = (experiment_dir / "report/report.md").read_text()
     assert (
-        "equal bit for bit in 3 of 5 pairs; distance 0.12 of the baseline's norm (seed 1; A/A: 0.12), 0.12 in a; "
-        "estimated from a sketch, within 8 %" in line
+        "equal bit for bit in 3 of 5 pairs; distance 0.12 of the baseline's norm (seed 1; A/A: 0.12), "
+        "0.12 in a; estimated from a sketch, within 8 %" in line
     )
 
 

@@ -83,7 +83,7 @@ def test_a_sketch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["rows", "column", "block", "random", "tiny", "constant"])
 def test_a_sketch_estimates_a_difference_wherever_it_lies(kind: str) -> None:
-    """40 of 8192 rows, one column, a block, all elements, differences of rounding's size, a constant shift."""
+    """40 of 8192 rows, one column, a block, all elements, differences as small as rounding, a shift."""
     generator, estimates = torch.Generator().manual_seed(3), []
     before = torch.randn(8192, 64, generator=generator)
     noise = torch.randn(8192, 64, generator=generator)

@@ -1,4 +1,4 @@
-"""How far apart the arms' weights end: by their hash, all of them; by their sketches, how far. Never gating."""
+"""How far apart the arms' weights end: whether at all by their hash, how far by sketches. Never gating."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,9 +77,9 @@ def distance(baseline: RecordedRun, treatment: RecordedRun) -> float | str:
     first, left, right = baseline.initial_sketch(), *(run.final_sketch() for run in runs.values())
     if not (_comparable(first, left) and _comparable(left, right)):
         return (
-            f"the runs of seed {seed} keep no sketches of the same first and last weights (older versions kept "
-            "samples, which do not show such a distance); abrun's own trainer does, of this version: launch "
-            "them again"
+            f"the runs of seed {seed} keep no sketches of the same first and last weights (older versions "
+            "kept samples, which do not show such a distance); abrun's own trainer does, of this version: "
+            "launch them again"
         )
     apart, moved = (sum(_squares(one, left).values()) for one in (right, first))
     if not moved > 0 or not np.isfinite(apart + moved):
