@@ -57,8 +57,7 @@ def not_tested(
     others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
     unsettled = [one for one in first_steps if one.result == "not tested"]
     sentences = [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
-    sentences += _unsaid(runs, sides)
-    sentences += code_untested(experiment)
+    sentences += [*_unsaid(runs, sides), *code_untested(experiment)]
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
     if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
