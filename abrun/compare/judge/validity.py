@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from abrun.compare.judge.grids import lacking, unlike_grids
 from abrun.compare.judge.guards import shared_peak_counter
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, no_shared_step, union
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     PEAK_MEMORY,
+    STEP_ONE,
     STEP_TIME,
     TOKEN_MULT_PROB_ERROR,
     is_clock,
@@ -60,7 +62,7 @@ def invalid_reasons(
         *_copies([*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]),
         *_config_differences(experiment, arm, pairs, reruns),
         *_environment_differences(experiment, arm, pairs),
-        *_other_steps([run for run in finished if not run.thinned]),
+        *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
@@ -83,7 +85,7 @@ def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary
         *_copies(sides.runs),
         *_config_differences_apart(experiment, arm, sides),
         *_machine_differences(experiment, sides),
-        *_other_steps([run for run in finished if not run.thinned]),
+        *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, sides.baselines, primaries),
@@ -392,27 +394,34 @@ def _brief(value: Any) -> str:
     return str(value)[:16]
 
 
-def _other_steps(finished: Sequence[RecordedRun]) -> Iterator[str]:
+def _other_steps(
+    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+) -> Iterator[str]:
+    """Every run must hold a claim's window whole; where abrun trained them, every step of the training."""
     if apart := no_shared_step(finished):
         yield f"step grids differ: {apart}"
         return
-    everything = union(run.steps for run in finished)
-    for run in finished:
-        if len(run.steps) < len(everything):
-            lacking = np.setdiff1d(everything, run.steps)
-            yield (
-                f"step grids differ: {run} holds {len(run.steps)} of {len(everything)} steps "
-                f"({len(run.steps) / len(everything):.0%}; step {lacking[0]} is the first it lacks); "
-                f"compared on shared steps only{_unread(run, *(run.metrics or run.unread))}"
-            )
+    windows: dict[str, tuple[int, int] | None] = {}
+    trained_here = any((run.config or {}).get("trainer.type") == "abrun" for run in finished)
+    if trained_here:
+        recorded = [one for one in STEP_ONE if all(len(run.series(one)) for run in finished)]
+        windows = dict.fromkeys(recorded[:1])
+    for primary in primaries:
+        grid = experiment.steps_of(primary.metric)
+        if len(grid) and primary.metric not in windows:
+            windows[primary.metric] = window_bounds(primary.window, grid, primary.metric)
+    for metric, bounds in windows.items():
+        yield from unlike_grids(finished, metric, bounds, strict=trained_here)
 
 
 def _other_windows(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[str]:
     """A reference holds every step of its claims' windows, and so must the later runs."""
-    grid = experiment.all_steps()
-    for primary in primaries if experiment.regression and len(grid) else ():
+    for primary in primaries if experiment.regression else ():
+        grid = experiment.steps_of(primary.metric)
+        if not len(grid):
+            continue
         first, last = window_bounds(primary.window, grid, primary.metric)
         held: dict[bool, Steps] = {}
         for thinned in (True, False):
@@ -446,10 +455,10 @@ def _missing_metrics(
             grid = run.series(metric).steps
             if not len(grid):
                 yield f"missing metric: {run} did not record {metric} ({role}){_unread(run, metric)}"
-            elif not (run.thinned or np.array_equal(grid, everything)):
-                lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
-                if len(lacking):
-                    at = f"at step {lacking[0]}{_unread(run, metric)}"
+            elif role == "guard" and not run.thinned:
+                absent = lacking(run, metric, np.intersect1d(everything, run.steps))
+                if len(absent):
+                    at = f"at step {absent[0]}{_unread(run, metric)}"
                     yield f"missing metric: {run} did not record {metric} ({role}) {at}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
@@ -472,10 +481,10 @@ def _unread(run: RecordedRun, *metrics: str) -> str:
 def _baseline_not_a_number(
     experiment: Experiment, baselines: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[str]:
-    grid = experiment.all_steps()
-    if not len(grid):
-        return
     for primary in primaries:
+        grid = experiment.steps_of(primary.metric)
+        if not len(grid):
+            continue
         first, last = window_bounds(primary.window, grid, primary.metric)
         for run in baselines:
             step = run.first_non_finite(primary.metric, first, last)
