@@ -113,14 +113,7 @@ def verdict_file(
     ]
     other_code = list(code_notes(experiment))
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested(arms)]
-    if post_hoc is not None or experiment.directory is None or experiment.regression:
-        notes = [
-            sentence
-            for one in readings
-            for sentence in reading_sentences(one, paired=experiment.compare.paired, arms=len(arms))
-        ]
-    else:
-        notes = []  # declared before the runs, whatever was tried since
+    notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     return VerdictFile(
         schema_version=SCHEMA_VERSION,
         experiment=experiment.name,
@@ -164,6 +157,16 @@ def verdict_file(
 def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
     """The treatments whose claims were tested: of an INVALID one nothing is shown."""
     return [arm for arm in arms if arm.primaries and arm.verdict != "INVALID"]
+
+
+def _reading_notes(
+    experiment: Experiment, readings: Sequence[Readings], post_hoc: str | None, num_arms: int
+) -> list[str]:
+    """Return the notes on comparisons made before; none where the claims were declared before the runs."""
+    if post_hoc is None and experiment.directory is not None and not experiment.regression:
+        return []
+    paired = experiment.compare.paired
+    return [line for one in readings for line in reading_sentences(one, paired=paired, arms=num_arms)]
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
