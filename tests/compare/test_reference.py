@@ -256,3 +256,16 @@ def test_one_seed_is_no_ensemble(tmp_path):
     experiment_dir = write_experiment(tmp_path / "x", seeds=[0], compare={"primary": []})
     with pytest.raises(ComparisonError, match="arm baseline has 1 seed; a reference needs"):
         freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+
+
+def test_several_arms_ask_for_one_and_each_has_its_report(simulated, tmp_path):
+    experiment_dir = simulated(shift={"treatment": -0.1})
+    reference, where = tmp_path / "fused.json", [str(experiment_dir)]
+    freeze(load_experiment(experiment_dir), "baseline", reference)
+    with pytest.raises(ComparisonError, match=r"add --arm ARM, one of baseline, treatment$"):
+        compare_sources(where, Reading(), reference=reference, formats=())
+    for arm, verdict in (("baseline", "INVALID"), ("treatment", "MISMATCH")):
+        comparison = compare_sources(where, Reading(), reference=reference, arm=arm, formats=("json",))
+        assert arm == "baseline" or comparison.verdict == verdict
+        assert comparison.content.experiment.startswith(f"simulated's arm '{arm}' against ")
+        assert (experiment_dir / f"report-against-reference-{arm}" / "verdict.json").is_file()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from abrun.compare.judge.assay import learning_metrics
+from abrun.compare.judge.code import code_untested
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.grids import grid_note
 from abrun.compare.judge.step_one import (
@@ -62,7 +63,7 @@ def not_tested(
     unsettled = [one for one in first_steps if one.result == "not tested"]
     sentences = [*experiment.left_out, *_unshared_steps(sides.finished, primaries)]
     sentences += [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
-    sentences += _unsaid(runs, sides)
+    sentences += [*_unsaid(runs, sides), *code_untested(experiment)]
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
     if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):

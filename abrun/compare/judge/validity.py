@@ -469,9 +469,8 @@ def mistaken_alias(run: RecordedRun, metric: str) -> str:
     theirs = (run.config or {}).get(f"trainer.aliases.{metric}")
     if theirs is None:
         return ""
-    return (
-        f": trainer.aliases calls it {str(theirs)!r}; logged: {', '.join(sorted(run.metrics)[:MOST_NAMED])}"
-    )
+    logged = ", ".join(sorted(run.metrics)[:MOST_NAMED])
+    return f": trainer.aliases calls it {str(theirs)!r}; logged: {logged}"
 
 
 def _unread(run: RecordedRun, *metrics: str) -> str:

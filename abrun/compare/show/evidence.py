@@ -178,13 +178,14 @@ def _final_weights(one: Content) -> str:
     equal = f"equal bit for bit in {one['num_equal']} of {one['num_pairs']} pairs"
     if one["num_equal"] == one["num_pairs"] or one["seed"] is None:
         return equal
-    floor = one["aa_largest_difference"]
+    floor = one["aa_relative_difference"]
     against = "" if floor is None else f"; A/A: {floor:.2g}"
-    grown = one["ulp_largest_difference"]
+    grown = one["ulp_relative_difference"]
     against += "" if grown is None else f"; what one ULP grows into: {grown:.2g}"
     return (
-        f"{equal}; largest difference of {one['num_sampled']:,} sampled: {one['largest_difference']:.2g} "
-        f"(seed {one['seed']}{against}), {one['relative_difference']:.2g} of the largest in {one['tensor']}"
+        f"{equal}; distance {one['relative_difference']:.2g} of the baseline's norm (seed {one['seed']}"
+        f"{against}), {one['tensor_relative_difference']:.2g} in {one['tensor']}; estimated from a sketch, "
+        "within 8 %"
     )
 
 

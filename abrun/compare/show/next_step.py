@@ -456,9 +456,7 @@ def _read_with_another_alias(experiment: Experiment) -> Iterator[NextStep]:
     runs = [run for run in experiment.runs.values() if run.finished]
     metrics = {claim.metric for claim in experiment.compare.primary}
     named = {metric: (runs[0].config or {}).get(f"trainer.aliases.{metric}") for metric in metrics if runs}
-    wrong = {
-        metric: str(theirs) for metric, theirs in named.items() if theirs and metric not in runs[0].metrics
-    }
+    wrong = {ours: str(theirs) for ours, theirs in named.items() if theirs and ours not in runs[0].metrics}
     if not wrong or experiment.directory is None:
         return
     aliases = []
