@@ -99,6 +99,20 @@ StepColumn = Annotated[str | None, typer.Option(help="The column or key that cou
 Seeds = Annotated[
     str | None, typer.Option(help="Only the runs of these seeds, such as 0-3 or 1,5: what both arms have.")
 ]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="RUN",
+        help="Leave out a run, such as new/seed-2, or all that a pattern matches: by arm and seed, by its name "
+        "in the log, by wandb id; repeatable. The report says so.",
+    ),
+]
+VersionsDiffer = Annotated[
+    bool,
+    typer.Option(
+        "--versions-differ", help="Package versions are the treatment: they differ by arm, not within one."
+    ),
+]
 Reference = Annotated[
     Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
 ]
@@ -240,5 +254,11 @@ def parse_looks(text: str) -> tuple[int, ...]:
 
 
 def with_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
-    """The overrides of a recipe, its seeds among them."""
+    """The overrides of a recipe, its seeds among them. Raises RecipeError for what reads as a count."""
+    if seeds is not None and re.fullmatch(r"[2-9]|[1-9][0-9]{1,9}", seeds.strip()):
+        number = int(seeds)
+        raise RecipeError(
+            f"--seeds: {number} is one seed, number {number}; for {number} seeds write 0-{number - 1}, for "
+            f"that seed alone {number}-{number}"
+        )
     return [*(overrides or []), *([] if seeds is None else [f"seeds={parse_seeds(seeds)}"])]

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from abrun.compare import Comparison, compare_sources
+from abrun.compare import Comparison, compare_sources, freeze_arm
 from abrun.compare.read.readings import MAX_READINGS, earlier_readings
-from abrun.compare.read.sources import Reading
+from abrun.compare.read.sources import Reading, open_sources
 from abrun.errors import ComparisonError
 from abrun.looks import level_of_a_look, level_of_readings
 from abrun.recipe import parse_primary
 from tests.bench.bench_readings import repeated, windows_tried
+from tests.compare.simulate import write_experiment
 
 STEPS = 60
 CLAIM = "reward:last 20%:0.03"
@@ -194,6 +195,28 @@ def test_where_no_number_of_pairs_shows_it_none_is_asked_for(here: Path) -> None
     assert "no number of pairs shows equivalence" in found.content.reasons[0]
     (step,) = found.next_steps
     assert "seeds" not in step.text and step.command == "abrun compare r/old r/new"
+
+
+def test_a_stored_experiment_is_not_asked_for_pairs_that_show_nothing(here: Path) -> None:
+    arms = {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked"}}
+    directory = write_experiment(here / "runs/one", arms=arms, shift=0.023, noise=0.008)
+    found = compare_sources([str(directory)], Reading(), formats=("json",))
+    assert "no number of pairs shows equivalence" in found.content.reasons[0]
+    (step,) = found.next_steps
+    assert step.text.startswith("No number of pairs shows this margin") and "abrun plan " in step.command
+
+
+def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
+    write_runs(here / "r", range(8), noise=0.02)
+    claim = parse_primary(CLAIM)
+    experiment = open_sources(("r/old",), Reading(alone=True), [claim])
+    freeze_arm(experiment, "old", here / "old.json")
+    for number in (3, 4, 5, 6, 7):
+        (here / f"r/new/seed-{number}.csv").unlink()
+    found = compare_sources(("r/new",), Reading(), reference=here / "old.json", formats=("json",))
+    assert found.verdict == "INCONCLUSIVE"
+    (step,) = found.next_steps
+    assert "compare those alone" in step.text and step.command.endswith(" --seeds 3,4,5,6,7")
 
 
 # --- declared looks ---

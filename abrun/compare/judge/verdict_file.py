@@ -124,7 +124,12 @@ def verdict_file(
         baseline=experiment.baseline,
         verdict=verdict,
         exit_code=EXIT_CODES[verdict],
-        reasons=[*reasons, *([f"post hoc: {post_hoc}"] if post_hoc else []), *notes],
+        reasons=[
+            *reasons,
+            *experiment.left_out,
+            *([f"post hoc: {post_hoc}"] if post_hoc else []),
+            *notes,
+        ],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
         paired=experiment.compare.paired,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from abrun.compare.read.experiment import Experiment, claims_on_recorded
 from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.selection import Selection
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError
 from abrun.recipe import Compare, Primary
@@ -23,6 +24,8 @@ class Reading:
     aliases: tuple[str, ...] = ()
     step_column: str | None = None
     seeds: tuple[int, ...] | None = None  # of these runs alone; None: all
+    exclude: tuple[str, ...] = ()  # patterns of the runs that are left out
+    versions_differ: bool = False  # versions that follow the arm are the treatment
     unpaired: bool = False  # runs are independent, whatever their seeds
     may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
     looks: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
@@ -39,6 +42,8 @@ class Reading:
             "--step-column": self.step_column,
             "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
             "--looks": ",".join(map(str, self.looks)) or None,
+            "--exclude": ",".join(self.exclude) or None,
+            "--versions-differ": "true" if self.versions_differ else None,
         }
         return {option: value for option, value in options.items() if value is not None}
 
@@ -80,7 +85,8 @@ def open_sources(
             baseline=reading.baseline,
             aliases=reading.aliases,
             step_column=reading.step_column,
-            seeds=reading.seeds,
+            selection=Selection(seeds=reading.seeds, exclude=reading.exclude),
+            versions_differ=reading.versions_differ,
             alone=reading.alone,
             may_unpair=reading.may_unpair,
         )
