@@ -242,6 +242,8 @@ def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Pa
     [
         ({"looks": (6, 8)}, "--looks: got 6,8 for 5 pairs, of which none is taken"),
         ({"looks": (2, 4)}, "--looks: got 2,4 for 5 pairs; the last look takes all"),
+        ({"looks": (5,)}, "--looks: got 5; allowed: two or more numbers of pairs going up from 2"),
+        ({"looks": (5, 3)}, "--looks: got 5,3; allowed: two or more"),
         ({"looks": (3, 5), "unpaired": True}, "for runs that are not paired"),
     ],
 )
