@@ -187,6 +187,7 @@ def ledger_sentence(reference: Reference) -> str:
     direct = ""
     if drift.direct and np.isfinite(drift.direct).all():  # of very many rejected changes it says nothing
         direct = f", direct [{drift.direct[0]:.3g}, {drift.direct[1]:.3g}] by {drift.direct_by}"
+        direct += f" for {ledger.num_chains:.3g} possible chains" if ledger.num_chains > 1 else ""
     more = ledger.num_tried - number
     sentence = (
         f"ledger of {over}: {number} change{'' if number == 1 else 's'}, drift spent {drift.bound:.3g} of "
