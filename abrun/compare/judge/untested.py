@@ -26,8 +26,11 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     if not experiment.compare.step_one:
         return f"switched off ({'compare.step_one: false' if experiment.has_recipe else '--no-step-one'})"
     if other_machine(experiment, arm):
-        of = "the reference was made" if experiment.regression else "the arms ran"
-        return f"{of} with other package versions or devices"
+        return (
+            "the reference was made with other package versions or devices"
+            if experiment.regression
+            else "the arms ran other package versions"
+        )
     pairs = experiment.pairs(arm)
     if pairs and all(pair.begins_anew for pair in pairs):
         return "the step counters begin anew, so that what is recorded as step 1 may be a later one"

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +33,8 @@ ENVIRONMENT = {
     INITIAL_WEIGHTS: "the initial weights differ",
     STARTED_FROM: "the checkpoints that they started from differ",
 }
-OF_THE_MACHINE = ("versions", "python", "devices")
+OF_THE_STACK = ("versions", "python")
+OF_THE_MACHINE = (*OF_THE_STACK, "devices")
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
@@ -96,31 +98,41 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
     if experiment.treatment_diff is not None:
         return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
     if not experiment.compare.paired:
-        values = _values_by_arm(experiment.sides(arm)).items()
-        return {key: [left[0], right[0]] for key, (left, right) in values if _differs_by_arm(left, right)}
+        sides = experiment.sides(arm)
+        values = _values_by_arm(sides).items()
+        found = {key: [left[0], right[0]] for key, (left, right) in values if _differs_by_arm(left, right)}
+        if experiment.versions_differ and all(sides.sizes):
+            found |= _other_machine(sides.baselines[0], sides.treatments[0], OF_THE_STACK)
+        return found
     pairs = experiment.pairs(arm)
     found = {
         key: [values[0][0], values[0][1]]
         for key, values in _config_values(pairs).items()
         if _kind(values) == "treatment"
     }
-    if experiment.regression:
+    if experiment.regression or experiment.versions_differ:
         for pair in pairs[:1]:
-            found |= _other_machine(pair.baseline, pair.treatment)
+            found |= _other_machine(pair.baseline, pair.treatment, _treated(experiment))
     return found
 
 
 def other_machine(experiment: Experiment, arm: str) -> bool:
-    """Whether a reference was measured with other versions or devices, so that not even step one repeats."""
-    return experiment.regression and any(
-        _other_machine(pair.baseline, pair.treatment) for pair in experiment.pairs(arm)
-    )
+    """Whether the arms ran with other versions or devices by design, so that not even step one repeats."""
+    treated = _treated(experiment)
+    return any(_other_machine(pair.baseline, pair.treatment, treated) for pair in experiment.pairs(arm))
 
 
-def _other_machine(left: RecordedRun, right: RecordedRun) -> dict[str, list[Any]]:
+def _treated(experiment: Experiment) -> Sequence[str]:
+    """Return what of the machine may differ between the arms, as part of what is tested."""
+    return OF_THE_MACHINE if experiment.regression else OF_THE_STACK if experiment.versions_differ else ()
+
+
+def _other_machine(left: RecordedRun, right: RecordedRun, keys: Sequence[str]) -> dict[str, list[Any]]:
     """What of versions and devices differs, dotted key -> both values."""
-    found = {f"versions.{name}": list(both) for name, both in _other_versions(left, right).items()}
-    for key in OF_THE_MACHINE:
+    found = {}
+    if "versions" in keys:
+        found = {f"versions.{name}": list(both) for name, both in _other_versions(left, right).items()}
+    for key in keys:
         both = [(run.environment or {}).get(key) for run in (left, right)]
         if both[0] != both[1] and key != "versions":
             found[key] = both
@@ -333,8 +345,12 @@ def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[str]:
     declared = differences(experiment, sides.treatments[0].name.arm) if sides.treatments else {}
     other_trainer = any(key in OTHER_TRAINER for key in declared)
     first = sides.baselines[0]
+    treated = _treated(experiment)
+    yield from _within_arms([sides.baselines, sides.treatments], treated)
     for run in sides.runs[1:]:
         for key in ("devices",) if other_trainer else OF_THE_MACHINE:
+            if key in treated:
+                continue
             if None not in ((one.environment or {}).get(key) for one in (first, run)):
                 yield from _environment_difference(first, run, key, ENVIRONMENT[key])
 
@@ -348,6 +364,10 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
         keys = {key: what for key, what in ENVIRONMENT.items() if key not in OF_THE_MACHINE}
     elif any(key in OTHER_TRAINER for key in declared):
         keys = {"devices": ENVIRONMENT["devices"]}
+    elif experiment.versions_differ:
+        keys = {key: what for key, what in ENVIRONMENT.items() if key not in OF_THE_STACK}
+        both = [[pair.baseline for pair in pairs], [pair.treatment for pair in pairs]]
+        yield from _within_arms(both, OF_THE_STACK)
     if _declares_other_weights(declared):
         keys.pop(INITIAL_WEIGHTS, None)
     if "checkpoint.start_from" in declared:
@@ -368,6 +388,27 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
                 if unsaid and (experiment.treatment_diff is None or key == INITIAL_WEIGHTS):
                     continue  # a framework, or an older version, that does not say: among the not tested
                 yield from _environment_difference(pair.baseline, run, key, what)
+
+
+def _within_arms(arms: Sequence[Sequence[RecordedRun]], keys: Sequence[str]) -> Iterator[str]:
+    """Yield what differs between the runs of one arm, of what may differ between arms."""
+    for runs in arms:
+        known = [run for run in runs if run.environment is not None]
+        for run in known[1:]:
+            for key in keys:
+                yield from _environment_difference(known[0], run, key, ENVIRONMENT[key])
+
+
+def versions_follow_arms(experiment: Experiment) -> bool:
+    """Return True where each arm ran one set of versions throughout, and arms differ in theirs."""
+    declared = replace(experiment, versions_differ=True)
+    arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
+    differ = any(
+        key == "python" or key.startswith("versions.")
+        for arm in experiment.treatments
+        for key in differences(declared, arm)
+    )
+    return differ and not any(_within_arms(arms, OF_THE_STACK))
 
 
 def _environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, what: str) -> Iterator[str]:

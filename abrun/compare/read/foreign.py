@@ -40,8 +40,8 @@ def load_foreign(
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
     else the first source's. What follows from neither is guessed, and `guessed` says so. What `selection`
-    does not take is left out first: nothing is refused for it. `alone` lets one arm pass, and guesses no seeds: a
-    reference is its counterpart. `may_unpair`: runs that do not say their seeds, or share none, are
+    does not take is left out first: nothing is refused for it. `alone` lets one arm pass, and guesses no
+    seeds: a reference is its counterpart. `may_unpair`: runs that do not say their seeds, or share none, are
     independent. Raises ComparisonError or StoreError, one line, where that cannot be told.
     """
     given = parse(aliases)

@@ -52,14 +52,14 @@ class Selection:
             selected = {run: logs for run, logs in selected.items() if run.seed not in seeds}
         if not selected:
             self._refuse_nothing(logs_of)
-        runs = {run: join_starts(logs, str(run)) or logs[0] for run, logs in selected.items()}
+        runs = {run: _whole(run, logs) for run, logs in selected.items()}
         end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         lines = [*self._left_out_by_seeds(logs_of, end)]
         lines += [f"left out by --exclude: {printable(log.name)}{_ending(log, end)}" for log in excluded]
         for run in by_name:
             with_it = [str(one) for one in partners if one.seed == run.seed]
             also = f", and with it {', '.join(with_it)}" if with_it else ""
-            lines.append(f"left out by --exclude: {run}{_ending(logs_of[run][-1], end)}{also}")
+            lines.append(f"left out by --exclude: {run}{_ending(_whole(run, logs_of[run]), end)}{also}")
         lines += [line for log in runs.values() for line in log.left_out]
         return runs, lines
 
@@ -82,7 +82,7 @@ class Selection:
         broken = [
             f"{run}{text}"
             for run, logs in logs_of.items()
-            if not self._in_seeds(run) and (text := _ending(logs[-1], end))
+            if not self._in_seeds(run) and (text := _ending(_whole(run, logs), end))
         ]
         more = f" and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
         endings = f" ({', '.join(broken[:MAX_LISTED])}{more})" if broken else ""
@@ -113,6 +113,10 @@ def restarted(runs: Mapping[RunName, Log]) -> list[str]:
         f"the step counter begins anew in {run}{others} ({count} of {steps} steps are there twice): the last "
         "values count, and step one of such a run is not read"
     ]
+
+
+def _whole(run: RunName, logs: Sequence[Log]) -> Log:
+    return join_starts(logs, str(run)) or logs[-1]
 
 
 def recounted_steps(log: Log) -> int:

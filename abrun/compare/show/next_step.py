@@ -13,10 +13,11 @@ from typing import Any
 from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
+from abrun.compare.judge.validity import versions_follow_arms
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
-from abrun.compare.show.pasted import AGAIN, UNPAIRED, filled, name_of
+from abrun.compare.show.pasted import AGAIN, UNPAIRED, VERSIONS_DIFFER, filled, name_of
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
@@ -373,6 +374,11 @@ def _fewer_pairs(one: Content) -> bool:
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if experiment.directory is None:
+        if not (experiment.versions_differ or experiment.regression) and versions_follow_arms(experiment):
+            yield NextStep(
+                text="If the versions are what you compare, say that they are the treatment",
+                command=f"abrun compare RUNS{VERSIONS_DIFFER}",
+            )
         shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
         if apart and shared:
