@@ -403,6 +403,8 @@ def versions_follow_arms(experiment: Experiment) -> bool:
     """Return True where each arm ran one set of versions throughout, and arms differ in theirs."""
     declared = replace(experiment, versions_differ=True)
     arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
+    if not all((run.environment or {}).get("versions") for runs in arms for run in runs):
+        return False
     differ = any(
         key == "python" or key.startswith("versions.")
         for arm in experiment.treatments

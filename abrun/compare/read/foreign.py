@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +60,9 @@ def load_foreign(
     if compare.paired and not (found.paired or may_unpair):
         found = _identified(named_sources, logs_of, pattern, selects, paired=True, may_guess=False)
     named = list(zip(found.names, [log for logs in logs_of for log in logs], strict=True))
-    selected, left_out = selection.apply(named, excluded, paired=compare.paired and found.paired)
+    selected, left_out = selection.apply(
+        named, excluded, paired=compare.paired and found.paired and not alone
+    )
     renamed = apply_to_all([log.metrics for log in selected.values()], given)
     by_name = {
         run: replace(log, metrics=metrics, unread=_renamed(log.unread, renamed.names))
@@ -212,6 +215,7 @@ def _guessed(
         guess = guess_runs(common, selects=selects)  # a run each, as `runs/*.csv` is
         if guess is not None and guess.seeds_known:
             return guess
+    _refuse_several_arms(sources, logs_of, selects)
     arms = _arms_of(sources)
     guess = guess_runs(logs, [arm for arm, of in zip(arms, logs_of, strict=True) for _ in of], selects)
     if guess is not None and len(logs) == len(sources) and not any(arm for arm, _ in sources):
@@ -382,6 +386,26 @@ def _refuse_experiments_as_arms(
             raise ComparisonError(
                 f"sources: got {printable(source)}, which holds the runs of several arms ({listed(arms)}); "
                 f"name {printable(one)}"
+            )
+
+
+def _refuse_several_arms(
+    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], selects: Selects
+) -> None:
+    """Raise ComparisonError for a source, given as one arm, whose runs name several arms and share seeds."""
+    for (_, source), logs in zip(sources, logs_of, strict=True):
+        try:
+            names = name_runs(logs, selects=selects)
+        except ComparisonError:
+            continue
+        names_of: dict[str, list[str]] = {}
+        for run, log in zip(names, logs, strict=True):
+            names_of.setdefault(run.arm, []).append(log.name)
+        if len(names_of) > 1 and len({run.seed for run in names}) < len(set(names)):
+            pattern = os.path.commonprefix(list(names_of.values())[-1]) + "*"
+            raise ComparisonError(
+                f"sources: {printable(source)} holds the runs of several arms ({listed(list(names_of))}); leave "
+                f"out all but one, such as --exclude {shlex.quote(pattern)}, or give it alone"
             )
 
 

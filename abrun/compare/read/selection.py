@@ -47,7 +47,8 @@ class Selection:
         by_name = [run for run in logs_of if not self.selects(run) and self._in_seeds(run)]
         partners: list[RunName] = []
         if paired:
-            seeds = {run.seed for run in by_name}
+            arms = {run.arm for run in selected}
+            seeds = {run.seed for run in by_name if run.arm in arms and not run.rerun}
             partners = [run for run in selected if run.seed in seeds]
             selected = {run: logs for run, logs in selected.items() if run.seed not in seeds}
         if not selected:
@@ -55,11 +56,10 @@ class Selection:
         runs = {run: _whole(run, logs) for run, logs in selected.items()}
         end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         lines = [*self._left_out_by_seeds(logs_of, end)]
-        lines += [f"left out by --exclude: {printable(log.name)}{_ending(log, end)}" for log in excluded]
-        for run in by_name:
-            with_it = [str(one) for one in partners if one.seed == run.seed]
-            also = f", and with it {', '.join(with_it)}" if with_it else ""
-            lines.append(f"left out by --exclude: {run}{_ending(_whole(run, logs_of[run]), end)}{also}")
+        out = [f"{_called(log)}{_ending(log, end)}" for log in excluded]
+        out += [f"{run}{_ending(_whole(run, logs_of[run]), end)}" for run in by_name]
+        also = f", and with them {', '.join(map(str, partners))}" if partners else ""
+        lines += [f"left out by --exclude: {', '.join(out)}{also}"] if out else []
         lines += [line for log in runs.values() for line in log.left_out]
         return runs, lines
 
@@ -113,6 +113,10 @@ def restarted(runs: Mapping[RunName, Log]) -> list[str]:
         f"the step counter begins anew in {run}{others} ({count} of {steps} steps are there twice): the last "
         "values count, and step one of such a run is not read"
     ]
+
+
+def _called(log: Log) -> str:
+    return printable(f"{log.name} ({log.run_id})" if log.run_id else log.name)
 
 
 def _whole(run: RunName, logs: Sequence[Log]) -> Log:
