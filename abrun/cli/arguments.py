@@ -232,5 +232,11 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def with_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
-    """The overrides of a recipe, its seeds among them."""
+    """The overrides of a recipe, its seeds among them. Raises RecipeError for what reads as a count."""
+    if seeds is not None and re.fullmatch(r"[2-9]|[1-9][0-9]{1,9}", seeds.strip()):
+        number = int(seeds)
+        raise RecipeError(
+            f"--seeds: {number} is one seed, number {number}; for {number} seeds write 0-{number - 1}, for "
+            f"that seed alone {number}-{number}"
+        )
     return [*(overrides or []), *([] if seeds is None else [f"seeds={parse_seeds(seeds)}"])]

@@ -85,11 +85,11 @@ def compare_sources(
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report.
 
-    With a `reference` (or one arm alone, whose recipe names one), `arm` (default: the baseline) is compared
-    with the frozen ensemble, by its claims. `primaries` replace the declared claims. The report of a stored
-    experiment goes into its directory by default, beside that of what was declared where the options change
-    that, and names the `command` it was made by; of other runs see `report_folder`. Raises StoreError or
-    ComparisonError for what cannot be read.
+    With a `reference` (or one arm alone, whose recipe names one), `arm` is compared with the frozen ensemble,
+    by its claims; an experiment of several arms needs it. `primaries` replace the declared claims. The report
+    of a stored experiment goes into its directory by default, beside that of what was declared where the
+    options change that, and names the `command` it was made by; of other runs see `report_folder`. Raises
+    StoreError or ComparisonError for what cannot be read.
     """
     directory = stored_in(sources, reading.runs_dir)
     experiment = open_sources(
@@ -101,8 +101,14 @@ def compare_sources(
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None
+        several = len(experiment.arms) > 1
+        if arm is None and several:
+            raise ComparisonError(
+                f"--reference: {experiment.name} has several arms, and a reference is compared with one: add "
+                f"--arm ARM, one of {', '.join(experiment.arms)}"
+            )
         experiment = against_reference(experiment, frozen, arm or experiment.baseline)
-        folder = REPORT_AGAINST_REFERENCE
+        folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if several else REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
     asked = _asked(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.grids import grid_note
+from abrun.compare.judge.machines import INITIAL_WEIGHTS, other_machine
 from abrun.compare.judge.step_one import (
     RAISED_BY_ROUNDING,
     StepOne,
@@ -12,7 +13,6 @@ from abrun.compare.judge.step_one import (
     shares_prompts,
     unreadable,
 )
-from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR

@@ -2,13 +2,23 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from abrun.compare.judge.grids import lacking, unlike_grids
 from abrun.compare.judge.guards import shared_peak_counter
+from abrun.compare.judge.machines import (
+    ENVIRONMENT,
+    INITIAL_WEIGHTS,
+    OF_THE_MACHINE,
+    OF_THE_STACK,
+    STARTED_FROM,
+    environment_difference,
+    machine_differences,
+    treated_keys,
+    within_arms,
+)
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, no_shared_step, union
 from abrun.metric_names import (
     FINAL_WEIGHTS,
@@ -19,23 +29,12 @@ from abrun.metric_names import (
     TOKEN_MULT_PROB_ERROR,
     is_clock,
 )
-from abrun.recipe import Primary
+from abrun.recipe import Primary, can_change_numbers
 from abrun.redaction import in_yaml
 from abrun.series import Steps, window_bounds
 
-INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
-# What of environment.json must not differ between paired runs. Hosts may.
-ENVIRONMENT = {
-    "versions": "package versions differ",
-    "python": "the Python version differs",
-    "devices": "devices differ",
-    "prompts_sha256": "the prompt hash differs",
-    INITIAL_WEIGHTS: "the initial weights differ",
-    STARTED_FROM: "the checkpoints that they started from differ",
-}
-OF_THE_STACK = ("versions", "python")
-OF_THE_MACHINE = (*OF_THE_STACK, "devices")
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
+MOST_NAMED = 12
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
@@ -102,7 +101,7 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
         values = _values_by_arm(sides).items()
         found = {key: [left[0], right[0]] for key, (left, right) in values if _differs_by_arm(left, right)}
         if experiment.versions_differ and all(sides.sizes):
-            found |= _other_machine(sides.baselines[0], sides.treatments[0], OF_THE_STACK)
+            found |= machine_differences(sides.baselines[0], sides.treatments[0], OF_THE_STACK)
         return found
     pairs = experiment.pairs(arm)
     found = {
@@ -112,43 +111,8 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
     }
     if experiment.regression or experiment.versions_differ:
         for pair in pairs[:1]:
-            found |= _other_machine(pair.baseline, pair.treatment, _treated(experiment))
+            found |= machine_differences(pair.baseline, pair.treatment, treated_keys(experiment))
     return found
-
-
-def other_machine(experiment: Experiment, arm: str) -> bool:
-    """Whether the arms ran with other versions or devices by design, so that not even step one repeats."""
-    treated = _treated(experiment)
-    return any(_other_machine(pair.baseline, pair.treatment, treated) for pair in experiment.pairs(arm))
-
-
-def _treated(experiment: Experiment) -> Sequence[str]:
-    """Return what of the machine may differ between the arms, as part of what is tested."""
-    return OF_THE_MACHINE if experiment.regression else OF_THE_STACK if experiment.versions_differ else ()
-
-
-def _other_machine(left: RecordedRun, right: RecordedRun, keys: Sequence[str]) -> dict[str, list[Any]]:
-    """What of versions and devices differs, dotted key -> both values."""
-    found = {}
-    if "versions" in keys:
-        found = {f"versions.{name}": list(both) for name, both in _other_versions(left, right).items()}
-    for key in keys:
-        both = [(run.environment or {}).get(key) for run in (left, right)]
-        if both[0] != both[1] and key != "versions":
-            found[key] = both
-    return found
-
-
-def _other_versions(left: RecordedRun, right: RecordedRun) -> dict[str, tuple[Any, Any]]:
-    """Packages that either imports, of which they have other versions; None: not installed, or not said."""
-    versions: list[dict[str, Any]] = [(run.environment or {}).get("versions") or {} for run in (left, right)]
-    names = sorted({*versions[0], *versions[1]})
-    both = {name: (versions[0].get(name), versions[1].get(name)) for name in names}
-    return {
-        name: (a, b)
-        for name, (a, b) in both.items()
-        if a != b and (left.imports(name) or right.imports(name))
-    }
 
 
 def coverage(sides: Sides) -> dict[str, int]:
@@ -255,8 +219,9 @@ def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, A
     if run.config is None:
         yield f"{run}: config.json is missing: whether the treatment is all that differs is unknown"
         return
-    for key in sorted({*run.config, *reference.config}):
-        got, expected = run.config.get(key), declared.get(key, reference.config.get(key))
+    config, of_reference = _compared(run), _compared(reference)
+    for key in sorted({*config, *of_reference}):
+        got, expected = config.get(key), declared.get(key, of_reference.get(key))
         if got != expected and expected is not ...:
             here, there = in_yaml(got), in_yaml(expected)
             if key in declared:
@@ -264,6 +229,13 @@ def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, A
             else:
                 outside = "outside the declared treatment"
                 yield f"{run}: config {key} is {here}, but {there} in {reference}: {outside}"
+
+
+def _compared(run: RecordedRun) -> Mapping[str, Any]:
+    """Return a run's configuration without the keys of abrun's that cannot change a number."""
+    config = run.config or {}
+    of_abrun = "trainer.type" in config
+    return {key: value for key, value in config.items() if not of_abrun or can_change_numbers(key)}
 
 
 def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -279,11 +251,11 @@ def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
 
 def _config_values(pairs: Sequence[Pair]) -> dict[str, list[tuple[Any, Any]]]:
     """Dotted key -> its value in both runs of every pair; nothing where a run's configuration is unknown."""
-    known = [(pair.baseline.config, pair.treatment.config) for pair in pairs]
-    keys = sorted({key for both in known for config in both for key in config or {}})
-    if any(config is None for both in known for config in both):
+    if any(run.config is None for pair in pairs for run in (pair.baseline, pair.treatment)):
         return {}
-    return {key: [((a or {}).get(key), (b or {}).get(key)) for a, b in known] for key in keys}
+    known = [(_compared(pair.baseline), _compared(pair.treatment)) for pair in pairs]
+    keys = sorted({key for both in known for config in both for key in config})
+    return {key: [(a.get(key), b.get(key)) for a, b in known] for key in keys}
 
 
 def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatment", "run", "mixed"]:
@@ -321,14 +293,9 @@ def _values_by_arm(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
     """Dotted key -> its values in both arms; nothing where a run's configuration is unknown."""
     if any(run.config is None for run in sides.runs):
         return {}
-    keys = sorted({key for run in sides.runs for key in run.config or {}})
-    return {
-        key: (
-            [(run.config or {}).get(key) for run in sides.baselines],
-            [(run.config or {}).get(key) for run in sides.treatments],
-        )
-        for key in keys
-    }
+    left, right = (list(map(_compared, runs)) for runs in (sides.baselines, sides.treatments))
+    keys = sorted({key for config in (*left, *right) for key in config})
+    return {key: ([one.get(key) for one in left], [one.get(key) for one in right]) for key in keys}
 
 
 def _differs_by_arm(left: list[Any], right: list[Any]) -> bool:
@@ -345,14 +312,14 @@ def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[str]:
     declared = differences(experiment, sides.treatments[0].name.arm) if sides.treatments else {}
     other_trainer = any(key in OTHER_TRAINER for key in declared)
     first = sides.baselines[0]
-    treated = _treated(experiment)
-    yield from _within_arms([sides.baselines, sides.treatments], treated)
+    treated = treated_keys(experiment)
+    yield from within_arms([sides.baselines, sides.treatments], treated)
     for run in sides.runs[1:]:
         for key in ("devices",) if other_trainer else OF_THE_MACHINE:
             if key in treated:
                 continue
             if None not in ((one.environment or {}).get(key) for one in (first, run)):
-                yield from _environment_difference(first, run, key, ENVIRONMENT[key])
+                yield from environment_difference(first, run, key, ENVIRONMENT[key])
 
 
 def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[Pair]) -> Iterator[str]:
@@ -367,7 +334,7 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
     elif experiment.versions_differ:
         keys = {key: what for key, what in ENVIRONMENT.items() if key not in OF_THE_STACK}
         both = [[pair.baseline for pair in pairs], [pair.treatment for pair in pairs]]
-        yield from _within_arms(both, OF_THE_STACK)
+        yield from within_arms(both, OF_THE_STACK)
     if _declares_other_weights(declared):
         keys.pop(INITIAL_WEIGHTS, None)
     if "checkpoint.start_from" in declared:
@@ -387,50 +354,7 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
                 unsaid = None in (pair.baseline.environment.get(key), run.environment.get(key))
                 if unsaid and (experiment.treatment_diff is None or key == INITIAL_WEIGHTS):
                     continue  # a framework, or an older version, that does not say: among the not tested
-                yield from _environment_difference(pair.baseline, run, key, what)
-
-
-def _within_arms(arms: Sequence[Sequence[RecordedRun]], keys: Sequence[str]) -> Iterator[str]:
-    """Yield what differs between the runs of one arm, of what may differ between arms."""
-    for runs in arms:
-        known = [run for run in runs if run.environment is not None]
-        for run in known[1:]:
-            for key in keys:
-                yield from _environment_difference(known[0], run, key, ENVIRONMENT[key])
-
-
-def versions_follow_arms(experiment: Experiment) -> bool:
-    """Return True where each arm ran one set of versions throughout, and arms differ in theirs."""
-    declared = replace(experiment, versions_differ=True)
-    arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
-    if not all((run.environment or {}).get("versions") for runs in arms for run in runs):
-        return False
-    differ = any(
-        key == "python" or key.startswith("versions.")
-        for arm in experiment.treatments
-        for key in differences(declared, arm)
-    )
-    return differ and not any(_within_arms(arms, OF_THE_STACK))
-
-
-def _environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, what: str) -> Iterator[str]:
-    assert baseline.environment is not None and run.environment is not None
-    left, right = baseline.environment.get(key), run.environment.get(key)
-    if isinstance(left, dict) and isinstance(right, dict):
-        apart = [f"{name} {a} against {b}" for name, (a, b) in _other_versions(baseline, run).items()]
-        shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
-    else:
-        shown = "" if left == right else f"{_brief(left)} against {_brief(right)}"
-    if not shown:
-        return
-    yield f"{what} between {baseline} and {run}: {shown}"
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, list):
-        names = sorted({str(item) for item in value})
-        return f"{len(value)} x {', '.join(names)}"
-    return str(value)[:16]
+                yield from environment_difference(pair.baseline, run, key, what)
 
 
 def _other_steps(
@@ -487,7 +411,8 @@ def _missing_metrics(
     for metric, role in needed.items():
         everything = union(run.series(metric).steps for run in finished)
         if finished and not len(everything):
-            yield f"missing metric: no run recorded {metric} ({role}){_unread(finished[0], metric)}"
+            why = _unread(finished[0], metric) or mistaken_alias(finished[0], metric)
+            yield f"missing metric: no run recorded {metric} ({role}){why}"
             continue
         for run in finished:
             grid = run.series(metric).steps
@@ -500,6 +425,16 @@ def _missing_metrics(
                     yield f"missing metric: {run} did not record {metric} ({role}) {at}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
+
+
+def mistaken_alias(run: RecordedRun, metric: str) -> str:
+    """The end of a sentence where a recipe's alias names another metric than those logged; else nothing."""
+    theirs = (run.config or {}).get(f"trainer.aliases.{metric}")
+    if theirs is None:
+        return ""
+    return (
+        f": trainer.aliases calls it {str(theirs)!r}; logged: {', '.join(sorted(run.metrics)[:MOST_NAMED])}"
+    )
 
 
 def _unread(run: RecordedRun, *metrics: str) -> str:

@@ -402,10 +402,15 @@ def _refuse_several_arms(
         for run, log in zip(names, logs, strict=True):
             names_of.setdefault(run.arm, []).append(log.name)
         if len(names_of) > 1 and len({run.seed for run in names}) < len(set(names)):
-            pattern = os.path.commonprefix(list(names_of.values())[-1]) + "*"
+            *_, last = names_of.values()
+            first, end = min(last), max(last)
+            shared = next(
+                (at for at, both in enumerate(zip(first, end, strict=False)) if len({*both}) > 1), 0
+            )
+            arms = listed(list(names_of))
             raise ComparisonError(
-                f"sources: {printable(source)} holds the runs of several arms ({listed(list(names_of))}); leave "
-                f"out all but one, such as --exclude {shlex.quote(pattern)}, or give it alone"
+                f"sources: {printable(source)} holds the runs of several arms ({arms}); leave out all but one, "
+                f"such as --exclude {shlex.quote(f'{first[:shared]}*')}, or give it alone"
             )
 
 

@@ -181,10 +181,11 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
         if name.arm == arm and not name.rerun:
             config = {key: (run.config or {}).get(key) for key in known} if run.config else None
             runs[name] = replace(run, config=config)
+    compared = f"{experiment.name}'s arm '{arm}'" if len(experiment.arms) > 1 else experiment.name
     declared_s = -math.inf if reference.declared_s is None else reference.declared_s
     known_before = any(run.span_s and run.span_s[0] < declared_s for run in runs.values())
     return Experiment(
-        name=f"{experiment.name} against {reference.name}",
+        name=f"{compared} against {reference.name}",
         arms=(ARM, arm),
         compare=reference.compare,
         directory=experiment.directory,

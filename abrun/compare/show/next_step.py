@@ -1,5 +1,6 @@
 """What to do after a verdict: a sentence and a command for every one of them, which works when pasted."""
 
+import difflib
 import json
 import math
 import shlex
@@ -13,11 +14,11 @@ from typing import Any
 from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
-from abrun.compare.judge.validity import versions_follow_arms
+from abrun.compare.judge.machines import versions_follow_arms
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
-from abrun.compare.show.pasted import AGAIN, UNPAIRED, VERSIONS_DIFFER, filled, name_of
+from abrun.compare.show.pasted import AGAIN, UNPAIRED, VERSIONS_DIFFER, filled, folder_of, name_of
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
@@ -374,11 +375,9 @@ def _fewer_pairs(one: Content) -> bool:
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if experiment.directory is None:
-        if not (experiment.versions_differ or experiment.regression) and versions_follow_arms(experiment):
-            yield NextStep(
-                text="If the versions are what you compare, say that they are the treatment",
-                command=f"abrun compare RUNS{VERSIONS_DIFFER}",
-            )
+        if versions_follow_arms(experiment):
+            text = "If the versions are what you compare, say that they are the treatment"
+            yield NextStep(text=text, command=f"abrun compare RUNS{VERSIONS_DIFFER}")
         shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
         if apart and shared:
@@ -412,6 +411,7 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     else:
         missing = any("(primary)" in reason for reason in content["reasons"])
         if missing and not experiment.regression:
+            yield from _read_with_another_alias(experiment)
             yield from _other_claims(experiment, content)
         yield NextStep(
             text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
@@ -430,6 +430,28 @@ def _over_shared_steps(experiment: Experiment) -> Iterator[NextStep]:
             text="Compare the seeds whose runs hold the window whole",
             command=f"abrun compare RUNS --seeds {','.join(map(str, seeds))}",
         )
+
+
+def _read_with_another_alias(experiment: Experiment) -> Iterator[NextStep]:
+    """Read the runs as those of another trainer: their recipe's aliases name metrics that they lack."""
+    runs = [run for run in experiment.runs.values() if run.finished]
+    metrics = {claim.metric for claim in experiment.compare.primary}
+    named = {metric: (runs[0].config or {}).get(f"trainer.aliases.{metric}") for metric in metrics if runs}
+    wrong = {
+        metric: str(theirs) for metric, theirs in named.items() if theirs and metric not in runs[0].metrics
+    }
+    if not wrong or experiment.directory is None:
+        return
+    aliases = []
+    for metric, theirs in wrong.items():
+        close = difflib.get_close_matches(theirs, runs[0].metrics, 1) or ["NAME"]
+        aliases.append(f"--alias {shlex.quote(f'{metric}={close[0]}')}")
+    path = folder_of(experiment.directory)
+    arms = " ".join(shlex.quote(f"{arm}={path}/{arm}") for arm in experiment.arms)
+    yield NextStep(
+        text="Read the same runs with the name that they log",
+        command=f"abrun compare {arms} {' '.join(aliases)}{_claims(experiment)}",
+    )
 
 
 def _resumed(experiment: Experiment) -> str:

@@ -51,6 +51,11 @@ def name_of(experiment: Experiment) -> str:
     return shlex.quote(path.name if path.parent == RUNS_DIR else str(path))
 
 
+def folder_of(directory: Path) -> str:
+    """The folder of an experiment, from here where it is below."""
+    return str(_path(directory))
+
+
 def _recipe(command: str, directory: Path, words: Sequence[str]) -> str:
     """Of the launch that was typed, with what was set; else the experiment's folder, which holds that."""
     launch = list(words[2:]) if list(words[:2]) == ["abrun", "launch"] else []
