@@ -66,9 +66,7 @@ class Follower:
         if len(self._written) < ALIASES_BY:
             return None
         for ours, theirs in self._given.items():
-            if theirs in self.never_logged and not re.search(
-                OF_VALIDATIONS, f"{ours} {theirs}", re.IGNORECASE
-            ):
+            if theirs in self.never_logged and not re.search(OF_VALIDATIONS, f"{ours} {theirs}", re.IGNORECASE):
                 close = difflib.get_close_matches(theirs, self._logged, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 shown = ", ".join(self._logged[:MOST_NAMED]) + ", ..." * (len(self._logged) > MOST_NAMED)

@@ -55,7 +55,7 @@ def _other_versions(left: RecordedRun, right: RecordedRun) -> dict[str, tuple[An
 
 
 def versions_follow_arms(experiment: Experiment) -> bool:
-    """Return True where arms of one version each differ in theirs, which nothing declares as the treatment."""
+    """Return True where arms of one version each differ in theirs, and none is declared as the treatment."""
     arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
     says = all((run.environment or {}).get("versions") for runs in arms for run in runs)
     if treated_keys(experiment) or not (says and all(arms)) or any(within_arms(arms, OF_THE_STACK)):
@@ -66,9 +66,9 @@ def versions_follow_arms(experiment: Experiment) -> bool:
 def within_arms(arms: Sequence[Sequence[RecordedRun]], keys: Sequence[str]) -> Iterator[str]:
     """Yield what differs between the runs of one arm, of what may differ between arms."""
     for runs in arms:
-        known = [run for run in runs if run.environment is not None]
-        for run in known[1:]:
-            for key in keys:
+        for key in keys:
+            known = [run for run in runs if (run.environment or {}).get(key) is not None]
+            for run in known[1:]:
                 yield from environment_difference(known[0], run, key, ENVIRONMENT[key])
 
 

@@ -51,6 +51,8 @@ def load_foreign(
     _refuse_twice(sources, logs_of)
     excluded = [log for logs in logs_of for log in logs if selection.excludes(log)]
     logs_of = [[log for log in logs if not selection.excludes(log)] for logs in logs_of]
+    if not any(logs_of):
+        selection.refuse_nothing([])
     if pattern is None:
         _refuse_experiments_as_arms(named_sources, logs_of)
     selects = selection.selects
@@ -409,8 +411,8 @@ def _refuse_several_arms(
             )
             arms = listed(list(names_of))
             raise ComparisonError(
-                f"sources: {printable(source)} holds the runs of several arms ({arms}); leave out all but one, "
-                f"such as --exclude {shlex.quote(f'{first[:shared]}*')}, or give it alone"
+                f"sources: {printable(source)} holds the runs of several arms ({arms}); leave out all but "
+                f"one, such as --exclude {shlex.quote(f'{first[:shared]}*')}, or give it alone"
             )
 
 

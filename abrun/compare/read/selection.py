@@ -1,6 +1,6 @@
 """Runs that are left out of a comparison, by an option or by a rule, and the sentences that say so."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NoReturn
@@ -52,7 +52,7 @@ class Selection:
             partners = [run for run in selected if run.seed in seeds]
             selected = {run: logs for run, logs in selected.items() if run.seed not in seeds}
         if not selected:
-            self._refuse_nothing(logs_of)
+            self.refuse_nothing(logs_of.keys())
         runs = {run: _whole(run, logs) for run, logs in selected.items()}
         end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         lines = [*self._left_out_by_seeds(logs_of, end)]
@@ -63,8 +63,9 @@ class Selection:
         lines += [line for log in runs.values() for line in log.left_out]
         return runs, lines
 
-    def _refuse_nothing(self, runs: Iterable[RunName]) -> NoReturn:
-        if any(map(self._in_seeds, runs)) or self.seeds is None:
+    def refuse_nothing(self, runs: Collection[RunName]) -> NoReturn:
+        """Raise ComparisonError: the options leave no run of these."""
+        if any(map(self._in_seeds, runs)) or self.seeds is None or not runs:
             raise ComparisonError(
                 f"--exclude: got {listed(list(self.exclude))}, which leaves no run to compare; drop one"
             )
