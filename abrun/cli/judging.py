@@ -20,6 +20,7 @@ from abrun.cli.arguments import (
     Formats,
     Group,
     Json,
+    Looks,
     NoStepOne,
     Overrides,
     Pattern,
@@ -34,6 +35,7 @@ from abrun.cli.arguments import (
     VersionsDiffer,
     names_of_recipes,
     parse_formats,
+    parse_looks,
     parse_seeds,
     recipe_file,
     typed_command,
@@ -60,6 +62,7 @@ def compare(
     exclude: Exclude = None,
     versions_differ: VersionsDiffer = False,
     unpaired: Unpaired = False,
+    looks: Looks = None,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
     formats: Formats = None,
@@ -96,10 +99,11 @@ def compare(
             group=group,
             aliases=tuple(alias or ()),
             step_column=step_column,
-            seeds=None if seeds is None else tuple(parse_seeds(seeds)),
+            seeds=_seeds(seeds),
             exclude=tuple(exclude or ()),
             versions_differ=versions_differ,
             unpaired=unpaired,
+            looks=() if looks is None else parse_looks(looks),
         ),
         primaries=[parse_primary(text) for text in primary] if primary else None,
         reference=reference,
@@ -173,7 +177,7 @@ def freeze(
         group=group,
         aliases=tuple(alias or ()),
         step_column=step_column,
-        seeds=None if seeds is None else tuple(parse_seeds(seeds)),
+        seeds=_seeds(seeds),
         exclude=tuple(exclude or ()),
         alone=True,
     )
@@ -183,21 +187,31 @@ def freeze(
     frozen = arm or experiment.baseline
     commit = commit_of(directory, experiment, frozen) if directory else None
     replaced = freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
-    num_seeds, said = len(experiment.arm(frozen)), ""
-    if not experiment.compare.primary:
-        said = ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
-    if budget is not None:
-        said += f", with a ledger of changes (abrun ledger {output})"
-    if replaced:
-        said += f", in place of the reference {replaced.name}"
-    said += "".join(f"; {line}" for line in experiment.left_out)
+    said = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
     reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
     console().print(
-        f"{output}: {num_seeds} seeds of {frozen}{said}; compare later runs with: "
-        f"abrun compare NEW --reference {shlex.quote(str(output))}{reading}",
+        f"{said}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{reading}",
         soft_wrap=True,
         markup=False,
     )
+
+
+def _seeds(text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else tuple(parse_seeds(text))
+
+
+def _frozen(
+    experiment: "Experiment", arm: str, output: Path, budget: str | None, replaced: str | None
+) -> str:
+    """Say what a reference file now holds."""
+    said = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
+    if not experiment.compare.primary:
+        said += ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
+    if budget is not None:
+        said += f", with a ledger of changes (abrun ledger {output})"
+    if replaced is not None:
+        said += f", in place of the reference {replaced}"
+    return said + "".join(f"; {line}" for line in experiment.left_out)
 
 
 def _as_options(given: Mapping[str, Sequence[str | None]]) -> str:
@@ -214,7 +228,12 @@ def ledger(
     ] = None,
     arm: Annotated[str | None, typer.Option(help="With --add: which treatment, of several.")] = None,
     tried: Annotated[
-        int, typer.Option(min=1, help="With --add: changes judged since the last entry, this one among them.")
+        int,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="With --add: changes judged since the last entry, this one among them.",
+        ),
     ] = 1,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

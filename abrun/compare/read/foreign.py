@@ -49,10 +49,7 @@ def load_foreign(
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
-    excluded = [log for logs in logs_of for log in logs if selection.excludes(log)]
-    logs_of = [[log for log in logs if not selection.excludes(log)] for logs in logs_of]
-    if not any(logs_of):
-        selection.refuse_nothing([])
+    logs_of, excluded = selection.without_excluded(logs_of)
     if pattern is None:
         _refuse_experiments_as_arms(named_sources, logs_of)
     selects = selection.selects

@@ -31,6 +31,14 @@ class Selection:
         names = [name for name in (log.name, log.run_id, log.place) if name]
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
 
+    def without_excluded(self, logs_of: Sequence[Sequence[Log]]) -> tuple[list[list[Log]], list[Log]]:
+        """Return the logs of each source that no pattern names, and those that one does."""
+        excluded = [log for logs in logs_of for log in logs if self.excludes(log)]
+        rest = [[log for log in logs if not self.excludes(log)] for logs in logs_of]
+        if not any(rest):
+            self.refuse_nothing([])
+        return rest, excluded
+
     def apply(
         self, named: Sequence[tuple[RunName, Log]], excluded: Sequence[Log], *, paired: bool
     ) -> tuple[dict[RunName, Log], list[str]]:
