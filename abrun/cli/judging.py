@@ -44,6 +44,7 @@ from abrun.errors import ComparisonError, RecipeError
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
+    from abrun.compare import Comparison
     from abrun.compare.read.experiment import Experiment
 
 
@@ -118,12 +119,16 @@ def compare(
     elif "terminal" in wanted:
         console().print(comparison.summary())
     if wandb:
-        from abrun.compare.read.sources import stored_in
-        from abrun.mirror.report import upload
-
-        print(shown(upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))))
+        _upload(comparison, sources, runs_dir)
     tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if tolerated else comparison.exit_code)
+
+
+def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
+    from abrun.compare.read.sources import stored_in
+    from abrun.mirror.report import upload
+
+    print(shown(upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))))
 
 
 @app.command(rich_help_panel=JUDGE)

@@ -19,15 +19,7 @@ from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
 from abrun.compare.show.fresh_pairs import NextStep, beyond_margin, in_stages, next_look, pairs_that_decide
-from abrun.compare.show.pasted import (
-    AGAIN,
-    UNPAIRED,
-    VERSIONS_DIFFER,
-    WITHOUT_CLAIMS,
-    filled,
-    folder_of,
-    name_of,
-)
+from abrun.compare.show.pasted import AGAIN, UNPAIRED, WITHOUT_CLAIMS, filled, folder_of, name_of
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
@@ -392,7 +384,7 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if experiment.directory is None:
         if versions_follow_arms(experiment):
             text = "If the versions are what you compare, say that they are the treatment"
-            yield NextStep(text=text, command=f"abrun compare RUNS{VERSIONS_DIFFER}")
+            yield NextStep(text=text, command="abrun compare RUNS --versions-differ")
         shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
         if apart and shared:
