@@ -87,10 +87,7 @@ def compare(
     from abrun.recipe import parse_primary
 
     wanted = parse_formats(formats)
-    if wandb and wanted == ["terminal"]:
-        raise RecipeError(
-            f"--wandb: got --format {formats}, which leaves no file to upload; add html, or json"
-        )
+    _refuse_nothing_to_upload(wandb and wanted == ["terminal"], formats)
     comparison = compare_sources(
         sources,
         Reading(
@@ -122,6 +119,13 @@ def compare(
         _upload(comparison, sources, runs_dir)
     tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if tolerated else comparison.exit_code)
+
+
+def _refuse_nothing_to_upload(nothing: bool, formats: str | None) -> None:
+    if nothing:
+        raise RecipeError(
+            f"--wandb: got --format {formats}, which leaves no file to upload; add html, or json"
+        )
 
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
