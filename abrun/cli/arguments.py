@@ -102,8 +102,8 @@ Exclude = Annotated[
     list[str] | None,
     typer.Option(
         metavar="RUN",
-        help="Leave out a run, such as new/seed-2, or all that a pattern matches: by arm and seed, by its name "
-        "in the log, by wandb id; repeatable. The report says so.",
+        help="Leave out a run, such as new/seed-2, or all that a pattern matches: by arm and seed, by "
+        "name in the log, or by wandb id; repeatable. The report says so.",
     ),
 ]
 VersionsDiffer = Annotated[

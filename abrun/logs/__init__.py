@@ -246,7 +246,7 @@ def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
         starts.setdefault(key, []).append(log)
     whole_runs: list[Log] = []
     for folder, of in starts.items():
-        run = continued(of, folder) if len(of) > 1 else None
+        run = continued(of, str(Path(of[0].place).parent)) if len(of) > 1 else None
         whole_runs += [replace(run, name=folder)] if run else of
     return whole_runs
 

@@ -284,9 +284,10 @@ def apply_to_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> Rena
     for ours, theirs in aliases.explicit.items():
         if known and theirs not in known:
             close = difflib.get_close_matches(theirs, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"recorded are {listed(sorted(known), 8)}"
+            hint = f"; did you mean {printable(close[0])!r}?" if close else ""
             raise ComparisonError(
-                f"--alias: got {ours}={printable(theirs)}, a metric that no run recorded; {hint}"
+                f"--alias: got {ours}={printable(theirs)}, a metric that no run recorded; recorded are "
+                f"{listed(sorted(known), 8)}{hint}"
             )
     presets = {ours: theirs for ours, theirs in aliases.presets.items() if ours not in known}
     renamed, names, said = [], {}, {}

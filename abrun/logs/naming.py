@@ -93,7 +93,8 @@ def name_runs(
             collision = collision or error
     raise collision or ComparisonError(
         f"arms and seeds: got runs named {listed([log.name for log in logs])}, which no usual pattern "
-        "matches; say how their names are made, such as --pattern '{arm}-s{seed}'"
+        "matches (dates and times name no arm and no seed); say how their names are made, such as --pattern "
+        "'{arm}-s{seed}', or give each arm's folder"
     )
 
 

@@ -67,7 +67,7 @@ def join_starts(logs: Sequence[Log], run: str) -> Log | None:
     if log is None:
         return None
     left_out = [
-        f"left out as a start that did not finish: {printable(one.place)} ({run}, steps {first}-{last}), "
+        f"left out as an interrupted start: {printable(one.place)} ({run}, steps {first}-{last}), "
         f"which {printable(log.place)} repeats"
         for one, (first, last) in zip(logs, spans, strict=True)
         if one not in counted

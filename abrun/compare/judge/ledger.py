@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.machines import OF_THE_MACHINE
 from abrun.compare.judge.margins import window_summaries
-from abrun.compare.judge.validity import OF_THE_MACHINE
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun, Reference, union
 from abrun.compare.read.ledger import Entry, Ledger

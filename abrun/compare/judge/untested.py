@@ -6,6 +6,7 @@ from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.code import code_untested
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.grids import grid_note
+from abrun.compare.judge.machines import INITIAL_WEIGHTS, other_machine
 from abrun.compare.judge.step_one import (
     RAISED_BY_ROUNDING,
     StepOne,
@@ -13,7 +14,6 @@ from abrun.compare.judge.step_one import (
     shares_prompts,
     unreadable,
 )
-from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
@@ -27,8 +27,11 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     if not experiment.compare.step_one:
         return f"switched off ({'compare.step_one: false' if experiment.has_recipe else '--no-step-one'})"
     if other_machine(experiment, arm):
-        of = "the reference was made" if experiment.regression else "the arms ran"
-        return f"{of} with other package versions or devices"
+        return (
+            "the reference was made with other package versions or devices"
+            if experiment.regression
+            else "the arms ran other package versions"
+        )
     pairs = experiment.pairs(arm)
     if pairs and all(pair.begins_anew for pair in pairs):
         return "the step counters begin anew, so that what is recorded as step 1 may be a later one"

@@ -13,6 +13,7 @@ from typing import Any
 from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import Description, claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
+from abrun.compare.judge.machines import versions_follow_arms
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
@@ -396,6 +397,9 @@ def _fewer_pairs(one: Content) -> bool:
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if experiment.directory is None:
+        if versions_follow_arms(experiment):
+            text = "If the versions are what you compare, say that they are the treatment"
+            yield NextStep(text=text, command="abrun compare RUNS --versions-differ")
         shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
         if apart and shared:
