@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from abrun.compare.judge.grids import lacking, unlike_grids
+from abrun.compare.judge.grids import lacking, text_in_windows, unlike_grids
 from abrun.compare.judge.guards import shared_peak_counter
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, no_shared_step, union
 from abrun.metric_names import (
@@ -64,6 +64,7 @@ def invalid_reasons(
         *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
+        *text_in_windows(experiment, finished, _windows(primaries)),
         *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
     ]
 
@@ -87,6 +88,7 @@ def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary
         *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
+        *text_in_windows(experiment, finished, _windows(primaries)),
         *_baseline_not_a_number(experiment, sides.baselines, primaries),
     ]
 
@@ -457,6 +459,11 @@ def _missing_metrics(
                     yield f"missing metric: {run} did not record {metric} ({role}) {at}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
+
+
+def _windows(primaries: Sequence[Primary]) -> list[tuple[str, str]]:
+    """The metrics that a verdict reads, with their windows: the claims', and the guard's, all of it."""
+    return [*((one.metric, one.window) for one in primaries), (TOKEN_MULT_PROB_ERROR, "all")]
 
 
 def _unread(run: RecordedRun, *metrics: str) -> str:

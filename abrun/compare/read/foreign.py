@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.errors import ComparisonError
@@ -16,6 +17,7 @@ from abrun.logs.log import listed, printable
 from abrun.logs.naming import name_runs, name_seeds, names_both, stem
 from abrun.recipe import BASELINE, Compare
 
+T = TypeVar("T")
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
 
 
@@ -56,7 +58,12 @@ def load_foreign(
     logs = [log for logs in logs_of for log in logs]
     renamed = apply_to_all([log.metrics for log in logs], given)
     by_name = {
-        run: replace(log, metrics=metrics, unread=_renamed(log.unread, renamed.names))
+        run: replace(
+            log,
+            metrics=metrics,
+            unread=_renamed(log.unread, renamed.names),
+            dropped=_renamed(log.dropped, renamed.names),
+        )
         for run, log, metrics in zip(found.names, logs, renamed.metrics, strict=True)
     }
     by_name = _of_seeds(by_name, seeds)
@@ -86,7 +93,7 @@ def _of_seeds(runs: Mapping[RunName, Log], seeds: Sequence[int] | None) -> dict[
     return kept
 
 
-def _renamed(unread: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
     """By our names too: by those that other runs gave them, or, where none has numbers, would have."""
     _, found = recognised(unread)
     ours = {**{theirs: name for name, theirs in found.items()}, **names}
@@ -106,6 +113,7 @@ def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
         metrics=log.metrics,
         notes=(*log.notes, f"numbered, its seed is not known: {log.place}") if numbered else log.notes,
         unread=log.unread,
+        dropped=log.dropped,
     )
 
 
@@ -266,7 +274,9 @@ def _named_from_common_folder(sources: Sequence[tuple[str | None, str]], logs: S
         return list(logs)
     common = Path(os.path.commonpath([path.parent for path in paths]))
     return [
-        log if log.run_id else replace(log, name=printable(path.relative_to(common).as_posix()))
+        log
+        if log.run_id
+        else replace(log, name=printable(path.relative_to(common).as_posix().replace("\\", "/")))
         for path, log in zip(paths, logs, strict=True)
     ]
 
@@ -304,9 +314,8 @@ def _arm_of(source: str) -> str:
     path = (
         source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
     )
-    return printable(
-        stem(Path(path).resolve().name if Path(path).exists() else path.rstrip("/").split("/")[-1])
-    )
+    name = Path(path).resolve().name if Path(path).exists() else path.rstrip("/").split("/")[-1]
+    return printable(stem(name.rpartition("\\")[2]))
 
 
 def _arms(
