@@ -5,6 +5,7 @@ A source is a file, a folder that may hold many runs, or a project on a wandb se
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -278,8 +279,9 @@ def _read_fullest(
 def _read_all(found: Sequence[Found], step_column: str | None) -> tuple[list[tuple[Found, Log]], list[str]]:
     """Every run, and sentences on tables that are none.
 
-    A table that cannot be read, or is empty, is a run all the same where runs that can be read have files of
-    the same name; beside others it is left aside. Raises StoreError where none of several can be read.
+    A table that cannot be read is a run all the same where runs that can be read have files of the same name;
+    else it is left aside, as is an empty one beside the only run of a folder. Raises StoreError where there
+    is no run.
     """
     read: list[tuple[Found, Log]] = []
     refused: list[tuple[Found, StoreError]] = []
@@ -297,12 +299,12 @@ def _read_all(found: Sequence[Found], step_column: str | None) -> tuple[list[tup
     if refused and not runs:
         raise refused[0][1]
     names = {_without_digits(one) for one, _ in runs}
-    folders = {one.path.parent for one, _ in runs}
+    num_runs = Counter(one.path.parent for one, _ in runs)
     aside: dict[str, list[str]] = {}
     for one, log in read:
         if log.metrics or one.format not in READERS or _without_digits(one) in names:
             continue
-        if one.path.parent in folders:
+        if num_runs[one.path.parent] == 1:  # the folder is a run, and so is no other file in it
             read = [(other, its) for other, its in read if its is not log]
             aside.setdefault(_without_digits(one), []).append(f"{log.place}: {'; '.join(log.notes)}")
     for one, error in refused:

@@ -138,7 +138,8 @@ def _long_runs(
     if len(rows) > min(MOST_RUNS, len(lines) // 2) or not all(all(key) for key in rows):
         return [replace(csv_log(path, lines, step_column), name=name)]
     dropped = {*whose.values()}
-    said = f"a long table: its runs from the columns {', '.join(header[index] for index in whose.values())}"
+    named = ", ".join(header[index] for index in whose.values())
+    said = f"a long table: its runs from the columns {named}" if named else "a long table: a metric a name"
     logs = []
     for key, of in rows.items():
         if "metric" in keys:

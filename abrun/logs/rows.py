@@ -47,8 +47,8 @@ WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that J
 MOST_METRICS = 100_000
 LARGEST_STEP = 2**53  # whole numbers above it are not exact as floats
 LONGEST_TEXT = 400  # characters of a cell that are kept
-# A number with a unit, or a decimal comma: its column was meant to be read. Not a date, a name.
-ALMOST_A_NUMBER = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
+# A number with a unit, of a total, or with a decimal comma: meant to be read. Not a date, a name.
+ALMOST_A_NUMBER = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
 MEND_STEP = "write a whole number, or name another column with --step-column"
 
 Cells = Mapping[str, float | str]  # of one row: numbers, and texts that may be numbers

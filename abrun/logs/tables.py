@@ -24,7 +24,7 @@ LARGEST_CELL = 2**24  # characters
 MOST_VALUES = 2**24  # of a Parquet file
 METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")  # of a long table: which metric a row is of
 VALUE_COLUMNS = ("value", "val")
-DELIMITERS = (",", ";", "\t")  # of as many in a header the first
+DELIMITERS = (",", ";", "\t")
 COMMENT = "#"
 EXCEL_DELIMITER = re.compile(r"sep=(.)", re.IGNORECASE)  # in a line above the header
 
@@ -113,8 +113,12 @@ def _below_comments(text: str) -> tuple[str, int, str]:
             break
         text, above, last = rest, above + 1, line if line.strip() else last
         delimiter = excel[1] if excel else delimiter
-    first = text.partition("\n")[0]
-    delimiter = delimiter or max(DELIMITERS, key=first.count)
+    first, second = [*text.split("\n", 2), ""][:2]
+    if not delimiter:  # as often in the header as below it, else as often as any in the header
+        counts = {mark: (first.count(mark), second.count(mark)) for mark in DELIMITERS}
+        delimiter = max(
+            DELIMITERS, key=lambda mark: (0 < counts[mark][0] == counts[mark][1], counts[mark][0])
+        )
     cells = first.split(delimiter)
     header = last.removeprefix(COMMENT).strip()
     if header and len(cells) == len(header.split(delimiter)) and not re.search(r"[^\W\d_]{4}", first):
@@ -150,7 +154,7 @@ def read_jsonl(path: Path, step_column: str | None = None) -> Log:
     rows = [
         (number, dict(flat_cells(_without_envelope(row)))) for number, row in numbered if not _is_summary(row)
     ]
-    return rows_log(path, _wide(rows), step_column, notes=notes or [TORN] * torn)
+    return rows_log(path, _wide(rows, step_column), step_column, notes=notes or [TORN] * torn)
 
 
 def _objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
@@ -190,7 +194,9 @@ def _is_summary(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("log_history"), list)
 
 
-def _wide(rows: list[tuple[int, dict[str, float | str]]]) -> Iterator[tuple[int, Cells]]:
+def _wide(
+    rows: list[tuple[int, dict[str, float | str]]], step_column: str | None
+) -> Iterator[tuple[int, Cells]]:
     """Rows of a long form, `{"step": 1, "name": "loss", "value": 0.5}`, with metrics' names as columns.
 
     The keys may be nested, as fms-hf-tuning's `data/step` and `data/value` are. Other rows stay unchanged.
@@ -201,8 +207,12 @@ def _wide(rows: list[tuple[int, dict[str, float | str]]]) -> Iterator[tuple[int,
         if not isinstance(row.get(metric), str) or value not in row:
             yield number, row
             continue
-        steps = {name.rpartition("/")[2]: cell for name, cell in row.items()}
-        steps = {name: cell for name, cell in steps.items() if name.lower() in STEP_COLUMNS}
+        called = {name if name == step_column else name.rpartition("/")[2]: name for name in row}
+        steps = {
+            name: row[key]
+            for name, key in called.items()
+            if name == step_column or name.lower() in STEP_COLUMNS
+        }
         yield number, steps | {str(row[metric]): row[value]}
 
 
@@ -286,7 +296,8 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
                 or pa.types.is_floating(column.type)
                 or pa.types.is_decimal(column.type)
             ]
-            texts = [column.name for column in schema if pa.types.is_string(column.type)]
+            text_types = (pa.string(), pa.large_string())
+            texts = [column.name for column in schema if column.type in text_types]
             _refuse_columns_twice(path, schema.names)
             num_values = file.metadata.num_rows * len(numeric + texts)
             if num_values > MOST_VALUES:  # which a few bytes can claim, by repeating one
@@ -294,7 +305,7 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
             table = file.read(columns=numeric + texts).combine_chunks()
             columns = [
                 [text and text[:LONGEST_TEXT] for text in column.to_pylist()]
-                if pa.types.is_string(column.type)
+                if column.type in text_types
                 else column.cast(pa.float64(), safe=False).to_pylist()
                 for column in table.columns
             ]
