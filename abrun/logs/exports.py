@@ -59,6 +59,8 @@ def _charted(header: Sequence[str]) -> dict[int, tuple[str, str]]:
 def _chart_runs(
     path: Path, header: list[str], lines: list[Line], charted: Mapping[int, tuple[str, str]]
 ) -> list[Log]:
+    if any(len(cells) != len(header) for _, cells in lines):
+        return [csv_log(path, lines)]  # which refuses the line
     axis = next(i for i, name in enumerate(header) if i not in charted and not name.endswith(BOUNDS))
     said = "a chart that wandb exported: its buckets, not every step"
     logs = []
@@ -67,7 +69,7 @@ def _chart_runs(
         rows = [
             (number, [cells[axis], *(cells[index] for index in columns)])
             for number, cells in lines[1:]
-            if len(cells) == len(header) and any(cells[index] for index in columns)
+            if any(cells[index] for index in columns)
         ]
         log = csv_log(path, [(1, ["step", *columns.values()]), *rows], "step")
         logs.append(replace(log, name=run, part=True, guesses=(said,)))

@@ -26,7 +26,7 @@ METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")  # of a long table
 VALUE_COLUMNS = ("value", "val")
 DELIMITERS = (",", ";", "\t")
 COMMENT = "#"
-EXCEL_DELIMITER = re.compile(r"sep=(.)", re.IGNORECASE)  # in a line above the header
+EXCEL_DELIMITER = re.compile(r"sep=([,;\t|])", re.IGNORECASE)  # in a line above the header
 
 Line = tuple[int, list[str]]  # the number that it ends at, and its cells
 
@@ -94,7 +94,9 @@ def csv_lines(path: Path) -> tuple[list[Line], bool]:
         # A quote that is open at the end is a torn line, or one far above that takes all below for its text.
         if "unexpected end of data" in str(error) and reader.line_num == ended + 1:
             return lines, True
-        raise StoreError(f"{_shown(path)}, line {above + ended + 1}: not readable as CSV: {error}") from None
+        raise StoreError(
+            f"{_shown(path)}, line {above + ended + 1}: not readable as CSV: {_one_line(error)}"
+        ) from None
     if lines and not content.endswith((b"\n", b"\r")):
         return lines[:-1], True
     return lines, torn

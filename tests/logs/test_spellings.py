@@ -8,6 +8,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.logs import Log, read_logs
+from tests.logs.test_fuzz import messages, wandb_file
 from tests.logs.test_tables import one, values
 
 ROWS = [{"step": step, "reward": round(0.1 + step / 70, 4), "loss": 2 - step / 70} for step in range(1, 41)]
@@ -119,6 +120,24 @@ def test_numbers_in_quotes_in_parquet(tmp_path: Path) -> None:
     frame.to_parquet(tmp_path / "a.parquet")
     log = one(tmp_path / "a.parquet")
     assert values(log, "loss") == {1: 0.5} and values(log, "n") == {1: 1.0, 2: 2.0}
+
+
+def test_numbers_in_quotes_in_wandb(tmp_path: Path) -> None:
+    records = [messages.Record(run={"run_id": "a1", "display_name": "x-s3"})]
+    for step in range(4):
+        reward = f"{step / 8:.4f}" if step != 2 else "55%"
+        items = [
+            messages.HistoryItem(key="train/reward", value_json=json.dumps(reward)),
+            messages.HistoryItem(nested_key=["a", "b"], value_json=json.dumps("1e-3")),
+        ]
+        records.append(messages.Record(history={"step": {"num": step}, "item": items}))
+    content = wandb_file([record.SerializeToString() for record in records])
+    log = one(written(tmp_path / "run-a1.wandb", content))
+    assert values(log, "train/reward") == {0: 0.0, 1: 0.125, 3: 0.375}
+    assert values(log, "a/b") == dict.fromkeys(range(4), 0.001)
+    assert log.dropped == {"train/reward": (2,)}
+    assert "row 3, column train/reward: got '55%'" in log.unread["train/reward"]
+    assert log.notes[0] == "train/reward: 1 value left out as no number, the first '55%' in row 3"
 
 
 def test_ms_swift(tmp_path: Path) -> None:
