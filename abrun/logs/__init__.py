@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.exports import joined, read_csv_runs
+from abrun.logs.exports import joined, read_csv_runs, read_json_runs
 from abrun.logs.log import Log, cleaned, listed, printable, readable
 from abrun.logs.naming import stem
 from abrun.logs.stored import is_run_dir, read_run_dir
@@ -29,6 +29,7 @@ __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")
 PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for name in FORMATS[1:]}}
 READERS = {"csv": read_csv, "jsonl": read_jsonl, "parquet": read_parquet, "json": read_jsonl}
+RUNS_READERS = {"csv": read_csv_runs, "jsonl": read_json_runs, "json": read_json_runs}  # of several runs
 SUFFIXES = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -287,8 +288,8 @@ def _read_all(found: Sequence[Found], step_column: str | None) -> tuple[list[tup
     refused: list[tuple[Found, StoreError]] = []
     for one in found:
         try:
-            if one.format == "csv":
-                read += [(one, log) for log in read_csv_runs(one.path, one.name, step_column)]
+            if runs_of := RUNS_READERS.get(one.format):
+                read += [(one, log) for log in runs_of(one.path, one.name, step_column)]
             else:
                 read.append((one, _read(one, step_column)))
         except StoreError as error:

@@ -14,8 +14,19 @@ from pathlib import Path
 from abrun.layout import RunName
 from abrun.logs.log import EMPTY, Log, printable
 from abrun.logs.naming import LARGEST_SEED
-from abrun.logs.rows import STEP_COLUMNS
-from abrun.logs.tables import METRIC_COLUMNS, TORN, VALUE_COLUMNS, Line, csv_lines, csv_log, rows_log
+from abrun.logs.rows import STEP_COLUMNS, Cells
+from abrun.logs.tables import (
+    METRIC_COLUMNS,
+    TORN,
+    VALUE_COLUMNS,
+    Line,
+    csv_lines,
+    csv_log,
+    json_log,
+    json_rows,
+    long_columns,
+    rows_log,
+)
 
 ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
 RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
@@ -43,6 +54,32 @@ def read_csv_runs(path: Path, name: str, step_column: str | None = None) -> list
     else:
         logs = [replace(csv_log(path, lines, step_column), name=name)]
     return [replace(log, notes=(*log.notes, TORN)) if torn else log for log in logs]
+
+
+def read_json_runs(path: Path, name: str, step_column: str | None = None) -> list[Log]:
+    """The runs of a JSON-lines file: of most files one, which is called `name`.
+
+    Several where every row names an arm, a run or a seed, and not all the same.
+    """
+    rows, notes = json_rows(path)
+    header = list(rows[0][1]) if rows else []
+    metric, _ = long_columns(rows)
+    keys = {
+        kind: header[index] for kind, index in _key_columns(header, []).items() if header[index] != metric
+    }
+    runs: dict[tuple[str, ...], list[tuple[int, Cells]]] = {}
+    for number, row in rows if keys else ():
+        cells = (row.get(key, "") for key in keys.values())
+        whose = tuple(cell.strip() if isinstance(cell, str) else f"{cell:.15g}" for cell in cells)
+        others = {column: cell for column, cell in row.items() if column not in keys.values()}
+        runs.setdefault(whose, []).append((number, others))
+    if not 1 < len(runs) <= min(MOST_RUNS, len(rows) // 2) or not all(all(whose) for whose in runs):
+        return [replace(json_log(path, rows, step_column, notes), name=name)]
+    said = f"a long table: its runs from the columns {', '.join(keys.values())}"
+    return [
+        _named(json_log(path, of, step_column, notes), name, dict(zip(keys, whose, strict=True)), said)
+        for whose, of in runs.items()
+    ]
 
 
 # --- exports ---
@@ -121,7 +158,11 @@ def _key_columns(header: Sequence[str], lines: Sequence[Line]) -> dict[str, int]
     metric = next((lower.index(name) for name in METRIC_COLUMNS if name in lower), None)
     if metric is not None and any(name in lower for name in VALUE_COLUMNS):
         names = {cells[metric].strip() for _, cells in lines if len(cells) == len(header)}
-        if found.get("run") != metric or not all(re.fullmatch(NAMES_A_SEED, name) for name in names):
+        if (
+            found.get("run") != metric
+            or not names
+            or not all(re.fullmatch(NAMES_A_SEED, name) for name in names)
+        ):
             found["metric"] = metric
             found = {kind: index for kind, index in found.items() if kind == "metric" or index != metric}
     return found

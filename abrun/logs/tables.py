@@ -148,15 +148,28 @@ def read_jsonl(path: Path, step_column: str | None = None) -> Log:
 
     A file that is one list of objects is read alike.
     """
+    rows, notes = json_rows(path)
+    return json_log(path, rows, step_column, notes)
+
+
+def json_log(
+    path: Path, rows: Sequence[tuple[int, Cells]], step_column: str | None, notes: Sequence[str] = ()
+) -> Log:
+    """The run of a JSON file's flat rows, in the long form or not."""
+    return rows_log(path, _wide(rows, step_column), step_column, notes=notes)
+
+
+def json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
+    """Return the flat rows of JSON lines or of a list, each with its line, and what of them is torn."""
     content, torn = read_content(path)
     if content.lstrip().startswith(b"["):
         numbered, notes = list(enumerate(_list(path, content), 1)), []
     else:
         numbered, notes = _objects(path, content.split(b"\n"))
-    rows = [
+    rows: list[tuple[int, Cells]] = [
         (number, dict(flat_cells(_without_envelope(row)))) for number, row in numbered if not _is_summary(row)
     ]
-    return rows_log(path, _wide(rows, step_column), step_column, notes=notes or [TORN] * torn)
+    return rows, notes or [TORN] * torn
 
 
 def _objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
@@ -196,15 +209,12 @@ def _is_summary(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("log_history"), list)
 
 
-def _wide(
-    rows: list[tuple[int, dict[str, float | str]]], step_column: str | None
-) -> Iterator[tuple[int, Cells]]:
+def _wide(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Iterator[tuple[int, Cells]]:
     """Rows of a long form, `{"step": 1, "name": "loss", "value": 0.5}`, with metrics' names as columns.
 
     The keys may be nested, as fms-hf-tuning's `data/step` and `data/value` are. Other rows stay unchanged.
     """
-    keys = ((_last_called(row, METRIC_COLUMNS), _last_called(row, VALUE_COLUMNS)) for _, row in rows)
-    metric, value = next(((name, one) for name, one in keys if name and one), ("", ""))
+    metric, value = long_columns(rows)
     for number, row in rows:
         if not isinstance(row.get(metric), str) or value not in row:
             yield number, row
@@ -216,6 +226,12 @@ def _wide(
             if name == step_column or name.lower() in STEP_COLUMNS
         }
         yield number, steps | {str(row[metric]): row[value]}
+
+
+def long_columns(rows: Sequence[tuple[int, Cells]]) -> tuple[str, str]:
+    """Return the columns that hold a metric's name and its value; empty where no row has both."""
+    keys = ((_last_called(row, METRIC_COLUMNS), _last_called(row, VALUE_COLUMNS)) for _, row in rows)
+    return next(((metric, value) for metric, value in keys if metric and value), ("", ""))
 
 
 def _last_called(names: Iterable[str], words: Sequence[str]) -> str | None:

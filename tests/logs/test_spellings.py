@@ -196,6 +196,21 @@ def test_a_name_of_runs_beside_a_value_names_runs(tmp_path: Path) -> None:
     assert names == ["a-s1", "a-s2", "b-s1", "b-s2"]
 
 
+def test_json_lines_of_several_runs(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"step": step, "arm": arm, "seed": seed, "metric": name, "value": f"{seed + step / 8}"}
+        for arm in ("old", "new")
+        for seed in (1, 2)
+        for step in (1, 2)
+        for name in ("loss", "reward")
+    ]
+    logs = read_logs(str(written(tmp_path / "x.jsonl", lines_of_json(rows))))
+    assert [log.name for log in logs] == ["new/seed-1", "new/seed-2", "old/seed-1", "old/seed-2"]
+    assert values(logs[1], "loss") == {1: 2.125, 2: 2.25} and not logs[1].notes
+    plain = [{"step": step, "seed": 3, "method": "grpo", "loss": 0.5} for step in (1, 2)]
+    assert one(written(tmp_path / "y.jsonl", lines_of_json([dict(row) for row in plain]))).name == "y.jsonl"
+
+
 def test_a_text_in_a_long_table_is_named_with_its_own_line(tmp_path: Path) -> None:
     content = "step,metric,value\n1,loss,0.5\n2,loss,0.4\n2,acc,5%\n3,loss,n/a\n"
     log = one(written(tmp_path / "a.csv", content))
