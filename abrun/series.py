@@ -22,6 +22,7 @@ class Series:
 
     steps: Steps  # [S] strictly ascending
     values: Array  # [S]
+    recounted: int = 0  # steps that were counted more than once, by a counter that begins anew
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -47,7 +48,21 @@ def by_step(steps: Sequence[int] | Steps, values: Sequence[float] | Array) -> tu
     order = np.argsort(all_steps, kind="stable")
     last = np.append(np.diff(all_steps[order]) > 0, True)
     kept = order[last]
-    return Series(all_steps[kept], all_values[kept]), len(all_steps) - len(kept)
+    return Series(all_steps[kept], all_values[kept], recounted_steps(all_steps)), len(all_steps) - len(kept)
+
+
+def recounted_steps(steps: Steps) -> int:
+    """Count the steps that a counter gave again after it went back to its first step, or before it.
+
+    A job that goes on from a checkpoint repeats some of its last steps, which begins no count anew.
+    """
+    lowest = np.minimum.accumulate(steps)
+    begins = np.flatnonzero((np.diff(steps) < 0) & (steps[1:] <= lowest[:-1])) + 1
+    if not len(begins):
+        return 0
+    passes = np.split(steps, begins)
+    distinct = sum(len(np.unique(one)) for one in passes)
+    return distinct - len(np.unique(steps))
 
 
 def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, Series], int]:

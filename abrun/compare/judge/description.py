@@ -13,7 +13,7 @@ import numpy as np
 
 from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.summaries import climbs, direction_in, reduced, resolution
+from abrun.compare.judge.summaries import climbs, direction_in, moving, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
 from abrun.equivalence import Tost, paired_tost, pairs_needed, runs_needed, sd_in_steps, welch_tost
 from abrun.errors import ComparisonError
@@ -163,7 +163,8 @@ def _description(
     left, right = runs[: sides.sizes[0]], runs[sides.sizes[0] :]
     alone = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
-    tost, step = None, resolution(sides.runs, _plain(metric), int(inside.sum()))
+    spread = moving(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
+    tost, step = None, resolution(sides.runs, _plain(metric), spread)
     if min(sides.sizes) > 1:
         tost = (paired_tost if sides.paired else welch_tost)(left, right, 1.0, resolution=step)
     margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)

@@ -1,11 +1,12 @@
 """Where the runs of a comparison recorded a metric: which steps they share, and which one of them lacks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 
 import numpy as np
 
 from abrun.compare.read.experiment import Experiment, RecordedRun, stack, union
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.recipe import Primary
 from abrun.series import Steps, window_bounds
 
@@ -43,12 +44,13 @@ def incomplete(
 
 
 def text_in_windows(
-    experiment: Experiment, finished: Sequence[RecordedRun], windows: Iterable[tuple[str, str]]
+    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[str]:
     """Values of a metric that a log holds as text, in its window: left out, they could hide a difference.
 
-    The window is also read as it would stand with the steps of those values.
+    The window is also read as it would stand with the steps of those values. A guard reads all of a run.
     """
+    windows = [*((one.metric, one.window) for one in primaries), (TOKEN_MULT_PROB_ERROR, "all")]
     for metric, window in windows:
         dropped = {run.name: np.array(run.dropped.get(metric, ()), np.int64) for run in finished}
         if not any(len(steps) for steps in dropped.values()):

@@ -6,10 +6,10 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
-from abrun.compare.judge.claims import HARMLESS, PrimaryResult, setting_text, skew_warning
+from abrun.compare.judge.claims import PrimaryResult, setting_text
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
-from abrun.compare.judge.summaries import comparable
+from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides, stack
 from abrun.equivalence import beside_limit, limit_test, welch_limit_test
@@ -24,6 +24,7 @@ from abrun.metric_names import (
 )
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, on_shared_steps, window_bounds
+from abrun.skewness import ARMS, HARMLESS, skew_warning
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
@@ -167,11 +168,21 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
         left = None
     elif sides.paired:
         left, right = None, right - left
-    averaged = [len(_inside(run.series(primary.metric), bounds)) for run in sides.treatments]
-    num_steps = min(averaged) if result.reduction == "mean" else 1
     scale = primary.model_copy(update={"transform": transform})
-    step, is_below = resolution_of(sides.runs, scale, num_steps), primary.below is not None
+    window = _averaged(result, sides, bounds, of_ratio=of_ratio)
+    step, is_below = resolution_of(sides.runs, scale, window), primary.below is not None
     return _tested(result, left, right, limit, is_log=of_ratio, below=is_below, resolution=step)
+
+
+def _averaged(result: PrimaryResult, sides: Sides, bounds: tuple[int, int], *, of_ratio: bool) -> Array:
+    """The recorded values whose mean is limited [N, W]; of pairs' ratios their differences."""
+    runs = sides.runs if of_ratio else sides.treatments
+    steps, values = stack(runs, result.metric)
+    values = values[:, (bounds[0] <= steps) & (steps <= bounds[1])]
+    if result.reduction != "mean":
+        return values[:, :0]
+    num_baselines = len(runs) - len(sides.treatments)
+    return moving(values[:num_baselines], values[num_baselines:], paired=of_ratio and sides.paired)
 
 
 def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResult:
@@ -207,7 +218,7 @@ def _tested(
         test = limit_test(right, bound, result.alpha, resolution)
     else:
         test = welch_limit_test(left, right, bound, result.alpha, resolution)
-    arms = (right,) if left is None else (left, right)
+    arms = {"the values are": right} if left is None else dict(zip(ARMS, (left, right), strict=True))
     room = abs(bound - float(np.median(right) - (0.0 if left is None else np.median(left))))
     holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
     return replace(
@@ -216,7 +227,7 @@ def _tested(
         limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
         p_equivalence=holds,
         p_beyond=broken,
-        warning=skew_warning(*arms, step=resolution, least=HARMLESS * room, what="the values are"),
+        warning=skew_warning(arms, step=resolution, least=HARMLESS * room, level=0.05 / len(arms)),
         result="holds" if holds < result.alpha else "undecided",
     )
 

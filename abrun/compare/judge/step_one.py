@@ -74,11 +74,13 @@ def step_one(
 
     A failure is one of any pair, also after a look at the first `num_pairs`; what is open is so by those.
     A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`. Nothing
-    where the first recorded step is a later one than the runs' first: updates have been made by then.
+    where the first recorded step is a later one than the runs' first, or may be: updates have been made.
     """
     looked_at = {pair.seed for pair in pairs[:num_pairs]}
     pairs = [
-        pair for pair in pairs if first_step(pair.baseline) <= 1 + started_after(pair.baseline.environment)
+        pair
+        for pair in pairs
+        if first_step(pair.baseline) <= 1 + started_after(pair.baseline.environment) and not pair.begins_anew
     ]
     share = alpha / len(STEP_ONE)
     found = (_step_one(arm, pairs, metric, compare, share, looked_at) for metric in STEP_ONE)

@@ -26,7 +26,11 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     if not experiment.compare.step_one:
         return f"switched off ({'compare.step_one: false' if experiment.has_recipe else '--no-step-one'})"
     if other_machine(experiment, arm):
-        return "the reference was made with other package versions or devices"
+        of = "the reference was made" if experiment.regression else "the arms ran"
+        return f"{of} with other package versions or devices"
+    pairs = experiment.pairs(arm)
+    if pairs and all(pair.begins_anew for pair in pairs):
+        return "the step counters begin anew, so that what is recorded as step 1 may be a later one"
     if not first_steps and experiment.launched_compare_sha256 is None:
         return unreadable(experiment.pairs(arm), experiment.metrics())
     differing = [one for one in first_steps if one.result in ("fail", "open")]
@@ -56,7 +60,7 @@ def not_tested(
     steps = experiment.all_steps()
     others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
     unsettled = [one for one in first_steps if one.result == "not tested"]
-    sentences = _unshared_steps(sides.finished, primaries)
+    sentences = [*experiment.left_out, *_unshared_steps(sides.finished, primaries)]
     sentences += [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
     sentences += _unsaid(runs, sides)
     if step_one_unread:

@@ -18,7 +18,7 @@ from abrun.metric_names import (
     TOKEN_MULT_PROB_ERROR,
     is_clock,
 )
-from abrun.recipe import Primary
+from abrun.recipe import Primary, can_change_numbers
 from abrun.redaction import in_yaml
 from abrun.series import Steps, window_bounds
 
@@ -34,6 +34,7 @@ ENVIRONMENT = {
 }
 OF_THE_MACHINE = ("versions", "python", "devices")
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
+MOST_NAMED = 12
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
@@ -64,7 +65,7 @@ def invalid_reasons(
         *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
-        *text_in_windows(experiment, finished, _windows(primaries)),
+        *text_in_windows(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
     ]
 
@@ -88,7 +89,7 @@ def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary
         *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
-        *text_in_windows(experiment, finished, _windows(primaries)),
+        *text_in_windows(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, sides.baselines, primaries),
     ]
 
@@ -245,8 +246,9 @@ def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, A
     if run.config is None:
         yield f"{run}: config.json is missing: whether the treatment is all that differs is unknown"
         return
-    for key in sorted({*run.config, *reference.config}):
-        got, expected = run.config.get(key), declared.get(key, reference.config.get(key))
+    config, of_reference = _compared(run), _compared(reference)
+    for key in sorted({*config, *of_reference}):
+        got, expected = config.get(key), declared.get(key, of_reference.get(key))
         if got != expected and expected is not ...:
             here, there = in_yaml(got), in_yaml(expected)
             if key in declared:
@@ -254,6 +256,13 @@ def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, A
             else:
                 outside = "outside the declared treatment"
                 yield f"{run}: config {key} is {here}, but {there} in {reference}: {outside}"
+
+
+def _compared(run: RecordedRun) -> Mapping[str, Any]:
+    """Return a run's configuration without the keys of abrun's that cannot change a number."""
+    config = run.config or {}
+    of_abrun = "trainer.type" in config
+    return {key: value for key, value in config.items() if not of_abrun or can_change_numbers(key)}
 
 
 def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -269,11 +278,11 @@ def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
 
 def _config_values(pairs: Sequence[Pair]) -> dict[str, list[tuple[Any, Any]]]:
     """Dotted key -> its value in both runs of every pair; nothing where a run's configuration is unknown."""
-    known = [(pair.baseline.config, pair.treatment.config) for pair in pairs]
-    keys = sorted({key for both in known for config in both for key in config or {}})
-    if any(config is None for both in known for config in both):
+    if any(run.config is None for pair in pairs for run in (pair.baseline, pair.treatment)):
         return {}
-    return {key: [((a or {}).get(key), (b or {}).get(key)) for a, b in known] for key in keys}
+    known = [(_compared(pair.baseline), _compared(pair.treatment)) for pair in pairs]
+    keys = sorted({key for both in known for config in both for key in config})
+    return {key: [(a.get(key), b.get(key)) for a, b in known] for key in keys}
 
 
 def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatment", "run", "mixed"]:
@@ -311,14 +320,9 @@ def _values_by_arm(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
     """Dotted key -> its values in both arms; nothing where a run's configuration is unknown."""
     if any(run.config is None for run in sides.runs):
         return {}
-    keys = sorted({key for run in sides.runs for key in run.config or {}})
-    return {
-        key: (
-            [(run.config or {}).get(key) for run in sides.baselines],
-            [(run.config or {}).get(key) for run in sides.treatments],
-        )
-        for key in keys
-    }
+    left, right = (list(map(_compared, runs)) for runs in (sides.baselines, sides.treatments))
+    keys = sorted({key for config in (*left, *right) for key in config})
+    return {key: ([one.get(key) for one in left], [one.get(key) for one in right]) for key in keys}
 
 
 def _differs_by_arm(left: list[Any], right: list[Any]) -> bool:
@@ -446,7 +450,8 @@ def _missing_metrics(
     for metric, role in needed.items():
         everything = union(run.series(metric).steps for run in finished)
         if finished and not len(everything):
-            yield f"missing metric: no run recorded {metric} ({role}){_unread(finished[0], metric)}"
+            why = _unread(finished[0], metric) or mistaken_alias(finished[0], metric)
+            yield f"missing metric: no run recorded {metric} ({role}){why}"
             continue
         for run in finished:
             grid = run.series(metric).steps
@@ -461,9 +466,14 @@ def _missing_metrics(
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
 
 
-def _windows(primaries: Sequence[Primary]) -> list[tuple[str, str]]:
-    """The metrics that a verdict reads, with their windows: the claims', and the guard's, all of it."""
-    return [*((one.metric, one.window) for one in primaries), (TOKEN_MULT_PROB_ERROR, "all")]
+def mistaken_alias(run: RecordedRun, metric: str) -> str:
+    """The end of a sentence where a recipe's alias names another metric than those logged; else nothing."""
+    theirs = (run.config or {}).get(f"trainer.aliases.{metric}")
+    if theirs is None:
+        return ""
+    return (
+        f": trainer.aliases calls it {str(theirs)!r}; logged: {', '.join(sorted(run.metrics)[:MOST_NAMED])}"
+    )
 
 
 def _unread(run: RecordedRun, *metrics: str) -> str:

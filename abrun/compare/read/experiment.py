@@ -59,6 +59,12 @@ class RecordedRun:
         return self.status in ("finished", "unknown")
 
     @property
+    def begins_anew(self) -> bool:
+        """True where the step counter begins anew, so that its first step may be a later one."""
+        read = [self.metrics[metric] for metric in STEP_ONE if metric in self.metrics]
+        return any(series.recounted for series in read or self.metrics.values())
+
+    @property
     def steps(self) -> Steps:
         """The steps of its training: where a reward, a loss or another metric of step one was recorded.
 
@@ -108,6 +114,10 @@ class Pair:
     @property
     def finished(self) -> bool:
         return self.baseline.finished and self.treatment.finished
+
+    @property
+    def begins_anew(self) -> bool:
+        return self.baseline.begins_anew or self.treatment.begins_anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,6 +189,8 @@ class Experiment:
     guessed: tuple[str, ...] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
     asked_sha256: str = ""  # of runs that abrun did not launch: of their sources and what was asked of them
+    left_out: tuple[str, ...] = ()  # a sentence on each run, or part of one, that does not count
+    versions_differ: bool = False  # declared: the treatment is other versions of Python and packages
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property

@@ -37,12 +37,13 @@ def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = Tr
     if not known:
         return None
     widest = max(known, key=lambda result: result.sd_difference or 0.0)
-    assert widest.sd_difference is not None
+    sd = widest.sd_difference if widest.sd_at_margin is None else widest.sd_at_margin
+    assert sd is not None
     count = min(widest.num_runs) if widest.num_runs else widest.num_pairs
     return Spread(
         sigma=widest.baseline_sd,
         correlation=widest.pair_correlation or 0.0,
-        sd_difference=widest.sd_difference,
+        sd_difference=sd,
         num_pairs=count,
         source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(widest.steps)}",
         level=widest.baseline_mean,
