@@ -142,8 +142,13 @@ def test_numbers_in_quotes_in_wandb(tmp_path: Path) -> None:
 
 def test_ms_swift(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [
-        {"loss": f"{1 / step:.6g}", "global_step/max_steps": f"{step}/40", "percentage": f"{step / 0.4:.2f}%"}
-        | {"elapsed_time": f"{3 * step}s", "memory(GiB)": 22.5}
+        {
+            "loss": f"{1 / step:.6g}",
+            "global_step/max_steps": f"{step}/40",
+            "percentage": f"{step / 0.4:.2f}%",
+            "elapsed_time": f"{3 * step}s",
+            "memory(GiB)": 22.5,
+        }
         for step in range(1, 41)
     ]
     rows.append({"best_metric": None, "global_step": 40, "log_history": rows[:2], "memory": 22.5})
