@@ -186,7 +186,7 @@ TOLD_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
 # What anybody calls them, in lower case with `_` for `-`, behind any folders but those of evaluations.
 _AVERAGED = r"([/_](mean|avg|average))?"
 _PLAIN_NAMES = {
-    "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw)_)*(rewards?|scores?){_AVERAGED}",
+    "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw)_)*(rew|rewards?|scores?){_AVERAGED}",
     "train/loss": rf"((train|training|total|policy|actor|mean|avg)_)*loss{_AVERAGED}",
     "train/grad_norm": rf"((global|total|policy|actor)_)*grad(ient)?_?norm{_AVERAGED}",
     "train/entropy": rf"((policy|mean|avg)_)*entropy{_AVERAGED}",

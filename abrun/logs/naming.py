@@ -10,7 +10,7 @@ from abrun.layout import RunName
 from abrun.logs.log import Log, listed, printable
 from abrun.logs.starts import join_starts, without_moments
 
-SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet", ".wandb", ".json")
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".wandb", ".json")
 # The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
 DEFAULT_PATTERNS = (
     "{arm}/seed-{seed}",
@@ -140,8 +140,9 @@ def names_both(pattern: str) -> bool:
 
 
 def stem(name: str) -> str:
-    """A name without the suffix of a file format."""
-    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+    """A name without the suffix of a file format, and of its compression."""
+    unpacked = name[: -len(".gz")] if name.lower().endswith(".gz") else name
+    return next((unpacked[: -len(end)] for end in SUFFIXES if unpacked.lower().endswith(end)), name)
 
 
 # --- one run ---

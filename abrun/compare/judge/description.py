@@ -18,13 +18,25 @@ from abrun.compare.judge.summaries import climbs, direction_in, moving, reduced,
 from abrun.compare.read.experiment import Experiment, Sides, stack
 from abrun.equivalence import Tost, paired_tost, pairs_needed, runs_needed, sd_in_steps, welch_tost
 from abrun.errors import ComparisonError
-from abrun.metric_names import REWARD, STEP_ONE, default_transform, is_clock, with_role
+from abrun.metric_names import (
+    FINAL_WEIGHTS,
+    MEMORY_PEAK,
+    REWARD,
+    STEP_ONE,
+    default_transform,
+    is_clock,
+    with_role,
+)
 from abrun.recipe import Primary
 from abrun.series import Array, window_bounds
 
 WINDOW = "last 20%"  # of metrics without a claim
 MOST_OTHERS = 12  # of these, what learning moves first, then step one's
-COUNTERS = r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos)"
+COUNTERS = (
+    r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
+    r"|training_iteration|iterations(_since_restore)?|total_timesteps|(time|env_)?steps_(total|since_restore)"
+    r"|episodes_total|n_updates)"
+)
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # what a suggested margin is of the baseline
 
 
@@ -80,6 +92,8 @@ def claimable(experiment: Experiment) -> Description | None:
     if min(sides.sizes) == 0:
         return None
     for metric in _ranked(sides)[:MOST_OTHERS]:
+        if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # which mean something else in a claim
+            continue
         found = _description(arm, sides, metric, WINDOW, experiment)
         if found is None or found.margin is None or default_transform(metric) != "identity":
             continue
@@ -219,7 +233,8 @@ def _counted(one: Description) -> str:
 
 def _plain(metric: str) -> Primary:
     """A claim on the metric as it is recorded: no logarithm is taken of what is described."""
-    return Primary(metric=metric, margin=1.0, transform="identity")
+    # Unchecked: a log may call a metric `memory`, which a claim reads as the peak of all phases.
+    return Primary.model_construct(metric=metric, margin=1.0, transform="identity")
 
 
 def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, str]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from abrun.compare.judge.grids import lacking, unlike_grids
+from abrun.compare.judge.grids import lacking, text_in_windows, unlike_grids
 from abrun.compare.judge.guards import shared_peak_counter
 from abrun.compare.judge.machines import (
     ENVIRONMENT,
@@ -65,6 +65,7 @@ def invalid_reasons(
         *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
+        *text_in_windows(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
     ]
 
@@ -88,6 +89,7 @@ def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary
         *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
+        *text_in_windows(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, sides.baselines, primaries),
     ]
 

@@ -52,6 +52,7 @@ class RecordedRun:
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
     # metric -> where its source has text in the place of a number
     unread: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps with text in it
 
     @property
     def finished(self) -> bool:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.compare.read.selection import EVERYTHING, Selection, restarted
@@ -18,6 +19,7 @@ from abrun.logs.log import listed, printable
 from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
 from abrun.recipe import BASELINE, Compare
 
+T = TypeVar("T")
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
 
 
@@ -64,7 +66,12 @@ def load_foreign(
     )
     renamed = apply_to_all([log.metrics for log in selected.values()], given)
     by_name = {
-        run: replace(log, metrics=metrics, unread=_renamed(log.unread, renamed.names))
+        run: replace(
+            log,
+            metrics=metrics,
+            unread=_renamed(log.unread, renamed.names),
+            dropped=_renamed(log.dropped, renamed.names),
+        )
         for (run, log), metrics in zip(selected.items(), renamed.metrics, strict=True)
     }
     arms, of_baseline = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
@@ -90,7 +97,7 @@ def load_foreign(
     )
 
 
-def _renamed(unread: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
     """By our names too: by those that other runs gave them, or, where none has numbers, would have."""
     _, found = recognised(unread)
     ours = {**{theirs: name for name, theirs in found.items()}, **names}
@@ -110,6 +117,7 @@ def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
         metrics=log.metrics,
         notes=(*log.notes, f"numbered, its seed is not known: {log.place}") if numbered else log.notes,
         unread=log.unread,
+        dropped=log.dropped,
     )
 
 
@@ -285,7 +293,9 @@ def _named_from_common_folder(sources: Sequence[tuple[str | None, str]], logs: S
         return list(logs)
     common = Path(os.path.commonpath([path.parent for path in paths]))
     return [
-        log if log.run_id else replace(log, name=printable(path.relative_to(common).as_posix()))
+        log
+        if log.run_id
+        else replace(log, name=printable(path.relative_to(common).as_posix().replace("\\", "/")))
         for path, log in zip(paths, logs, strict=True)
     ]
 
@@ -323,9 +333,8 @@ def _arm_of(source: str) -> str:
     path = (
         source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
     )
-    return printable(
-        stem(Path(path).resolve().name if Path(path).exists() else path.rstrip("/").split("/")[-1])
-    )
+    name = Path(path).resolve().name if Path(path).exists() else path.rstrip("/").split("/")[-1]
+    return printable(stem(name.rpartition("\\")[2]))
 
 
 def _arms(
