@@ -12,6 +12,7 @@ from scipy import special
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.compare.judge.margins import Margin, yardstick
 from abrun.compare.judge.summaries import climbs, outside_domain, resolution, summaries
+from abrun.compare.judge.whole_curve import curve_warnings
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.equivalence import (
     ALPHA,
@@ -217,7 +218,11 @@ def _tested(
     if several and not result.problem and result.margin is not None:
         result = replace(result, problem=not_learned(baselines, primary, last, result.margin))
     if several and result.margin is not None:
+        holds = result.result == "equivalent" and not result.problem
         said = [result.warning, *_beside(result, baselines, primary)]
+        said += curve_warnings(
+            sides, primary.metric, result.transform, result.steps, result.margin, holds=holds
+        )
         result = replace(result, warning="; ".join(filter(None, said)) or None)
     return result
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.step_one import (
@@ -61,6 +63,9 @@ def not_tested(
         sentences.append(f"step one: {step_one_unread}")
     if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
         sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
+    elif not any(np.isfinite(run.series(TOKEN_MULT_PROB_ERROR).values).any() for run in runs):
+        every = f"{TOKEN_MULT_PROB_ERROR} is not a number at any step of any run"
+        sentences.append(f"agreement of trainer and rollout engine: {every}")
     if not sides.paired:
         both = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
         said = both if experiment.seeds_known else ()
