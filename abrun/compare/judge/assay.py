@@ -194,17 +194,13 @@ def _noisy_copy(sides: Sides, metric: str) -> str | None:
 def _copied_beside(runs: Sequence[RecordedRun], metric: str) -> tuple[list[str], NDArray[np.bool_]]:
     """Return which two runs [R, R] move alike in every other metric that can tell, and those metrics.
 
-    Values that are the same to the last bit follow from the configuration (a learning rate), and tell nothing.
+    Values that are the same to the last bit (a learning rate) follow from the configuration.
     """
     metrics, alike = [], np.ones((len(runs), len(runs)), bool)
     for other in runs[0].metrics if runs else ():
-        spec = find(other)
-        if (
-            other == metric
-            or is_clock(other)
-            or unit_of(other) == "bytes"
-            or (spec and "given" in spec.roles)
-        ):
+        known = find(other)
+        given = known is not None and "given" in known.roles
+        if other == metric or given or is_clock(other) or unit_of(other) == "bytes":
             continue
         values = stack(runs, other)[1]
         equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
@@ -221,8 +217,11 @@ def _same_curve(one: Series, other: Series) -> bool:
     distance, size = np.abs(one.values - other.values).max(), np.ptp(one.values)
     if not distance <= size / 18 or min(len(np.unique(of.values)) for of in (one, other)) < 10:
         return False  # a digit that ten values differ in is no more than a ninth of their range
-    digit = 0.0 if distance <= 1e-6 * size else max(map(_last_digit, (one.values, other.values)))
-    return bool(distance <= max(1e-6 * size, 0.501 * digit))
+    if distance <= 1e-6 * size:
+        return True
+    digit, error = max(map(_last_digit, (one.values, other.values))), one.values - other.values
+    jumps = np.var(np.diff(error)) > np.var(error)  # as rounding errors do, and two smooth curves do not
+    return bool(jumps and distance <= 0.501 * digit)
 
 
 def _last_digit(values: Array) -> float:

@@ -203,7 +203,8 @@ def _tested(
 ) -> PrimaryResult:
     """A result with its statistics, and what makes them mean nothing."""
     assert result.steps is not None
-    last, baselines, several = result.steps[1], sides.baselines, min(sides.sizes) > 1
+    bounds = result.steps
+    last, baselines, several = bounds[1], sides.baselines, min(sides.sizes) > 1
     measured = yardstick(margin, arms[0], baselines, primary, last)
     if several and measured is not None and not t_interval(measured, 0.9)[0] > 0:
         lacking = f"the baseline's {margin.unit} is not shown to be above 0, to take {margin.text} of"
@@ -220,9 +221,7 @@ def _tested(
     if several and result.margin is not None:
         holds = result.result == "equivalent" and not result.problem
         said = [result.warning, *_beside(result, baselines, primary)]
-        said += curve_warnings(
-            sides, primary.metric, result.transform, result.steps, result.margin, holds=holds
-        )
+        said += curve_warnings(sides, primary.metric, result.transform, bounds, result.margin, holds=holds)
         result = replace(result, warning="; ".join(filter(None, said)) or None)
     return result
 

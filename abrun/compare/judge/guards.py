@@ -84,8 +84,8 @@ def check_guards(
 
 
 def num_tests(compare: Compare) -> int:
-    """How many tests share `guards.alpha`: NaN in both arms, the error's median and share, ratios with a limit,
-    and step one.
+    """How many tests share `guards.alpha`: NaN in both arms, the error's median and share, limited ratios and
+    step one.
     """
     limits = compare.guards
     ratios = sum(one is not None for one in (limits.step_time_ratio, limits.peak_memory_ratio))
@@ -283,7 +283,7 @@ def _more_often_non_finite(sides: Sides, alpha: float, watched: Collection[str])
             continue
         shares = [np.array([one.mean() for one in of]) for of in broken]
         steps = [np.array([len(one) for one in of]) for of in broken]
-        p = _p_worse(*shares, _counting_error(shares, steps), paired_by_seed=sides.paired)
+        p = _p_worse(shares[0], shares[1], _counting_error(shares, steps), paired_by_seed=sides.paired)
         if p < alpha / len(watched):
             left, right = (100 * float(of.mean()) for of in shares)
             yield (

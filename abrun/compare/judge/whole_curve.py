@@ -4,6 +4,7 @@ R runs, S steps that all of them have, B blocks of steps (eighths of training).
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,9 @@ _ORDERS = (1, 2, 3)  # of differences: a trend that all seeds follow is gone fro
 
 
 def copied(values: Array) -> NDArray[np.bool_]:
-    """Return which two runs [R, R] of curves [R, S] are one run but for noise: every order's changes agree."""
-    num_runs = len(values)
-    if not has_detail(values).any():
+    """Return which two curves of [R, S] are one run but for noise [R, R]: changes of every order agree."""
+    num_runs, known = len(values), has_detail(values)
+    if not known.any():
         return np.zeros((num_runs, num_runs), bool)
     smallest = np.ones((num_runs, num_runs))
     for order in _ORDERS:
@@ -35,15 +36,14 @@ def copied(values: Array) -> NDArray[np.bool_]:
         norms = np.sqrt((changes**2).sum(axis=-1))
         scaled = changes / np.where(norms > 0, norms, np.inf)[:, None]
         smallest = np.minimum(smallest, scaled @ scaled.T)
-    known = has_detail(values)
     return (smallest > COPIED) & known[:, None] & known[None, :]
 
 
-def has_detail(values: Array) -> NDArray[np.bool_]:
-    """Return which curves [R] of [R, S] can tell runs apart: finite, long, and neither discrete nor constant."""
+def has_detail(values: Array) -> NDArray[Any]:
+    """Return which curves [R] of [R, S] can tell runs apart: long, finite, neither discrete nor constant."""
     if values.shape[-1] < MIN_STEPS:
         return np.zeros(len(values), bool)
-    finite = np.isfinite(values).all(axis=-1)
+    finite = np.asarray(np.isfinite(values).all(axis=-1))
     sorted_values = np.sort(np.where(finite[:, None], values, 0.0), axis=-1)
     distinct = 1 + (np.diff(sorted_values, axis=-1) > 0).sum(axis=-1)
     changes = np.diff(np.where(finite[:, None], values, 0.0), axis=-1)
@@ -100,7 +100,8 @@ def curve_warnings(
     yield from _differing_blocks(steps, left, right, margin, is_paired=sides.paired)
 
 
-def _blocks(num_steps: int) -> list[Array]:
+def _blocks(num_steps: int) -> list[NDArray[np.intp]]:
+    """Return the indices of each eighth of the steps."""
     return np.array_split(np.arange(num_steps), NUM_BLOCKS)
 
 
@@ -119,22 +120,21 @@ def _collapse(
     margin: float,
     direction: int | None,
 ) -> Iterator[str]:
-    """Yield an arm's level in the window and its best eighth, where that is shown to be better by the margin.
+    """Yield an arm's level in the window and its best eighth, if that is shown to be better by the margin.
 
-    One-sided t-tests over seeds at 5 %, shared by the eighths up to the window's end. The level is that of the
-    last quarter of those steps, as far as the window reaches. For a metric of unknown direction "best" is the
-    level furthest from the first eighth's.
+    One-sided t-tests over seeds at 5 %, shared by the eighths up to the window's end. The level is that of
+    the last quarter of those steps, as far as the window reaches. For a metric of unknown direction "best" is
+    the level furthest from the first eighth's.
     """
     num_steps = int((steps <= bounds[1]).sum())
     late = np.flatnonzero(steps[:num_steps] >= max(bounds[0], steps[3 * num_steps // 4]))
     if num_steps < 2 * NUM_BLOCKS or not len(late):
         return
     levels = _block_levels(scaled[:, :num_steps], metric)
-    signs, tests = [direction], NUM_BLOCKS
+    sign, tests = direction or 1, NUM_BLOCKS
     if direction is None:
         moved = levels.mean(axis=0) - levels[:, 0].mean()
-        signs, tests = [1 if moved[np.abs(moved).argmax()] > 0 else -1], 2 * NUM_BLOCKS
-    sign = signs[0] or 1
+        sign, tests = 1 if moved[np.abs(moved).argmax()] > 0 else -1, 2 * NUM_BLOCKS
     lost = sign * (levels - reduced(scaled[:, late], metric)[:, None])
     shown = [
         block for block in range(NUM_BLOCKS) if _p_above(*paired(lost[:, block]), margin) < ALPHA / tests
@@ -152,7 +152,7 @@ def _collapse(
 def _differing_blocks(
     steps: Steps, left: Array, right: Array, margin: float, *, is_paired: bool
 ) -> Iterator[str]:
-    """Yield the eighths of training whose levels are shown to differ by more than the margin, at 5 % in all."""
+    """Yield the eighths of training whose levels are shown to differ by more than the margin, 5 % in all."""
     differences = right.mean(axis=0) - left.mean(axis=0)
     shown = []
     for block in range(NUM_BLOCKS):
