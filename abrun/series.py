@@ -22,6 +22,7 @@ class Series:
 
     steps: Steps  # [S] strictly ascending
     values: Array  # [S]
+    recounted: int = 0  # steps that were counted more than once, by a counter that begins anew
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -47,7 +48,21 @@ def by_step(steps: Sequence[int] | Steps, values: Sequence[float] | Array) -> tu
     order = np.argsort(all_steps, kind="stable")
     last = np.append(np.diff(all_steps[order]) > 0, True)
     kept = order[last]
-    return Series(all_steps[kept], all_values[kept]), len(all_steps) - len(kept)
+    return Series(all_steps[kept], all_values[kept], recounted_steps(all_steps)), len(all_steps) - len(kept)
+
+
+def recounted_steps(steps: Steps) -> int:
+    """Count the steps that a counter gave again after it went back to its first step, or before it.
+
+    A job that goes on from a checkpoint repeats some of its last steps, which begins no count anew.
+    """
+    lowest = np.minimum.accumulate(steps)
+    begins = np.flatnonzero((np.diff(steps) < 0) & (steps[1:] <= lowest[:-1])) + 1
+    if not len(begins):
+        return 0
+    passes = np.split(steps, begins)
+    distinct = sum(len(np.unique(one)) for one in passes)
+    return distinct - len(np.unique(steps))
 
 
 def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, Series], int]:
@@ -61,6 +76,13 @@ def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, 
                 values.append(value)
     series = {key: by_step(*one) for key, one in points.items()}
     return {key: one for key, (one, _) in series.items()}, sum(replaced for _, replaced in series.values())
+
+
+def on_shared_steps(window: str, bounds: tuple[int, int] | None, shared: Steps) -> tuple[int, int] | None:
+    """The bounds of a window in percent, or of 'all', drawn in to the steps in it that all runs share."""
+    if bounds is None or not len(shared) or window.startswith("steps"):
+        return bounds
+    return int(shared[0]), int(shared[-1])
 
 
 def window_bounds(window: str, steps: Steps, metric: str) -> tuple[int, int]:

@@ -10,10 +10,8 @@ from scipy.stats import ttest_ind
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
-from abrun.compare.judge.claims import skew_warning
 from abrun.equivalence import (
     bound_text,
-    far_off,
     holm,
     mean_and_sd,
     paired_tost,
@@ -24,10 +22,10 @@ from abrun.equivalence import (
     runs_needed,
     sd_interval,
     sd_of_difference,
-    skewness,
     t_interval,
     welch_tost,
 )
+from abrun.skewness import DIFFERENCES, far_off, skew_warning, skewness
 
 
 @pytest.mark.parametrize("num_pairs", [2, 3, 5, 10, 40])
@@ -193,7 +191,7 @@ def test_sd_interval_covers():
 # --- arms that are not paired ---
 
 
-@pytest.mark.parametrize(("num_baselines", "num_treatments"), [(2, 2), (5, 4), (3, 10)])
+@pytest.mark.parametrize(("num_baselines", "num_treatments"), [(2, 2), (5, 4), (10, 9)])
 @pytest.mark.parametrize("shift", [0.0, 0.3, -0.9])
 def test_welch_agrees_with_statsmodels(num_baselines, num_treatments, shift):
     rng = np.random.default_rng([num_baselines, num_treatments])
@@ -213,6 +211,17 @@ def test_welch_agrees_with_statsmodels(num_baselines, num_treatments, shift):
     outer = [signed.ttest_ind("larger", "unequal", limit)[1] for limit in limits]
     assert tost.p_beyond == pytest.approx(sum(outer))
     assert tost.certified_bound == pytest.approx(max(map(abs, tost.interval)))
+
+
+@pytest.mark.parametrize(("num_baselines", "num_treatments"), [(2, 10), (20, 2), (3, 10)])
+def test_welch_has_at_most_twice_the_freedom_of_the_smaller_arm(num_baselines, num_treatments):
+    rng = np.random.default_rng(0)
+    arms = rng.normal(0, 1, num_baselines), rng.normal(0, 1, num_treatments)
+    cap = 2 * (min(num_baselines, num_treatments) - 1)
+    larger_varies_more = [(size == max(map(len, arms))) * 9 + 1 for size in map(len, arms)]
+    arms = tuple(scale * values for scale, values in zip(larger_varies_more, arms, strict=True))
+    assert welch_tost(*arms, margin=0.7).freedom == cap
+    assert ttest_ind(arms[1], arms[0], equal_var=False).df > cap
 
 
 def test_a_relative_margin_of_unpaired_arms_is_a_test_against_scaled_baselines():
@@ -271,22 +280,25 @@ def test_normal_values_are_rarely_called_skewed_and_none_hides_by_how_far_off_it
     samples = np.random.default_rng(size).standard_normal((2000, size))
     alone = [far_off(one, 0.0, 0.0) for one in samples]
     assert np.mean([p is not None and p < 0.05 for p in alone]) <= 0.065
-    assert np.mean([skew_warning(one, step=0.0, least=0.0) is not None for one in samples]) <= 0.065
+    assert (
+        np.mean([skew_warning({DIFFERENCES: one}, step=0.0, least=0.0) is not None for one in samples])
+        <= 0.065
+    )
     for far in (100.0, 1e8, 1e10, -1e14, 1e300):
         for one in samples[:20]:
             others = [far, *one[1:]]
-            assert skew_warning(np.array(others), step=0.0, least=0.01) is not None, others
+            assert skew_warning({DIFFERENCES: np.array(others)}, step=0.0, least=0.01) is not None, others
     for far in (100.0, 1e10, -1e14) if size > 4 else ():  # two on one side: skewness is silent up to 8 values
         for one in samples[:20]:
             others = [far, 1.1 * far, *one[2:]]
-            assert skew_warning(np.array(others), step=0.0, least=0.01) is not None, others
+            assert skew_warning({DIFFERENCES: np.array(others)}, step=0.0, least=0.01) is not None, others
     for values in (samples, np.random.default_rng(size).standard_t(5, (2000, size))):
         pairs = [far_off(one, 0.0, 0.0, 2) for one in values]
         assert np.mean([p is not None and p < 0.05 for p in pairs]) < 0.02
     tied = np.zeros(size)
     for far, said in ((1e-6, False), (1 / 16, False), (0.5, True), (-1e9, True)):
         tied[1] = far
-        assert (skew_warning(tied, step=1 / 16, least=0.001) is not None) == said, far
+        assert (skew_warning({DIFFERENCES: tied}, step=1 / 16, least=0.001) is not None) == said, far
 
 
 def test_a_bound_is_printed_no_smaller_than_it_is():

@@ -3,12 +3,14 @@
 import re
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from abrun.errors import RecipeError
+from abrun.redaction import shortened
 
 MOST_SEEDS = 1000
 
@@ -97,12 +99,34 @@ StepColumn = Annotated[str | None, typer.Option(help="The column or key that cou
 Seeds = Annotated[
     str | None, typer.Option(help="Only the runs of these seeds, such as 0-3 or 1,5: what both arms have.")
 ]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="RUN",
+        help="Leave out a run, such as new/seed-2, or all that a pattern matches: by arm and seed, by its name "
+        "in the log, by wandb id; repeatable. The report says so.",
+    ),
+]
+VersionsDiffer = Annotated[
+    bool,
+    typer.Option(
+        "--versions-differ", help="Package versions are the treatment: they differ by arm, not within one."
+    ),
+]
 Reference = Annotated[
     Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
 ]
 Unpaired = Annotated[
     bool,
     typer.Option("--unpaired", help="Runs are independent, with other seeds or none: Welch's test."),
+]
+Looks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="3,5,8",
+        help="Interim analyses of runs that abrun did not launch, at these numbers of pairs (in the order of "
+        "their seeds): give the same at each. An experiment declares compare.looks.",
+    ),
 ]
 NoStepOne = Annotated[
     bool,
@@ -217,6 +241,24 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
+def parse_looks(text: str) -> tuple[int, ...]:
+    """`3,5,8`: two or more numbers of pairs going up."""
+    counts = text.split(",")
+    if all(re.fullmatch(r"[0-9]{1,6}", count.strip()) for count in counts):
+        looks = tuple(map(int, counts))
+        if len(looks) > 1 and looks[0] > 1 and all(a < b for a, b in pairwise(looks)):
+            return looks
+    raise RecipeError(
+        f"--looks: got {shortened(text)}; allowed: two or more numbers of pairs going up from 2, as 3,5,8"
+    )
+
+
 def with_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
-    """The overrides of a recipe, its seeds among them."""
+    """The overrides of a recipe, its seeds among them. Raises RecipeError for what reads as a count."""
+    if seeds is not None and re.fullmatch(r"[2-9]|[1-9][0-9]{1,9}", seeds.strip()):
+        number = int(seeds)
+        raise RecipeError(
+            f"--seeds: {number} is one seed, number {number}; for {number} seeds write 0-{number - 1}, for "
+            f"that seed alone {number}-{number}"
+        )
     return [*(overrides or []), *([] if seeds is None else [f"seeds={parse_seeds(seeds)}"])]

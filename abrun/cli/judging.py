@@ -16,9 +16,11 @@ from abrun.cli.arguments import (
     AllowInconclusive,
     Baseline,
     Claims,
+    Exclude,
     Formats,
     Group,
     Json,
+    Looks,
     NoStepOne,
     Overrides,
     Pattern,
@@ -30,8 +32,10 @@ from abrun.cli.arguments import (
     StepColumn,
     ToWandb,
     Unpaired,
+    VersionsDiffer,
     names_of_recipes,
     parse_formats,
+    parse_looks,
     parse_seeds,
     recipe_file,
     typed_command,
@@ -55,7 +59,10 @@ def compare(
     alias: Aliases = None,
     step_column: StepColumn = None,
     seeds: Seeds = None,
+    exclude: Exclude = None,
+    versions_differ: VersionsDiffer = False,
     unpaired: Unpaired = False,
+    looks: Looks = None,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
     formats: Formats = None,
@@ -93,7 +100,10 @@ def compare(
             aliases=tuple(alias or ()),
             step_column=step_column,
             seeds=None if seeds is None else tuple(parse_seeds(seeds)),
+            exclude=tuple(exclude or ()),
+            versions_differ=versions_differ,
             unpaired=unpaired,
+            looks=() if looks is None else parse_looks(looks),
         ),
         primaries=[parse_primary(text) for text in primary] if primary else None,
         reference=reference,
@@ -127,6 +137,8 @@ def freeze(
     group: Group = None,
     alias: Aliases = None,
     step_column: StepColumn = None,
+    seeds: Seeds = None,
+    exclude: Exclude = None,
     runs_dir: RunsDir = Path("runs"),
     budget: Annotated[
         str | None,
@@ -165,6 +177,8 @@ def freeze(
         group=group,
         aliases=tuple(alias or ()),
         step_column=step_column,
+        seeds=None if seeds is None else tuple(parse_seeds(seeds)),
+        exclude=tuple(exclude or ()),
         alone=True,
     )
     primaries = [parse_primary(text) for text in primary] if primary else None
@@ -173,16 +187,17 @@ def freeze(
     frozen = arm or experiment.baseline
     commit = commit_of(directory, experiment, frozen) if directory else None
     replaced = freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
-    seeds, said = len(experiment.arm(frozen)), ""
+    num_seeds, said = len(experiment.arm(frozen)), ""
     if not experiment.compare.primary:
         said = ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
     if budget is not None:
         said += f", with a ledger of changes (abrun ledger {output})"
     if replaced:
         said += f", in place of the reference {replaced.name}"
+    said += "".join(f"; {line}" for line in experiment.left_out)
     reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
     console().print(
-        f"{output}: {seeds} seeds of {frozen}{said}; compare later runs with: "
+        f"{output}: {num_seeds} seeds of {frozen}{said}; compare later runs with: "
         f"abrun compare NEW --reference {shlex.quote(str(output))}{reading}",
         soft_wrap=True,
         markup=False,
@@ -203,7 +218,12 @@ def ledger(
     ] = None,
     arm: Annotated[str | None, typer.Option(help="With --add: which treatment, of several.")] = None,
     tried: Annotated[
-        int, typer.Option(min=1, help="With --add: changes judged since the last entry, this one among them.")
+        int,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="With --add: changes judged since the last entry, this one among them.",
+        ),
     ] = 1,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

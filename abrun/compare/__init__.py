@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from abrun.compare.judge.ledger import new_ledger, next_entry
 from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
-from abrun.compare.judge.verdict_file import VerdictFile, as_json, verdict_file
+from abrun.compare.judge.verdict_file import VerdictFile, as_json, tested, verdict_file
 from abrun.compare.read.experiment import Experiment, Reference, claims_on_recorded
+from abrun.compare.read.readings import earlier_readings, reading_of
 from abrun.compare.read.reference import add_entry, against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources, stored_in
 from abrun.compare.read.stored import load_experiment
@@ -85,11 +86,11 @@ def compare_sources(
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report.
 
-    With a `reference` (or one arm alone, whose recipe names one), `arm` (default: the baseline) is compared
-    with the frozen ensemble, by its claims. `primaries` replace the declared claims. The report of a stored
-    experiment goes into its directory by default, beside that of what was declared where the options change
-    that, and names the `command` it was made by; of other runs see `report_folder`. Raises StoreError or
-    ComparisonError for what cannot be read.
+    With a `reference` (or one arm alone, whose recipe names one), `arm` is compared with the frozen ensemble,
+    by its claims; an experiment of several arms needs it. `primaries` replace the declared claims. The report
+    of a stored experiment goes into its directory by default, beside that of what was declared where the
+    options change that, and names the `command` it was made by; of other runs see `report_folder`. Raises
+    StoreError or ComparisonError for what cannot be read.
     """
     directory = stored_in(sources, reading.runs_dir)
     experiment = open_sources(
@@ -99,8 +100,14 @@ def compare_sources(
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None
+        several = len(experiment.arms) > 1
+        if arm is None and several:
+            raise ComparisonError(
+                f"--reference: {experiment.name} has several arms, and a reference is compared with one: add "
+                f"--arm ARM, one of {', '.join(experiment.arms)}"
+            )
         experiment = against_reference(experiment, frozen, arm or experiment.baseline)
-        folder = REPORT_AGAINST_REFERENCE
+        folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if several else REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
     asked = _asked(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
@@ -175,8 +182,9 @@ def compare(
     declared = experiment.compare
     experiment = _asked(experiment, primaries, step_one=step_one, unpaired=unpaired)
     arms = judge(experiment, experiment.compare.primary)
-    content = verdict_file(experiment, arms, post_hoc(experiment, declared))
-    files = write_report(experiment, content, output, formats, command)
+    content = verdict_file(experiment, arms, post_hoc(experiment, declared), earlier_readings(output))
+    readings = [reading_of(experiment, arm.arm) for arm in tested(arms)]
+    files = write_report(experiment, content, output, formats, command, readings)
     steps = next_steps(experiment, as_json(content), command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps)
 

@@ -1,7 +1,9 @@
 """From the metrics a foreign trainer writes, in its own format and names, to rows of the run store."""
 
+import difflib
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +18,9 @@ from abrun.store import NOT_METRICS, RunDir
 Row = dict[str, float]
 
 FIRST_PAUSE_S = 1.0
+ALIASES_BY = 20  # logged steps, by which every metric of training has been logged
+OF_VALIDATIONS = r"val|eval|test|held"
+MOST_NAMED = 12
 READING_SHARE = 0.05  # of the time: a log that takes long to read is read less often
 
 
@@ -38,6 +43,7 @@ class Follower:
         self.problem: str | None = None  # why the log could not be read the last time
         self.notes: tuple[str, ...] = ()  # what reading it had to decide
         self.never_logged: list[str] = []  # what an alias given by hand names, and the log does not have
+        self._logged: list[str] = []
 
     def skip(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take rows of the run directory as told."""
@@ -53,6 +59,22 @@ class Follower:
     @property
     def last_step(self) -> int:
         return max(self._written, default=0)
+
+    @property
+    def mistaken_alias(self) -> str | None:
+        """A line for an alias whose metric the log should have by now; those of validations may come later."""
+        if len(self._written) < ALIASES_BY:
+            return None
+        for ours, theirs in self._given.items():
+            if theirs in self.never_logged and not re.search(OF_VALIDATIONS, f"{ours} {theirs}", re.IGNORECASE):
+                close = difflib.get_close_matches(theirs, self._logged, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                shown = ", ".join(self._logged[:MOST_NAMED]) + ", ..." * (len(self._logged) > MOST_NAMED)
+                return (
+                    f"trainer.aliases: {ours}: no metric {theirs!r} in {ALIASES_BY} logged steps; "
+                    f"logged: {shown}{hint} (a mended alias needs another --name)"
+                )
+        return None
 
     def new_rows(self, *, ended: bool = False) -> list[tuple[int, Row]]:
         """Steps that are complete and new, or that got other values, in order.
@@ -89,6 +111,7 @@ class Follower:
     def _read(self) -> dict[int, Row]:
         log = read_log(self._path, self._log.format, step_column=self._log.step_column)
         self.notes = tuple(log.notes)
+        self._logged = sorted(log.metrics)
         self.never_logged = sorted(set(self._given.values()) - set(log.metrics))
         rows: dict[int, Row] = {}
         for name, series in apply(log.metrics, self._aliases).items():

@@ -113,27 +113,28 @@ class _Run:
             self._command() as process,
         ):
             self._pid = process.pid
-            status, overdue = self._follow(process, requests)
+            status, ended_for = self._follow(process, requests)
             if status is None:
                 end_group(process, GRACE_S, lambda: requests.insisted)
         self._copy_metrics(ended=True)
         if status is not None:
             return self._conclude(status)
         step = self._follower.last_step
-        if overdue:
-            writer.fail(overdue, exit_code=TIMED_OUT, step=step)
-            return TIMED_OUT
+        if ended_for:
+            exit_code = TIMED_OUT if ended_for.startswith("limits.") else FAILED
+            writer.fail(ended_for, exit_code=exit_code, step=step)
+            return exit_code
         writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first)
         return INTERRUPTED
 
     def _follow(self, process: Popen, requests: StopRequests) -> tuple[int | None, str | None]:
-        """Copy metrics while the command runs; its exit status, or else the limit that it has passed."""
+        """Copy metrics while the command runs; its exit status, or else why it is ended."""
         while (status := wait(process, POLL_S, lambda: requests.first)) is None and requests.first is None:
             reap_adopted({process.pid})
             self._copy_metrics()
-            overdue = self._overdue()
-            if overdue:
-                return None, overdue
+            problem = self._overdue() or self._follower.mistaken_alias
+            if problem:
+                return None, problem
         return status, None
 
     def _overdue(self) -> str | None:

@@ -1,9 +1,9 @@
-"""Notes on a plan: settings that are allowed and have no effect."""
+"""Notes on a plan: settings that are allowed and have no effect, commands that are the same in every seed."""
 
 from collections.abc import Iterator
 
 from abrun.plan import Plan
-from abrun.recipe import BASELINE, PolicyGradientSettings
+from abrun.recipe import BASELINE, CommandRunConfig, PolicyGradientSettings
 from abrun.redaction import in_yaml
 
 RATIO_LOSSES = ("gspo", "cispo")  # which differ from a policy gradient by their importance ratio alone
@@ -25,7 +25,22 @@ def notes(plan: Plan) -> list[str]:
         for line in _without_effect(settings):
             arms_of.setdefault(line, []).append(arm)
     lines = [f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: {line}" for line, arms in arms_of.items()]
-    return lines + list(_equal_arms(plan))
+    return [*lines, *_equal_arms(plan), *_commands_without_a_seed(plan)]
+
+
+def _commands_without_a_seed(plan: Plan) -> Iterator[str]:
+    """Yield a line for the arms whose command line is the same for every seed."""
+    configs = {run.name.arm: run.config for run in plan.runs}
+    arms = [
+        arm
+        for arm, config in configs.items()
+        if isinstance(config, CommandRunConfig) and not config.trainer.names_seed
+    ]
+    if arms and len(plan.recipe.seeds) > 1:
+        yield (
+            f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: trainer.argv and trainer.env never use {{seed}}: "
+            "all seeds run the same command unless it reads ABRUN_SEED"
+        )
 
 
 def _with_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:

@@ -191,7 +191,7 @@ class Queue:
         left = [job for job in self.jobs if not job.done]
         if tried and left:
             first, num_more = tried[0], len(tried) - 1
-            why = f"{first.label} and {num_more} more, of several seeds, failed alike before their first step"
+            why = f"{first.label} and {num_more} more, of several seeds, failed alike at their start"
             yield left, why, str(first.run.state(WARM_START).message)
 
     def failed_alike(self) -> list[Job]:

@@ -37,6 +37,7 @@ from abrun.store import STOPPED, Lease, Status, run_state
 
 POLL_S = 0.2
 MOST_ERRORS = 3
+ALIASES = "trainer.aliases"  # begins the message of a command's run whose log lacks an aliased metric
 GRACE_S = 35.0  # an agent gives its ranks 30 s between SIGTERM and SIGKILL
 
 
@@ -251,13 +252,15 @@ class Supervisor:
         seen: dict[str, Any] = {"exit_code": None if status < 0 else status, "signal": killed_by(status)}
         job.run.end_launch(job.status, message, **seen)
         job.lock.close()
-        out_of_time = (message or "").startswith("limits.run_s")  # it would take as long again
+        # It would take as long again, or its log would lack the same metric
+        hopeless = (message or "").startswith(("limits.run_s", ALIASES))
         ended = job.status == "finished" or job.stopping
         lost = job.started is not None and job.started.lost and not ended  # which is no fault of the run's
         told = job.status == "failed" and status >= 0 and not is_wordless(str(message))
-        if told and not (lost or job.run.heartbeat().step):
+        at_once = (message or "").startswith(ALIASES) or not job.run.heartbeat().step
+        if told and at_once and not lost:
             job.failure = str(message).replace(str(job.run.path), "RUN_DIR")
-        if lost or (job.status == "failed" and job.may_retry and not out_of_time):
+        if lost or (job.status == "failed" and job.may_retry and not hopeless):
             self._observer.say(f"{job.label}: {message}: starting it again")
             job.begin_again(is_retry=not lost)
 

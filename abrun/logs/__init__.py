@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from abrun.errors import StoreError
 from abrun.logs.exports import joined, read_csv_runs
 from abrun.logs.log import Log, cleaned, listed, printable, readable
 from abrun.logs.rows import NoStep
+from abrun.logs.starts import START, continued
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_csv, read_jsonl, read_parquet, read_trainer_state
 from abrun.logs.tensorboard import EVENTS, begun, event_files, read_event_files
 from abrun.logs.wandb_files import read_run_files
-from abrun.series import Series, by_step
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
@@ -41,10 +39,6 @@ DUMP = re.compile(
     r"(completions|generated_predictions|predict|traces|eval_results|table)(_\d+)?|(train|val)_data_step\d+"
 )
 DUMP_FOLDERS = {"completions", "rollouts", "rollout_data", "streams", "generations"}
-# A folder that is named by its start alone: a restarted run has several, side by side.
-START = re.compile(
-    r"version_\d+|v\d+-\d{8}-\d{6}|exp_\d+|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
-)
 PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL's: three runs of wandb, which are one
 PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the folder that torch's add_hparams makes inside a run's: the time
@@ -250,33 +244,11 @@ def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
         folder, _, last = log.name.rpartition("/")
         key = folder if folder and log.run_id is None and START.fullmatch(last) else f"/{len(starts)}"
         starts.setdefault(key, []).append(log)
-    return [log for folder, of in starts.items() for log in _restarts_joined(folder, of)]
-
-
-def _restarts_joined(folder: str, logs: Sequence[Log]) -> list[Log]:
-    """One run where each start goes on behind the beginning of the one before; as they are where not."""
-
-    def first(log: Log) -> int:
-        return min((int(one.steps[0]) for one in log.metrics.values() if len(one)), default=0)
-
-    ordered = sorted(logs, key=lambda log: (first(log), log.name))
-    firsts = [first(log) for log in ordered]
-    if len(logs) == 1 or len(set(firsts)) < len(firsts):
-        return list(logs)
-    points: dict[str, list[Series]] = {}
-    for log in ordered:
-        for metric, one in log.metrics.items():
-            points.setdefault(metric, []).append(one)
-    metrics = {
-        metric: by_step(
-            np.concatenate([one.steps for one in of]), np.concatenate([one.values for one in of])
-        )[0]
-        for metric, of in points.items()
-    }
-    said = f"{printable(folder)}: {len(logs)} starts of one run, whose steps go on"
-    unread = {name: where for log in reversed(ordered) for name, where in log.unread.items()}
-    guesses = (*ordered[-1].guesses, said)
-    return [replace(ordered[-1], name=folder, metrics=metrics, guesses=guesses, unread=unread)]
+    whole_runs: list[Log] = []
+    for folder, of in starts.items():
+        run = continued(of, folder) if len(of) > 1 else None
+        whole_runs += [replace(run, name=folder)] if run else of
+    return whole_runs
 
 
 def _read(found: Found, step_column: str | None) -> Log:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from abrun.layout import RunName
 from abrun.logs.log import Log, listed
-from abrun.logs.naming import LARGEST_SEED, stem
+from abrun.logs.naming import LARGEST_SEED, Selects, every_run, stem
+from abrun.logs.starts import without_moments
 
 BETWEEN = r"[/_\-. =@]+"
 NUMBERED = r"([A-Za-z]*)(\d{1,9})"
 SEED_WORDS = ("seed", "s")
-# A time or a date, a process, or what a logger adds to every run's name: they tell no arm from another.
+# Parts of a time, a process, or what a logger adds to every run's name: they tell no arm from another.
 OF_A_START = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
 SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_seed")
 BASELINES = ("baseline", "base", "control", "reference", "ref", "main", "master", "old", "before", "vanilla")
@@ -32,12 +33,17 @@ class Guess:
     said: list[str]
 
 
-def guess_runs(logs: Sequence[Log], arms: Sequence[str] | None = None) -> Guess | None:
-    """The run that each log is; None: nothing explains them all. `arms`: of each log, where known."""
+def guess_runs(
+    logs: Sequence[Log], arms: Sequence[str] | None = None, selects: Selects = every_run
+) -> Guess | None:
+    """The run that each log is; None: nothing explains those that `selects` takes.
+
+    `arms`: of each log, where known.
+    """
     for how, seeds, found_arms in _assignments(logs):
         of_arm = list(arms or found_arms)
         names = [RunName(arm=arm, seed=seed) for arm, seed in zip(of_arm, seeds, strict=True)]
-        if _is_a_grid(names):
+        if _is_a_grid([name for name in names if selects(name)]):
             of_first = f"seed {seeds[0]}" if arms else f"{names[0].arm}, seed {seeds[0]}"
             said = f"{'' if arms else 'arms and '}seeds from {how}: {of_first}"
             return Guess(names=names, paired=True, seeds_known=True, said=[said])
@@ -68,7 +74,7 @@ def told_by_numbers(logs: Sequence[Log]) -> bool:
 
 def _assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], list[str]]]:
     """Ways to read all seeds, the likeliest first, and the arms that are left: how, seeds, arms."""
-    parts = [re.split(BETWEEN, stem(log.name)) for log in logs]
+    parts = [re.split(BETWEEN, _timeless(log)) for log in logs]
     shortest = min(map(len, parts), default=0)
     places = [*range(-1, -shortest - 1, -1), *range(shortest)]
     found = []
@@ -109,11 +115,15 @@ def _groups(logs: Sequence[Log]) -> list[str]:
     without = _without_numbers(logs)
     if len(set(without)) > 1 and all(without):
         return without
-    return [stem(log.name) for log in logs] if len(logs) == 2 else without
+    return [_timeless(log) for log in logs] if len(logs) == 2 else without
+
+
+def _timeless(log: Log) -> str:
+    return without_moments(stem(log.name))
 
 
 def _without_numbers(logs: Sequence[Log]) -> list[str]:
-    parts = [re.split(BETWEEN, stem(log.name)) for log in logs]
+    parts = [re.split(BETWEEN, _timeless(log)) for log in logs]
     return ["-".join(part for part in of if not _tells_nothing(part, numbers=True)) for of in parts]
 
 

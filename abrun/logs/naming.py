@@ -8,6 +8,7 @@ from typing import NamedTuple
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs.log import Log, listed, printable
+from abrun.logs.starts import join_starts, without_moments
 
 SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet", ".wandb", ".json")
 # The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
@@ -46,14 +47,26 @@ class Match(NamedTuple):
 
 
 Matcher = Callable[[str], Match | None]
+Selects = Callable[[RunName], bool]  # True for a run that is compared
 
 
-def name_runs(logs: Sequence[Log], pattern: str | None = None, *, unpaired: bool = False) -> list[RunName]:
+def every_run(_: RunName) -> bool:
+    return True
+
+
+def name_runs(
+    logs: Sequence[Log],
+    pattern: str | None = None,
+    *,
+    unpaired: bool = False,
+    selects: Selects = every_run,
+) -> list[RunName]:
     """Which run each log is, by the first rule that says so of all of them.
 
     What their own files state; `pattern`; wandb's job types as arms; DEFAULT_PATTERNS. Of unpaired runs a
-    pattern, or a job type, need not say the seed: an arm's runs are then numbered. Raises ComparisonError
-    where no rule fits, or where two logs are the same run.
+    pattern, or a job type, need not say the seed: an arm's runs are then numbered. Several logs have one name
+    where they are starts of one run. Raises ComparisonError where no rule fits, or where two logs that
+    `selects` takes are the same run.
     """
     job_types = len({log.job_type for log in logs}) > 1 and all(log.job_type for log in logs)
     if unpaired and pattern is not None and "seed" not in _fields(pattern):
@@ -65,17 +78,17 @@ def name_runs(logs: Sequence[Log], pattern: str | None = None, *, unpaired: bool
             return _numbered([log.job_type or "" for log in logs])
     if pattern is not None:
         matcher = _matcher(pattern, needs_arm=True)
-        return _distinct(logs, [_required(log, matcher, pattern) for log in logs])
+        return _distinct(logs, [_required(log, matcher, pattern) for log in logs], selects)
     if logs and all(log.identity for log in logs):
-        return _distinct(logs, [log.identity for log in logs if log.identity])
+        return _distinct(logs, [log.identity for log in logs if log.identity], selects)
     if job_types:
         named = [_of_job_type(log) for log in logs]
         if all(named):
-            return _distinct(logs, [name for name in named if name])
+            return _distinct(logs, [name for name in named if name], selects)
     collision = None
     for named in _by_defaults(logs):
         try:
-            return _distinct(logs, named)
+            return _distinct(logs, named, selects)
         except ComparisonError as error:
             collision = collision or error
     raise collision or ComparisonError(
@@ -85,11 +98,16 @@ def name_runs(logs: Sequence[Log], pattern: str | None = None, *, unpaired: bool
 
 
 def name_seeds(
-    logs: Sequence[Log], arm: str, pattern: str | None = None, *, unpaired: bool = False
+    logs: Sequence[Log],
+    arm: str,
+    pattern: str | None = None,
+    *,
+    unpaired: bool = False,
+    selects: Selects = every_run,
 ) -> list[RunName]:
     """Which run of a known arm each log is; a single one that names no seed is seed 0.
 
-    Unpaired runs that have no seeds, or all the same one, are numbered.
+    Unpaired runs that have no seeds, or all the same one, are numbered. `selects` as in `name_runs`.
     """
     if unpaired and pattern is None:
         found = [_seed_of(log) for log in logs]
@@ -97,7 +115,7 @@ def name_seeds(
             return _numbered([arm] * len(logs))
     if pattern is not None:
         matcher = _matcher(pattern, needs_arm=False)
-        return _distinct(logs, [_required(log, matcher, pattern, arm) for log in logs])
+        return _distinct(logs, [_required(log, matcher, pattern, arm) for log in logs], selects)
     found = [_seed_of(log) for log in logs]
     if len(logs) == 1 and found[0] is None:
         found = [(0, 0)]
@@ -107,7 +125,7 @@ def name_seeds(
             f"seeds: got runs of {arm} named {listed(unnamed)}, whose seed is not in the name or the config; "
             "say where it is, such as --pattern '*-s{seed}', or that they have none: --unpaired"
         )
-    return _distinct(logs, [RunName(arm=arm, seed=one[0], rerun=one[1]) for one in found if one])
+    return _distinct(logs, [RunName(arm=arm, seed=one[0], rerun=one[1]) for one in found if one], selects)
 
 
 def _numbered(arms: Sequence[str]) -> list[RunName]:
@@ -133,7 +151,7 @@ def _by_defaults(logs: Sequence[Log]) -> list[list[RunName]]:
     fitting = []
     for pattern in DEFAULT_PATTERNS:
         matcher = _matcher(pattern, needs_arm=True, reruns=True)
-        found = [matcher(log.name) for log in logs]
+        found = [matcher(without_moments(stem(log.name))) for log in logs]
         if logs and all(one or log.identity for one, log in zip(found, logs, strict=True)):
             named = [log.identity or _run_name(one) for one, log in zip(found, logs, strict=True)]
             fitting.append((sum(one.folders for one in found if one), [name for name in named if name]))
@@ -167,7 +185,7 @@ def _seed_of(log: Log) -> tuple[int, int] | None:
 def _named_seed(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
     for pattern in patterns:
         for start in ("", "*/", "*-", "*_", "*."):
-            found = _matcher(start + pattern, needs_arm=False, reruns=True)(log.name)
+            found = _matcher(start + pattern, needs_arm=False, reruns=True)(without_moments(stem(log.name)))
             if found:
                 return found.seed, found.rerun
     return None
@@ -189,15 +207,18 @@ def _required(log: Log, matcher: Matcher, pattern: str, arm: str | None = None) 
     return name
 
 
-def _distinct(logs: Sequence[Log], names: Sequence[RunName]) -> list[RunName]:
-    owners: dict[RunName, Log] = {}
+def _distinct(logs: Sequence[Log], names: Sequence[RunName], selects: Selects) -> list[RunName]:
+    logs_of: dict[RunName, list[Log]] = {}
     for name, log in zip(names, logs, strict=True):
-        if name in owners:
+        if selects(name):
+            logs_of.setdefault(name, []).append(log)
+    for name, of in logs_of.items():
+        if len(of) > 1 and join_starts(of, str(name)) is None:
             raise ComparisonError(
-                f"{printable(str(name))}: got two runs of that name, {owners[name].place} and {log.place}; "
-                "leave one out, or say how names are made, such as --pattern '{arm}-s{seed}'"
+                f"{printable(str(name))}: got two runs of that name, {of[0].place} and {of[1].place}; leave "
+                "one out with --exclude, say how names are made, such as --pattern '{arm}-s{seed}', or name "
+                "the folder of each arm: ARM=FOLDER"
             )
-        owners[name] = log
     return list(names)
 
 

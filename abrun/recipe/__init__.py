@@ -50,7 +50,14 @@ from abrun.recipe.faults import (
 )
 from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings, limit_s
 from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
-from abrun.recipe.merging import merge, overridden, read_with_defaults, type_lacks, without_nulls
+from abrun.recipe.merging import (
+    merge,
+    overridden,
+    read_with_defaults,
+    refuse_shadowed,
+    type_lacks,
+    without_nulls,
+)
 from abrun.recipe.policy import (
     DIMENSIONS,
     NO_FILTERS,
@@ -76,6 +83,7 @@ from abrun.recipe.run import (
     RunConfig,
     Wandb,
     WarmStart,
+    can_change_numbers,
     not_built,
 )
 from abrun.recipe.secrets import refuse_secrets
@@ -172,6 +180,7 @@ __all__ = [
     "Wandb",
     "WarmStart",
     "WordProblems",
+    "can_change_numbers",
     "claim_text",
     "dotted",
     "dtensor_misfit",
@@ -204,6 +213,7 @@ __all__ = [
 
 BASELINE = "baseline"
 MOST_ARMS = 1000
+MOST_SEEDS = 1000
 CHECKPOINTING = "policy.activation_checkpointing"
 KEEP_GATHERED = "policy.backend.keep_gathered"
 MICRO_BATCH_TOKENS = "policy.micro_batch_tokens"
@@ -230,7 +240,7 @@ class Declared(Section):
 
     name: str
     arms: dict[str, dict[str, Any]]  # one is named baseline; each has its differences, as dotted keys
-    seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=1000)
+    seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=MOST_SEEDS)
     controls: Controls = Controls()
     compare: Compare = Compare()
     launcher: Annotated[LauncherSettings, Field(discriminator="type")] | None = None  # default: local
@@ -244,6 +254,14 @@ class Declared(Section):
                 f"got {shortened(name)}; allowed: letters, digits, '.', '_' and '-', at most 100"
             )
         return name
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _seeds_are_listed(cls, seeds: Any) -> Any:
+        if isinstance(seeds, int) and not isinstance(seeds, bool) and 0 <= seeds <= MOST_SEEDS:
+            count = f"; for {seeds} seeds write 0-{seeds - 1} to --seeds, or list them here" * (seeds > 1)
+            raise ValueError(f"got {seeds}, which is one seed, number {seeds}{count}; for that seed alone write [{seeds}]")
+        return seeds
 
     @field_validator("arms")
     @classmethod
@@ -398,9 +416,11 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
     try:
         read = read_launched(path) if path.is_dir() else _beside(read_with_defaults(path), path)
         raw = _with_arms(read, lambda change: nested(dotted(change)))
+        overrides = list(overrides)
         for override in overrides:
             raw = overridden(raw, override)
         raw = without_nulls(_with_arms(raw, dotted))
+        refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply to be a recipe; a few levels are enough") from None

@@ -152,7 +152,18 @@ class Command(Section):
                     f"allowed: {allowed}; {hint}"
                 )
             names.add(name)
+        if dollar := re.search(r"\$\{(\w+)\}", template.replace("{{", "\0").replace("}}", "\0")):
+            raise ValueError(
+                f"{got}, whose $ would stay before the value; write {{{dollar[1]}}} (a variable of a shell is "
+                "written ${{NAME}})"
+            )
         return names
+
+    @property
+    def names_seed(self) -> bool:
+        """Whether the command line or its environment depends on the seed, as far as templates say."""
+        templates = [(field, text) for field, text in self._templates() if field != "metrics.path"]
+        return any("seed" in self._names_in(field, text) or "ABRUN_SEED" in text for field, text in templates)
 
 
 class CommandRunConfig(RunConfig):
@@ -180,6 +191,7 @@ def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> li
     """What a run's `env` refers to and an environment does not have, a line each."""
     return [
         f"trainer.env.{variable}: got ${{{name}}}, and {name} is not set here: export {name} first"
+        + f" (the placeholder is {{{name}}}, without $)" * (name in (*PLACEHOLDERS, *run.trainer.parameters))
         for variable, template in run.trainer.env.items()
         for name in REFERENCE.findall(template)
         if name not in environment

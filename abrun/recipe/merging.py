@@ -1,7 +1,7 @@
 """Changes to a recipe's tree by `defaults:`, arms and `--set`, and sections that get another type."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,22 @@ def overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
         )
     source = f"--set {shortened(key)[1:-1]}"
     return _with_value(raw, key.split("."), parse_yaml(text, source), source, ())
+
+
+def refuse_shadowed(raw: Mapping[str, Any], overrides: Iterable[str]) -> None:
+    """Raise RecipeError for a `key=value` without effect: every arm has its own value for the key.
+
+    The arms of `raw` are in dotted keys.
+    """
+    arms = raw.get("arms")
+    if not isinstance(arms, Mapping) or not all(isinstance(change, Mapping) for change in arms.values()):
+        return
+    for override in overrides:
+        key, _, text = override.partition("=")
+        keys = dotted({key: parse_yaml(text, f"--set {shortened(key)[1:-1]}")})
+        if arms and all(name in change for name in keys for change in arms.values()):
+            treatment = next((arm for arm in arms if arm != "baseline"), "baseline")
+            raise RecipeError(f"--set {key}: every arm sets it; write arms.{treatment}.{key}")
 
 
 def _with_value(tree: Any, names: list[str], value: Any, source: str, above: tuple[str, ...]) -> Any:

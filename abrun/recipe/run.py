@@ -108,6 +108,15 @@ class Limits(Section):
     log_mib: Annotated[float, Field(ge=1)] = 64.0  # of stdout.log: its head and tail are kept
 
 
+# Sections and keys of a run's configuration that cannot change a number that it records
+WITHOUT_EFFECT = ("limits", "wandb", "keep_samples", "checkpoint.keep", "checkpoint.final_weights")
+
+
+def can_change_numbers(key: str) -> bool:
+    """Return whether a dotted key of a run's configuration can change what the run records."""
+    return not any(key == name or key.startswith(f"{name}.") for name in WITHOUT_EFFECT)
+
+
 class RunConfig(Section):
     """What any run has, whoever trains it."""
 

@@ -214,30 +214,32 @@ def of_stopping(looks: tuple[int, ...], margin: float, shift: float) -> tuple[fl
     return float(took.mean()), float(right.mean())
 
 
-def welch_tail(left, right) -> NDArray[np.float64]:
+def welch_tail(left, right, capped: bool = True) -> NDArray[np.float64]:
     """Of so small a mean(right) - mean(left), over many experiments [N, M] and [N, K]."""
     parts = [one.var(axis=1, ddof=1) / one.shape[1] for one in (left, right)]
-    error, freedom = np.sqrt(np.maximum(sum(parts), 1e-300)), _freedom(left, right)
+    error, freedom = np.sqrt(np.maximum(sum(parts), 1e-300)), _freedom(left, right, capped)
     return special.stdtr(freedom, (right.mean(axis=1) - left.mean(axis=1)) / error)
 
 
-def _freedom(left, right) -> NDArray[np.float64]:
+def _freedom(left, right, capped: bool = True) -> NDArray[np.float64]:
     parts = [one.var(axis=1, ddof=1) / one.shape[1] for one in (left, right)]
     weights = [one / np.maximum(sum(parts), 1e-300) for one in parts]
     sizes = left.shape[1], right.shape[1]
     shares = sum(weight**2 / (size - 1) for weight, size in zip(weights, sizes, strict=True))
-    return 1 / np.maximum(shares, 1 / sum(sizes))  # arms without any spread
+    freedom = 1 / np.maximum(shares, 1 / sum(sizes))  # arms without any spread
+    return np.minimum(freedom, 2 * (min(sizes) - 1)) if capped else freedom
 
 
-def welch_equivalence(left, right, margin, yardstick=None) -> NDArray[np.float64]:
+def welch_equivalence(left, right, margin, yardstick=None, capped: bool = True) -> NDArray[np.float64]:
     unit = np.ones_like(left) if yardstick is None else yardstick
-    return np.maximum(welch_tail(left + margin * unit, right), welch_tail(right, left - margin * unit))
+    ends = welch_tail(left + margin * unit, right, capped), welch_tail(right, left - margin * unit, capped)
+    return np.maximum(*ends)
 
 
-def welch_beyond(left, right, margin) -> NDArray[np.float64]:
+def welch_beyond(left, right, margin, capped: bool = True) -> NDArray[np.float64]:
     rises = right.mean(axis=1) >= left.mean(axis=1)
-    exceeds = welch_tail(right, left + margin), welch_tail(right, left - margin)
-    falls = welch_tail(left - margin, right), welch_tail(left + margin, right)
+    exceeds = welch_tail(right, left + margin, capped), welch_tail(right, left - margin, capped)
+    falls = welch_tail(left - margin, right, capped), welch_tail(left + margin, right, capped)
     return np.where(rises, sum(exceeds), sum(falls))
 
 

@@ -263,7 +263,9 @@ def test_runs_that_end_early_are_described_over_the_steps_they_share(tmp_path: P
     write_csv(tmp_path / "a.csv", rows("old", 1))
     write_csv(tmp_path / "b.csv", rows("new", 1)[:40])
     found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
-    assert found.verdict == "INVALID" and "holds 40 of 60 steps" in found.content.reasons[0]
+    assert found.verdict == "INCONCLUSIVE"
+    different = "train/reward: recorded at different steps (old 1-60, new 1-40); compared on the 40 steps"
+    assert found.content.not_tested[0].startswith(different.replace("old", "a").replace("new", "b"))
     assert found.content.descriptions[0].steps == (33, 40)
 
 
@@ -404,7 +406,7 @@ def test_a_single_text_and_a_column_that_is_none_of_numbers(
             Path(f"{arm}/seed-{seed}.csv").write_text(f"step,train/reward\n{table}")
     claim = "abrun compare a b --primary 'train/reward:all:0.1' --format=terminal"
     code, output, _ = pasted(claim, monkeypatch)
-    where = "shared steps only: b/seed-1.csv, line 4, column train/reward: got 'n/a'; write"
+    where = "(step 3 is the first): b/seed-1.csv, line 4, column train/reward: got 'n/a'; write"
     assert code == 5 and where in output
     for path in Path("b").iterdir():
         header, *lines = path.read_text().replace(",", ";").replace(".", ",").splitlines()

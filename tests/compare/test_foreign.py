@@ -330,4 +330,5 @@ def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path) -> None:
     claim = Primary(metric="train/reward", margin=0.5)
     content = compare(experiment, primaries=[claim], output=tmp_path / "report", formats=("json",)).content
     assert content.verdict == "INVALID"
-    assert content.reasons[0].startswith("step grids differ: baseline/seed-0 holds 15 of 20 steps")
+    ends = "step grids differ: baseline/seed-0 ends at step 15, and train/reward is compared over steps 17-20"
+    assert content.reasons[0].startswith(f"{ends}; 1 more run likewise")

@@ -257,7 +257,9 @@ def test_a_torn_last_line_shortens_the_grid(simulated, judged):
     path = simulated() / "baseline/seed-0/metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     comparison = judged(path.parents[2])
-    invalid(comparison, "step grids differ: baseline/seed-0 holds 39 of 40 steps (98%; step 40 is the first")
+    invalid(
+        comparison, "step grids differ: baseline/seed-0 ends at step 39, and train/reward is compared over"
+    )
     assert comparison.arms[0].coverage == {"shared_steps": 39, "all_steps": 40}
 
 
@@ -266,7 +268,7 @@ def test_unequal_lengths(simulated, judged):
     path = experiment_dir / "treatment/seed-0/metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
     comparison = judged(experiment_dir)
-    invalid(comparison, "treatment/seed-0 holds 30 of 40 steps (75%; step 31 is the first it lacks)")
+    invalid(comparison, "treatment/seed-0 ends at step 30, and train/reward is compared over steps 1-40")
 
 
 def test_a_config_outside_the_declared_treatment(simulated, judged):

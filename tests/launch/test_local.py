@@ -253,7 +253,7 @@ def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
     assert list(outcome.statuses.values()) == ["failed"] * 8
     tried = [run for run in map(str, outcome.statuses) if launches_of(tmp_path / "small", run)[-1].pid]
     assert tried == ["baseline/seed-0", "treatment/seed-0", "baseline/seed-1"]
-    why = "not started: baseline/seed-0 and 2 more, of several seeds, failed alike before their first step"
+    why = "not started: baseline/seed-0 and 2 more, of several seeds, failed alike at their start"
     assert observer.said == [f"treatment/seed-1 and 4 more: {why}"]
     assert state_of(tmp_path / "small", "baseline/seed-3").message == f"{why}: the planned failure"
     behave()

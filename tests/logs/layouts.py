@@ -6,7 +6,7 @@ from the trainers' sources at the commits named.
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,7 @@ def write_csv(path: Path, found: list[dict[str, float]], **names: str) -> None:
         writer.writerows({names.get(key, key): value for key, value in row.items()} for row in found)
 
 
-def write_jsonl(path: Path, found: list[dict[str, object]]) -> None:
+def write_jsonl(path: Path, found: Sequence[Mapping[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
 

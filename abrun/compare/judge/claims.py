@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -11,12 +10,11 @@ from scipy import special
 
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.compare.judge.margins import Margin, yardstick
-from abrun.compare.judge.summaries import climbs, outside_domain, resolution, summaries
+from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
 from abrun.compare.judge.whole_curve import curve_warnings
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.equivalence import (
     ALPHA,
-    far_off,
     holm,
     mean_and_sd,
     paired_tost,
@@ -25,7 +23,6 @@ from abrun.equivalence import (
     runs_needed,
     sd_in_steps,
     sd_interval,
-    skewness,
     t_interval,
     tost_power,
     welch,
@@ -38,8 +35,9 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import Transform, default_reduction, default_transform
 from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
-from abrun.series import Array, Steps, window_bounds
+from abrun.series import Array, Steps, on_shared_steps, window_bounds
 from abrun.sigmas import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
+from abrun.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 
 Test = Literal["paired TOST", "sigma test", "Welch TOST", "Welch sigma test", "limit", "ratio limit", "exact"]
 Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]
@@ -71,9 +69,11 @@ class PrimaryResult:
     differences: tuple[float, ...] = ()  # treatment - baseline, by seed
     baseline_mean: float | None = None
     baseline_sd: float | None = None
+    treatment_sd: float | None = None
     treatment_mean: float | None = None
     mean_difference: float | None = None
     sd_difference: float | None = None  # of a pair; unpaired: of one run of each arm
+    sd_at_margin: float | None = None  # of treatment - (baseline ± margin), where the margin is measured, too
     standard_error: float | None = None  # of the mean difference
     freedom: float | None = None  # of its t distribution
     ci90: tuple[float, float] | None = None
@@ -123,8 +123,8 @@ def setting_text(result: PrimaryResult, *, has_recipe: bool) -> str:
     return f"{sample_text(result)}, {'this recipe, ' * has_recipe}steps {steps}"
 
 
-HARMLESS = 0.1  # of a margin: what a single value may be off without a warning, were all others the same
-FAR_OFF = {1: "one is far from all others", 2: "two are far from all others, on one side"}
+WIDE_STEPS = "the metric moves in steps that are wide for so few pairs, and the interval allows for one"
+MIN_FOR_MISMATCH = 3  # pairs, or runs of each arm
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 
@@ -148,6 +148,7 @@ def judge_primary(
     transform = primary.transform or default_transform(metric)
     bounds = window_bounds(primary.window, grid, metric) if len(grid) else None
     steps, baseline, treatment = _in_window(finished, primary, bounds)
+    bounds = on_shared_steps(primary.window, bounds, steps)
     used = finished.of(_usable(baseline), _usable(treatment))
     in_window = (
         baseline[[run in used.baselines for run in finished.baselines]],
@@ -178,7 +179,7 @@ def judge_primary(
     if outside:
         return replace(result, problem=result.problem or f"{outside} (or declare another transform)")
     if min(used.sizes) and bounds and not repeated:
-        result = _tested(result, used, primary, margin, [summaries(one, primary) for one in in_window])
+        result = _tested(result, used, primary, margin, in_window)
     if used.sizes != sides.sizes and not result.problem:
         lacking = f"{used.sizes[0]} of {sides.sizes[0]} planned pairs are usable"
         if not sides.paired:
@@ -199,11 +200,12 @@ def _test(margin: Margin, *, paired: bool) -> Test:
 
 
 def _tested(
-    result: PrimaryResult, sides: Sides, primary: Primary, margin: Margin, arms: Sequence[Array]
+    result: PrimaryResult, sides: Sides, primary: Primary, margin: Margin, in_window: tuple[Array, Array]
 ) -> PrimaryResult:
     """A result with its statistics, and what makes them mean nothing."""
     assert result.steps is not None
     bounds = result.steps
+    arms = [summaries(values, primary) for values in in_window]
     last, baselines, several = bounds[1], sides.baselines, min(sides.sizes) > 1
     measured = yardstick(margin, arms[0], baselines, primary, last)
     if several and measured is not None and not t_interval(measured, 0.9)[0] > 0:
@@ -212,8 +214,9 @@ def _tested(
     if several and margin.unit == "sigma" and mean_and_sd(arms[0])[1] <= 1e-9 * np.abs(arms[0]).max():
         lacking = "the baseline has no spread over seeds to measure its sigma in: give an absolute margin"
         return replace(result, problem=result.problem or lacking)
-    step = resolution(sides.runs, primary, result.num_steps)
-    result = with_statistics(result, *arms, yardstick=measured, resolution=step)
+    step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
+    plain = with_statistics(result, *arms, yardstick=measured)
+    result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
     climb = float(np.mean(climbs(baselines, primary, last)))
     result = replace(result, climb=climb if np.isfinite(climb) else None)
     if several and not result.problem and result.margin is not None:
@@ -221,6 +224,8 @@ def _tested(
     if several and result.margin is not None:
         holds = result.result == "equivalent" and not result.problem
         said = [result.warning, *_beside(result, baselines, primary)]
+        if result.certified_bound != 0 and _decisions(plain) != _decisions(result):
+            said.append(WIDE_STEPS)
         said += curve_warnings(sides, primary.metric, result.transform, bounds, result.margin, holds=holds)
         result = replace(result, warning="; ".join(filter(None, said)) or None)
     return result
@@ -235,8 +240,6 @@ def _beside(result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Pr
     if result.certified_bound == 0:
         of = "pair" if result.num_runs is None else "run"
         yield f"the bound is 0 because the summaries of both arms are the same number in every {of}"
-    elif result.differences and result.standard_error > 1.001 * paired_mean(np.array(result.differences))[1]:
-        yield "the metric moves in steps that are wide for so few pairs, and the interval allows for one"
     level = abs(result.baseline_mean or 0.0)
     if result.transform == "identity" and 0 < level < result.margin:
         yield f"the margin is wider than the baseline's level of {level:.3g}: an arm at 0 would pass"
@@ -281,6 +284,7 @@ def with_statistics(
         baseline_mean=float(baseline.mean()),
         baseline_sd=mean_and_sd(baseline)[1],
         treatment_mean=float(treatment.mean()),
+        treatment_sd=mean_and_sd(treatment)[1],
         mean_difference=tost.mean_difference,
         sd_difference=tost.sd_difference,
         standard_error=tost.standard_error,
@@ -294,8 +298,8 @@ def with_statistics(
     margin = number if yardstick is None else number * float(yardstick.mean())
     if result.margin_unit == "sigma":
         margin = result.margin_number * mean_and_sd(baseline)[1]
-    arms = (treatment - baseline,) if paired else (baseline, treatment)
-    result = replace(result, warning=skew_warning(*arms, step=resolution, least=HARMLESS * abs(margin)))
+    least = HARMLESS * abs(margin)
+    result = replace(result, warning=_skewed(result, baseline, treatment, step=resolution, least=least))
     if result.margin_unit == "sigma":
         return _in_sigmas(result, baseline, treatment, resolution)
     share = None if yardstick is None else number * yardstick
@@ -307,14 +311,38 @@ def with_statistics(
         p_equivalence=tost.p_tost,
         p_tost=tost.p_tost,
         p_beyond=tost.p_beyond,
+        sd_at_margin=None if share is None else tost.sd_difference * _factor(error, tost.standard_error),
         power_now=tost_power(margin, error, tost.freedom, result.alpha),
         result="equivalent" if tost.equivalent else "undecided",
     )
     if not paired:
-        wider = error / tost.standard_error if tost.standard_error else 1.0
+        wider = _factor(error, tost.standard_error)
         sds = wider * sd_in_steps(baseline, resolution), wider * sd_in_steps(treatment, resolution)
         return _runs_needed(result, margin, sds)
     return _pairs_needed(result, margin, error * math.sqrt(len(baseline)))
+
+
+def _skewed(
+    result: PrimaryResult, baseline: Array, treatment: Array, *, step: float, least: float
+) -> str | None:
+    """Test the differences, or both arms; and of a margin in sigmas the baseline, which gives the margin."""
+    if result.num_runs is not None:
+        arms = dict(zip(ARMS, (baseline, treatment), strict=True))
+        return skew_warning(arms, step=step, least=least, level=0.05 / len(arms))
+    samples = {DIFFERENCES: treatment - baseline}
+    if result.margin_unit == "sigma":
+        samples[ARMS[0]] = baseline
+    return skew_warning(samples, step=step, least=least)
+
+
+def _decisions(result: PrimaryResult) -> tuple[bool, bool]:
+    """Whether a claim by itself is shown, and whether the opposite is."""
+    beyond = result.p_beyond is not None and result.p_beyond < result.alpha_difference
+    return result.result == "equivalent", beyond
+
+
+def _factor(error: float, other: float) -> float:
+    return error / other if other else 1.0
 
 
 def _errors_at_the_margin(
@@ -382,25 +410,6 @@ def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolut
     )
 
 
-def skew_warning(*samples: Array, step: float, least: float, what: str = "the differences are") -> str | None:
-    """Where one sample, or one of two arms, is skewed beyond what normal ones are by chance (1 time in 20).
-
-    Of those that move in steps too wide to tell (see `skewness`), where one value is far off (see `far_off`).
-    Or where two are, of five or more: once in 60 times of normal ones, or of a t with 5 degrees of freedom.
-    """
-    names = [what] if len(samples) == 1 else ["the baseline's runs are", "the treatment's runs are"]
-    for num, (name, values) in product((1, 2), zip(names, samples, strict=True)):
-        found = skewness(values) if num == 1 else None
-        p_value = found[1] if found else far_off(values, step, least, num)
-        if p_value is not None and p_value < 0.05 / len(samples):
-            how = f"skewness {found[0]:+.2g}" if found else FAR_OFF[num]
-            return (
-                f"{name} skewed ({how}, p = {p_value:.2g} of normal ones), which the t-test assumes they are "
-                "not: it may err more often than it says"
-            )
-    return None
-
-
 def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
     """Holm-corrected p-values, "different" where a difference beyond the margin is shown, and joint bounds.
 
@@ -416,12 +425,25 @@ def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
             result = replace(result, p_difference_holm=next(from_zero), certified_jointly=bound)
         if result.p_beyond is not None:
             p_beyond = next(beyond)
-            different = p_beyond < result.alpha_difference
-            result = replace(
-                result, p_beyond_holm=p_beyond, result="different" if different else result.result
-            )
+            result = replace(result, p_beyond_holm=p_beyond)
+            if p_beyond < result.alpha_difference:
+                result = _different(result)
         final.append(result)
     return final
+
+
+def _different(result: PrimaryResult) -> PrimaryResult:
+    """A result as a mismatch; undecided by two pairs, or two runs of an arm.
+
+    Two differences of one sign and size are no evidence: where half of all runs fail, equal arms show them in
+    one experiment of eight.
+    """
+    paired = result.num_runs is None
+    if (result.num_pairs if result.num_runs is None else min(result.num_runs)) >= MIN_FOR_MISMATCH:
+        return replace(result, result="different")
+    sample = "two pairs" if paired else "two runs of an arm"
+    too_few = f"{sample} cannot show a mismatch: that takes {MIN_FOR_MISMATCH}{'' if paired else ' of each'}"
+    return replace(result, warning="; ".join(filter(None, [result.warning, too_few])))
 
 
 def _joint_bound(result: PrimaryResult, num_claims: int) -> float:

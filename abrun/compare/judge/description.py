@@ -8,19 +8,18 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 
 from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.summaries import climbs, direction_in, reduced, resolution
+from abrun.compare.judge.summaries import climbs, direction_in, moving, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
 from abrun.equivalence import Tost, paired_tost, pairs_needed, runs_needed, sd_in_steps, welch_tost
 from abrun.errors import ComparisonError
 from abrun.metric_names import REWARD, STEP_ONE, default_transform, is_clock, with_role
 from abrun.recipe import Primary
-from abrun.series import Array, Steps, window_bounds
+from abrun.series import Array, window_bounds
 
 WINDOW = "last 20%"  # of metrics without a claim
 MOST_OTHERS = 12  # of these, what learning moves first, then step one's
@@ -63,14 +62,10 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
     if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (primaries or launched)):
         return []
     windows = {primary.metric: primary.window for primary in primaries}
-    grid = experiment.all_steps()
-    if not primaries and not launched:  # of runs that end at different steps, what they share
-        grid = reduce(np.intersect1d, (run.steps for run in sides.runs))
-    if not len(grid):
-        return []
     others = [one for one in _ranked(sides) if one not in windows]
     wanted = windows | dict.fromkeys(others[:MOST_OTHERS], WINDOW)
-    found = (_description(arm, sides, metric, window, grid) for metric, window in wanted.items())
+    declared = experiment if primaries or launched else None
+    found = (_description(arm, sides, metric, window, declared) for metric, window in wanted.items())
     return [one for one in found if one]
 
 
@@ -78,16 +73,17 @@ def claimable(experiment: Experiment) -> Description | None:
     """What to claim: the first metric on which the runs of the first treatment could have shown a difference
     of a sensible margin, in its own units.
     """
-    arm, grid = experiment.treatments[0], experiment.all_steps()
+    arm = experiment.treatments[0]
     sides = experiment.sides(arm).finished
-    if min(sides.sizes) == 0 or not len(grid):
+    if min(sides.sizes) == 0:
         return None
     for metric in _ranked(sides)[:MOST_OTHERS]:
-        found = _description(arm, sides, metric, WINDOW, grid)
+        found = _description(arm, sides, metric, WINDOW, experiment)
         if found is None or found.margin is None or default_transform(metric) != "identity":
             continue
         claim = claim_on(found)
         margin = resolved_margin(claim, None)
+        grid = experiment.steps_of(metric)
         if judge_primary(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
             return found
     return None
@@ -130,15 +126,20 @@ def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:
     way = direction_in(sides.baselines[0], metric)
     learned = 0 if metric == REWARD else 1 if way == 1 else 2 if way == -1 else 3
     at_step_one = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
-    return learned, at_step_one + 100 * (metric in with_role("given")), metric
+    again = " vs " in metric  # Megatron-LM's: the same numbers over the samples, `lm loss vs samples`
+    return learned + 4 * again, at_step_one + 100 * (metric in with_role("given")), metric
 
 
-def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) -> Description | None:
+def _description(
+    arm: str, sides: Sides, metric: str, window: str, declared: Experiment | None
+) -> Description | None:
+    """Where nothing was declared, the window is one of the steps at which every run recorded the metric."""
     steps, values = stack(sides.runs, metric)
+    grid = declared.steps_of(metric) if declared else steps
     known = np.isfinite(values).all(axis=0)
     steps, values = steps[known], values[:, known]
     try:
-        first, last = window_bounds(window, grid, metric)
+        first, last = window_bounds(window, grid, metric) if len(grid) else (0, -1)
     except ComparisonError:
         return None
     inside = (first <= steps) & (steps <= last)
@@ -148,7 +149,8 @@ def _description(arm: str, sides: Sides, metric: str, window: str, grid: Steps) 
     left, right = runs[: sides.sizes[0]], runs[sides.sizes[0] :]
     alone = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
-    tost, step = None, resolution(sides.runs, _plain(metric), int(inside.sum()))
+    spread = moving(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
+    tost, step = None, resolution(sides.runs, _plain(metric), spread)
     if min(sides.sizes) > 1:
         tost = (paired_tost if sides.paired else welch_tost)(left, right, 1.0, resolution=step)
     margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)

@@ -6,12 +6,12 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
-from abrun.compare.judge.claims import HARMLESS, PrimaryResult, setting_text, skew_warning
+from abrun.compare.judge.claims import PrimaryResult, setting_text
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
-from abrun.compare.judge.summaries import comparable
+from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
-from abrun.compare.read.experiment import RecordedRun, Sides
+from abrun.compare.read.experiment import RecordedRun, Sides, stack
 from abrun.equivalence import beside_limit, limit_test, welch_limit_test
 from abrun.metric_names import (
     FINAL_WEIGHTS,
@@ -23,7 +23,8 @@ from abrun.metric_names import (
     unit_of,
 )
 from abrun.recipe import Primary, claim_text
-from abrun.series import Array, Series, Steps, window_bounds
+from abrun.series import Array, Series, Steps, on_shared_steps, window_bounds
+from abrun.skewness import ARMS, HARMLESS, skew_warning
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
@@ -79,10 +80,28 @@ def judge_limit(
     if (primary.exact or primary.metric == FINAL_WEIGHTS) and not sides.paired:
         what = "bit-exactness" if primary.exact else "how far final weights are apart"
         result = replace(result, problem=f"{what} is a matter of pairs of one seed")
+    if bounds and not primary.exact and len(shared := stack(finished.runs, metric)[0]):
+        inside = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
+        bounds = on_shared_steps(primary.window, bounds, inside)
+        result = replace(result, steps=bounds)
+        finished = _on_shared_steps(finished, metric, shared)
     if bounds is None or not min(finished.sizes) or result.problem:
         unfinished = "no pair has finished" if sides.paired else "no run of an arm has finished"
         return replace(result, problem=result.problem or unfinished)
     return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
+
+
+def _on_shared_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
+    """The runs with a metric at the steps that all of them have."""
+
+    def cut(run: RecordedRun) -> RecordedRun:
+        series = run.series(metric)
+        inside = np.isin(series.steps, shared)
+        cut_series = Series(series.steps[inside], series.values[inside])
+        return replace(run, metrics={**run.metrics, metric: cut_series})
+
+    baselines, treatments = (tuple(map(cut, runs)) for runs in (sides.baselines, sides.treatments))
+    return replace(sides, baselines=baselines, treatments=treatments)
 
 
 def _exact(result: PrimaryResult, sides: Sides, bounds: tuple[int, int]) -> PrimaryResult:
@@ -149,11 +168,21 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
         left = None
     elif sides.paired:
         left, right = None, right - left
-    averaged = [len(_inside(run.series(primary.metric), bounds)) for run in sides.treatments]
-    num_steps = min(averaged) if result.reduction == "mean" else 1
     scale = primary.model_copy(update={"transform": transform})
-    step, is_below = resolution_of(sides.runs, scale, num_steps), primary.below is not None
+    window = _averaged(result, sides, bounds, of_ratio=of_ratio)
+    step, is_below = resolution_of(sides.runs, scale, window), primary.below is not None
     return _tested(result, left, right, limit, is_log=of_ratio, below=is_below, resolution=step)
+
+
+def _averaged(result: PrimaryResult, sides: Sides, bounds: tuple[int, int], *, of_ratio: bool) -> Array:
+    """The recorded values whose mean is limited [N, W]; of pairs' ratios their differences."""
+    runs = sides.runs if of_ratio else sides.treatments
+    steps, values = stack(runs, result.metric)
+    values = values[:, (bounds[0] <= steps) & (steps <= bounds[1])]
+    if result.reduction != "mean":
+        return values[:, :0]
+    num_baselines = len(runs) - len(sides.treatments)
+    return moving(values[:num_baselines], values[num_baselines:], paired=of_ratio and sides.paired)
 
 
 def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResult:
@@ -189,7 +218,7 @@ def _tested(
         test = limit_test(right, bound, result.alpha, resolution)
     else:
         test = welch_limit_test(left, right, bound, result.alpha, resolution)
-    arms = (right,) if left is None else (left, right)
+    arms = {"the values are": right} if left is None else dict(zip(ARMS, (left, right), strict=True))
     room = abs(bound - float(np.median(right) - (0.0 if left is None else np.median(left))))
     holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
     return replace(
@@ -198,7 +227,7 @@ def _tested(
         limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
         p_equivalence=holds,
         p_beyond=broken,
-        warning=skew_warning(*arms, step=resolution, least=HARMLESS * room, what="the values are"),
+        warning=skew_warning(arms, step=resolution, least=HARMLESS * room, level=0.05 / len(arms)),
         result="holds" if holds < result.alpha else "undecided",
     )
 

@@ -85,7 +85,7 @@ def _of_sigma(number: float, primary: Primary, runs: list[RecordedRun], whose: s
 
 def window_summaries(runs: list[RecordedRun], primary: Primary) -> Array:
     """A claim's window of every run, one number a run [R]."""
-    grid = union(run.steps for run in runs)
+    grid = union(run.series(primary.metric).steps for run in runs)
     first, last = window_bounds(primary.window, grid, primary.metric)
     steps, values = stack(runs, primary.metric)
     return summaries(values[:, (first <= steps) & (steps <= last)], primary)

@@ -75,11 +75,13 @@ def step_one(
 
     A failure is one of any pair, also after a look at the first `num_pairs`; what is open is so by those.
     A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`. Nothing
-    where the first recorded step is a later one than the runs' first: updates have been made by then.
+    where the first recorded step is a later one than the runs' first, or may be: updates have been made.
     """
     looked_at = {pair.seed for pair in pairs[:num_pairs]}
     pairs = [
-        pair for pair in pairs if first_step(pair.baseline) <= 1 + started_after(pair.baseline.environment)
+        pair
+        for pair in pairs
+        if first_step(pair.baseline) <= 1 + started_after(pair.baseline.environment) and not pair.begins_anew
     ]
     share = alpha / len(STEP_ONE)
     found = (_step_one(arm, pairs, metric, compare, share, looked_at) for metric in STEP_ONE)
@@ -307,7 +309,13 @@ def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> str:
     """Why nothing is read of the first step of runs that abrun did not launch."""
     if pairs and all(no_shared_step([pair.baseline, pair.treatment]) for pair in pairs):
         return "the runs share no step"
-    first = max((first_step(pair.baseline) for pair in pairs), default=0)
+    firsts = [(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs]
+    apart = next((both for both in firsts if both[0] != both[1]), None)
+    if apart:
+        return (
+            f"the arms begin at different steps, the baseline at {apart[0]} and the treatment at {apart[1]}"
+        )
+    first = max((first for first, _ in firsts), default=0)
     if first > 1:
         return f"the first recorded step is {first}, after updates were made"
     return f"no reward, loss, gradient norm or entropy is recorded in both arms{named_otherwise(recorded)}"

@@ -18,6 +18,7 @@ from abrun.metric_names import (
 from abrun.recipe import Primary
 from abrun.series import Array
 
+MAX_DECIMALS = 6  # of a log that is rounded
 EXCESS_OFFSET = 1e-6  # keeps log(x - 1) finite where trainer and engine agree exactly
 
 
@@ -71,24 +72,55 @@ def summaries(values: Array, primary: Primary) -> Array:
     return reduced(transformed(values, _transform(primary), primary.metric), primary.metric)
 
 
-def resolution(runs: Sequence[RecordedRun], primary: Primary, num_steps: int) -> float:
-    """The step in which summaries of `num_steps` steps move, on the claim's scale; 0 of what is no count.
+def moving(baseline: Array, treatment: Array, *, paired: bool) -> Array:
+    """What a claim's spread comes from: the differences of pairs [P, W], or the values of all runs [R, W]."""
+    return treatment - baseline if paired else np.concatenate([baseline, treatment])
 
-    An accuracy over 16 prompts moves in sixteenths, its mean over 4 steps in 64ths. Bytes repeat themselves
-    for good reason: 0.
+
+def resolution(runs: Sequence[RecordedRun], primary: Primary, window: Array) -> float:
+    """The step in which summaries of a window move, on the claim's scale; 0 for values that are no counts.
+
+    An accuracy over 16 prompts moves in sixteenths. Its mean over k validations moves in 16 k-ths if every
+    validation has answers of its own, and in sixteenths if the last answers are repeated. `window` [N, W]
+    holds the differences of N pairs, or the values of N runs that are not paired, as recorded: the step is
+    divided by the mean number of stretches without a change. Bytes repeat themselves for good reason: 0.
     """
     values = np.concatenate([run.series(primary.metric).values for run in runs])
-    distinct = np.unique(values[np.isfinite(values)])
+    values = values[np.isfinite(values)]
+    step = 0.0 if unit_of(primary.metric) == "bytes" or not len(values) else _smallest_step(values)
+    stretches = 1.0
+    if window.size and default_reduction(primary.metric) != "median":
+        changes = np.abs(np.diff(window, axis=-1)) > step / 2  # less is the log's rounding
+        stretches += float(changes.sum(axis=-1).mean())
+    if step and _transform(primary) != "identity":
+        step /= float(np.abs(values).max())
+    return step / stretches
+
+
+def _smallest_step(values: Array) -> float:
+    """The smallest gap between values that are counts, 0 for all others.
+
+    Counts are multiples of the gap, to the last digit that was logged, or come three times each on average.
+    (Values of arms that agree bit for bit come twice.)
+    """
+    distinct = np.unique(values)
     gaps = np.diff(distinct)
-    gaps = gaps[gaps > 1e-6 * gaps.sum()]  # less is rounding
-    if unit_of(primary.metric) == "bytes" or not len(gaps):
+    gaps = gaps[gaps > 1e-6 * gaps.sum()]  # smaller gaps are rounding
+    if not len(gaps):
         return 0.0
     step = float(gaps.min())
-    if np.abs(gaps / step - np.round(gaps / step)).max() > 0.01:
-        return 0.0
-    if _transform(primary) != "identity":
-        step /= float(np.abs(distinct).max())
-    return step if default_reduction(primary.metric) == "median" else step / max(num_steps, 1)
+    tolerance = max(0.01 * step, 1.01 * _last_digit(distinct))
+    is_grid = bool(np.abs(gaps - step * np.round(gaps / step)).max() <= tolerance)
+    return step if is_grid or 3 * (len(gaps) + 1) <= len(values) else 0.0
+
+
+def _last_digit(values: Array) -> float:
+    """The unit of the last decimal that any value has; 0 for more decimals than a log is rounded to."""
+    largest = float(np.abs(values).max())
+    for decimals in range(MAX_DECIMALS + 1):
+        if np.abs(values - np.round(values, decimals)).max() <= 1e-7 * largest:  # as float32 keeps them
+            return 10.0**-decimals
+    return 0.0
 
 
 def climbs(runs: Sequence[RecordedRun], primary: Primary, last: int) -> Array:

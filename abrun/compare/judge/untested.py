@@ -6,6 +6,7 @@ import numpy as np
 
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.divergence import Divergence
+from abrun.compare.judge.grids import grid_note
 from abrun.compare.judge.step_one import (
     RAISED_BY_ROUNDING,
     StepOne,
@@ -16,7 +17,7 @@ from abrun.compare.judge.step_one import (
 from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.recipe import ONE_ULP, Primary
 
 
@@ -27,7 +28,11 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     if not experiment.compare.step_one:
         return f"switched off ({'compare.step_one: false' if experiment.has_recipe else '--no-step-one'})"
     if other_machine(experiment, arm):
-        return "the reference was made with other package versions or devices"
+        of = "the reference was made" if experiment.regression else "the arms ran"
+        return f"{of} with other package versions or devices"
+    pairs = experiment.pairs(arm)
+    if pairs and all(pair.begins_anew for pair in pairs):
+        return "the step counters begin anew, so that what is recorded as step 1 may be a later one"
     if not first_steps and experiment.launched_compare_sha256 is None:
         return unreadable(experiment.pairs(arm), experiment.metrics())
     differing = [one for one in first_steps if one.result in ("fail", "open")]
@@ -57,15 +62,12 @@ def not_tested(
     steps = experiment.all_steps()
     others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
     unsettled = [one for one in first_steps if one.result == "not tested"]
-    sentences = [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
+    sentences = [*experiment.left_out, *_unshared_steps(sides.finished, primaries)]
+    sentences += [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
     sentences += _unsaid(runs, sides)
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
-    if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
-        sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
-    elif not any(np.isfinite(run.series(TOKEN_MULT_PROB_ERROR).values).any() for run in runs):
-        every = f"{TOKEN_MULT_PROB_ERROR} is not a number at any step of any run"
-        sentences.append(f"agreement of trainer and rollout engine: {every}")
+    sentences += _unmeasured_token_error(runs)
     if not sides.paired:
         both = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
         said = both if experiment.seeds_known else ()
@@ -89,13 +91,7 @@ def not_tested(
             f"{of}s that fail more rarely: {counted(clean, f'clean {of}')} leave{'s' * (clean == 1)} a "
             f"failure rate of up to {100 * most:.0f} % (95 % bound)"
         )
-    if primaries and all(primary.margin is None for primary in primaries):
-        sentences.append("whether the arms converge alike: no claim has a margin")
-    unlearned = [primary.metric for primary in primaries if not primary.climbs]
-    if unlearned:
-        sentences.append(
-            f"whether the baseline learned anything: `climbs: false` is declared for {', '.join(unlearned)}"
-        )
+    sentences += _unclaimed(primaries)
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
     if primaries and launched and all(planted.name == ONE_ULP for planted in experiment.planted.values()):
         own, how = experiment.faults_of_arms(), " (abrun sensitivity)" * experiment.can_plant
@@ -107,6 +103,34 @@ def not_tested(
         made = "this recipe, these seeds" if experiment.has_recipe else "these runs' configurations, seeds"
         sentences.append(f"anything but {made} and steps {steps[0]}-{steps[-1]}")
     return sentences
+
+
+def _unclaimed(primaries: Sequence[Primary]) -> Iterator[str]:
+    """What the claims leave out as they were declared."""
+    if primaries and all(primary.margin is None for primary in primaries):
+        yield "whether the arms converge alike: no claim has a margin"
+    unlearned = [primary.metric for primary in primaries if not primary.climbs]
+    if unlearned:
+        declared = ", ".join(unlearned)
+        yield f"whether the baseline learned anything: `climbs: false` is declared for {declared}"
+
+
+def _unshared_steps(sides: Sides, primaries: Sequence[Primary]) -> list[str]:
+    """A line for each claimed metric, or else that of step one, that the arms recorded at different steps."""
+    claimed = [primary.metric for primary in primaries]
+    recorded = [one for one in claimed or STEP_ONE if any(len(run.series(one)) for run in sides.runs)]
+    metrics = dict.fromkeys(recorded if claimed else recorded[:1])
+    notes = (grid_note((sides.baselines, sides.treatments), metric) for metric in metrics)
+    return [note for note in notes if note]
+
+
+def _unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[str]:
+    values = [run.series(TOKEN_MULT_PROB_ERROR).values for run in runs]
+    if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
+        yield f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded"
+    elif not any(np.isfinite(one).any() for one in values):
+        every = f"{TOKEN_MULT_PROB_ERROR} is not a number at any step of any run"
+        yield f"agreement of trainer and rollout engine: {every}"
 
 
 def _left_out(experiment: Experiment, sides: Sides) -> Iterator[str]:

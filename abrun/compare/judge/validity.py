@@ -6,17 +6,19 @@ from typing import Any, Literal
 
 import numpy as np
 
+from abrun.compare.judge.grids import lacking, unlike_grids
 from abrun.compare.judge.guards import shared_peak_counter
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, no_shared_step, union
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     PEAK_MEMORY,
+    STEP_ONE,
     STEP_TIME,
     TOKEN_MULT_PROB_ERROR,
     is_clock,
 )
-from abrun.recipe import Primary
+from abrun.recipe import Primary, can_change_numbers
 from abrun.redaction import in_yaml
 from abrun.series import Steps, window_bounds
 
@@ -32,6 +34,7 @@ ENVIRONMENT = {
 }
 OF_THE_MACHINE = ("versions", "python", "devices")
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
+MOST_NAMED = 12
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
@@ -59,7 +62,7 @@ def invalid_reasons(
         *_copies([*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]),
         *_config_differences(experiment, arm, pairs, reruns),
         *_environment_differences(experiment, arm, pairs),
-        *_other_steps([run for run in finished if not run.thinned]),
+        *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
@@ -82,7 +85,7 @@ def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary
         *_copies(sides.runs),
         *_config_differences_apart(experiment, arm, sides),
         *_machine_differences(experiment, sides),
-        *_other_steps([run for run in finished if not run.thinned]),
+        *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, sides.baselines, primaries),
@@ -241,8 +244,9 @@ def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, A
     if run.config is None:
         yield f"{run}: config.json is missing: whether the treatment is all that differs is unknown"
         return
-    for key in sorted({*run.config, *reference.config}):
-        got, expected = run.config.get(key), declared.get(key, reference.config.get(key))
+    config, of_reference = _compared(run), _compared(reference)
+    for key in sorted({*config, *of_reference}):
+        got, expected = config.get(key), declared.get(key, of_reference.get(key))
         if got != expected and expected is not ...:
             here, there = in_yaml(got), in_yaml(expected)
             if key in declared:
@@ -250,6 +254,13 @@ def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, A
             else:
                 outside = "outside the declared treatment"
                 yield f"{run}: config {key} is {here}, but {there} in {reference}: {outside}"
+
+
+def _compared(run: RecordedRun) -> Mapping[str, Any]:
+    """Return a run's configuration without the keys of abrun's that cannot change a number."""
+    config = run.config or {}
+    of_abrun = "trainer.type" in config
+    return {key: value for key, value in config.items() if not of_abrun or can_change_numbers(key)}
 
 
 def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -265,11 +276,11 @@ def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
 
 def _config_values(pairs: Sequence[Pair]) -> dict[str, list[tuple[Any, Any]]]:
     """Dotted key -> its value in both runs of every pair; nothing where a run's configuration is unknown."""
-    known = [(pair.baseline.config, pair.treatment.config) for pair in pairs]
-    keys = sorted({key for both in known for config in both for key in config or {}})
-    if any(config is None for both in known for config in both):
+    if any(run.config is None for pair in pairs for run in (pair.baseline, pair.treatment)):
         return {}
-    return {key: [((a or {}).get(key), (b or {}).get(key)) for a, b in known] for key in keys}
+    known = [(_compared(pair.baseline), _compared(pair.treatment)) for pair in pairs]
+    keys = sorted({key for both in known for config in both for key in config})
+    return {key: [(a.get(key), b.get(key)) for a, b in known] for key in keys}
 
 
 def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatment", "run", "mixed"]:
@@ -307,14 +318,9 @@ def _values_by_arm(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
     """Dotted key -> its values in both arms; nothing where a run's configuration is unknown."""
     if any(run.config is None for run in sides.runs):
         return {}
-    keys = sorted({key for run in sides.runs for key in run.config or {}})
-    return {
-        key: (
-            [(run.config or {}).get(key) for run in sides.baselines],
-            [(run.config or {}).get(key) for run in sides.treatments],
-        )
-        for key in keys
-    }
+    left, right = (list(map(_compared, runs)) for runs in (sides.baselines, sides.treatments))
+    keys = sorted({key for config in (*left, *right) for key in config})
+    return {key: ([one.get(key) for one in left], [one.get(key) for one in right]) for key in keys}
 
 
 def _differs_by_arm(left: list[Any], right: list[Any]) -> bool:
@@ -388,27 +394,34 @@ def _brief(value: Any) -> str:
     return str(value)[:16]
 
 
-def _other_steps(finished: Sequence[RecordedRun]) -> Iterator[str]:
+def _other_steps(
+    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+) -> Iterator[str]:
+    """Every run must hold a claim's window whole; where abrun trained them, every step of the training."""
     if apart := no_shared_step(finished):
         yield f"step grids differ: {apart}"
         return
-    everything = union(run.steps for run in finished)
-    for run in finished:
-        if len(run.steps) < len(everything):
-            lacking = np.setdiff1d(everything, run.steps)
-            yield (
-                f"step grids differ: {run} holds {len(run.steps)} of {len(everything)} steps "
-                f"({len(run.steps) / len(everything):.0%}; step {lacking[0]} is the first it lacks); "
-                f"compared on shared steps only{_unread(run, *(run.metrics or run.unread))}"
-            )
+    windows: dict[str, tuple[int, int] | None] = {}
+    trained_here = any((run.config or {}).get("trainer.type") == "abrun" for run in finished)
+    if trained_here:
+        recorded = [one for one in STEP_ONE if all(len(run.series(one)) for run in finished)]
+        windows = dict.fromkeys(recorded[:1])
+    for primary in primaries:
+        grid = experiment.steps_of(primary.metric)
+        if len(grid) and primary.metric not in windows:
+            windows[primary.metric] = window_bounds(primary.window, grid, primary.metric)
+    for metric, bounds in windows.items():
+        yield from unlike_grids(finished, metric, bounds, strict=trained_here)
 
 
 def _other_windows(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[str]:
     """A reference holds every step of its claims' windows, and so must the later runs."""
-    grid = experiment.all_steps()
-    for primary in primaries if experiment.regression and len(grid) else ():
+    for primary in primaries if experiment.regression else ():
+        grid = experiment.steps_of(primary.metric)
+        if not len(grid):
+            continue
         first, last = window_bounds(primary.window, grid, primary.metric)
         held: dict[bool, Steps] = {}
         for thinned in (True, False):
@@ -435,19 +448,28 @@ def _missing_metrics(
     for metric, role in needed.items():
         everything = union(run.series(metric).steps for run in finished)
         if finished and not len(everything):
-            yield f"missing metric: no run recorded {metric} ({role}){_unread(finished[0], metric)}"
+            why = _unread(finished[0], metric) or mistaken_alias(finished[0], metric)
+            yield f"missing metric: no run recorded {metric} ({role}){why}"
             continue
         for run in finished:
             grid = run.series(metric).steps
             if not len(grid):
                 yield f"missing metric: {run} did not record {metric} ({role}){_unread(run, metric)}"
-            elif not (run.thinned or np.array_equal(grid, everything)):
-                lacking = np.setdiff1d(np.intersect1d(everything, run.steps), grid)
-                if len(lacking):
-                    at = f"at step {lacking[0]}{_unread(run, metric)}"
+            elif role == "guard" and not run.thinned:
+                absent = lacking(run, metric, np.intersect1d(everything, run.steps))
+                if len(absent):
+                    at = f"at step {absent[0]}{_unread(run, metric)}"
                     yield f"missing metric: {run} did not record {metric} ({role}) {at}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
+
+
+def mistaken_alias(run: RecordedRun, metric: str) -> str:
+    """The end of a sentence where a recipe's alias names another metric than those logged; else nothing."""
+    theirs = (run.config or {}).get(f"trainer.aliases.{metric}")
+    if theirs is None:
+        return ""
+    return f": trainer.aliases calls it {str(theirs)!r}; logged: {', '.join(sorted(run.metrics)[:MOST_NAMED])}"
 
 
 def _unread(run: RecordedRun, *metrics: str) -> str:
@@ -458,10 +480,10 @@ def _unread(run: RecordedRun, *metrics: str) -> str:
 def _baseline_not_a_number(
     experiment: Experiment, baselines: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[str]:
-    grid = experiment.all_steps()
-    if not len(grid):
-        return
     for primary in primaries:
+        grid = experiment.steps_of(primary.metric)
+        if not len(grid):
+            continue
         first, last = window_bounds(primary.window, grid, primary.metric)
         for run in baselines:
             step = run.first_non_finite(primary.metric, first, last)

@@ -109,7 +109,7 @@ def judge(
                     experiment.sides(arm, look.num_pairs),
                     primary,
                     margin,
-                    experiment.all_steps(),
+                    experiment.steps_of(primary.metric),
                     look.alpha,
                     look.alpha_difference,
                     may_repeat,
@@ -119,7 +119,7 @@ def judge(
                     arm,
                     experiment.sides(arm, look.num_pairs),
                     primary,
-                    experiment.all_steps(),
+                    experiment.steps_of(primary.metric),
                     look.alpha,
                     look.alpha_difference,
                 )

@@ -13,7 +13,7 @@ from abrun.compare.read.ledger import Ledger
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
 from abrun.layout import RunName
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
 from abrun.series import NO_SERIES, Array, Series, Steps
 from abrun.store import Status
@@ -58,9 +58,26 @@ class RecordedRun:
         return self.status in ("finished", "unknown")
 
     @property
+    def begins_anew(self) -> bool:
+        """True where the step counter begins anew, so that its first step may be a later one."""
+        read = [self.metrics[metric] for metric in STEP_ONE if metric in self.metrics]
+        return any(series.recounted for series in read or self.metrics.values())
+
+    @property
     def steps(self) -> Steps:
-        """Every step at which anything was recorded."""
-        return union(one.steps for one in self.metrics.values())
+        """The steps of its training: where a reward, a loss or another metric of step one was recorded.
+
+        Monitors, validations and counters of samples may have steps of their own. Without a metric of step
+        one, the steps that most of its metrics share.
+        """
+        trained = [self.metrics[metric].steps for metric in STEP_ONE if metric in self.metrics]
+        if any(map(len, trained)):
+            return union(trained)
+        by_axis: dict[bytes, list[Steps]] = {}
+        for series in self.metrics.values():
+            by_axis.setdefault(series.steps.tobytes(), []).append(series.steps)
+        largest = max(by_axis.values(), key=lambda axis: (len(axis), len(axis[0])), default=[NO_SERIES.steps])
+        return largest[0]
 
     def imports(self, package: str) -> bool:
         """False where abrun's trainer did without it: it may be installed, in whatever version."""
@@ -96,6 +113,10 @@ class Pair:
     @property
     def finished(self) -> bool:
         return self.baseline.finished and self.treatment.finished
+
+    @property
+    def begins_anew(self) -> bool:
+        return self.baseline.begins_anew or self.treatment.begins_anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,6 +188,8 @@ class Experiment:
     guessed: tuple[str, ...] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
     asked_sha256: str = ""  # of runs that abrun did not launch: of their sources and what was asked of them
+    left_out: tuple[str, ...] = ()  # a sentence on each run, or part of one, that does not count
+    versions_differ: bool = False  # declared: the treatment is other versions of Python and packages
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
     @property
@@ -209,16 +232,24 @@ class Experiment:
             if seed in treatments
         ]
 
-    def all_steps(self) -> Steps:
-        """Every step that any finished run reached, of a reference up to its end: what windows are read on.
+    def steps_of(self, metric: str) -> Steps:
+        """Every step at which a finished run recorded a metric, of a reference up to its end.
 
-        A reference has left out steps before its claims' windows. Later runs hold them; without them "last
-        20%" of the steps would be fewer than it was.
+        Windows of claims on it are read on these steps. A reference has left out steps before its claims'
+        windows. Later runs hold them; without them "last 20%" of the steps would be fewer than it was. A
+        metric without steps of its own, such as `memory` or `final_weights`, has those of the training.
         """
         finished = [run for run in self.runs.values() if run.finished]
-        steps = union(run.steps for run in finished)
-        ends = [int(run.steps[-1]) for run in finished if run.thinned and len(run.steps)]
+        grids = [(run.thinned, run.series(metric).steps) for run in finished]
+        if not any(len(steps) for _, steps in grids):
+            grids = [(run.thinned, run.steps) for run in finished]
+        steps = union(steps for _, steps in grids)
+        ends = [int(its[-1]) for thinned, its in grids if thinned and len(its)]
         return steps[steps <= max(ends)] if self.regression and ends else steps
+
+    def all_steps(self) -> Steps:
+        """Every step of the training of any finished run."""
+        return union(run.steps for run in self.runs.values() if run.finished)
 
     def faults_of_arms(self) -> list[str]:
         """The faults that arms have as part of them, each with its arms: `misgrouped in treatment`."""

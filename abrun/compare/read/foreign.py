@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
+from abrun.compare.read.selection import EVERYTHING, Selection, restarted
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log, read_logs
 from abrun.logs.aliases import apply_to_all, parse, recognised
 from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbers
 from abrun.logs.log import listed, printable
-from abrun.logs.naming import name_runs, name_seeds, names_both, stem
+from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
 from abrun.recipe import BASELINE, Compare
 
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
@@ -29,7 +30,8 @@ def load_foreign(
     baseline: str | None = None,
     aliases: Sequence[str] = (),
     step_column: str | None = None,
-    seeds: Sequence[int] | None = None,
+    selection: Selection = EVERYTHING,
+    versions_differ: bool = False,
     alone: bool = False,
     may_unpair: bool = True,
 ) -> Experiment:
@@ -37,34 +39,42 @@ def load_foreign(
 
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
-    else the first source's. What follows from neither is guessed, and `guessed` says so. `seeds` leaves out
-    all others. `alone` lets one arm pass, and guesses no seeds: a reference is its counterpart. `may_unpair`:
-    runs that do not say their seeds, or share none, are independent. Raises ComparisonError or StoreError,
-    one line, where that cannot be told.
+    else the first source's. What follows from neither is guessed, and `guessed` says so. What `selection`
+    does not take is left out first: nothing is refused for it. `alone` lets one arm pass, and guesses no seeds: a
+    reference is its counterpart. `may_unpair`: runs that do not say their seeds, or share none, are
+    independent. Raises ComparisonError or StoreError, one line, where that cannot be told.
     """
     given = parse(aliases)
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
+    excluded = [log for logs in logs_of for log in logs if selection.excludes(log)]
+    logs_of = [[log for log in logs if not selection.excludes(log)] for logs in logs_of]
     if pattern is None:
         _refuse_experiments_as_arms(named_sources, logs_of)
+    selects = selection.selects
     if alone:
-        named_sources = _as_one_arm(named_sources, logs_of, pattern)
-    found = _identified(named_sources, logs_of, pattern, paired=compare.paired, may_guess=not alone)
+        named_sources = _as_one_arm(named_sources, logs_of, pattern, selects)
+    found = _identified(named_sources, logs_of, pattern, selects, paired=compare.paired, may_guess=not alone)
     if compare.paired and not (found.paired or may_unpair):
-        found = _identified(named_sources, logs_of, pattern, paired=True, may_guess=False)
-    logs = [log for logs in logs_of for log in logs]
-    renamed = apply_to_all([log.metrics for log in logs], given)
+        found = _identified(named_sources, logs_of, pattern, selects, paired=True, may_guess=False)
+    named = list(zip(found.names, [log for logs in logs_of for log in logs], strict=True))
+    selected, left_out = selection.apply(named, excluded, paired=compare.paired and found.paired)
+    renamed = apply_to_all([log.metrics for log in selected.values()], given)
     by_name = {
         run: replace(log, metrics=metrics, unread=_renamed(log.unread, renamed.names))
-        for run, log, metrics in zip(found.names, logs, renamed.metrics, strict=True)
+        for (run, log), metrics in zip(selected.items(), renamed.metrics, strict=True)
     }
-    by_name = _of_seeds(by_name, seeds)
     arms, of_baseline = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
     _refuse_without_numbers(by_name, arms)
     _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
-    said = [*(guess for log in logs for guess in log.guesses), *found.said, *of_baseline, *renamed.guessed]
+    said = [
+        *(guess for log in by_name.values() for guess in log.guesses),
+        *found.said,
+        *of_baseline,
+        *renamed.guessed,
+    ]
     return Experiment(
         name=name or _experiment_name(named_sources, arms),
         arms=arms,
@@ -73,17 +83,9 @@ def load_foreign(
         seeds_known=found.seeds_known,
         guessed=tuple(dict.fromkeys(said)),
         renamed=renamed.names,
+        left_out=(*left_out, *restarted(by_name)),
+        versions_differ=versions_differ,
     )
-
-
-def _of_seeds(runs: Mapping[RunName, Log], seeds: Sequence[int] | None) -> dict[RunName, Log]:
-    kept = {run: log for run, log in runs.items() if seeds is None or run.seed in seeds}
-    if not kept:
-        there = ", ".join(str(seed) for seed in sorted({run.seed for run in runs})[:20])
-        raise ComparisonError(
-            f"--seeds: got {', '.join(map(str, seeds or ()))}, of which there is no run; there are {there}"
-        )
-    return kept
 
 
 def _renamed(unread: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
@@ -123,6 +125,7 @@ def _identified(
     sources: Sequence[tuple[str | None, str]],
     logs_of: Sequence[Sequence[Log]],
     pattern: str | None,
+    selects: Selects,
     *,
     paired: bool,
     may_guess: bool,
@@ -130,17 +133,19 @@ def _identified(
     """Which run each log is: as `_names` says, or else as guessed."""
     logs = [log for logs in logs_of for log in logs]
     try:
-        names = _names(sources, logs_of, pattern, unpaired=not paired, may_guess=may_guess)
-        known = paired or names == _names_by_seed(sources, logs_of, pattern)
+        names = _names(sources, logs_of, pattern, selects, unpaired=not paired, may_guess=may_guess)
+        known = paired or names == _names_by_seed(sources, logs_of, pattern, selects)
         found = Guess(names=names, paired=paired, seeds_known=known, said=[])
     except ComparisonError:
-        guess = _guessed(sources, logs_of) if may_guess and pattern is None else None
+        guess = _guessed(sources, logs_of, selects) if may_guess and pattern is None else None
         if guess is None:
             if len(sources) == 1 and len(logs) > 1 and pattern is None:
-                _refuse_one_arm(sources[0][1], logs)
+                _refuse_one_arm(sources[0][1], logs, selects)
             raise
         return guess
-    seeds = [{run.seed for run in names if run.arm == arm} for arm in dict.fromkeys(run.arm for run in names)]
+    selected = [run for run in names if selects(run)]
+    arms = dict.fromkeys(run.arm for run in selected)
+    seeds = [{run.seed for run in selected if run.arm == arm} for arm in arms]
     if paired and may_guess and pattern is None and len(seeds) > 1 and not set.intersection(*seeds):
         said = "runs are independent: the arms have no seed in common"
         return replace(found, paired=False, said=[said])
@@ -152,7 +157,10 @@ def _identified(
 
 
 def _as_one_arm(
-    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], pattern: str | None
+    sources: Sequence[tuple[str | None, str]],
+    logs_of: Sequence[Sequence[Log]],
+    pattern: str | None,
+    selects: Selects,
 ) -> Sequence[tuple[str | None, str]]:
     """A folder, or files of one, whose runs name their seeds and no arms: the arm of the folder's name.
 
@@ -163,11 +171,11 @@ def _as_one_arm(
     if any(arm for arm, _ in sources) or len(folders) > 1 or len(sources) not in (1, len(logs)):
         return sources
     try:
-        name_runs(logs, pattern)
+        name_runs(logs, pattern, selects=selects)
         return sources
     except ComparisonError:
         try:
-            name_seeds(logs, "one", pattern)
+            name_seeds(logs, "one", pattern, selects=selects)
         except ComparisonError:
             return sources
     (folder,) = folders
@@ -180,28 +188,32 @@ def _as_one_arm(
     return [(_arm_of(folder), source) for _, source in sources]
 
 
-def _refuse_one_arm(source: str, logs: Sequence[Log]) -> None:
+def _refuse_one_arm(source: str, logs: Sequence[Log], selects: Selects) -> None:
     """Raises ComparisonError where the runs of the only source say their seeds, and no arms."""
     try:
-        name_seeds(logs, "one")
+        runs = {run for run in name_seeds(logs, "one", selects=selects) if selects(run) and not run.rerun}
     except ComparisonError:
         return
+    s = "s" * (len(runs) != 1)
     raise ComparisonError(
-        f"arms: got {printable(source)} alone, whose {len(logs)} runs name their seeds and no arms; name the "
-        f"other arm's runs too: abrun compare {printable(source)} OTHER"
+        f"arms: {printable(source)} holds one arm of {len(runs)} seed{s}; give the other arm's folder "
+        f"(abrun compare {printable(source)} OTHER), or --reference FILE"
     )
 
 
-def _guessed(sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]]) -> Guess | None:
+def _guessed(
+    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], selects: Selects
+) -> Guess | None:
     logs = [log for logs in logs_of for log in logs]
     if len(sources) == 1:
-        return guess_runs(logs)
+        return guess_runs(logs, selects=selects)
     if len(logs) == len(sources) > 2 and not any(arm for arm, _ in sources):
-        guess = guess_runs(_named_from_common_folder(sources, logs))  # a run each, as `runs/*.csv` is
+        common = _named_from_common_folder(sources, logs)
+        guess = guess_runs(common, selects=selects)  # a run each, as `runs/*.csv` is
         if guess is not None and guess.seeds_known:
             return guess
     arms = _arms_of(sources)
-    guess = guess_runs(logs, [arm for arm, of in zip(arms, logs_of, strict=True) for _ in of])
+    guess = guess_runs(logs, [arm for arm, of in zip(arms, logs_of, strict=True) for _ in of], selects)
     if guess is not None and len(logs) == len(sources) and not any(arm for arm, _ in sources):
         said = f"each of the {len(sources)} sources is an arm; where they are seeds of one, name their folder"
         guess = replace(guess, said=[said, *guess.said])
@@ -209,11 +221,14 @@ def _guessed(sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequen
 
 
 def _names_by_seed(
-    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], pattern: str | None
+    sources: Sequence[tuple[str | None, str]],
+    logs_of: Sequence[Sequence[Log]],
+    pattern: str | None,
+    selects: Selects,
 ) -> list[RunName] | None:
     """As `_names` of runs to pair; None where they do not say their seeds."""
     try:
-        return _names(sources, logs_of, pattern, unpaired=False)
+        return _names(sources, logs_of, pattern, selects, unpaired=False)
     except ComparisonError:
         return None
 
@@ -222,6 +237,7 @@ def _names(
     sources: Sequence[tuple[str | None, str]],
     logs_of: Sequence[Sequence[Log]],
     pattern: str | None,
+    selects: Selects,
     *,
     unpaired: bool,
     may_guess: bool = False,
@@ -237,13 +253,13 @@ def _names(
     if len(sources) == 1 and sources[0][0] is None:
         by_runs = True
     if by_runs and not any(arm for arm, _ in sources):
-        return name_runs(logs, pattern, unpaired=unpaired)
+        return name_runs(logs, pattern, unpaired=unpaired, selects=selects)
     unnamed_files = pattern is None and all(
         arm is None and len(of) == 1 for (arm, _), of in zip(sources, logs_of, strict=True)
     )
     if unnamed_files:  # as `runs/*.csv` is: a run each
         try:
-            return name_runs(_named_from_common_folder(sources, logs))
+            return name_runs(_named_from_common_folder(sources, logs), selects=selects)
         except ComparisonError:
             if may_guess and len(logs) > 2:
                 raise
@@ -255,7 +271,7 @@ def _names(
     found = {
         id(log): run
         for arm, of in together.items()
-        for log, run in zip(of, name_seeds(of, arm, pattern, unpaired=unpaired), strict=True)
+        for log, run in zip(of, name_seeds(of, arm, pattern, unpaired=unpaired, selects=selects), strict=True)
     }
     return [found[id(log)] for log in logs]
 

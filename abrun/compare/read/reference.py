@@ -59,7 +59,7 @@ def freeze(
         if not run.finished:
             raise ComparisonError(f"{run} is not finished ({run.status}); a reference needs whole runs")
     compare = (claims or experiment.compare).model_copy(update={"looks": [], "reference": None})
-    grid = union(run.steps for run in runs)
+    grids = {one.metric: union(run.series(one.metric).steps for run in runs) for one in compare.primary}
     content = {
         "schema_version": _SCHEMA_VERSION,
         "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
@@ -74,7 +74,7 @@ def freeze(
             "rerun": run.name.rerun,
             "config": _others(_public(run.config or {}), content["config"]),
             "environment": _others(_environment(run), content["environment"]),
-            "metrics": _frozen_metrics(run, compare, grid),
+            "metrics": _frozen_metrics(run, compare, grids),
         }
         for run in runs
     ]
@@ -181,15 +181,17 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
         if name.arm == arm and not name.rerun:
             config = {key: (run.config or {}).get(key) for key in known} if run.config else None
             runs[name] = replace(run, config=config)
+    compared = f"{experiment.name}'s arm '{arm}'" if len(experiment.arms) > 1 else experiment.name
     declared_s = -math.inf if reference.declared_s is None else reference.declared_s
     known_before = any(run.span_s and run.span_s[0] < declared_s for run in runs.values())
     return Experiment(
-        name=f"{experiment.name} against {reference.name}",
+        name=f"{compared} against {reference.name}",
         arms=(ARM, arm),
         compare=reference.compare,
         directory=experiment.directory,
         launched_compare_sha256=None if known_before else compare_hash(reference.compare),
         launched_pairs=len(reference.runs),
+        left_out=experiment.left_out,
         runs=runs,
         reference=reference,
         regression=True,
@@ -218,20 +220,23 @@ def public_diff(diff: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, Any]]
     }
 
 
-def _frozen_metrics(run: RecordedRun, compare: Compare, grid: Steps) -> dict[str, Any]:
+def _frozen_metrics(run: RecordedRun, compare: Compare, grids: Mapping[str, Steps]) -> dict[str, Any]:
     kept = [*(primary.metric for primary in compare.primary), *STEP_ONE, STEP_TIME]
     kept += filter(is_peak_memory, run.metrics)
     metrics = {}
     for metric in dict.fromkeys(kept):
         if metric in run.metrics:
-            series = _kept(run.series(metric), _full(metric, compare, grid))
+            series = _kept(run.series(metric), _full(metric, compare, grids))
             metrics[metric] = {"steps": series.steps.tolist(), "values": series.values.tolist()}
+            if series.recounted:
+                metrics[metric]["recounted"] = series.recounted
     return metrics
 
 
-def _full(metric: str, compare: Compare, grid: Steps) -> Sequence[tuple[int, int]]:
+def _full(metric: str, compare: Compare, grids: Mapping[str, Steps]) -> Sequence[tuple[int, int]]:
     """The windows in which every step of a metric is kept."""
-    return [window_bounds(one.window, grid, metric) for one in compare.primary if one.metric == metric]
+    claims = [one for one in compare.primary if one.metric == metric and len(grids[metric])]
+    return [window_bounds(one.window, grids[metric], metric) for one in claims]
 
 
 def _kept(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
@@ -243,7 +248,7 @@ def _kept(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
     keep[np.flatnonzero(~np.isfinite(series.values))[:1]] = True
     for first, last in windows:
         keep |= (first <= series.steps) & (series.steps <= last)
-    return Series(series.steps[keep], series.values[keep])
+    return Series(series.steps[keep], series.values[keep], series.recounted)
 
 
 def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> RecordedRun:
@@ -267,7 +272,7 @@ def _series(metric: str, one: Mapping[str, Any]) -> Series:
     values = np.array([decode(value) for value in one["values"]], np.float64)
     if steps.ndim != 1 or steps.shape != values.shape or not len(steps) or (np.diff(steps) <= 0).any():
         raise ValueError(f"{shortened(metric)}: steps that go up, and a value for each, are expected")
-    return Series(steps, values)
+    return Series(steps, values, int(one.get("recounted", 0)))
 
 
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:

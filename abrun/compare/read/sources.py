@@ -6,6 +6,7 @@ from pathlib import Path
 
 from abrun.compare.read.experiment import Experiment, claims_on_recorded
 from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.selection import Selection
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError
 from abrun.recipe import Compare, Primary
@@ -23,8 +24,11 @@ class Reading:
     aliases: tuple[str, ...] = ()
     step_column: str | None = None
     seeds: tuple[int, ...] | None = None  # of these runs alone; None: all
+    exclude: tuple[str, ...] = ()  # patterns of the runs that are left out
+    versions_differ: bool = False  # versions that follow the arm are the treatment
     unpaired: bool = False  # runs are independent, whatever their seeds
     may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
+    looks: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
     alone: bool = False  # one arm is enough: its counterpart is a reference
 
     @property
@@ -37,6 +41,9 @@ class Reading:
             "--alias": ",".join(self.aliases) or None,
             "--step-column": self.step_column,
             "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
+            "--exclude": ",".join(self.exclude) or None,
+            "--versions-differ": "true" if self.versions_differ else None,
+            "--looks": ",".join(map(str, self.looks)) or None,
         }
         return {option: value for option, value in options.items() if value is not None}
 
@@ -78,12 +85,37 @@ def open_sources(
             baseline=reading.baseline,
             aliases=reading.aliases,
             step_column=reading.step_column,
-            seeds=reading.seeds,
+            selection=Selection(seeds=reading.seeds, exclude=reading.exclude),
+            versions_differ=reading.versions_differ,
             alone=reading.alone,
             may_unpair=reading.may_unpair,
         )
+        if reading.looks:
+            experiment = _with_looks(experiment, reading)
     if primaries is None:
         return experiment
     primaries = claims_on_recorded(experiment, primaries)
     compare = experiment.compare.model_copy(update={"primary": primaries})
+    return replace(experiment, compare=compare)
+
+
+def _with_looks(experiment: Experiment, reading: Reading) -> Experiment:
+    """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
+    given = reading.given["--looks"]
+    if reading.alone:
+        raise ComparisonError(f"--looks: got {given} for a reference, which is compared once; drop it")
+    if not experiment.compare.paired:
+        raise ComparisonError(
+            f"--looks: got {given} for runs that are not paired; give both arms the same seeds, or drop it"
+        )
+    num_pairs = max(len(experiment.pairs(arm)) for arm in experiment.treatments)
+    if num_pairs < reading.looks[0]:
+        raise ComparisonError(
+            f"--looks: got {given} for {num_pairs} pairs, of which none is taken; train more for the first"
+        )
+    if num_pairs > reading.looks[-1]:
+        raise ComparisonError(
+            f"--looks: got {given} for {num_pairs} pairs; the last look takes all: choose pairs with --seeds"
+        )
+    compare = experiment.compare.model_copy(update={"looks": list(reading.looks)})
     return replace(experiment, compare=compare)

@@ -82,12 +82,12 @@ def _percent(share: float) -> str:
 
 
 def _spread(claim: Mapping[str, Any]) -> str | None:
-    seeds, paired = claim["baseline_sd"], claim["sd_difference"]
+    seeds, paired, of_treatment = claim["baseline_sd"], claim["sd_difference"], claim["treatment_sd"]
     if seeds is None or paired is None:
         return None
     if claim["num_runs"]:
         return f"sd over the baseline's runs {seeds:.2g}, unpaired"
-    unpaired = seeds * math.sqrt(2)
+    unpaired = math.hypot(seeds, of_treatment)
     rounding = 1e-6 * unpaired  # of which no such factor says anything
     saved = f" ({unpaired / paired:.2g}x narrower than unpaired)" if rounding < paired < unpaired else ""
     return f"sd over seeds {seeds:.2g}, of the paired differences {paired:.2g}{saved}"

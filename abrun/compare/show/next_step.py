@@ -1,21 +1,24 @@
 """What to do after a verdict: a sentence and a command for every one of them, which works when pasted."""
 
+import difflib
 import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import claim_on, claimable
+from abrun.compare.judge.grids import held_by_all
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
-from abrun.compare.show.pasted import AGAIN, UNPAIRED, filled, name_of
+from abrun.compare.show.fresh_pairs import NextStep, beyond_margin, in_stages, next_look, pairs_that_decide
+from abrun.compare.show.pasted import AGAIN, UNPAIRED, WITHOUT_CLAIMS, filled, folder_of, name_of
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
@@ -25,14 +28,6 @@ from abrun.redaction import shown
 MOST_STEPS = 2
 MEND = "Mend what the reasons name, then compare again"
 Content = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextStep:
-    """RUNS in a command stands for what was compared, where it is not known; NEW for what is yet to come."""
-
-    text: str
-    command: str
 
 
 def next_steps(experiment: Experiment, content: Content, typed: str | None = None) -> list[NextStep]:
@@ -166,25 +161,16 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
 
 def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Content]) -> Iterator[NextStep]:
     """Of claims that more of them decide."""
-    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
-    if any(one["limited"] is not None for one in undecided):
-        text = f"Four times the {counted} halve the interval that a limit is tested by"
-        yield _with_fresh_seeds(
-            experiment, text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
-        )
-    elif None not in needed:
-        text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
-        observed = [one["pairs_needed_observed"] for one in undecided]
-        if None not in observed and max(observed) > max(needed):
-            text += f" ({max(observed)}, if they differ as they do here)"
-        yield _with_fresh_seeds(experiment, text, max(needed))
-    else:
+    text, count = pairs_that_decide(content, undecided)
+    if count is None:
         yield NextStep(
-            text=f"This margin takes more than 1000 {counted}: see what a wider one takes",
+            text=f"{text}: see what a wider one takes",
             command=f"abrun plan RECIPE{_declared(experiment)} --from {name_of(experiment)}",
         )
+    else:
+        yield _with_fresh_seeds(experiment, text, count)
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
-    if cheaper:
+    if cheaper and not any(map(beyond_margin, undecided)):
         pairs, prompts = cheaper[0]["pairs_needed_with_twice"], 2 * cheaper[0]["num_prompts"]
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
@@ -272,6 +258,10 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
     """Of runs that abrun did not launch."""
     described = content["descriptions"]
     yield from _open_of_others(content)
+    open_arms = [one for one in content["arms"].values() if one["verdict"] == "INCONCLUSIVE"]
+    if any(look["verdict"] is None for one in open_arms for look in one["looks"]):
+        yield next_look(experiment)
+        return
     if described and not content["primaries"]:
         yield _claim_to_make(experiment, content)
     if described:
@@ -291,12 +281,22 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
         yield from _other_claims(experiment, content)
         yield NextStep(text=MEND, command="abrun compare RUNS")
     else:
-        more = "More pairs narrow the interval: train more seeds, then compare again"
-        if not content["paired"]:
-            more = (
-                "Runs of the same seeds in both arms narrow the interval most: train some, then compare again"
-            )
-        yield NextStep(text=more, command="abrun compare RUNS")
+        yield from _fresh_pairs_of_others(experiment, content)
+
+
+def _fresh_pairs_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    """More runs for an open claim: fresh ones judged alone, as a test repeated on the same runs errs more."""
+    undecided = [one for one in content["primaries"] if one["result"] == "undecided" and one["interval"]]
+    text, count = pairs_that_decide(content, undecided) if undecided else ("Fresh seeds decide", None)
+    if count is None and undecided:
+        yield NextStep(
+            text=f"{text}: see in what else the arms differ", command=f"abrun compare RUNS{WITHOUT_CLAIMS}"
+        )
+        return
+    fresh = _with_fresh_seeds(experiment, text, count)
+    yield fresh
+    if content["paired"] and count and (staged := in_stages(fresh, count)):
+        yield staged
 
 
 def _inconclusive_with_reference(experiment: Experiment, content: Content) -> Iterator[NextStep]:
@@ -311,10 +311,20 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
     there, here = set(experiment.arm(experiment.baseline)), set(experiment.arm(experiment.treatments[0]))
     left = ", ".join(map(str, sorted(there - here)))
     if not left and any(one["problem"] for one in content["primaries"]):
+        yield from _over_shared_steps(experiment)
         yield NextStep(text=MEND, command="abrun compare RUNS")
         return
     if not left:
         yield _with_fresh_seeds(experiment, "More pairs narrow the interval")
+        return
+    if len(there - here) > 1:
+        seeds = left.replace(" ", "")
+        alone = f"abrun compare RUNS --seeds {seeds}"
+        if experiment.directory:
+            alone = f"abrun launch RECIPE --seeds {seeds} --name NEW && {AGAIN}"
+        yield NextStep(
+            text=f"Train the other seeds of the reference ({left}), then compare those alone", command=alone
+        )
         return
     seeds, again = ",".join(map(str, sorted(there | here))), "abrun compare RUNS"
     if experiment.directory:
@@ -388,6 +398,7 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
                 text="If another column counts the steps of all of them, name it",
                 command="abrun compare RUNS --step-column NAME",
             )
+        yield from _over_shared_steps(experiment)
         yield NextStep(text=MEND, command="abrun compare RUNS")
         return
     broken = [run for run in experiment.runs.values() if not run.finished and not run.thinned]
@@ -403,11 +414,45 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     else:
         missing = any("(primary)" in reason for reason in content["reasons"])
         if missing and not experiment.regression:
+            yield from _read_with_another_alias(experiment)
             yield from _other_claims(experiment, content)
         yield NextStep(
             text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",
         )
+
+
+def _over_shared_steps(experiment: Experiment) -> Iterator[NextStep]:
+    """Where runs lack steps of a claim's window: a window that all hold, or the seeds that hold this one."""
+    claims, seeds = held_by_all(experiment)
+    if claims:
+        options = _claims(_claiming(experiment, claims))
+        yield NextStep(text="Claim it over steps that all runs hold", command=f"abrun compare RUNS{options}")
+    if len(seeds) > 1:
+        yield NextStep(
+            text="Compare the seeds whose runs hold the window whole",
+            command=f"abrun compare RUNS --seeds {','.join(map(str, seeds))}",
+        )
+
+
+def _read_with_another_alias(experiment: Experiment) -> Iterator[NextStep]:
+    """Read the runs as those of another trainer: their recipe's aliases name metrics that they lack."""
+    runs = [run for run in experiment.runs.values() if run.finished]
+    metrics = {claim.metric for claim in experiment.compare.primary}
+    named = {metric: (runs[0].config or {}).get(f"trainer.aliases.{metric}") for metric in metrics if runs}
+    wrong = {metric: str(theirs) for metric, theirs in named.items() if theirs and metric not in runs[0].metrics}
+    if not wrong or experiment.directory is None:
+        return
+    aliases = []
+    for metric, theirs in wrong.items():
+        close = difflib.get_close_matches(theirs, runs[0].metrics, 1) or ["NAME"]
+        aliases.append(f"--alias {shlex.quote(f'{metric}={close[0]}')}")
+    path = folder_of(experiment.directory)
+    arms = " ".join(shlex.quote(f"{arm}={path}/{arm}") for arm in experiment.arms)
+    yield NextStep(
+        text="Read the same runs with the name that they log",
+        command=f"abrun compare {arms} {' '.join(aliases)}{_claims(experiment)}",
+    )
 
 
 def _resumed(experiment: Experiment) -> str:

@@ -28,20 +28,22 @@ OF_COMPARE = "abrun compare takes the sd as measured"
 def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = True) -> Spread | None:
     """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
+    grid = experiment.steps_of(claim.metric)
     results = [
-        judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), experiment.all_steps())
+        judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
         for arm in experiment.treatments
     ]
     known = [result for result in results if result.sd_difference is not None]
     if not known:
         return None
     widest = max(known, key=lambda result: result.sd_difference or 0.0)
-    assert widest.sd_difference is not None
+    sd = widest.sd_difference if widest.sd_at_margin is None else widest.sd_at_margin
+    assert sd is not None
     count = min(widest.num_runs) if widest.num_runs else widest.num_pairs
     return Spread(
         sigma=widest.baseline_sd,
         correlation=widest.pair_correlation or 0.0,
-        sd_difference=widest.sd_difference,
+        sd_difference=sd,
         num_pairs=count,
         source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(widest.steps)}",
         level=widest.baseline_mean,
@@ -224,7 +226,8 @@ def _of_prompts(
     for arm in earlier.treatments:
         pairs = earlier.pairs(arm)
         sides = earlier.sides(arm)
-        result = judge_primary(arm, sides, claim, resolved_margin(claim, None), earlier.all_steps())
+        grid = earlier.steps_of(claim.metric)
+        result = judge_primary(arm, sides, claim, resolved_margin(claim, None), grid)
         found = by_prompt(arm, pairs, [result])
         if found and found.metric == ACCURACY and not found.problem:
             shrinks = found.parts.sd_with(2) / found.parts.sd_pairs if found.parts else 1.0

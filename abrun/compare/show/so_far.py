@@ -30,12 +30,12 @@ def so_far(experiment_dir: Path) -> list[str]:
 
 
 def _lines(experiment: Experiment) -> Iterator[str]:
-    grid = experiment.all_steps()
     several = len(experiment.treatments) > 1
     for arm in experiment.treatments:
         sides = experiment.sides(arm).finished
         planned = len(experiment.pairs(arm)) or min(experiment.sides(arm).sizes)
         for claim in experiment.compare.primary:
+            grid = experiment.steps_of(claim.metric)
             if claim.margin is None:
                 found = judge_limit(arm, sides, claim, grid, ALPHA, ALPHA)
             else:

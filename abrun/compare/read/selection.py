@@ -1,0 +1,135 @@
+"""Runs that are left out of a comparison, by an option or by a rule, and the sentences that say so."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NoReturn
+
+from abrun.errors import ComparisonError
+from abrun.layout import RunName
+from abrun.logs import Log
+from abrun.logs.log import listed, printable
+from abrun.logs.starts import join_starts
+from abrun.metric_names import STEP_ONE
+
+MAX_LISTED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The runs to compare: those of `seeds` (None: all), without those that a pattern of `exclude` names."""
+
+    seeds: Sequence[int] | None = None
+    exclude: Sequence[str] = ()
+
+    def selects(self, run: RunName) -> bool:
+        in_seeds = self.seeds is None or run.seed in self.seeds
+        return in_seeds and not any(fnmatchcase(str(run), pattern) for pattern in self.exclude)
+
+    def excludes(self, log: Log) -> bool:
+        """Return True for a log whose name, wandb id or place a pattern names."""
+        names = [name for name in (log.name, log.run_id, log.place) if name]
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
+
+    def apply(
+        self, named: Sequence[tuple[RunName, Log]], excluded: Sequence[Log], *, paired: bool
+    ) -> tuple[dict[RunName, Log], list[str]]:
+        """Return the selected runs, each of all its starts, and a sentence on each thing left out.
+
+        Where runs are paired, an excluded run takes its seed's other runs with it. `excluded`: logs that have
+        been left out before they were named. Raises ComparisonError where nothing is left.
+        """
+        self._refuse_unmatched([run for run, _ in named], excluded)
+        logs_of: dict[RunName, list[Log]] = {}
+        for run, log in named:
+            logs_of.setdefault(run, []).append(log)
+        selected = {run: logs for run, logs in logs_of.items() if self.selects(run)}
+        by_name = [run for run in logs_of if not self.selects(run) and self._in_seeds(run)]
+        partners: list[RunName] = []
+        if paired:
+            seeds = {run.seed for run in by_name}
+            partners = [run for run in selected if run.seed in seeds]
+            selected = {run: logs for run, logs in selected.items() if run.seed not in seeds}
+        if not selected:
+            self._refuse_nothing(logs_of)
+        runs = {run: join_starts(logs, str(run)) or logs[0] for run, logs in selected.items()}
+        end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
+        lines = [*self._left_out_by_seeds(logs_of, end)]
+        lines += [f"left out by --exclude: {printable(log.name)}{_ending(log, end)}" for log in excluded]
+        for run in by_name:
+            with_it = [str(one) for one in partners if one.seed == run.seed]
+            also = f", and with it {', '.join(with_it)}" if with_it else ""
+            lines.append(f"left out by --exclude: {run}{_ending(logs_of[run][-1], end)}{also}")
+        lines += [line for log in runs.values() for line in log.left_out]
+        return runs, lines
+
+    def _refuse_nothing(self, runs: Iterable[RunName]) -> NoReturn:
+        if any(map(self._in_seeds, runs)) or self.seeds is None:
+            raise ComparisonError(
+                f"--exclude: got {listed(list(self.exclude))}, which leaves no run to compare; drop one"
+            )
+        there = ", ".join(str(seed) for seed in sorted({run.seed for run in runs})[:20])
+        asked = ", ".join(map(str, self.seeds))
+        raise ComparisonError(f"--seeds: got {asked}, of which there is no run; there are {there}")
+
+    def _in_seeds(self, run: RunName) -> bool:
+        return self.seeds is None or run.seed in self.seeds
+
+    def _left_out_by_seeds(self, logs_of: Mapping[RunName, Sequence[Log]], end: int) -> list[str]:
+        seeds = sorted({run.seed for run in logs_of if not self._in_seeds(run)})
+        if not seeds:
+            return []
+        broken = [
+            f"{run}{text}"
+            for run, logs in logs_of.items()
+            if not self._in_seeds(run) and (text := _ending(logs[-1], end))
+        ]
+        more = f" and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
+        endings = f" ({', '.join(broken[:MAX_LISTED])}{more})" if broken else ""
+        return [f"left out by --seeds: {', '.join(map(str, seeds))}{endings}"]
+
+    def _refuse_unmatched(self, runs: Sequence[RunName], excluded: Sequence[Log]) -> None:
+        for pattern in self.exclude:
+            one = Selection(exclude=(pattern,))
+            if not any(map(one.excludes, excluded)) and all(map(one.selects, runs)):
+                names = listed(list(dict.fromkeys(map(str, runs))), 8)
+                raise ComparisonError(
+                    f"--exclude: got '{printable(pattern)}', which no run matches; there are {names}"
+                )
+
+
+EVERYTHING = Selection()
+
+
+def restarted(runs: Mapping[RunName, Log]) -> list[str]:
+    """Return a sentence on the runs whose step counter begins anew, or none."""
+    found = [(run, log, count) for run, log in runs.items() if (count := recounted_steps(log))]
+    if not found:
+        return []
+    run, log, count = found[0]
+    steps = max(len(series) for series in log.metrics.values() if series.recounted == count)
+    others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return [
+        f"the step counter begins anew in {run}{others} ({count} of {steps} steps are there twice): the last "
+        "values count, and step one of such a run is not read"
+    ]
+
+
+def recounted_steps(log: Log) -> int:
+    """Return how many steps a counter that begins anew gave twice, by the metrics of the first step."""
+    read = [log.metrics[metric] for metric in STEP_ONE if metric in log.metrics] or log.metrics.values()
+    return max((series.recounted for series in read), default=0)
+
+
+def last_step(log: Log) -> int:
+    """Return the last step of the metric that was recorded most often."""
+    longest = max(log.metrics.values(), key=len, default=None)
+    return int(longest.steps[-1]) if longest is not None and len(longest) else 0
+
+
+def _ending(log: Log, end: int) -> str:
+    """Return how a run ended, where it did not reach the last step or failed."""
+    last = last_step(log)
+    early = f" ends at step {last} of {end}" if last < end else ""
+    failed = f" failed: {log.failure}" if log.status == "failed" else ""
+    return printable(f"{early},{failed}" if early and failed else f"{early}{failed}")

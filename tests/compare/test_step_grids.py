@@ -1,0 +1,212 @@
+"""Runs whose metrics have steps of their own, or are logged at different steps from arm to arm."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from abrun.compare.judge.grids import lacking
+from abrun.compare.judge.verdict import Verdict
+from abrun.compare.read.experiment import RecordedRun
+from abrun.layout import RunName
+from abrun.series import Series
+from tests.compare.test_anything import described
+from tests.logs.layouts import Rows, rows, write_events, write_jsonl
+
+Change = Callable[[str, Rows], Rows]
+CLAIM = "train/reward:last 20%:0.05"
+
+
+def arms(folder: Path, change: Change, seeds: range = range(3), worse: float = 0.0) -> list[str]:
+    """Logs of two arms alike but for their change; the treatment's reward is lower by `worse`."""
+    for seed in seeds:
+        for arm, loss in (("old", 0.0), ("new", worse)):
+            found = [{**row, "reward": row["reward"] - loss} for row in rows(arm, seed)]
+            write_jsonl(folder / arm / f"seed-{seed}.jsonl", change(arm, found))
+    return [str(folder / arm) for arm in ("old", "new")]
+
+
+def unchanged(arm: str, found: Rows) -> Rows:
+    return found
+
+
+def every(coarser: int, finer: int) -> Change:
+    return lambda arm, found: [
+        row for row in found if row["step"] % (finer if arm == "old" else coarser) == 0
+    ]
+
+
+def test_metrics_on_another_axis_move_no_window(tmp_path: Path) -> None:
+    """GPU monitors log over seconds: more of them, and much later, than the steps of training."""
+
+    def monitored(arm: str, found: Rows) -> Rows:
+        return [*found, *({"step": second, "ray/gpu_util": 80.0} for second in range(0, 4000, 10))]
+
+    plain = described(arms(tmp_path / "plain", unchanged, worse=0.1), tmp_path / "a", CLAIM)
+    watched = described(arms(tmp_path / "watched", monitored, worse=0.1), tmp_path / "b", CLAIM)
+    assert plain.verdict == watched.verdict == "MISMATCH"
+    assert plain.content.primaries == watched.content.primaries
+    assert watched.arms[0].coverage == plain.arms[0].coverage
+    shown = described(arms(tmp_path / "shown", monitored, worse=0.1), tmp_path / "c").content.descriptions
+    assert shown[0].metric == "train/reward" and shown[0].steps == plain.content.primaries[0].steps
+    assert {one.metric: one.steps for one in shown}["ray/gpu_util"] == (3200, 3990)
+
+
+def test_tags_over_samples_have_windows_of_their_own(tmp_path: Path) -> None:
+    for arm, loss in (("old", 0.0), ("new", 0.3)):
+        for seed in (0, 1, 2):
+            steps = [
+                {"step": row["step"], "lm loss": row["loss"] + loss * (row["step"] > 48)}
+                for row in rows(arm, seed)
+            ]
+            samples = [{"step": 256 * row["step"], "loss": row["lm loss"]} for row in steps]
+            write_events(tmp_path / f"{arm}-s{seed}", steps, {"lm loss": "lm loss"})
+            write_events(
+                tmp_path / f"{arm}-s{seed}", samples, {"loss": "lm loss vs samples"}, suffix=".samples"
+            )
+    found = described([f"tb:{tmp_path}"], tmp_path / "out", baseline="old")
+    by_metric = {one.metric: one for one in found.content.descriptions}
+    assert by_metric["train/loss"].steps == (49, 60)
+    assert by_metric["lm loss vs samples"].steps == (49 * 256, 60 * 256)
+    for metric in ("train/loss", "lm loss vs samples"):
+        assert by_metric[metric].difference == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "window", "steps", "note"),
+    [
+        (
+            every(10, 5),
+            "last 20%",
+            (50, 60),
+            "(old 5-60 every 5, new 10-60 every 10); compared on the 6 steps",
+        ),
+        (
+            lambda arm, found: found if arm == "old" else found[:45],
+            "steps 30-45",
+            (30, 45),
+            "(old 1-60, new 1-45); compared on the 45 steps",
+        ),
+        (
+            lambda arm, found: found if arm == "new" else found[:59],
+            "last 20%",
+            (49, 59),
+            "(old 1-59, new 1-60); compared on the 59 steps",
+        ),
+        (
+            lambda arm, found: [{**row, "step": row["step"] - (arm == "old")} for row in found],
+            "last 20%",
+            (48, 59),
+            "the counters differ by one: old counts 0-59, new 1-60",
+        ),
+    ],
+)
+def test_runs_are_compared_on_the_steps_that_all_have(
+    tmp_path: Path, change: Change, window: str, steps: tuple[int, int], note: str
+) -> None:
+    found = described(arms(tmp_path, change), tmp_path / "out", f"train/reward:{window}:0.05")
+    assert found.verdict == "MATCH" and found.content.primaries[0].steps == steps
+    (line,) = [one for one in found.content.not_tested if one.startswith("train/reward: ")]
+    assert note in line
+    worse = described(arms(tmp_path, change, worse=0.2), tmp_path / "out", f"train/reward:{window}:0.05")
+    assert worse.verdict == "MISMATCH"
+
+
+def without(*steps: int) -> Change:
+    return lambda arm, found: found if arm == "old" else [row for row in found if row["step"] not in steps]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "following"),
+    [
+        (
+            without(55),
+            "new/seed-0 lacks 1 of the 12 steps 49-60 of train/reward (step 55 is the first)",
+            None,
+        ),
+        (
+            lambda arm, found: found if arm == "old" else found[:45],
+            "new/seed-0 ends at step 45, and train/reward is compared over steps 49-60; 2 more runs likewise",
+            "train/reward:steps 37-45:0.05",
+        ),
+        (
+            lambda arm, found: [row for row in found if row["step"] % (5 if arm == "old" else 7) == 0],
+            "of train/reward the runs share 0 of the steps 50-60",
+            None,
+        ),
+    ],
+)
+def test_a_window_that_a_run_lacks_is_invalid_and_another_is_proposed(
+    tmp_path: Path, change: Change, reason: str, following: str | None
+) -> None:
+    found = described(arms(tmp_path, change), tmp_path / "out", CLAIM)
+    verdict: Verdict = "INVALID"
+    assert found.verdict == verdict and reason in found.content.reasons[0]
+    assert len([one for one in found.content.reasons if "step grids" in one]) == 1
+    commands = [step.command for step in found.next_steps]
+    if following:
+        assert following in commands[0]
+        assert described(arms(tmp_path, change), tmp_path / "out", following).verdict == "MATCH"
+
+
+def test_a_run_that_ended_early_is_left_out_by_its_seed(tmp_path: Path) -> None:
+    sources = arms(tmp_path, unchanged, seeds=range(4))
+    path = tmp_path / "new/seed-2.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:25]))
+    found = described(sources, tmp_path / "out", CLAIM)
+    assert found.verdict == "INVALID" and "new/seed-2 ends at step 25" in found.content.reasons[0]
+    assert any("--seeds 0,1,3" in step.command for step in found.next_steps)
+    assert described(sources, tmp_path / "out", CLAIM, seeds=[0, 1, 3]).verdict == "MATCH"
+
+
+def test_a_ratio_is_taken_over_the_shared_steps(tmp_path: Path) -> None:
+    found = described(arms(tmp_path, every(10, 5)), tmp_path / "out", "train/reward:last 20%:<1.05x")
+    (claim,) = found.content.primaries
+    assert claim.result == "holds" and claim.limited == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.2])
+def test_profiling_at_step_0_changes_no_verdict(tmp_path: Path, difference: float) -> None:
+    """TRL logs `profiling/*` before its first step in wandb, and not in TensorBoard."""
+
+    def profiled(arm: str, found: Rows) -> Rows:
+        return [{"step": 0, "profiling/time": 1.0}, *found]
+
+    both: list[Any] = [
+        described(arms(tmp_path, change, worse=difference), tmp_path / "out", CLAIM)
+        for change in (
+            unchanged,
+            profiled,
+            lambda arm, found: (profiled if arm == "old" else unchanged)(arm, found),
+        )
+    ]
+    assert len({one.verdict for one in both}) == 1 and both[0].verdict == (
+        "MISMATCH" if difference else "MATCH"
+    )
+    assert both[0].content.primaries == both[1].content.primaries == both[2].content.primaries
+    assert both[0].content.step_one == both[1].content.step_one == both[2].content.step_one
+
+
+@pytest.mark.parametrize(
+    ("grid", "expected", "absent"),
+    [
+        (range(10, 70, 10), range(5, 65, 5), []),
+        (range(10, 60, 10), range(5, 75, 5), [65, 70]),
+        (range(1, 61), range(0, 62), []),
+        ([*range(1, 30), *range(31, 61)], range(1, 61), [30]),
+        ([60], range(50, 61), list(range(50, 60))),
+        ([], range(3), [0, 1, 2]),
+    ],
+)
+def test_what_a_run_lacks(grid: Any, expected: range, absent: list[int]) -> None:
+    steps = np.array(list(grid), np.int64)
+    run = RecordedRun(
+        name=RunName(arm="a", seed=0),
+        place="",
+        status="finished",
+        metrics={"m": Series(steps, np.zeros(len(steps)))},
+    )
+    assert lacking(run, "m", np.array(expected)).tolist() == absent
+    assert lacking(run, "m", np.array(expected), strict=True).tolist() == sorted({*expected} - {*grid})
