@@ -273,7 +273,7 @@ def test_without_shared_prompts_step_one_is_not_tested(tmp_path: Path) -> None:
 def test_nor_is_how_far_trainer_and_engine_are_apart(tmp_path: Path, times: int) -> None:
     """However far: what would be open is set aside as what would fail is."""
     rows = {
-        f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed},{kl}" for step in range(1, 5)]
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed + kl / 10},{kl}" for step in range(1, 5)]
         for arm, kl in (("baseline", 1e-3), ("b", 1e-3 * times))
         for seed in (0, 1, 2)
     }
@@ -306,6 +306,20 @@ def test_a_loss_alike_within_pairs_shows_that_prompts_were_shared(tmp_path: Path
     content = _judged(_arms(tmp_path, rows, "step,train/reward,train/loss,train/grad_norm"), tmp_path).content
     assert content.verdict == "MISMATCH"
     assert any(reason.startswith("step one: train/grad_norm is 1") for reason in content.reasons)
+
+
+def test_equal_first_rewards_show_that_prompts_were_shared(tmp_path: Path) -> None:
+    rows = {
+        f"{arm}-s{seed}": [
+            f"{step},{0.1 * step + 0.01 * seed},{loss},{norm + 0.01 * seed}" for step in range(1, 5)
+        ]
+        for arm, loss, norm in (("baseline", 0.9, 2.0), ("b", 0.002, 0.6))
+        for seed in (0, 1, 2)
+    }
+    content = _judged(_arms(tmp_path, rows, "step,train/reward,train/loss,train/grad_norm"), tmp_path).content
+    assert content.verdict == "MISMATCH"
+    assert any(reason.startswith("step one: train/loss is 0.9") for reason in content.reasons)
+    assert not any("the same prompts, so" in one for one in content.not_tested)
 
 
 def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path) -> None:

@@ -134,7 +134,44 @@ def test_what_the_baseline_breaks_too_is_no_mismatch_and_no_match(simulated, jud
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INCONCLUSIVE"
     assert guard(comparison, "token_mult_prob_error_median").result == "baseline too"
-    assert "not the treatment's doing" in comparison.content.reasons[0]
+    assert "1.07 in the baseline (p = 1 of no more" in comparison.content.reasons[0]
+    assert "the baseline breaks the limit as well, and no ground" in comparison.content.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("arms", "steps", "verdict"),
+    [
+        (["treatment"], range(2, 41), "MISMATCH"),
+        (["baseline", "treatment"], range(1, 41), "INCONCLUSIVE"),
+        (["baseline", "treatment"], range(6, 41), "INCONCLUSIVE"),
+        (["baseline", "treatment"], [1], "MATCH"),  # nothing was measured there
+        (["baseline"], range(2, 41), "MATCH"),
+    ],
+)
+def test_a_token_error_that_is_nan_is_above_its_limit(simulated, judged, arms, steps, verdict):
+    experiment_dir = simulated()
+    for arm in arms:
+        set_error(experiment_dir, arm, "NaN", steps=steps)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == verdict
+    untested = [one for one in comparison.content.not_tested if "is not a number at any step" in one]
+    assert bool(untested) == (len(steps) == 40)
+    if verdict == "MISMATCH":
+        assert "the worst run's median is not a number (limit 1.05)" in comparison.content.reasons[0]
+    text = guard(comparison, "finite").text
+    assert text == "no NaN or Inf in train/loss, train/grad_norm, train/reward"
+
+
+def test_more_nan_than_the_baseline_has_is_new(simulated, judged):
+    experiment_dir = simulated()
+    for arm, steps in (("baseline", [3]), ("treatment", range(3, 39, 2))):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(
+                directory,
+                lambda row, of=steps: row.update({"train/loss": "NaN"}) if row["step"] in of else None,
+            )
+    one = guard(judged(experiment_dir), "finite")
+    assert one.result == "fail" and "train/loss is NaN or Inf at 45 % of the treatment's steps" in one.text
 
 
 def test_a_better_treatment_passes(simulated, judged):

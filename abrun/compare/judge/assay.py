@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from abrun.compare.judge.summaries import climbs, direction_in
-from abrun.compare.read.experiment import RecordedRun, Sides
+from abrun.compare.judge.whole_curve import COPIED, copied, has_detail
+from abrun.compare.read.experiment import RecordedRun, Sides, stack
 from abrun.equivalence import t_interval
 from abrun.metric_names import (
     ADVANTAGES_MAX,
@@ -162,21 +164,70 @@ def _of_two_seeds(sides: Sides) -> Iterator[tuple[RecordedRun, RecordedRun]]:
 def one_run_as_two_seeds(sides: Sides, metric: str | None = None) -> str | None:
     """Two seeds with the same numbers, but for what a machine adds, are not two observations; nor are two of
     which a claim reads one curve, whatever else was logged beside it. Nothing can be tested over them.
+
+    Noise or rounding makes no second run of a copy: see `copied`.
     """
     for one, other in _of_two_seeds(sides):
         if _same_numbers(one, other):
             return f"{other} holds the numbers of {one} at every step: {_ONE_RUN}"
         if metric and _same_curve(one.series(metric), other.series(metric)):
             return f"{other} holds the {metric} of {one} at every step, but for rounding: {_ONE_RUN}"
+    return _noisy_copy(sides, metric) if metric else None
+
+
+def _noisy_copy(sides: Sides, metric: str) -> str | None:
+    """Name two seeds whose claimed metric moves alike at every step; for a discrete one, all their others."""
+    runs = sides.runs
+    values = stack(runs, metric)[1]
+    detailed = bool(len(runs)) and bool(has_detail(values).all())
+    metrics, alike = ([metric], copied(values)) if detailed else _copied_beside(runs, metric)
+    for left, right in zip(*np.nonzero(np.triu(alike, 1)), strict=True):
+        one, other = runs[left], runs[right]
+        if one.name.seed != other.name.seed:
+            return (
+                f"{', '.join(metrics[:3])} of {other} moves as that of {one} does, from step to step "
+                f"(correlation above {COPIED:g}): {_ONE_RUN}"
+            )
     return None
 
 
+def _copied_beside(runs: Sequence[RecordedRun], metric: str) -> tuple[list[str], NDArray[np.bool_]]:
+    """Return which two runs [R, R] move alike in every other metric that can tell, and those metrics.
+
+    Values that are the same to the last bit (a learning rate) follow from the configuration.
+    """
+    metrics, alike = [], np.ones((len(runs), len(runs)), bool)
+    for other in runs[0].metrics if runs else ():
+        known = find(other)
+        given = known is not None and "given" in known.roles
+        if other == metric or given or is_clock(other) or unit_of(other) == "bytes":
+            continue
+        values = stack(runs, other)[1]
+        equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
+        if has_detail(values).all() and not equal:
+            metrics.append(other)
+            alike &= copied(values)
+    return metrics, alike if metrics else np.zeros_like(alike)
+
+
 def _same_curve(one: Series, other: Series) -> bool:
-    """Ten steps and more that agree to rounding, of a curve that moves: chance does not do that."""
+    """Ten steps and more that agree to the last digit of the coarser log, of a curve that moves."""
     if len(one) < 10 or not np.array_equal(one.steps, other.steps) or not np.isfinite(one.values).all():
         return False
-    moves = len(np.unique(one.values)) >= 10
-    return moves and bool(np.all(np.abs(one.values - other.values) <= 1e-6 * np.ptp(one.values)))
+    distance, size = np.abs(one.values - other.values).max(), np.ptp(one.values)
+    if not distance <= size / 18 or min(len(np.unique(of.values)) for of in (one, other)) < 10:
+        return False  # a digit that ten values differ in is no more than a ninth of their range
+    if distance <= 1e-6 * size:
+        return True
+    digit, error = max(map(_last_digit, (one.values, other.values))), one.values - other.values
+    jumps = np.var(np.diff(error)) > np.var(error)  # as rounding errors do, and two smooth curves do not
+    return bool(jumps and distance <= 0.501 * digit)
+
+
+def _last_digit(values: Array) -> float:
+    """Return the power of ten of which all values are multiples; 0 for those in full precision."""
+    digits = range(-3, 9)
+    return next((10.0**-of for of in digits if np.allclose(values, np.round(values, of), 1e-12, 1e-14)), 0.0)
 
 
 def _same_numbers(run: RecordedRun, other: RecordedRun) -> bool:

@@ -13,6 +13,7 @@ from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.margins import Margin, yardstick
 from abrun.compare.judge.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
+from abrun.compare.judge.whole_curve import curve_warnings
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.equivalence import (
     ALPHA,
@@ -200,8 +201,9 @@ def _tested(
 ) -> PrimaryResult:
     """A result with its statistics, and what makes them mean nothing."""
     assert result.steps is not None
+    bounds = result.steps
     arms = [summaries(values, primary) for values in in_window]
-    last, baselines, several = result.steps[1], sides.baselines, min(sides.sizes) > 1
+    last, baselines, several = bounds[1], sides.baselines, min(sides.sizes) > 1
     measured = yardstick(margin, arms[0], baselines, primary, last)
     if several and measured is not None and not t_interval(measured, 0.9)[0] > 0:
         lacking = f"the baseline's {margin.unit} is not shown to be above 0, to take {margin.text} of"
@@ -217,9 +219,11 @@ def _tested(
     if several and not result.problem and result.margin is not None:
         result = replace(result, problem=not_learned(baselines, primary, last, result.margin))
     if several and result.margin is not None:
+        holds = result.result == "equivalent" and not result.problem
         said = [result.warning, *_beside(result, baselines, primary)]
         if result.certified_bound != 0 and _decisions(plain) != _decisions(result):
             said.append(WIDE_STEPS)
+        said += curve_warnings(sides, primary.metric, result.transform, bounds, result.margin, holds=holds)
         result = replace(result, warning="; ".join(filter(None, said)) or None)
     return result
 

@@ -18,11 +18,11 @@ from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, ph
 from abrun.recipe import Compare, Guards
 from abrun.series import Array, Series
 
-# "baseline too": the treatment breaks a limit that the baseline breaks as well. It is not the cause, so this
-# is no mismatch; but nothing measured on such a run supports a match either. "open": it breaks the limit, and
-# is not shown to be worse than its baseline.
+# "open": the treatment breaks the limit and is not shown to be worse than its baseline. "baseline too": the
+# same where the baseline breaks the limit as well. Neither is a mismatch, nor a ground for a match.
 GuardResult = Literal["pass", "fail", "baseline too", "open", "not recorded"]
 Window = tuple[str, tuple[int, int]]  # a metric, first and last step
+LARGEST_EXCESS = 1e9  # of an error over 1: what a test over seeds takes for one that is not a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +69,14 @@ def check_guards(
 
     `pairs`: each treated run with what excuses it (see `opposed` for independent arms). `windows` are those
     of the claims, where nothing excuses a value that is not a number. Whether the runs finished and are
-    finite are facts; the other guards are tests of `sides`, each at one-sided level `alpha`.
+    finite are facts, unless both arms have NaN; the other guards are tests of `sides`, each at one-sided
+    level `alpha`.
     """
     its = "its baseline" if sides.paired else "every baseline run"
     watched = [*limits.finite, *(metric for metric, _ in windows)]
     return [
         _finished(arm, pairs, its),
-        _finite(arm, pairs, windows, watched, its),
+        _finite(arm, pairs, windows, watched, its, partial(_more_often_non_finite, sides, alpha)),
         *_token_mult_prob_error(arm, sides, limits, alpha),
         *_ratio(arm, "step_time_ratio", "step time", limits.step_time_ratio, savings, alpha),
         *_ratio(arm, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings, alpha),
@@ -83,10 +84,12 @@ def check_guards(
 
 
 def num_tests(compare: Compare) -> int:
-    """How many tests share `guards.alpha`: the error's median and share, ratios with a limit, step one."""
+    """How many tests share `guards.alpha`: NaN in both arms, the error's median and share, limited ratios and
+    step one.
+    """
     limits = compare.guards
     ratios = sum(one is not None for one in (limits.step_time_ratio, limits.peak_memory_ratio))
-    return 2 + ratios + compare.step_one
+    return 3 + ratios + compare.step_one
 
 
 def opposed(sides: Sides) -> list[Pair]:
@@ -201,23 +204,43 @@ def _last_step(run: RecordedRun) -> int:
 
 
 def _finite(
-    arm: str, pairs: Sequence[Pair], windows: Sequence[Window], watched: Collection[str], its: str
+    arm: str,
+    pairs: Sequence[Pair],
+    windows: Sequence[Window],
+    watched: Collection[str],
+    its: str,
+    more_often: Callable[[Collection[str]], Iterator[str]],
 ) -> Guard:
     """No NaN or Inf in a watched metric of which the same seed's baseline has none, and none in a window.
+
+    Where both arms have some, `more_often` tests whether the treatment has them at more steps.
 
     Of forty metrics, some with a NaN now and then in any arm, one would alarm in every third A/A experiment.
     """
     tried = [pair for pair in pairs if pair.baseline.finished]
     found = [finding for pair in tried for finding in _new_non_finite(pair, windows, watched, its)]
+    found = found or list(more_often(dict.fromkeys(watched)))
     seen = any(pair.treatment.metrics for pair in tried)
     result: GuardResult = "fail" if found else "pass" if seen else "not recorded"
-    text = "no NaN or Inf that the baseline does not have" if seen else f"no {arm} run has recorded anything"
+    text = _finite_text(tried, watched, its) if seen else f"no {arm} run has recorded anything"
     if not tried:
         text = "no baseline run finished"
     if found:
         text = found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
     value = len(found) if seen else None
     return Guard(arm=arm, guard="finite", limit=0, value=value, result=result, text=text)
+
+
+def _finite_text(pairs: Sequence[Pair], watched: Collection[str], its: str) -> str:
+    """Name the watched metrics without NaN or Inf in any treated run, and those with some."""
+    runs = [pair.treatment for pair in pairs]
+    recorded = [metric for metric in dict.fromkeys(watched) if any(metric in run.metrics for run in runs)]
+    broken = [metric for metric in recorded if any(run.first_non_finite(metric) is not None for run in runs)]
+    clean = [metric for metric in recorded if metric not in broken]
+    sentences = [f"no NaN or Inf in {', '.join(clean)}"] if clean else []
+    sentences += [f"some in {', '.join(broken)}, as in {its}"] if broken and clean else []
+    sentences += [f"NaN or Inf in {', '.join(broken)}, as in {its}"] if broken and not clean else []
+    return "; ".join(sentences) or "none of the watched metrics is recorded"
 
 
 def _new_non_finite(
@@ -245,6 +268,30 @@ def _new_non_finite(
             yield f"{metric} is {value} in {run} at step {inside}, inside the window of its claim"
 
 
+def _more_often_non_finite(sides: Sides, alpha: float, watched: Collection[str]) -> Iterator[str]:
+    """Yield the watched metrics that are NaN or Inf at more of the treatment's steps, at `alpha` over all."""
+    for metric in watched:
+        recorded = sides.of(
+            [run.finished and metric in run.metrics for run in sides.baselines],
+            [metric in run.metrics for run in sides.treatments],
+        )
+        broken = [
+            [~np.isfinite(run.series(metric).values) for run in runs]
+            for runs in (recorded.baselines, recorded.treatments)
+        ]
+        if not all(any(one.any() for one in of) for of in broken):
+            continue
+        shares = [np.array([one.mean() for one in of]) for of in broken]
+        steps = [np.array([len(one) for one in of]) for of in broken]
+        p = _p_worse(shares[0], shares[1], _counting_error(shares, steps), paired_by_seed=sides.paired)
+        if p < alpha / len(watched):
+            left, right = (100 * float(of.mean()) for of in shares)
+            yield (
+                f"{metric} is NaN or Inf at {right:.3g} % of the treatment's steps and {left:.3g} % of the "
+                f"baseline's (p = {p:.2g} of no more, level {alpha / len(watched):.2g})"
+            )
+
+
 def _stays_non_finite(series: Series, repeats: Sequence[Array]) -> int | None:
     """The step from which a metric stays NaN or infinite, where that is no chance.
 
@@ -264,12 +311,13 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
     """Trainer and engine agree on log-probs: the worst run's median, and the share of steps above it."""
     limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
     known = sides.of(
-        [run.finished and len(_errors(run)) > 0 for run in sides.baselines],
-        [len(_errors(run)) > 0 for run in sides.treatments],
+        [run.finished and len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.baselines],
+        [len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.treatments],
     )
-    errors = [[_errors(run) for run in runs] for runs in (known.baselines, known.treatments)]
+    start = _first_measured(known.runs)
+    errors = [[_errors(run, start) for run in runs] for runs in (known.baselines, known.treatments)]
     medians = [np.array([np.median(one) for one in runs]) for runs in errors]
-    excess, other_excess = (np.log(np.maximum(one - 1, 0) + EXCESS_OFFSET) for one in medians)
+    excess, other_excess = (np.log(np.clip(one - 1, 0, LARGEST_EXCESS) + EXCESS_OFFSET) for one in medians)
     recorded = min(known.sizes) > 0
     yield _error_guard(
         arm,
@@ -298,10 +346,17 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
     )
 
 
-def _errors(run: RecordedRun) -> Array:
-    """The recorded ones that are numbers; NaN has a guard of its own."""
-    values = run.series(TOKEN_MULT_PROB_ERROR).values
-    return values[np.isfinite(values)]
+def _first_measured(runs: Sequence[RecordedRun]) -> int:
+    """The index of the first step to count: 1 where no run of either arm has a number at its first step."""
+    values = [run.series(TOKEN_MULT_PROB_ERROR).values for run in runs]
+    unmeasured = all(len(of) > 1 and not np.isfinite(of[0]) and np.isfinite(of[1]) for of in values)
+    return int(bool(values) and unmeasured)
+
+
+def _errors(run: RecordedRun, start: int = 0) -> Array:
+    """The recorded errors; NaN and -Inf count as Inf, above every limit."""
+    values = run.series(TOKEN_MULT_PROB_ERROR).values[start:]
+    return np.where(np.isfinite(values), values, np.inf)
 
 
 def _p_worse(left: Array, right: Array, least_error: float = 0.0, *, paired_by_seed: bool) -> float:
@@ -340,15 +395,19 @@ def _error_guard(
     if values is not None:
         of_baseline, value = map(float, values)
         result = "fail" if breaks(value, limit) else "pass"
-        text = f"{TOKEN_MULT_PROB_ERROR}: {what} is {value:.4g} (limit {limit:g})"
-        if result == "fail" and breaks(of_baseline, limit):
-            result, text = "baseline too", f"{text}, and {of_baseline:.4g} in the baseline"
-        elif result == "fail":
+        text = f"{TOKEN_MULT_PROB_ERROR}: {what} is {_number(value)} (limit {limit:g})"
+        if result == "fail":
             p = p_worse()
-            text += f", {of_baseline:.4g} in the baseline (p = {p:.2g} of no more, level {alpha:.2g})"
-            result = "fail" if p < alpha else "open"
+            text += f", {_number(of_baseline)} in the baseline (p = {p:.2g} of no more, level {alpha:.2g})"
+            unproven: GuardResult = "baseline too" if breaks(of_baseline, limit) else "open"
+            result = "fail" if p < alpha else unproven
+        value = value if math.isfinite(value) else None
     name = f"token_mult_prob_error_{kind}"
     return Guard(arm=arm, guard=name, limit=limit, value=value, result=result, text=text)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "not a number"
 
 
 def _ratio(

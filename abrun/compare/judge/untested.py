@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.code import code_untested
 from abrun.compare.judge.divergence import Divergence
@@ -69,8 +71,7 @@ def not_tested(
     sentences += [*_unsaid(runs, sides), *code_untested(experiment)]
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
-    if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
-        sentences.append(f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded")
+    sentences += _unmeasured_token_error(runs)
     if not sides.paired:
         both = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
         said = both if experiment.seeds_known else ()
@@ -125,6 +126,15 @@ def _unshared_steps(sides: Sides, primaries: Sequence[Primary]) -> list[str]:
     metrics = dict.fromkeys(recorded if claimed else recorded[:1])
     notes = (grid_note((sides.baselines, sides.treatments), metric) for metric in metrics)
     return [note for note in notes if note]
+
+
+def _unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[str]:
+    values = [run.series(TOKEN_MULT_PROB_ERROR).values for run in runs]
+    if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
+        yield f"agreement of trainer and rollout engine: {TOKEN_MULT_PROB_ERROR} is not recorded"
+    elif not any(np.isfinite(one).any() for one in values):
+        every = f"{TOKEN_MULT_PROB_ERROR} is not a number at any step of any run"
+        yield f"agreement of trainer and rollout engine: {every}"
 
 
 def _left_out(experiment: Experiment, sides: Sides) -> Iterator[str]:

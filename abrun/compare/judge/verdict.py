@@ -33,7 +33,7 @@ Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
 _OPEN_GUARDS = {
-    "baseline too": "not the treatment's doing",
+    "baseline too": "the baseline breaks the limit as well",
     "open": "beyond the limit, which seeds alone may have done",
 }
 _ONE_EACH = (
