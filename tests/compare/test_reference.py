@@ -256,3 +256,24 @@ def test_one_seed_is_no_ensemble(tmp_path):
     experiment_dir = write_experiment(tmp_path / "x", seeds=[0], compare={"primary": []})
     with pytest.raises(ComparisonError, match="arm baseline has 1 seed; a reference needs"):
         freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+
+
+def test_unused_seeds_of_the_reference_narrow_the_interval(simulated, tmp_path):
+    """Of ten frozen seeds three have a later run; a margin in percent of the baseline stays with the pairs."""
+
+    def against(claim: dict, folder: str):
+        frozen = write_experiment(tmp_path / folder, seeds=[*range(10)], compare={"primary": [claim]})
+        freeze(load_experiment(frozen), "baseline", tmp_path / f"{folder}.json")
+        later_seeds = {"seeds": [1, 3, 4], "noise": 0.04, "arm": "treatment"}
+        return later(tmp_path / f"{folder}-later", tmp_path / f"{folder}.json", **later_seeds)
+
+    content = against({"metric": "train/reward", "margin": 0.2}, "absolute")
+    claim = content.primaries[0]
+    assert claim.test == "control variate TOST" and claim.unused_seeds == (0, 2, 5, 6, 7, 8, 9)
+    assert "3 pairs and 7 more seeds of the reference (control variate), this recipe" in content.reasons[0]
+    assert claim.freedom is not None and 2 <= claim.freedom <= 2.5
+    assert claim.mean_difference != pytest.approx(np.mean(claim.differences), rel=1e-3)
+    content = against({"metric": "train/reward", "margin": "20%"}, "relative")
+    claim = content.primaries[0]
+    assert claim.test == "paired TOST" and claim.unused_seeds == ()
+    assert claim.mean_difference == pytest.approx(np.mean(claim.differences))

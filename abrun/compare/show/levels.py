@@ -42,13 +42,14 @@ def _means(claim: Mapping[str, Any]) -> str | None:
     base, treatment, interval = claim["baseline_mean"], claim["treatment_mean"], claim["interval"]
     if base is None or treatment is None or interval is None:
         return None
+    difference = claim["mean_difference"] if claim["unused_seeds"] else treatment - base
     confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
     if claim["transform"] == "identity":
         of = "difference" if claim["num_runs"] else "paired difference"
         reach = f"± {(interval[1] - interval[0]) / 2:.2g} ({confidence})"
-        return f"baseline {base:.4g}, treatment {treatment:.4g}; {of} {treatment - base:+.2g} {reach}"
+        return f"baseline {base:.4g}, treatment {treatment:.4g}; {of} {difference:+.2g} {reach}"
     with np.errstate(over="ignore"):
-        low, ratio, high = np.exp([interval[0], treatment - base, interval[1]])
+        low, ratio, high = np.exp([interval[0], difference, interval[1]])
     both = f"baseline {_level(base, claim)}, treatment {_level(treatment, claim)}"
     of = " of the excess over 1" if claim["transform"] == "log_excess" else ""
     return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence})"
