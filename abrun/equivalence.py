@@ -371,13 +371,13 @@ def tost_power(
 
 
 def matches_at(
-    margin: float, sd_difference: float, counts: Sequence[int], alpha: float = ALPHA
+    margin: float, sd_difference: float, counts: Sequence[int], levels: Sequence[float]
 ) -> NDArray[np.bool_]:
     """Whether paired TOST passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
     rng = np.random.default_rng(0)
     differences = sd_difference * rng.standard_normal((_DRAWS, counts[-1]))
     passes = []
-    for count in counts:
+    for count, alpha in zip(counts, levels, strict=True):
         first = differences[:, :count]
         reach = float(special.stdtrit(count - 1, 1 - alpha)) * first.std(axis=1, ddof=1) / math.sqrt(count)
         passes.append(np.abs(first.mean(axis=1)) + reach < margin)

@@ -170,10 +170,10 @@ def test_looks_say_how_many_pairs_to_expect(margin):
     looks = (3, 6, 12)
     expected = claim_power(primary, Compare(), assumed_spread(primary, False), alpha=0.02)
     assert expected
-    pairs, chance = expected.of_looks(looks)
+    pairs, chance = expected.of_looks(looks, [0.02] * 3)
     single = [expected.power(count) for count in looks]
     assert looks[0] < pairs < looks[-1] and max(single) <= chance + 0.02 <= sum(single) + 0.04
-    assert expected.of_looks([12]) == (12, pytest.approx(single[-1], abs=0.02))
+    assert expected.of_looks([12], [0.02]) == (12, pytest.approx(single[-1], abs=0.02))
     text = shown(plan_report("next", Compare(primary=[primary], looks=list(looks)), 12))
     assert "pairs are expected if the arms are truly equal" in text
 

@@ -10,6 +10,7 @@ from scipy import special
 
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.compare.judge.margins import Margin, yardstick
+from abrun.compare.judge.step_noise import StepNoise, step_noise
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
 from abrun.compare.judge.unused_seeds import unused_summaries
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
@@ -85,6 +86,7 @@ class PrimaryResult:
     treatment_mean: float | None = None
     mean_difference: float | None = None
     sd_difference: float | None = None  # of a pair; unpaired: of one run of each arm
+    step_noise: StepNoise | None = None  # its share of the variance over pairs; None: not known
     sd_at_margin: float | None = None  # of treatment - (baseline ± margin), where the margin is measured, too
     standard_error: float | None = None  # of the mean difference
     freedom: float | None = None  # of its t distribution
@@ -241,6 +243,8 @@ def _tested(
         tost = control_variate_tost(*arms, others, margin.number, result.alpha, rho)
         result = replace(result, test="control variate TOST", unused_seeds=tuple(unused))
         plain = result = _by(tost, result)
+    if sides.paired:
+        result = replace(result, step_noise=step_noise(*in_window, primary))
     climb = float(np.mean(climbs(baselines, primary, last)))
     result = replace(result, climb=climb if np.isfinite(climb) else None)
     if several and not result.problem and result.margin is not None:

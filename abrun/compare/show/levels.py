@@ -1,7 +1,7 @@
 """How high the arms stand, and how a claim's margin and its spreads compare with that: one line a claim."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ def levels(content: Mapping[str, Any]) -> list[Levels]:
         means = _means(claim)
         if means:
             steps = f", steps {claim['steps'][0]}-{claim['steps'][1]}" if claim["steps"] else ""
-            beside = "; ".join(filter(None, (_margin(claim), _spread(claim))))
+            beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *step_noise_text(claim["step_noise"]))))
             where = f"{claim['metric']}{steps}"
             found.append(Levels(claim=index, arm=claim["arm"], where=where, means=means, beside=beside))
     return found
@@ -80,6 +80,19 @@ def _margin(claim: Mapping[str, Any]) -> str | None:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
+
+
+def step_noise_text(noise: Mapping[str, Any] | None) -> Iterator[str]:
+    """Say what share of the variance over pairs is step-to-step noise, and what more steps would be worth."""
+    if noise is None:
+        return
+    low, high = noise["interval"]
+    worth, fewest, most = noise["worth_pairs"]
+    yield (
+        f"{noise['share']:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is noise from step "
+        f"to step: a window or a batch twice as large would be worth {worth:.1f} more pairs [{fewest:.1f}, "
+        f"{most:.1f}]"
+    )
 
 
 def _spread(claim: Mapping[str, Any]) -> str | None:
