@@ -3,12 +3,14 @@
 import re
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from abrun.errors import RecipeError
+from abrun.redaction import shortened
 
 MOST_SEEDS = 1000
 
@@ -117,6 +119,14 @@ Reference = Annotated[
 Unpaired = Annotated[
     bool,
     typer.Option("--unpaired", help="Runs are independent, with other seeds or none: Welch's test."),
+]
+Looks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="3,5,8",
+        help="Interim analyses of runs that abrun did not launch, at these numbers of pairs (in the order of "
+        "their seeds): give the same at each. An experiment declares compare.looks.",
+    ),
 ]
 NoStepOne = Annotated[
     bool,
@@ -229,6 +239,18 @@ def parse_seeds(text: str) -> list[int]:
             raise RecipeError(f"--seeds: got {part.strip()!r}; allowed: at most {MOST_SEEDS} seeds")
         seeds += range(start, stop + 1)
     return seeds
+
+
+def parse_looks(text: str) -> tuple[int, ...]:
+    """`3,5,8`: two or more numbers of pairs going up."""
+    counts = text.split(",")
+    if all(re.fullmatch(r"[0-9]{1,6}", count.strip()) for count in counts):
+        looks = tuple(map(int, counts))
+        if len(looks) > 1 and looks[0] > 1 and all(a < b for a, b in pairwise(looks)):
+            return looks
+    raise RecipeError(
+        f"--looks: got {shortened(text)}; allowed: two or more numbers of pairs going up from 2, as 3,5,8"
+    )
 
 
 def with_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:

@@ -20,6 +20,7 @@ from abrun.cli.arguments import (
     Formats,
     Group,
     Json,
+    Looks,
     NoStepOne,
     Overrides,
     Pattern,
@@ -34,6 +35,7 @@ from abrun.cli.arguments import (
     VersionsDiffer,
     names_of_recipes,
     parse_formats,
+    parse_looks,
     parse_seeds,
     recipe_file,
     typed_command,
@@ -60,6 +62,7 @@ def compare(
     exclude: Exclude = None,
     versions_differ: VersionsDiffer = False,
     unpaired: Unpaired = False,
+    looks: Looks = None,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
     formats: Formats = None,
@@ -100,6 +103,7 @@ def compare(
             exclude=tuple(exclude or ()),
             versions_differ=versions_differ,
             unpaired=unpaired,
+            looks=() if looks is None else parse_looks(looks),
         ),
         primaries=[parse_primary(text) for text in primary] if primary else None,
         reference=reference,
@@ -214,7 +218,12 @@ def ledger(
     ] = None,
     arm: Annotated[str | None, typer.Option(help="With --add: which treatment, of several.")] = None,
     tried: Annotated[
-        int, typer.Option(min=1, help="With --add: changes judged since the last entry, this one among them.")
+        int,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="With --add: changes judged since the last entry, this one among them.",
+        ),
     ] = 1,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -272,15 +273,38 @@ def test_a_file_that_another_holds_is_waited_for_and_then_refused(reference, tmp
     assert not list(tmp_path.glob(".*lock"))
 
 
-@pytest.mark.parametrize("rule", ["smaller", pytest.param("chain", marks=pytest.mark.slow)])
-def test_the_drift_is_within_the_bound_as_often_as_stated(rule: str) -> None:
-    share, bound = beyond(chains=120, seed=1, length=10, step=0.004, noise=0.004, rule=rule)
-    assert share <= 0.05 and bound < 0.15
+def test_the_drift_is_within_the_bound_as_often_as_stated() -> None:
+    rates = beyond(chains=120, seed=1, length=10, step=0.004, noise=0.004)
+    for label in ("the smaller", "chain alone"):
+        share, bound = rates[label]
+        assert share <= 0.05 and bound < 0.15
+
+
+@pytest.mark.parametrize("pairs", [3, 5, pytest.param(8, marks=pytest.mark.slow)])
+def test_what_selection_adds_up_to_in_the_seeds_is_within_the_bound(pairs: int) -> None:
+    noise = 0.0054 * pairs**0.5
+    rates = beyond(chains=60, seed=1, length=10, step=0.012, noise=noise, runs="walk", pairs=pairs)
+    assert rates["the smaller"][0] <= 0.07 and rates["last entry's tries"][0] > 0.15
 
 
 @pytest.mark.slow
 def test_without_the_correction_the_simulation_sees_it() -> None:
-    options = {"chains": 30, "seed": 1, "length": 2, "step": 0.022, "noise": 0.012, "shared": False}
-    uncounted, _ = beyond(**options, rule="chain", count_all=False)
-    counted, _ = beyond(**options, rule="chain")
-    assert uncounted > 0.5 and counted <= 0.05
+    rates = beyond(chains=30, seed=1, length=2, step=0.022, noise=0.012, runs="fresh")
+    assert rates["chain alone, tries uncounted"][0] > 0.5 and rates["chain alone"][0] <= 0.05
+
+
+def test_the_direct_bound_counts_the_tries_of_every_entry(tmp_path, reference):
+    found = add(reference, changed(tmp_path, shift=0.004))
+    (entry,) = ledger_of(found).entries
+    first, last = (entry.model_copy(update={"tried": tried}) for tried in (6, 1))
+    anchor = anchor_levels(found)
+    plain, tried = (
+        drift_of(ledger_of(found).model_copy(update={"entries": entries}), anchor)
+        for entries in ((last, last), (first, last))
+    )
+    assert plain.direct and tried.direct and np.ptp(tried.direct) > 1.5 * np.ptp(plain.direct)
+    often = entry.model_copy(update={"tried": 1_000_000})
+    hopeless = ledger_of(found).model_copy(update={"entries": (often,) * 60})
+    assert drift_of(hopeless, anchor).by == "the chain"  # a level of no float at all
+    sentence = ledger_sentence(replace(found, ledger=hopeless))
+    assert "direct" not in sentence and "inf" not in sentence and "nan" not in sentence

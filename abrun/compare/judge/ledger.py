@@ -6,6 +6,11 @@ holds it, so that the sum of the intervals holds the drift, whatever runs the en
 runs against the anchor's are a second, direct bound. Where the smaller of the two counts, which is declared
 at the freeze, each has half of alpha. Changes that were judged count, not only those accepted: of many that
 drift, those that pass are the ones whose interval errs (Benjamini and Yekutieli 2005).
+
+A change may move each seed by an amount that stays in every later link. The direct bound then adds up what
+selection took from every entry: the accepted chain is one of the product of the entries' `tried` chains that
+could have been accepted, and its level is divided by that (Bonferroni). After a few rejected changes it is
+wider than the chain's.
 """
 
 import datetime
@@ -100,7 +105,7 @@ def drift_of(ledger: Ledger, anchor: Mapping[int, float]) -> Drift:
     if ledger.rule == "chain":
         return Drift(bound=_reach(chain), chain=chain, direct=None, direct_by="chain")
     last = ledger.entries[-1]
-    confidence = 1 - 2 * _level(last, share / last.tried)
+    confidence = 1 - 2 * _level(last, share / ledger.num_chains)
     if anchor.keys() >= {*last.seeds}:
         direct_by = f"{len(last.seeds)} pairs"
         before = [anchor[seed] for seed in last.seeds]
@@ -180,11 +185,9 @@ def ledger_sentence(reference: Reference) -> str:
     if not ledger.entries:
         return f"ledger of {over}: no change since the anchor; drift spent 0 of {ledger.budget:g}"
     drift, number = drift_of(ledger, anchor_levels(reference)), len(ledger.entries)
-    direct = (
-        f", direct [{drift.direct[0]:.3g}, {drift.direct[1]:.3g}] by {drift.direct_by}"
-        if drift.direct
-        else ""
-    )
+    direct = ""
+    if drift.direct and np.isfinite(drift.direct).all():  # of very many rejected changes it says nothing
+        direct = f", direct [{drift.direct[0]:.3g}, {drift.direct[1]:.3g}] by {drift.direct_by}"
     more = ledger.num_tried - number
     sentence = (
         f"ledger of {over}: {number} change{'' if number == 1 else 's'}, drift spent {drift.bound:.3g} of "

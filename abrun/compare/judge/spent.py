@@ -23,8 +23,8 @@ class Spent:
 
 
 def spent(experiment: Experiment, arms: Sequence[ArmVerdict]) -> Spent | None:
-    """None where no looks were declared: all that was planned is needed."""
-    if not experiment.compare.looks:
+    """None where no looks were declared, or no runs planned: nothing could be saved."""
+    if not experiment.compare.looks or experiment.directory is None:
         return None
     runs = [*experiment.runs.values(), *experiment.controls.values()]
     begun = [run for run in runs if run.status not in ("pending", "missing")]

@@ -1,6 +1,6 @@
 """What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.ledger import ledger_notes
 from abrun.compare.judge.placement import placement_notes, precision_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
+from abrun.compare.judge.readings import Readings, count_readings, reading_sentences
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.readings import Reading
 
 SCHEMA_VERSION = 3
 _EVIDENCE = (
@@ -78,6 +80,7 @@ class VerdictFile:
     by_prompt: list[ByPrompt]
     savings: list[Saving]
     arms: dict[str, ArmSection]
+    readings: list[Readings]  # of each treatment whose claims were tested, this comparison among them
     spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[str]
     guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
@@ -89,8 +92,16 @@ class VerdictFile:
     reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
 
 
-def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: str | None) -> VerdictFile:
-    """`post_hoc` says why the comparison was not declared before the runs; None where it was."""
+def verdict_file(
+    experiment: Experiment,
+    arms: Sequence[ArmVerdict],
+    post_hoc: str | None,
+    earlier: Collection[Reading] = (),
+) -> VerdictFile:
+    """`post_hoc` says why the comparison was not declared before the runs; None where it was.
+
+    `earlier`: the comparisons that reports beside this one were written for.
+    """
     verdict = worst([arm.verdict for arm in arms])
     reasons = [
         f"{arm.arm}: {reason}" if len(arms) > 1 else reason
@@ -98,13 +109,27 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         if arm.verdict == verdict
         for reason in arm.reasons
     ]
+    readings = [count_readings(experiment, arm.arm, earlier) for arm in tested(arms)]
+    if post_hoc is not None or experiment.directory is None or experiment.regression:
+        notes = [
+            sentence
+            for one in readings
+            for sentence in reading_sentences(one, paired=experiment.compare.paired, arms=len(arms))
+        ]
+    else:
+        notes = []  # declared before the runs, whatever was tried since
     return VerdictFile(
         schema_version=SCHEMA_VERSION,
         experiment=experiment.name,
         baseline=experiment.baseline,
         verdict=verdict,
         exit_code=EXIT_CODES[verdict],
-        reasons=[*reasons, *experiment.left_out, *([f"post hoc: {post_hoc}"] if post_hoc else [])],
+        reasons=[
+            *reasons,
+            *experiment.left_out,
+            *([f"post hoc: {post_hoc}"] if post_hoc else []),
+            *notes,
+        ],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
         paired=experiment.compare.paired,
@@ -113,6 +138,7 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})
             for arm in arms
         },
+        readings=readings,
         spent=spent(experiment, arms),
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
         guessed=list(experiment.guessed),
@@ -128,6 +154,11 @@ def verdict_file(experiment: Experiment, arms: Sequence[ArmVerdict], post_hoc: s
         sensitivity=sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
     )
+
+
+def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
+    """The treatments whose claims were tested: of an INVALID one nothing is shown."""
+    return [arm for arm in arms if arm.primaries and arm.verdict != "INVALID"]
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:

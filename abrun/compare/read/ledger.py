@@ -6,6 +6,7 @@ level that the number of entries leaves. The hashes show an edit by hand; they k
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -44,7 +45,9 @@ class Entry(_Part):
     interval: tuple[Finite, Finite]  # 90 %, of this change alone
     certified_bound: Finite  # 95 %, of this change alone
     drift: Finite  # bound of the drift since the anchor, when this was added
-    tried: Annotated[int, Field(ge=1)]  # changes judged since the entry before, this one among them
+    tried: Annotated[
+        int, Field(ge=1, le=1_000_000)
+    ]  # changes judged since the entry before, this one among them
     previous: str
     sha256: str
 
@@ -71,6 +74,11 @@ class Ledger(_Part):
     @property
     def num_tried(self) -> int:
         return sum(entry.tried for entry in self.entries)
+
+    @property
+    def num_chains(self) -> float:
+        """Chains of changes that could have been accepted, one of the tried changes at each entry."""
+        return math.prod(float(entry.tried) for entry in self.entries)
 
 
 def ledger_in(content: Mapping[str, Any], path: str) -> Ledger | None:

@@ -28,6 +28,7 @@ class Reading:
     versions_differ: bool = False  # versions that follow the arm are the treatment
     unpaired: bool = False  # runs are independent, whatever their seeds
     may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
+    looks: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
     alone: bool = False  # one arm is enough: its counterpart is a reference
 
     @property
@@ -42,6 +43,7 @@ class Reading:
             "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
             "--exclude": ",".join(self.exclude) or None,
             "--versions-differ": "true" if self.versions_differ else None,
+            "--looks": ",".join(map(str, self.looks)) or None,
         }
         return {option: value for option, value in options.items() if value is not None}
 
@@ -88,8 +90,32 @@ def open_sources(
             alone=reading.alone,
             may_unpair=reading.may_unpair,
         )
+        if reading.looks:
+            experiment = _with_looks(experiment, reading)
     if primaries is None:
         return experiment
     primaries = claims_on_recorded(experiment, primaries)
     compare = experiment.compare.model_copy(update={"primary": primaries})
+    return replace(experiment, compare=compare)
+
+
+def _with_looks(experiment: Experiment, reading: Reading) -> Experiment:
+    """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
+    given = reading.given["--looks"]
+    if reading.alone:
+        raise ComparisonError(f"--looks: got {given} for a reference, which is compared once; drop it")
+    if not experiment.compare.paired:
+        raise ComparisonError(
+            f"--looks: got {given} for runs that are not paired; give both arms the same seeds, or drop it"
+        )
+    num_pairs = max(len(experiment.pairs(arm)) for arm in experiment.treatments)
+    if num_pairs < reading.looks[0]:
+        raise ComparisonError(
+            f"--looks: got {given} for {num_pairs} pairs, of which none is taken; train more for the first"
+        )
+    if num_pairs > reading.looks[-1]:
+        raise ComparisonError(
+            f"--looks: got {given} for {num_pairs} pairs; the last look takes all: choose pairs with --seeds"
+        )
+    compare = experiment.compare.model_copy(update={"looks": list(reading.looks)})
     return replace(experiment, compare=compare)

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from abrun.compare.judge.grids import held_by_all
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
-from abrun.compare.show.pasted import AGAIN, UNPAIRED, filled, folder_of, name_of
+from abrun.compare.show.fresh_pairs import NextStep, beyond_margin, in_stages, next_look, pairs_that_decide
+from abrun.compare.show.pasted import AGAIN, UNPAIRED, WITHOUT_CLAIMS, filled, folder_of, name_of
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
@@ -27,14 +28,6 @@ from abrun.redaction import shown
 MOST_STEPS = 2
 MEND = "Mend what the reasons name, then compare again"
 Content = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextStep:
-    """RUNS in a command stands for what was compared, where it is not known; NEW for what is yet to come."""
-
-    text: str
-    command: str
 
 
 def next_steps(experiment: Experiment, content: Content, typed: str | None = None) -> list[NextStep]:
@@ -168,25 +161,16 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
 
 def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Content]) -> Iterator[NextStep]:
     """Of claims that more of them decide."""
-    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
-    if any(one["limited"] is not None for one in undecided):
-        text = f"Four times the {counted} halve the interval that a limit is tested by"
-        yield _with_fresh_seeds(
-            experiment, text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
-        )
-    elif None not in needed:
-        text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
-        observed = [one["pairs_needed_observed"] for one in undecided]
-        if None not in observed and max(observed) > max(needed):
-            text += f" ({max(observed)}, if they differ as they do here)"
-        yield _with_fresh_seeds(experiment, text, max(needed))
-    else:
+    text, count = pairs_that_decide(content, undecided)
+    if count is None:
         yield NextStep(
-            text=f"This margin takes more than 1000 {counted}: see what a wider one takes",
+            text=f"{text}: see what a wider one takes",
             command=f"abrun plan RECIPE{_declared(experiment)} --from {name_of(experiment)}",
         )
+    else:
+        yield _with_fresh_seeds(experiment, text, count)
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
-    if cheaper:
+    if cheaper and not any(map(beyond_margin, undecided)):
         pairs, prompts = cheaper[0]["pairs_needed_with_twice"], 2 * cheaper[0]["num_prompts"]
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = _with_fresh_seeds(experiment, text, pairs)
@@ -274,6 +258,10 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
     """Of runs that abrun did not launch."""
     described = content["descriptions"]
     yield from _open_of_others(content)
+    open_arms = [one for one in content["arms"].values() if one["verdict"] == "INCONCLUSIVE"]
+    if any(look["verdict"] is None for one in open_arms for look in one["looks"]):
+        yield next_look(experiment)
+        return
     if described and not content["primaries"]:
         yield _claim_to_make(experiment, content)
     if described:
@@ -293,12 +281,22 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
         yield from _other_claims(experiment, content)
         yield NextStep(text=MEND, command="abrun compare RUNS")
     else:
-        more = "More pairs narrow the interval: train more seeds, then compare again"
-        if not content["paired"]:
-            more = (
-                "Runs of the same seeds in both arms narrow the interval most: train some, then compare again"
-            )
-        yield NextStep(text=more, command="abrun compare RUNS")
+        yield from _fresh_pairs_of_others(experiment, content)
+
+
+def _fresh_pairs_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+    """More runs for an open claim: fresh ones judged alone, as a test repeated on the same runs errs more."""
+    undecided = [one for one in content["primaries"] if one["result"] == "undecided" and one["interval"]]
+    text, count = pairs_that_decide(content, undecided) if undecided else ("Fresh seeds decide", None)
+    if count is None and undecided:
+        yield NextStep(
+            text=f"{text}: see in what else the arms differ", command=f"abrun compare RUNS{WITHOUT_CLAIMS}"
+        )
+        return
+    fresh = _with_fresh_seeds(experiment, text, count)
+    yield fresh
+    if content["paired"] and count and (staged := in_stages(fresh, count)):
+        yield staged
 
 
 def _inconclusive_with_reference(experiment: Experiment, content: Content) -> Iterator[NextStep]:
@@ -318,6 +316,15 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
         return
     if not left:
         yield _with_fresh_seeds(experiment, "More pairs narrow the interval")
+        return
+    if len(there - here) > 1:
+        seeds = left.replace(" ", "")
+        alone = f"abrun compare RUNS --seeds {seeds}"
+        if experiment.directory:
+            alone = f"abrun launch RECIPE --seeds {seeds} --name NEW && {AGAIN}"
+        yield NextStep(
+            text=f"Train the other seeds of the reference ({left}), then compare those alone", command=alone
+        )
         return
     seeds, again = ",".join(map(str, sorted(there | here))), "abrun compare RUNS"
     if experiment.directory:

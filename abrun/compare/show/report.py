@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.readings import STAMP, Reading, readings_in
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped, table_row
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 PAGE = "report.html"
 WORTH_A_PROCESS = 1_000_000  # points to draw
 PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
-STAMP = ".report.json"  # what the page and the figures were drawn of
 FORMATS = ("json", "html", "markdown", "png", "svg")
 FIGURES = ("png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
@@ -57,11 +57,13 @@ def write_report(
     output: Path,
     formats: Collection[str],
     command: str | None = None,
+    readings: Sequence[Reading] = (),
 ) -> list[Path]:
     """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written.
 
     The page and the figures take a second; where the last report there was of the same runs and claims, by
-    the same code, they are left as they are.
+    the same code, they are left as they are. The stamp keeps the `readings` of this report and of those that
+    were in its folder.
     """
     if not formats:
         return []
@@ -79,11 +81,14 @@ def write_report(
         output.mkdir(parents=True, exist_ok=True)
         figures = _figures_of(stamp, drawn)
         if figures is None:
+            kept = {*readings, *readings_in(output)}
             stamp.unlink(missing_ok=True)  # until everything is written
             figures = _draw(experiment, content, beside, output, images, page="html" in formats)
             made = [*figures, *([output / PAGE] if "html" in formats else [])]
             prints = {path.name: fingerprint(path) for path in made}
-            write_json(stamp, {**drawn, "figures": [path.name for path in figures], "files": prints})
+            written = {"figures": [path.name for path in figures], "files": prints}
+            history = sorted((one.as_json() for one in kept), key=str)
+            write_json(stamp, {**drawn, **written, "readings": history})
         if "json" in formats:
             files.append(output / "verdict.json")
             write_json(files[-1], content, mode=PUBLIC)
@@ -194,6 +199,7 @@ def _figures_of(stamp: Path, drawn: Content) -> list[Path] | None:
     except StoreError:
         return None
     prints, figures = last.pop("files", None), last.pop("figures", None)
+    last.pop("readings", None)
     if last != drawn or not (isinstance(prints, dict) and isinstance(figures, list)):
         return None
     whole = all(damage(stamp.parent / name, recorded) is None for name, recorded in prints.items())

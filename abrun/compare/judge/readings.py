@@ -1,0 +1,55 @@
+"""Repeated comparisons of the same runs: how many there were, and what that does to the level."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from abrun.compare.read.experiment import Experiment
+from abrun.compare.read.readings import Reading, reading_of
+from abrun.equivalence import ALPHA
+from abrun.looks import level_of_readings
+from abrun.recipe import units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """All comparisons of a treatment's runs that left a report, this one among them."""
+
+    arm: str
+    num_pairs: list[int]  # of each different set of pairs that these claims were tested on
+    false_match: (
+        float | None
+    )  # rate at the margin, where the first match is taken; None: tested once, or looks
+    num_comparisons: int  # of these runs, each with other claims
+
+
+def count_readings(experiment: Experiment, arm: str, earlier: Collection[Reading]) -> Readings:
+    """Count the earlier readings that share a pair with this one."""
+    reading = reading_of(experiment, arm)
+    same_runs = {reading, *(one for one in earlier if one.pairs & reading.pairs)}
+    looks = {reading}
+    if not experiment.compare.looks:  # declared: their levels allow for all of them
+        looks = {one for one in same_runs if one.question == reading.question}
+    several = len(looks) > 1
+    return Readings(
+        arm=arm,
+        num_pairs=sorted(len(one.pairs) for one in looks),
+        false_match=level_of_readings([one.pairs for one in looks]) if several else None,
+        num_comparisons=len({one.question for one in same_runs}),
+    )
+
+
+def reading_sentences(readings: Readings, *, paired: bool, arms: int) -> Iterator[str]:
+    """Say how often the runs were compared; nothing where it was once."""
+    mark = f"{readings.arm}: " if arms > 1 else ""
+    if readings.false_match is not None:
+        *others, last = map(str, readings.num_pairs)
+        yield (
+            f"{mark}these runs were read {len(readings.num_pairs)} times, at {', '.join(others)} and {last} "
+            f"{units(paired=paired)}: taking the first match errs in {readings.false_match:.2g} of "
+            f"experiments at the margin, not in {ALPHA:g}; judge fresh seeds alone"
+        )
+    if readings.num_comparisons > 1:
+        yield (
+            f"{mark}{readings.num_comparisons} comparisons of these runs with different claims or looks: the "
+            "level holds for one that was declared in advance"
+        )

@@ -1,0 +1,72 @@
+"""More runs for a claim that is open: how many fresh ones decide it, and the next declared look."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from abrun.compare.judge.verdict import AT_OBSERVED
+from abrun.compare.read.experiment import Experiment
+from abrun.recipe import units
+
+Content = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextStep:
+    """RUNS in a command stands for what was compared, where it is not known; NEW for what is yet to come."""
+
+    text: str
+    command: str
+
+
+def pairs_that_decide(content: Content, undecided: Sequence[Content]) -> tuple[str, int | None]:
+    """A sentence on how many fresh pairs decide the claims, and their number; None: no such number."""
+    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
+    if any(map(beyond_margin, undecided)):
+        return f"No number of {counted} shows this margin if the observed difference is the true one", None
+    if any(one["limited"] is not None for one in undecided):
+        text = f"Four times the {counted} halve the interval that a limit is tested by"
+        return text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
+    if None in needed:
+        return f"This margin takes more than 1000 {counted}", None
+    text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
+    observed = [one["pairs_needed_observed"] for one in undecided]
+    if None not in observed and max(observed) > max(needed):
+        text += f" ({max(observed)}, if they differ as they do here)"
+    return text, max(needed)
+
+
+def beyond_margin(claim: Content) -> bool:
+    """Whether a difference was detected, and the observed one is no smaller than the margin."""
+    if claim["interval"] is None or claim["margin_unit"] == "sigma" or claim["margin"] is None:
+        return False
+    low, high = claim["interval"]
+    return not low <= 0 <= high and abs(claim["mean_difference"]) >= claim["margin"]
+
+
+def in_stages(fresh: NextStep, num_pairs: int) -> NextStep | None:
+    """The same fresh pairs with interim analyses after each third; None: too few for that."""
+    looks = [-(-num_pairs * third // 3) for third in (1, 2, 3)]
+    if looks[0] < 2:
+        return None
+    return NextStep(
+        text="Or test these in stages, with the same --looks each time",
+        command=f"{fresh.command} --looks {_listed(looks)}",
+    )
+
+
+def next_look(experiment: Experiment) -> NextStep:
+    """The pairs that a declared look of others' runs still waits for."""
+    pairs = max((experiment.pairs(arm) for arm in experiment.treatments), key=len)
+    seeds = [pair.seed for pair in pairs]
+    looks = experiment.compare.looks
+    missing = next(look for look in looks if look > len(seeds)) - len(seeds)
+    new = range(max(seeds) + 1, max(seeds) + 1 + missing)
+    return NextStep(
+        text=f"A declared look is still to come: train both arms on seed {_listed(new)}",
+        command=f"abrun compare RUNS --seeds {_listed([*seeds, *new])} --looks {_listed(looks)}",
+    )
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ",".join(map(str, seeds))
