@@ -1,9 +1,9 @@
 """Looks at an experiment before all of its pairs have ended: the level of each, for all to keep one together.
 
-A group-sequential design with equal nominal levels (Pocock 1977, doi:10.1093/biomet/64.2.191), or levels that
-rise in proportion to the share of the pairs. Both are calibrated on the joint law of Student's t at the declared
-numbers of pairs: at the edge of the margin that law depends on nothing else, and spending functions for normal
-statistics err at so few pairs. Pulls in scipy.
+A group-sequential design with equal nominal levels (Pocock 1977, doi:10.1093/biomet/64.2.191), or levels in
+proportion to the share of the pairs. Both are calibrated on the joint law of Student's t at the declared
+numbers of pairs: at the edge of the margin that law depends on nothing else, and spending functions for
+normal statistics err at so few pairs. Pulls in scipy.
 """
 
 from collections.abc import Collection, Sequence
@@ -56,7 +56,7 @@ def level_of_readings(readings: Sequence[Collection[str]], level: float = ALPHA)
 
 @cache
 def _smallest_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
-    """Sorted over simulated experiments without an effect: the smallest one-sided p / share of their looks."""
+    """Sorted over simulated experiments without an effect: the smallest p / share of their looks."""
     rng = np.random.default_rng(0)
     total, squares = np.zeros(_DRAWS), np.zeros(_DRAWS)
     smallest, before = np.ones(_DRAWS), 0

@@ -238,9 +238,10 @@ def _tested(
     step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
     plain = with_statistics(result, *arms, yardstick=measured)
     result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
-    if not step and has_use(*arms, others := np.array([*unused.values()])):
+    pairs, others = (arms[0], arms[1]), np.array([*unused.values()])
+    if not step and has_use(*pairs, others):
         rho = max(CORRELATION, primary.correlation)
-        tost = control_variate_tost(*arms, others, margin.number, result.alpha, rho)
+        tost = control_variate_tost(*pairs, others, margin.number, result.alpha, rho)
         result = replace(result, test="control variate TOST", unused_seeds=tuple(unused))
         plain = result = _by(tost, result)
     if sides.paired:
