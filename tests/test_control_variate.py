@@ -13,7 +13,7 @@ CHANCE = 4 * np.sqrt(0.05 * 0.95 / NUM_EXPERIMENTS)
 
 
 def simulated(num_pairs, correlation, *, frozen=FROZEN, spread=1.0, shift=0.0, law="normal", seed=0):
-    """Return baselines [E, n], treatments [E, n] and unused seeds [E, m] of sd 1, treated ones of `spread`."""
+    """Return baselines [E, n], treatments [E, n] of sd `spread`, and unused seeds [E, m]."""
     rng = np.random.default_rng([seed, num_pairs, frozen])
 
     def draw(*shape):

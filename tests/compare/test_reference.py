@@ -259,7 +259,7 @@ def test_one_seed_is_no_ensemble(tmp_path):
 
 
 def test_unused_seeds_of_the_reference_narrow_the_interval(simulated, tmp_path):
-    """Of ten frozen seeds three have a later run; a margin in percent of the baseline stays with the pairs."""
+    """Three of ten frozen seeds have a later run; a margin in percent stays with the pairs."""
 
     def against(claim: dict, folder: str):
         frozen = write_experiment(tmp_path / folder, seeds=[*range(10)], compare={"primary": [claim]})

@@ -1,4 +1,4 @@
-"""The share of step-to-step noise in the spread over seeds: what a longer window or a larger batch would save."""
+"""The share of step-to-step noise in the spread over seeds: what a longer window would save."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +39,7 @@ def noise_share(differences: Array) -> StepNoise | None:
     """Return the share of paired differences [P, W], or None where it is not known to be worth saying.
 
     Each pair's differences lose their linear trend; their variance and first autocorrelation, pooled over
-    pairs, give the variance of a window's mean (an autoregression of order 1, unbiased by the detrending). The
+    pairs, give the variance of a window's mean (autoregression of order 1, unbiased by the detrending). The
     interval is F's. Twice the steps halve the share s, which is worth n s / (2 - s) more pairs.
     """
     num_pairs, num_steps = differences.shape

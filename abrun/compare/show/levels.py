@@ -32,7 +32,8 @@ def levels(content: Mapping[str, Any]) -> list[Levels]:
         means = _means(claim)
         if means:
             steps = f", steps {claim['steps'][0]}-{claim['steps'][1]}" if claim["steps"] else ""
-            beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *step_noise_text(claim["step_noise"]))))
+            noise = step_noise_text(claim["step_noise"])
+            beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *noise)))
             where = f"{claim['metric']}{steps}"
             found.append(Levels(claim=index, arm=claim["arm"], where=where, means=means, beside=beside))
     return found
@@ -89,8 +90,8 @@ def step_noise_text(noise: Mapping[str, Any] | None) -> Iterator[str]:
     low, high = noise["interval"]
     worth, fewest, most = noise["worth_pairs"]
     yield (
-        f"{noise['share']:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is noise from step "
-        f"to step: a window or a batch twice as large would be worth {worth:.1f} more pairs [{fewest:.1f}, "
+        f"{noise['share']:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is noise from "
+        f"step to step: a window or a batch twice as large would be worth {worth:.1f} more pairs [{fewest:.1f}, "
         f"{most:.1f}]"
     )
 

@@ -1,6 +1,6 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -115,6 +115,16 @@ def _level_text(compare: Compare) -> str:
     return f"they test at levels {', '.join(levels)} (the table: at the last)"
 
 
+def _looks_lines(compare: Compare, planned: Sequence[Planned]) -> Iterator[str]:
+    looks, levels = ", ".join(map(str, compare.looks)), _levels(compare)
+    yield f"Looks at {looks} pairs: {_level_text(compare)} instead of {ALPHA:g}."
+    for one in planned:
+        if one.power:
+            pairs, chance = one.power.of_looks(compare.looks, levels)
+            stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
+            yield f"  {one.claim.metric}: {stopped}; P(match at some look) {chance:.0%}"
+
+
 def plan_report(
     name: str,
     compare: Compare,
@@ -168,13 +178,7 @@ def plan_report(
             Text(f"All {len(powers)} claims must pass: at least {least:.0%} with {num_pairs} {counted}.")
         )
     if compare.looks:
-        looks = ", ".join(map(str, compare.looks))
-        lines.append(Text(f"Looks at {looks} pairs: {_level_text(compare)} instead of {ALPHA:g}."))
-        for one in planned:
-            if one.power:
-                pairs, chance = one.power.of_looks(compare.looks, levels)
-                stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
-                lines.append(Text(f"  {one.claim.metric}: {stopped}; P(match at some look) {chance:.0%}"))
+        lines += map(Text, _looks_lines(compare, planned))
     if compare.paired and any(one.claim.margin is not None and one.power is None for one in planned):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
