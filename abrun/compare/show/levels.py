@@ -91,8 +91,8 @@ def step_noise_text(noise: Mapping[str, Any] | None) -> Iterator[str]:
     worth, fewest, most = noise["worth_pairs"]
     yield (
         f"{noise['share']:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is noise from "
-        f"step to step: a window or a batch twice as large would be worth {worth:.1f} more pairs [{fewest:.1f}, "
-        f"{most:.1f}]"
+        f"step to step: a window or a batch twice as large would be worth {worth:.1f} more pairs "
+        f"[{fewest:.1f}, {most:.1f}]"
     )
 
 
