@@ -67,7 +67,7 @@ def paired_tost(
     difference, unit = right - left, np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
     mean, sd = mean_and_sd(difference)
     least = least_error(resolution, len(difference))
-    return _tost(
+    return tost_of(
         mean,
         sd,
         (max(sd / math.sqrt(len(difference)), least), len(difference) - 1),
@@ -104,7 +104,7 @@ def welch_tost(
         return float(mean >= 0) if error == 0 else float(special.stdtr(freedom, mean / error))
 
     mean, error, freedom = welch(left, right, resolution)
-    return _tost(
+    return tost_of(
         mean,
         math.hypot(mean_and_sd(left)[1], mean_and_sd(right)[1]),
         (error, freedom),
@@ -156,7 +156,7 @@ def sd_in_steps(values: NDArray[np.float64], resolution: float) -> float:
     return max(mean_and_sd(values)[1], least_error(resolution, len(values)) * math.sqrt(len(values)))
 
 
-def _tost(
+def tost_of(
     mean: float,
     sd: float,
     error_and_freedom: tuple[float, float],
@@ -371,13 +371,13 @@ def tost_power(
 
 
 def matches_at(
-    margin: float, sd_difference: float, counts: Sequence[int], alpha: float = ALPHA
+    margin: float, sd_difference: float, counts: Sequence[int], levels: Sequence[float]
 ) -> NDArray[np.bool_]:
     """Whether paired TOST passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
     rng = np.random.default_rng(0)
     differences = sd_difference * rng.standard_normal((_DRAWS, counts[-1]))
     passes = []
-    for count in counts:
+    for count, alpha in zip(counts, levels, strict=True):
         first = differences[:, :count]
         reach = float(special.stdtrit(count - 1, 1 - alpha)) * first.std(axis=1, ddof=1) / math.sqrt(count)
         passes.append(np.abs(first.mean(axis=1)) + reach < margin)

@@ -1,8 +1,9 @@
 """Looks at an experiment before all of its pairs have ended: the level of each, for all to keep one together.
 
-A group-sequential design with equal nominal levels (Pocock 1977, doi:10.1093/biomet/64.2.191), calibrated on
-the joint law of Student's t at the declared numbers of pairs: at the edge of the margin that law depends on
-nothing else, and spending functions for normal statistics err at so few pairs. Pulls in scipy.
+A group-sequential design with equal nominal levels (Pocock 1977, doi:10.1093/biomet/64.2.191), or levels in
+proportion to the share of the pairs. Both are calibrated on the joint law of Student's t at the declared
+numbers of pairs: at the edge of the margin that law depends on nothing else, and spending functions for
+normal statistics err at so few pairs. Pulls in scipy.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from scipy import special
 
 from abrun.equivalence import ALPHA
+from abrun.recipe.claims import Spending
 
 _DRAWS = 200_000  # of an experiment: the level of .05 is met to .0005
 _MAX_PAIRS = 60  # of repeated readings, and readings, that are simulated
@@ -20,10 +22,22 @@ _MAX_PAIRS = 60  # of repeated readings, and readings, that are simulated
 
 def level_of_a_look(counts: Sequence[int], level: float = ALPHA) -> float:
     """The one-sided level of each look at `counts` pairs, of which all together err at `level`."""
+    return levels_of_looks(counts, level)[0] if counts else level
+
+
+def levels_of_looks(counts: Sequence[int], level: float = ALPHA, spending: Spending = "equal") -> list[float]:
+    """Return the one-sided level of each look at `counts` pairs, of which all together err at `level`.
+
+    "rising": a look's level is proportional to its share of the pairs. Early looks cost less power.
+    """
     if len(counts) < 2:
-        return level
-    # Far out in the tail there are too few draws to calibrate by: Bonferroni
-    return _calibrated(tuple(counts), level) if level * _DRAWS > 20 else level / len(counts)
+        return [level] * len(counts)
+    shares = tuple(count / counts[-1] if spending == "rising" else 1.0 for count in counts)
+    if level * _DRAWS > 20:
+        last = float(np.quantile(_smallest_p(tuple(counts), shares), level))
+    else:  # too few draws so far out in the tail to calibrate by: Bonferroni
+        last = level / sum(shares)
+    return [last * share for share in shares]
 
 
 def level_of_readings(readings: Sequence[Collection[str]], level: float = ALPHA) -> float:
@@ -41,12 +55,12 @@ def level_of_readings(readings: Sequence[Collection[str]], level: float = ALPHA)
 
 
 @cache
-def _smallest_p(counts: tuple[int, ...]) -> np.ndarray:
-    """Sorted over simulated experiments without an effect: the smallest one-sided p of their looks."""
+def _smallest_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
+    """Sorted over simulated experiments without an effect: the smallest p / share of their looks."""
     rng = np.random.default_rng(0)
     total, squares = np.zeros(_DRAWS), np.zeros(_DRAWS)
     smallest, before = np.ones(_DRAWS), 0
-    for count in counts:
+    for count, share in zip(counts, shares, strict=True):
         added, before = count - before, count
         z = rng.standard_normal(_DRAWS)
         total += np.sqrt(added) * z
@@ -54,11 +68,6 @@ def _smallest_p(counts: tuple[int, ...]) -> np.ndarray:
         if count == 1:
             continue  # no t statistic yet: only facts decide there, such as `exact: true`
         variance = (squares - total**2 / count) / (count - 1)
-        smallest = np.minimum(
-            smallest, special.stdtr(count - 1, -total / np.sqrt(count * np.maximum(variance, 1e-300)))
-        )
+        t = total / np.sqrt(count * np.maximum(variance, 1e-300))
+        smallest = np.minimum(smallest, special.stdtr(count - 1, -t) / share)
     return np.sort(smallest)
-
-
-def _calibrated(counts: tuple[int, ...], level: float) -> float:
-    return float(np.quantile(_smallest_p(counts), level))

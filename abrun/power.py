@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ class Spread:
     num_pairs: int | None = None  # or runs of each arm, that it was measured over; None: assumed
     source: str = "assumed"
     level: float | None = None  # of the baseline in the window, where measured
+    step_noise: dict[str, Any] | None = None  # its share of the variance over pairs, where that is known
     climb: float | None = None  # of the baseline up to the window's end, where measured
 
     @property
@@ -80,11 +82,12 @@ class ClaimPower:
     power: Callable[[int], float]
     pairs_needed: int | None  # None: more than 1000
     pairs_needed_range: tuple[int | None, int | None] | None  # over the 90 % interval of a measured sd
-    matches_at: Callable[[Sequence[int]], NDArray[np.bool_]]  # simulated, at looks [L] of experiments [N]
+    # Simulated, at looks [L] and their levels, of experiments [N]
+    matches_at: Callable[[Sequence[int], Sequence[float]], NDArray[np.bool_]]
 
-    def of_looks(self, looks: Sequence[int]) -> tuple[float, float]:
+    def of_looks(self, looks: Sequence[int], levels: Sequence[float]) -> tuple[float, float]:
         """The expected number of pairs of an experiment that stops at a match, and P(match at any look)."""
-        passes = self.matches_at(looks)
+        passes = self.matches_at(looks, levels)
         matched = passes.any(axis=0)
         stopped = np.where(matched, np.array(looks)[passes.argmax(axis=0)], looks[-1])
         return float(stopped.mean()), float(matched.mean())
@@ -109,7 +112,7 @@ def claim_power(
             power=lambda pairs: sigma_power(sigmas, pairs, law, alpha),
             pairs_needed=sigma_pairs_needed(sigmas, law, alpha=alpha),
             pairs_needed_range=ends,
-            matches_at=lambda counts: sigma_matches(sigmas, counts, law, alpha),
+            matches_at=lambda counts, levels: sigma_matches(sigmas, counts, law, levels),
         )
     margin = _margin(claim, compare, spread)
     if spread is None or margin is None:
@@ -123,7 +126,7 @@ def claim_power(
         power=lambda pairs: power_of(margin, sd, pairs, alpha),
         pairs_needed=needed(margin, sd, alpha=alpha),
         pairs_needed_range=low_high,
-        matches_at=lambda counts: matches_at(margin, sd, counts, alpha),
+        matches_at=lambda counts, levels: matches_at(margin, sd, counts, levels),
     )
 
 

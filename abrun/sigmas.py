@@ -127,14 +127,16 @@ def sigma_power(sigmas: float, num_pairs: int, law: Law, alpha: float = ALPHA) -
     return float(np.mean(2 * special.ndtr(np.maximum(room, 0) / spread) - 1))
 
 
-def sigma_matches(sigmas: float, counts: Sequence[int], law: Law, alpha: float = ALPHA) -> NDArray[np.bool_]:
+def sigma_matches(
+    sigmas: float, counts: Sequence[int], law: Law, levels: Sequence[float]
+) -> NDArray[np.bool_]:
     """Whether `sigma_test` passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
     rng = np.random.default_rng(0)
     left = rng.standard_normal((_DRAWS, counts[-1]))
     own = math.sqrt(1 - law.correlation**2) * rng.standard_normal(left.shape)
     differences = law.widened * (law.ratio * (law.correlation * left + own) - left)
     passes = []
-    for count in counts:
+    for count, alpha in zip(counts, levels, strict=True):
         difference = differences[:, :count]
         error = difference.std(axis=1, ddof=1) / math.sqrt(count)
         room = _room(left[:, :count].std(axis=1, ddof=1), error, count, sigmas, alpha)

@@ -246,9 +246,11 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     """P(MATCH) of each claim if the arms are truly equal; the verdict needs all of them."""
     if not compare.primary:
         return Text("No claim declared (compare.primary): only step one and the guards can be judged.")
-    from abrun.looks import level_of_a_look  # scipy: half a second
+    from abrun.equivalence import ALPHA
+    from abrun.looks import levels_of_looks  # scipy: half a second
     from abrun.power import assumed_spread, claim_power
 
+    level = (levels_of_looks(compare.looks, spending=compare.looks_spending) or [ALPHA])[-1]
     counted = units(paired=compare.paired)
     headings = [
         "metric",
@@ -262,7 +264,7 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     rows = []
     for index, claim in enumerate(compare.primary):
         spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
-        chances = claim_power(claim, compare, spread, level_of_a_look(compare.looks))
+        chances = claim_power(claim, compare, spread, level)
         if claim.margin is None:
             rows.append(
                 (claim.metric, claim.window, claim_text(claim), "", "", "no equivalence: no power", "")

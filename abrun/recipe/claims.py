@@ -16,6 +16,7 @@ from abrun.recipe.section import Count, Positive, Section
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
 MARGIN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
 RATIO = r"\d+(\.\d+)?x"
+Spending = Literal["equal", "rising"]  # how looks share the level
 Unit = Literal["", "sigma", "level", "climb"]  # what a margin is measured in; "": the metric's own unit
 
 
@@ -26,7 +27,8 @@ class Primary(Section):
     baseline over seeds, or of `Compare.reference` where one is named; or `"5%"` of the baseline's level in
     the window, or `"5% of climb"`: of what the baseline learned up to the window's end. A match needs a
     baseline that climbed by more than the margin, unless `climbs` is false. `sigma` (over seeds) and
-    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on.
+    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on;
+    a `correlation` above 0.5 also weighs the unused seeds of a frozen reference.
     """
 
     metric: (
@@ -161,6 +163,8 @@ class Compare(Section):
     # False: runs are independent, whatever their seeds (Welch); wider than pairs where arms share their noise
     paired: bool = True
     looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
+    # Levels of the looks: the same for each, or in proportion to its pairs, which costs less power
+    looks_spending: Spending = "equal"
     reference: str | None = None  # a frozen ensemble (abrun freeze), from here or from the recipe's folder
 
     @field_validator("step_one_tolerance", mode="before")

@@ -137,3 +137,13 @@ def test_a_missing_pair_does_not_let_a_later_one_take_its_place(simulated, judge
     shutil.rmtree(experiment_dir / "treatment/seed-1")
     content = judged(experiment_dir).content
     assert content.verdict == "INVALID" and "treatment/seed-1 is not finished" in content.reasons[0]
+
+
+def test_rising_looks_are_declared_and_judged_at_their_levels(simulated, judged):
+    rising = judged(simulated(compare={**LOOKS, "looks_spending": "rising"}))
+    equal = judged(simulated(compare=LOOKS))
+    first, last = rising.content.arms["treatment"].looks
+    assert first.alpha == pytest.approx(0.6 * last.alpha)
+    assert first.alpha_difference == pytest.approx(0.6 * last.alpha_difference)
+    assert first.alpha < equal.content.arms["treatment"].looks[0].alpha < last.alpha < 0.05
+    assert rising.content.primaries[0].alpha == first.alpha and not rising.content.post_hoc

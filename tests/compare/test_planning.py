@@ -2,18 +2,20 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy import stats
 from typer.testing import CliRunner
 
 from abrun.cli import app, main
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.planning import measured_spread, plan_json, plan_report
 from abrun.equivalence import pairs_needed, power, runs_needed, sd_of_difference, welch_tost
-from abrun.power import assumed_spread, claim_power
+from abrun.power import Spread, assumed_spread, claim_power
 from abrun.recipe import Compare, Primary
 from abrun.sigmas import sigma_lower_bound
 from abrun.start.shipped import find_recipe
@@ -170,10 +172,10 @@ def test_looks_say_how_many_pairs_to_expect(margin):
     looks = (3, 6, 12)
     expected = claim_power(primary, Compare(), assumed_spread(primary, False), alpha=0.02)
     assert expected
-    pairs, chance = expected.of_looks(looks)
+    pairs, chance = expected.of_looks(looks, [0.02] * 3)
     single = [expected.power(count) for count in looks]
     assert looks[0] < pairs < looks[-1] and max(single) <= chance + 0.02 <= sum(single) + 0.04
-    assert expected.of_looks([12]) == (12, pytest.approx(single[-1], abs=0.02))
+    assert expected.of_looks([12], [0.02]) == (12, pytest.approx(single[-1], abs=0.02))
     text = shown(plan_report("next", Compare(primary=[primary], looks=list(looks)), 12))
     assert "pairs are expected if the arms are truly equal" in text
 
@@ -252,3 +254,33 @@ def test_a_share_of_the_climb_is_planned_with_the_climb_s_own_spread(simulated):
         ddof=1,
     )
     assert spreads[1].sd_difference == pytest.approx(0.5 * climb_sd, rel=0.2)
+
+
+def test_power_of_a_share_of_the_climb_counts_the_spread_of_the_climb():
+    """Before: .41 .65 .84 .99 at 3, 4, 5, 8 pairs, where .26 .50 .70 .96 match."""
+    rng, share, climb = np.random.default_rng(0), 0.5, (0.15, 0.05)
+    sd = np.hypot(0.045, share * climb[1])  # of difference ± share of the climb, as a long pilot measures it
+    measured = Spread(sigma=None, correlation=0.0, sd_difference=float(sd), climb=climb[0])
+    planned = claim_power(claim(margin="50% of climb"), Compare(), measured)
+    assert planned
+    for num_pairs in (3, 5, 8, 10):
+        differences = 0.045 * rng.standard_normal((20_000, num_pairs))
+        margins = share * (climb[0] + climb[1] * rng.standard_normal((20_000, num_pairs)))
+        reach = stats.t.ppf(0.95, num_pairs - 1) / np.sqrt(num_pairs)
+        above = [
+            (each.mean(axis=1) > reach * each.std(axis=1, ddof=1))
+            for each in (margins - differences, margins + differences)
+        ]
+        matched = np.mean(above[0] & above[1])
+        assert planned.power(num_pairs) == pytest.approx(matched, abs=0.06), num_pairs
+        forgetful = claim_power(
+            claim(margin="50% of climb"), Compare(), replace(measured, sd_difference=0.045)
+        )
+        assert forgetful and forgetful.power(num_pairs) > planned.power(num_pairs)
+
+
+def test_a_pilot_of_a_share_of_the_level_measures_the_spread_at_the_margin(simulated):
+    earlier = load_experiment(simulated())
+    spreads = {margin: measured_spread(earlier, claim(margin=margin)) for margin in (0.1, "50%")}
+    alone, at_margin = spreads[0.1], spreads["50%"]
+    assert alone and at_margin and at_margin.sd_difference > 1.05 * alone.sd_difference

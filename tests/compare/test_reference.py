@@ -269,3 +269,24 @@ def test_several_arms_ask_for_one_and_each_has_its_report(simulated, tmp_path):
         assert arm == "baseline" or comparison.verdict == verdict
         assert comparison.content.experiment.startswith(f"simulated's arm '{arm}' against ")
         assert (experiment_dir / f"report-against-reference-{arm}" / "verdict.json").is_file()
+
+
+def test_unused_seeds_of_the_reference_narrow_the_interval(simulated, tmp_path):
+    """Three of ten frozen seeds have a later run; a margin in percent stays with the pairs."""
+
+    def against(claim: dict, folder: str):
+        frozen = write_experiment(tmp_path / folder, seeds=[*range(10)], compare={"primary": [claim]})
+        freeze(load_experiment(frozen), "baseline", tmp_path / f"{folder}.json")
+        later_seeds = {"seeds": [1, 3, 4], "noise": 0.04, "arm": "treatment"}
+        return later(tmp_path / f"{folder}-later", tmp_path / f"{folder}.json", **later_seeds)
+
+    content = against({"metric": "train/reward", "margin": 0.2}, "absolute")
+    claim = content.primaries[0]
+    assert claim.test == "control variate TOST" and claim.unused_seeds == (0, 2, 5, 6, 7, 8, 9)
+    assert "3 pairs and 7 more seeds of the reference (control variate), this recipe" in content.reasons[0]
+    assert claim.freedom is not None and 2 <= claim.freedom <= 2.5
+    assert claim.mean_difference != pytest.approx(np.mean(claim.differences), rel=1e-3)
+    content = against({"metric": "train/reward", "margin": "20%"}, "relative")
+    claim = content.primaries[0]
+    assert claim.test == "paired TOST" and claim.unused_seeds == ()
+    assert claim.mean_difference == pytest.approx(np.mean(claim.differences))

@@ -11,12 +11,15 @@ from scipy import special
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.margins import Margin, yardstick
-from abrun.compare.judge.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
+from abrun.compare.judge.step_noise import StepNoise, step_noise
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
+from abrun.compare.judge.unused_seeds import unused_summaries
 from abrun.compare.judge.whole_curve import curve_warnings
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
+from abrun.control_variate import CORRELATION, control_variate_tost, has_use
 from abrun.equivalence import (
     ALPHA,
+    Tost,
     holm,
     mean_and_sd,
     paired_tost,
@@ -39,8 +42,18 @@ from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
 from abrun.series import Array, Steps, on_shared_steps, window_bounds
 from abrun.sigmas import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
+from abrun.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 
-Test = Literal["paired TOST", "sigma test", "Welch TOST", "Welch sigma test", "limit", "ratio limit", "exact"]
+Test = Literal[
+    "paired TOST",
+    "control variate TOST",
+    "sigma test",
+    "Welch TOST",
+    "Welch sigma test",
+    "limit",
+    "ratio limit",
+    "exact",
+]
 Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]
 
 
@@ -66,6 +79,7 @@ class PrimaryResult:
     alpha_difference: float  # of a difference beyond the margin, over all claims: what the guards leave of it
     num_pairs: int
     seeds: tuple[int, ...]  # of the pairs
+    unused_seeds: tuple[int, ...] = ()  # of a reference, without a later run: a control variate of the pairs
     num_runs: tuple[int, int] | None = None  # of both arms, where they are not paired
     differences: tuple[float, ...] = ()  # treatment - baseline, by seed
     baseline_mean: float | None = None
@@ -74,6 +88,7 @@ class PrimaryResult:
     treatment_mean: float | None = None
     mean_difference: float | None = None
     sd_difference: float | None = None  # of a pair; unpaired: of one run of each arm
+    step_noise: StepNoise | None = None  # its share of the variance over pairs; None: not known
     sd_at_margin: float | None = None  # of treatment - (baseline ± margin), where the margin is measured, too
     standard_error: float | None = None  # of the mean difference
     freedom: float | None = None  # of its t distribution
@@ -109,7 +124,9 @@ class PrimaryResult:
 def sample_text(result: PrimaryResult) -> str:
     """What a claim was tested over: `5 pairs`, or `5 and 4 unpaired runs (Welch)`."""
     if result.num_runs is None:
-        return f"{result.num_pairs} pair{'s' * (result.num_pairs != 1)}"
+        others = len(result.unused_seeds)
+        more = f" and {others} more seed{'s' * (others > 1)} of the reference (control variate)"
+        return f"{result.num_pairs} pair{'s' * (result.num_pairs != 1)}{more * (others > 0)}"
     how = "" if result.test in ("limit", "exact") else " (Welch)"
     return f"{result.num_runs[0]} and {result.num_runs[1]} unpaired runs{how}"
 
@@ -176,7 +193,8 @@ def judge_primary(
     if outside:
         return replace(result, problem=result.problem or f"{outside} (or declare another transform)")
     if min(used.sizes) and bounds and not repeated:
-        result = _tested(result, used, primary, margin, in_window)
+        unused = unused_summaries(used, primary, steps) if margin.unit == "" else {}
+        result = _tested(result, used, primary, margin, in_window, unused)
     if used.sizes != sides.sizes and not result.problem:
         lacking = f"{used.sizes[0]} of {sides.sizes[0]} planned pairs are usable"
         if not sides.paired:
@@ -197,7 +215,12 @@ def _test(margin: Margin, *, paired: bool) -> Test:
 
 
 def _tested(
-    result: PrimaryResult, sides: Sides, primary: Primary, margin: Margin, in_window: tuple[Array, Array]
+    result: PrimaryResult,
+    sides: Sides,
+    primary: Primary,
+    margin: Margin,
+    in_window: tuple[Array, Array],
+    unused: dict[int, float],
 ) -> PrimaryResult:
     """A result with its statistics, and what makes them mean nothing."""
     assert result.steps is not None
@@ -214,6 +237,15 @@ def _tested(
     step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
     plain = with_statistics(result, *arms, yardstick=measured)
     result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
+    pairs, others = (arms[0], arms[1]), np.array([*unused.values()])
+    if not step and has_use(*pairs, others):
+        rho = max(CORRELATION, primary.correlation)
+        tost = control_variate_tost(*pairs, others, margin.number, result.alpha, rho)
+        result = replace(result, test="control variate TOST", unused_seeds=tuple(unused))
+        detected = detect(*pairs, tost.mean_difference, tost.interval, paired=True)
+        plain = result = replace(_by(tost, result), detected=detected)
+    if sides.paired:
+        result = replace(result, step_noise=step_noise(*in_window, primary))
     climb = float(np.mean(climbs(baselines, primary, last)))
     result = replace(result, climb=climb if np.isfinite(climb) else None)
     if several and not result.problem and result.margin is not None:
@@ -274,7 +306,6 @@ def with_statistics(
     tost = (paired_tost if paired else welch_tost)(
         baseline, treatment, number, result.alpha, yardstick, resolution
     )
-    reach = float(special.stdtrit(tost.freedom, 0.95)) * tost.standard_error
     result = replace(
         result,
         differences=tuple((treatment - baseline).tolist()) if paired else (),
@@ -282,15 +313,8 @@ def with_statistics(
         baseline_sd=mean_and_sd(baseline)[1],
         treatment_mean=float(treatment.mean()),
         treatment_sd=mean_and_sd(treatment)[1],
-        mean_difference=tost.mean_difference,
         sd_difference=tost.sd_difference,
-        standard_error=tost.standard_error,
-        freedom=tost.freedom,
-        ci90=(tost.mean_difference - reach, tost.mean_difference + reach),
-        interval=tost.interval,
         detected=detect(baseline, treatment, tost.mean_difference, tost.interval, paired=paired),
-        certified_bound=tost.certified_bound,
-        p_difference=tost.p_difference,
         pair_correlation=tost.pair_correlation,
     )
     margin = number if yardstick is None else number * float(yardstick.mean())
@@ -299,25 +323,48 @@ def with_statistics(
     least = HARMLESS * abs(margin)
     result = replace(result, warning=_skewed(result, baseline, treatment, step=resolution, least=least))
     if result.margin_unit == "sigma":
-        return _in_sigmas(result, baseline, treatment, resolution)
+        return _in_sigmas(_estimated(tost, result), baseline, treatment, resolution)
     share = None if yardstick is None else number * yardstick
     error = max([tost.standard_error, *_errors_at_the_margin(baseline, treatment, share, paired=paired)])
     result = replace(
-        result,
-        margin=margin,
-        certified_number=tost.certified_margin,
-        p_equivalence=tost.p_tost,
-        p_tost=tost.p_tost,
-        p_beyond=tost.p_beyond,
+        _by(tost, replace(result, margin=margin), error),
         sd_at_margin=None if share is None else tost.sd_difference * _factor(error, tost.standard_error),
-        power_now=tost_power(margin, error, tost.freedom, result.alpha),
-        result="equivalent" if tost.equivalent else "undecided",
     )
     if not paired:
         wider = _factor(error, tost.standard_error)
         sds = wider * sd_in_steps(baseline, resolution), wider * sd_in_steps(treatment, resolution)
         return _runs_needed(result, margin, sds)
     return _pairs_needed(result, margin, error * math.sqrt(len(baseline)))
+
+
+def _estimated(tost: Tost, result: PrimaryResult) -> PrimaryResult:
+    """A result with the estimate of a test and its intervals."""
+    reach = float(special.stdtrit(tost.freedom, 0.95)) * tost.standard_error
+    return replace(
+        result,
+        mean_difference=tost.mean_difference,
+        standard_error=tost.standard_error,
+        freedom=tost.freedom,
+        ci90=(tost.mean_difference - reach, tost.mean_difference + reach),
+        interval=tost.interval,
+        certified_bound=tost.certified_bound,
+        p_difference=tost.p_difference,
+    )
+
+
+def _by(tost: Tost, result: PrimaryResult, error: float | None = None) -> PrimaryResult:
+    """A result decided by a test of its margin; `error`: the standard error at the margin, if larger."""
+    assert result.margin is not None
+    error = tost.standard_error if error is None else error
+    return replace(
+        _estimated(tost, result),
+        certified_number=tost.certified_margin,
+        p_equivalence=tost.p_tost,
+        p_tost=tost.p_tost,
+        p_beyond=tost.p_beyond,
+        power_now=tost_power(result.margin, error, tost.freedom, result.alpha),
+        result="equivalent" if tost.equivalent else "undecided",
+    )
 
 
 def _skewed(

@@ -31,7 +31,7 @@ from abrun.compare.read.ledger import Entry, Ledger
 from abrun.compare.read.reference import public_config, public_diff
 from abrun.equivalence import ALPHA, t_interval, welch_interval
 from abrun.errors import ComparisonError
-from abrun.looks import level_of_a_look
+from abrun.looks import levels_of_looks
 from abrun.metric_names import default_transform
 from abrun.recipe import Compare, Primary
 from abrun.redaction import shortened
@@ -161,6 +161,7 @@ def next_entry(
         "moved": _moved(reference, ledger, experiment, commits.get(experiment.baseline)),
         "margin": result.margin_text,
         "looks": list(experiment.compare.looks),
+        "looks_spending": experiment.compare.looks_spending,
         "seeds": seeds,
         "differences": list(result.differences),
         "levels": [levels[seed] for seed in seeds],
@@ -313,8 +314,11 @@ def _levels(runs: Sequence[RecordedRun], ledger: Ledger) -> dict[int, float]:
 
 
 def _level(entry: Entry, level: float) -> float:
-    """Of one look, where the experiment was looked at more than once: a repeated confidence interval."""
-    return level_of_a_look(entry.looks, level)
+    """Return that of its look, where the experiment was looked at more than once: a repeated interval."""
+    if not entry.looks:
+        return level
+    at = entry.looks.index(len(entry.seeds)) if len(entry.seeds) in entry.looks else 0
+    return levels_of_looks(entry.looks, level, entry.looks_spending)[at]
 
 
 def _reach(interval: tuple[float, float]) -> float:

@@ -26,7 +26,7 @@ from abrun.compare.judge.untested import counted, not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
 from abrun.compare.read.experiment import Experiment, Sides, no_shared_step
 from abrun.equivalence import ALPHA, bound_text
-from abrun.looks import level_of_a_look
+from abrun.looks import levels_of_looks
 from abrun.recipe import Primary, units
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
@@ -158,14 +158,17 @@ def looks_of(experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA) 
     ]
     for_guards = experiment.compare.guards.alpha * alpha / ALPHA
     family = max(1, num_claims * len(experiment.treatments))
+    spending = experiment.compare.looks_spending
+    of_matches = levels_of_looks(counts, alpha, spending)
+    of_mismatches = levels_of_looks(counts, (alpha - for_guards) / family, spending)
     return [
         Look(
             num_pairs=count,
-            alpha=level_of_a_look(counts, alpha),
-            alpha_difference=family * level_of_a_look(counts, (alpha - for_guards) / family),
+            alpha=of_match,
+            alpha_difference=family * of_mismatch,
             alpha_guards=for_guards / len(counts) / max(1, len(experiment.treatments)),
         )
-        for count in counts
+        for count, of_match, of_mismatch in zip(counts, of_matches, of_mismatches, strict=True)
     ]
 
 

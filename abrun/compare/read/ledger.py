@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from abrun.errors import ComparisonError
 from abrun.metric_names import Transform
+from abrun.recipe.claims import Spending
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rule = Literal["smaller", "chain"]  # what counts: the smaller of chain and direct bound, or the chain's alone
@@ -36,6 +37,7 @@ class Entry(_Part):
     moved: str | None  # what else is not what it was after the entry before
     margin: str
     looks: list[int]  # numbers of pairs at which the verdict could be taken
+    looks_spending: Spending = "equal"
     seeds: list[int]
     differences: list[Finite]  # treatment - baseline, by seed
     levels: list[Finite]  # the treatment's window, by seed

@@ -1,7 +1,7 @@
 """How high the arms stand, and how a claim's margin and its spreads compare with that: one line a claim."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,8 @@ def levels(content: Mapping[str, Any]) -> list[Levels]:
         means = _means(claim, baseline)
         if means:
             steps = f", steps {claim['steps'][0]}-{claim['steps'][1]}" if claim["steps"] else ""
-            beside = "; ".join(filter(None, (_margin(claim), _spread(claim))))
+            noise = step_noise_text(claim["step_noise"])
+            beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *noise)))
             where = f"{claim['metric']}{steps}"
             found.append(Levels(claim=index, arm=claim["arm"], where=where, means=means, beside=beside))
     return found
@@ -44,13 +45,14 @@ def _means(claim: Mapping[str, Any], baseline: str) -> str | None:
     base, treatment, interval = claim["baseline_mean"], claim["treatment_mean"], claim["interval"]
     if base is None or treatment is None or interval is None:
         return None
+    difference = claim["mean_difference"] if claim["unused_seeds"] else treatment - base
     confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
     if claim["transform"] == "identity":
         of = "difference" if claim["num_runs"] else "paired difference"
-        apart = f"{difference_text(claim['mean_difference'], interval)} ({confidence} interval)"
+        apart = f"{difference_text(difference, interval)} ({confidence} interval)"
         return f"{baseline} {base:.4g}, {claim['arm']} {treatment:.4g}; {of} {apart}"
     with np.errstate(over="ignore"):
-        low, ratio, high = np.exp([interval[0], treatment - base, interval[1]])
+        low, ratio, high = np.exp([interval[0], difference, interval[1]])
     both = f"{baseline} {_level(base, claim)}, {claim['arm']} {_level(treatment, claim)}"
     of = " of the excess over 1" if claim["transform"] == "log_excess" else ""
     return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
@@ -81,6 +83,19 @@ def _margin(claim: Mapping[str, Any]) -> str | None:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
+
+
+def step_noise_text(noise: Mapping[str, Any] | None) -> Iterator[str]:
+    """Say what share of the variance over pairs is step-to-step noise, and what more steps would be worth."""
+    if noise is None:
+        return
+    low, high = noise["interval"]
+    worth, fewest, most = noise["worth_pairs"]
+    yield (
+        f"{noise['share']:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is noise from "
+        f"step to step: a window or a batch twice as large would be worth {worth:.1f} more pairs "
+        f"[{fewest:.1f}, {most:.1f}]"
+    )
 
 
 def _spread(claim: Mapping[str, Any]) -> str | None:

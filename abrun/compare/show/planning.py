@@ -1,6 +1,6 @@
 """`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.by_prompt import advice
+from abrun.compare.show.levels import step_noise_text
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
-from abrun.looks import level_of_a_look
+from abrun.looks import levels_of_looks
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
 from abrun.recipe import BASELINE, Compare, Declared, Primary, claim_text, dotted, units
 from abrun.redaction import shortened, shown_tree
@@ -48,6 +49,7 @@ def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = Tr
         source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(widest.steps)}",
         level=widest.baseline_mean,
         climb=widest.climb,
+        step_noise=asdict(widest.step_noise) if widest.step_noise else None,
     )
 
 
@@ -93,12 +95,34 @@ class Planned:
 def _planned(
     compare: Compare, earlier: Experiment | None, sigma: float | None, correlation: float | None
 ) -> Iterator[Planned]:
-    alpha = level_of_a_look(compare.looks)
+    alpha = _levels(compare)[-1]
     for claim in compare.primary:
         spread = _spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
         measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
         power = None if measured_nothing else claim_power(claim, compare, spread, alpha)
         yield Planned(claim=claim, spread=spread, power=power)
+
+
+def _levels(compare: Compare) -> list[float]:
+    """Return the level of a match at each look; without looks, the whole."""
+    return levels_of_looks(compare.looks, ALPHA, compare.looks_spending) or [ALPHA]
+
+
+def _level_text(compare: Compare) -> str:
+    levels = [f"{level:.3g}" for level in _levels(compare)]
+    if compare.looks_spending == "equal":
+        return f"each tests at level {levels[0]}"
+    return f"they test at levels {', '.join(levels)} (the table: at the last)"
+
+
+def _looks_lines(compare: Compare, planned: Sequence[Planned]) -> Iterator[str]:
+    looks, levels = ", ".join(map(str, compare.looks)), _levels(compare)
+    yield f"Looks at {looks} pairs: {_level_text(compare)} instead of {ALPHA:g}."
+    for one in planned:
+        if one.power:
+            pairs, chance = one.power.of_looks(compare.looks, levels)
+            stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
+            yield f"  {one.claim.metric}: {stopped}; P(match at some look) {chance:.0%}"
 
 
 def plan_report(
@@ -120,7 +144,7 @@ def plan_report(
         return Text(
             f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
         )
-    alpha = level_of_a_look(compare.looks)
+    levels = _levels(compare)
     counted = units(paired=compare.paired)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {counted} planned", style="bold"), Text("")]
     planned = list(_planned(compare, earlier, sigma, correlation))
@@ -136,9 +160,10 @@ def plan_report(
             continue
         about = _about(spread, claim, compare, earlier, assuming)
         lines.append(Text(f"{claim.metric} over {claim.window}: {about}"))
+        lines += [Text(f"  {text}") for text in step_noise_text(spread.step_noise if spread else None)]
         if earlier is not None:
             lines += [
-                Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim, compare, spread, alpha)
+                Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim, compare, spread, levels[-1])
             ]
         if expected:
             cells = (f"{expected.power(count):.0%}" for count in counts)
@@ -153,13 +178,7 @@ def plan_report(
             Text(f"All {len(powers)} claims must pass: at least {least:.0%} with {num_pairs} {counted}.")
         )
     if compare.looks:
-        looks = ", ".join(map(str, compare.looks))
-        lines.append(Text(f"Looks at {looks} pairs: each tests at level {alpha:.3g} instead of {ALPHA:g}."))
-        for one in planned:
-            if one.power:
-                pairs, chance = one.power.of_looks(compare.looks)
-                stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
-                lines.append(Text(f"  {one.claim.metric}: {stopped}; P(match at some look) {chance:.0%}"))
+        lines += map(Text, _looks_lines(compare, planned))
     if compare.paired and any(one.claim.margin is not None and one.power is None for one in planned):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
@@ -195,7 +214,8 @@ def plan_json(
         "recipe": name,
         "num_pairs": num_pairs,
         "looks": list(compare.looks),
-        "alpha": level_of_a_look(compare.looks),
+        "alpha": _levels(compare)[-1],
+        "levels": _levels(compare),
         "claims": claims,
     }
 
