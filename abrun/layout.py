@@ -12,8 +12,8 @@ ENVIRONMENT = "environment.json"
 HEARTBEAT = "heartbeat.json"
 NODES = "nodes"
 RESULT = "result.json"
-INITIAL_SAMPLE = "initial-sample.safetensors"
-FINAL_SAMPLE = "final-sample.safetensors"
+INITIAL_SKETCH = "initial-sketch.safetensors"
+FINAL_SKETCH = "final-sketch.safetensors"
 METRICS = "metrics.jsonl"
 METRICS_CACHE = "metrics.npz"
 EVENTS = "events.jsonl"
@@ -31,8 +31,8 @@ RUN_FILES = (
     HEARTBEAT,
     NODES,
     RESULT,
-    INITIAL_SAMPLE,
-    FINAL_SAMPLE,
+    INITIAL_SKETCH,
+    FINAL_SKETCH,
     METRICS,
     METRICS_CACHE,
     EVENTS,

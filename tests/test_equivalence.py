@@ -10,6 +10,7 @@ from scipy.stats import ttest_ind
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
+from abrun.compare.judge.skewness import DIFFERENCES, far_off, skew_warning, skewness
 from abrun.equivalence import (
     bound_text,
     holm,
@@ -25,7 +26,6 @@ from abrun.equivalence import (
     t_interval,
     welch_tost,
 )
-from abrun.skewness import DIFFERENCES, far_off, skew_warning, skewness
 
 
 @pytest.mark.parametrize("num_pairs", [2, 3, 5, 10, 40])

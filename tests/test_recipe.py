@@ -89,7 +89,8 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         ("seeds=0-3", ["seeds: got '0-3'", "a list of numbers; write [0, 1, 2, 3]"]),
         ("seeds='1, 5'", ["seeds: got '1, 5'", "write [1, 5]"]),
-        ("seeds=7", ["seeds: got 7", "write [7]"]),
+        ("seeds=7", ["seeds: got 7, which is one seed", "for 7 seeds write 0-6 to --seeds", "write [7]"]),
+        ("seeds=1", ["seeds: got 1, which is one seed, number 1; for that seed alone write [1]"]),
         ("compare.looks=all", ["compare.looks: got 'all'", "a list of numbers, such as [4, 8]"]),
         ("arms.treatment.policy.logprob.impl=chunked", ["policy.logprob", "did you mean 'logprobs'"]),
         ("arms.treatment.seeds=[1]", ["arms.treatment.seeds", "unknown key"]),
@@ -1217,3 +1218,15 @@ def test_frozen_runs_and_scripts_may_lie_beside_the_recipe_from_wherever_it_is_l
     assert load_recipe(there / "a.yaml").compare.reference == str(there / "runs.json")
     (here / "runs.json").touch()
     assert load_recipe(there / "a.yaml").compare.reference == "runs.json"
+
+
+def test_an_override_that_every_arm_has_its_own_value_for_is_refused() -> None:
+    arms = "arms={baseline: {policy.logprobs.impl: logits}, treatment: {policy.logprobs.impl: chunked}}"
+    for override in ("policy.logprobs.impl=triton", "policy.logprobs={impl: triton}"):
+        key = override.partition("=")[0]
+        line = refused(SMALL, arms, override)
+        assert line == f"--set {key}: every arm sets it; write arms.treatment.{key}"
+    one_arm = "arms={baseline: {}, treatment: {policy.logprobs.impl: chunked}}"
+    assert own(SMALL, one_arm, "policy.logprobs.impl=logits").policy.logprobs.impl == "logits"
+    both = own(SMALL, arms, "arms.treatment.policy.logprobs.impl=triton")
+    assert both.arms["treatment"]["policy.logprobs.impl"] == "triton"

@@ -44,6 +44,7 @@ from abrun.errors import ComparisonError, RecipeError
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
+    from abrun.compare import Comparison
     from abrun.compare.read.experiment import Experiment
 
 
@@ -86,10 +87,7 @@ def compare(
     from abrun.recipe import parse_primary
 
     wanted = parse_formats(formats)
-    if wandb and wanted == ["terminal"]:
-        raise RecipeError(
-            f"--wandb: got --format {formats}, which leaves no file to upload; add html, or json"
-        )
+    _refuse_nothing_to_upload(wandb and wanted == ["terminal"], formats)
     comparison = compare_sources(
         sources,
         Reading(
@@ -99,7 +97,7 @@ def compare(
             group=group,
             aliases=tuple(alias or ()),
             step_column=step_column,
-            seeds=None if seeds is None else tuple(parse_seeds(seeds)),
+            seeds=_seeds(seeds),
             exclude=tuple(exclude or ()),
             versions_differ=versions_differ,
             unpaired=unpaired,
@@ -118,12 +116,23 @@ def compare(
     elif "terminal" in wanted:
         console().print(comparison.summary())
     if wandb:
-        from abrun.compare.read.sources import stored_in
-        from abrun.mirror.report import upload
-
-        print(shown(upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))))
+        _upload(comparison, sources, runs_dir)
     tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if tolerated else comparison.exit_code)
+
+
+def _refuse_nothing_to_upload(nothing: bool, formats: str | None) -> None:
+    if nothing:
+        raise RecipeError(
+            f"--wandb: got --format {formats}, which leaves no file to upload; add html, or json"
+        )
+
+
+def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
+    from abrun.compare.read.sources import stored_in
+    from abrun.mirror.report import upload
+
+    print(shown(upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))))
 
 
 @app.command(rich_help_panel=JUDGE)
@@ -177,7 +186,7 @@ def freeze(
         group=group,
         aliases=tuple(alias or ()),
         step_column=step_column,
-        seeds=None if seeds is None else tuple(parse_seeds(seeds)),
+        seeds=_seeds(seeds),
         exclude=tuple(exclude or ()),
         alone=True,
     )
@@ -187,21 +196,31 @@ def freeze(
     frozen = arm or experiment.baseline
     commit = commit_of(directory, experiment, frozen) if directory else None
     replaced = freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
-    num_seeds, said = len(experiment.arm(frozen)), ""
-    if not experiment.compare.primary:
-        said = ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
-    if budget is not None:
-        said += f", with a ledger of changes (abrun ledger {output})"
-    if replaced:
-        said += f", in place of the reference {replaced.name}"
-    said += "".join(f"; {line}" for line in experiment.left_out)
+    said = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
     reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
     console().print(
-        f"{output}: {num_seeds} seeds of {frozen}{said}; compare later runs with: "
-        f"abrun compare NEW --reference {shlex.quote(str(output))}{reading}",
+        f"{said}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{reading}",
         soft_wrap=True,
         markup=False,
     )
+
+
+def _seeds(text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else tuple(parse_seeds(text))
+
+
+def _frozen(
+    experiment: "Experiment", arm: str, output: Path, budget: str | None, replaced: str | None
+) -> str:
+    """Say what a reference file now holds."""
+    said = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
+    if not experiment.compare.primary:
+        said += ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
+    if budget is not None:
+        said += f", with a ledger of changes (abrun ledger {output})"
+    if replaced is not None:
+        said += f", in place of the reference {replaced}"
+    return said + "".join(f"; {line}" for line in experiment.left_out)
 
 
 def _as_options(given: Mapping[str, Sequence[str | None]]) -> str:

@@ -97,6 +97,8 @@ def compare_sources(
         sources, replace(reading, alone=reference is not None, may_unpair=primaries is None)
     )
     folder = REPORT
+    if reference is not None and reading.versions_differ:
+        raise ComparisonError("--versions-differ: a reference allows other versions already; drop it")
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None

@@ -62,11 +62,12 @@ class Follower:
 
     @property
     def mistaken_alias(self) -> str | None:
-        """A line for an alias whose metric the log should have by now; those of validations may come later."""
+        """A line for an alias whose metric the log lacks by now; those of validations may come later."""
         if len(self._written) < ALIASES_BY:
             return None
         for ours, theirs in self._given.items():
-            if theirs in self.never_logged and not re.search(OF_VALIDATIONS, f"{ours} {theirs}", re.IGNORECASE):
+            is_rare = re.search(OF_VALIDATIONS, f"{ours} {theirs}", re.IGNORECASE)
+            if theirs in self.never_logged and not is_rare:
                 close = difflib.get_close_matches(theirs, self._logged, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 shown = ", ".join(self._logged[:MOST_NAMED]) + ", ..." * (len(self._logged) > MOST_NAMED)

@@ -9,7 +9,7 @@ from abrun.errors import StoreError
 from abrun.extras import installed_version, is_imported
 from abrun.plan import Plan
 from abrun.recipe import OwnRunConfig, RunConfig, dotted
-from abrun.store import RunDir, readable, run_dir
+from abrun.store import RunDir, code_name, readable, run_dir
 
 MOST_SHOWN = 3
 
@@ -36,13 +36,8 @@ def other_code(plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, 
 
 
 def _commits(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> Iterator[str]:
-    if before and now and _named(before) != _named(now):
-        yield f"made from commit {_named(before)} so far, going on from {_named(now)}"
-
-
-def _named(git: Mapping[str, Any]) -> str:
-    changes = git.get("diff") or ("uncommitted changes" if git.get("dirty") else None)
-    return f"{str(git.get('sha'))[:7]}{f' with {changes}' if changes else ''}"
+    if before and now and code_name(before) != code_name(now):
+        yield f"made from commit {code_name(before)} so far, going on from {code_name(now)}"
 
 
 def _packages(environment: Mapping[str, Any] | None, config: RunConfig) -> Iterator[str]:

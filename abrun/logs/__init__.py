@@ -5,34 +5,47 @@ A source is a file, a folder that may hold many runs, or a project on a wandb se
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.exports import joined, read_csv_runs
+from abrun.logs.exports import joined, read_csv_runs, read_json_runs
 from abrun.logs.log import Log, cleaned, listed, printable, readable
-from abrun.logs.rows import NoStep
+from abrun.logs.naming import stem
 from abrun.logs.starts import START, continued
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_csv, read_jsonl, read_parquet, read_trainer_state
 from abrun.logs.tensorboard import EVENTS, begun, event_files, read_event_files
 from abrun.logs.wandb_files import read_run_files
+from abrun.regular_files import open_regular
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
 FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")
 PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for name in FORMATS[1:]}}
-TABLES = {
-    ".csv": ("csv", read_csv),
-    ".jsonl": ("jsonl", read_jsonl),
-    ".ndjson": ("jsonl", read_jsonl),
-    ".parquet": ("parquet", read_parquet),
+READERS = {"csv": read_csv, "jsonl": read_jsonl, "parquet": read_parquet, "json": read_jsonl}
+RUNS_READERS = {"csv": read_csv_runs, "jsonl": read_json_runs, "json": read_json_runs}  # of several runs
+SUFFIXES = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".wandb": "wandb",
+    ".json": "json",  # a list of rows; in a folder, most others are none
 }
+# Tables that nothing here reads, in case that the runs lie in them.
+FOREIGN_SUFFIXES = re.compile(
+    r"\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"
+)
 TRAINER_STATE = "trainer_state.json"
-# Of formats with as many runs each, the fullest first.
-FULLEST = ("abrun", "tensorboard", "wandb", "jsonl", "csv", "parquet", "trainer_state")
+# Of formats with as many runs each, the fullest first. The last two only where there is nothing else.
+FULLEST = ("abrun", "tensorboard", "wandb", "jsonl", "csv", "parquet", "trainer_state", "json")
+LAST_CHOICES = ("trainer_state", "json")
+JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 CHECKPOINT = r"checkpoint-(\d+)"
 # Completions, prompts and evaluations that trainers keep beside their logs, by what they call them.
 DUMP = re.compile(
@@ -71,9 +84,9 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
 
         logs = read_project(rest, group, step_column)
     else:
-        found, left_out = _runs_in(path, format, source)
-        logs = _in_one_piece(_without_hparams_runs(_read_all(found, step_column)))
-        logs = [replace(log, guesses=(*log.guesses, *left_out)) for log in logs]
+        read, left_aside = _read_fullest(*_runs_in(path, format, source), source, step_column)
+        logs = _in_one_piece(_without_hparams_runs(read))
+        logs = [replace(log, guesses=(*log.guesses, *left_aside)) for log in logs]
     if group is not None:
         logs = _of_group(logs, group, source)
     return sorted((cleaned(log) for log in logs), key=lambda log: _natural(log.name))
@@ -107,8 +120,8 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
 # --- which runs are there ---
 
 
-def _runs_in(path: Path, format: str | None, source: str) -> tuple[list[Found], list[str]]:
-    """The runs, and a sentence on what was left aside."""
+def _runs_in(path: Path, format: str | None, source: str) -> tuple[dict[str, list[Found]], list[str]]:
+    """The runs by format, the one to read first, and a sentence on files that nothing here reads."""
     with readable(path):
         there = path.exists()
     if not there:
@@ -118,28 +131,34 @@ def _runs_in(path: Path, format: str | None, source: str) -> tuple[list[Found], 
             "or none, or wandb:ENTITY/PROJECT"
         )
     found = list(_walk(path, path)) if path.is_dir() else [_file(path, format)]
-    if format is not None:
-        found = [one for one in found if one.format == format]
+    foreign = [one.name for one in found if one.format == "foreign"]
+    formats = {format, "json"} if format == "jsonl" else {format}
+    found = [one for one in found if one.format != "foreign" and (format is None or one.format in formats)]
     if not found:
         what = format or f"{', '.join(FORMATS)} or abrun's own"
-        raise StoreError(f"{printable(source)}: no runs there; allowed: runs logged as {what}")
-    counts = {form: sum(one.format == form for one in found) for form in FULLEST}
-    if counts["trainer_state"] < len(found):
-        counts["trainer_state"] = 0  # the same metrics, logged again
-    chosen = max(counts, key=lambda form: counts[form])
-    aside = [form for form in FULLEST if counts[form] and form != chosen]
-    said = [f"of {printable(source)} the {chosen} logs; left aside: {', '.join(aside)}"] if aside else []
-    return [one for one in found if one.format == chosen], said
+        names = foreign or sorted(file.name for file in path.iterdir() if file.is_file())
+        holds = f"; it holds {listed(names, 3)}" if names else ""
+        raise StoreError(f"{printable(source)}: no runs there; allowed: runs logged as {what}{holds}")
+    by_format = {form: [one for one in found if one.format == form] for form in FULLEST}
+    forms = sorted(
+        (form for form in FULLEST if by_format[form]),
+        key=lambda form: (form in LAST_CHOICES and FULLEST.index(form), -len(by_format[form])),
+    )
+    said = [f"of {printable(source)} not read: {listed(foreign, 3)}"] if foreign else []
+    return {form: by_format[form] for form in forms}, said
 
 
 def _file(path: Path, format: str | None) -> Found:
     kind = _kind(path)
-    if kind is None and format in ("csv", "jsonl", "parquet", "wandb"):
+    if (kind is None and format in ("csv", "jsonl", "parquet", "wandb")) or (kind, format) == (
+        "json",
+        "jsonl",
+    ):
         kind = format  # an odd suffix, but the user says what it is
     if kind is None or (format is not None and kind != format):
         raise StoreError(
-            f"{printable(str(path))}: not a file of {format or 'metrics'}; allowed: *.csv, *.jsonl, "
-            f"*.ndjson, *.parquet, *.wandb, {EVENTS}*, {TRAINER_STATE}"
+            f"{printable(str(path))}: not a file of {format or 'metrics'}; allowed: *.csv, *.tsv, *.jsonl, "
+            f"*.ndjson, these as *.gz, *.json, *.parquet, *.wandb, {EVENTS}*, {TRAINER_STATE}"
         )
     return Found(format=kind, name=path.name, path=path, files=(path,))
 
@@ -149,9 +168,18 @@ def _kind(path: Path) -> str | None:
         return "tensorboard"
     if path.name == TRAINER_STATE:
         return "trainer_state"
-    if path.suffix == ".wandb":
-        return "wandb"
-    return TABLES[path.suffix][0] if path.suffix in TABLES else None
+    name = path.name.lower()
+    kind = SUFFIXES.get(Path(name.removesuffix(".gz")).suffix)
+    return None if kind in ("parquet", "wandb") and name.endswith(".gz") else kind
+
+
+def _is_json_list(path: Path) -> bool:
+    try:
+        with open_regular(path) as file:
+            start = file.read(64)
+    except OSError:
+        return False
+    return start.startswith(b"\x1f\x8b") or JSON_LIST.match(start) is not None
 
 
 def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Found]:
@@ -160,7 +188,7 @@ def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Fo
     if folder.resolve() in seen:
         return
     seen.add(folder.resolve())
-    name = folder.relative_to(top).as_posix() if folder != top else folder.resolve().name
+    name = _name(folder, top) if folder != top else folder.resolve().name
     if is_run_dir(folder):
         yield Found(format="abrun", name=name, path=folder, files=())
         return
@@ -180,9 +208,21 @@ def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Fo
         yield Found(format="trainer_state", name=name, path=state, files=(state,))
     folders = [below for below in folders if below.name not in DUMP_FOLDERS]
     for file in files:
-        if (kind := kinds[file]) in ("csv", "jsonl", "parquet") and not DUMP.fullmatch(file.stem):
-            yield Found(format=kind, name=file.relative_to(top).as_posix(), path=file, files=(file,))
+        kind = kinds[file]
+        if (
+            kind in READERS
+            and not DUMP.fullmatch(stem(file.name))
+            and (kind != "json" or _is_json_list(file))
+        ):
+            yield Found(format=kind, name=_name(file, top), path=file, files=(file,))
+        elif kind is None and FOREIGN_SUFFIXES.fullmatch(file.suffix.lower()):
+            yield Found(format="foreign", name=_name(file, top), path=file, files=())
     yield from _joined([one for below in folders for one in _walk(below, top, seen)])
+
+
+def _name(path: Path, top: Path) -> str:
+    """A path below a source. A file unpacked from Windows may have the separators of there in its name."""
+    return path.relative_to(top).as_posix().replace("\\", "/")
 
 
 def _trainer_state(folder: Path, folders: Sequence[Path]) -> Path | None:
@@ -207,23 +247,77 @@ def _joined(found: Sequence[Found]) -> list[Found]:
 # --- reading them ---
 
 
-def _read_all(found: Sequence[Found], step_column: str | None) -> list[tuple[Found, Log]]:
-    """Every run; of several tables those are left out that number no rows."""
+def _read_fullest(
+    by_format: Mapping[str, Sequence[Found]], left_aside: list[str], source: str, step_column: str | None
+) -> tuple[list[tuple[Found, Log]], list[str]]:
+    """The runs of the first format that has any number, and sentences on what was left aside."""
+    refused: StoreError | None = None
+    without: list[tuple[Found, Log]] = []
+    for form, found in by_format.items():
+        try:
+            read, aside = _read_all(found, step_column)
+        except StoreError as error:
+            if form not in READERS:
+                raise
+            refused = refused or error
+            continue
+        if any(log.metrics for _, log in read):
+            others = [other for other in FULLEST if other in by_format and other != form]
+            said = f"of {printable(source)} the {form} logs; left aside: {', '.join(others)}"
+            return read, [*([said] if others else []), *aside, *left_aside]
+        without = without or read
+    if refused:
+        raise refused
+    return without, left_aside
+
+
+def _read_all(found: Sequence[Found], step_column: str | None) -> tuple[list[tuple[Found, Log]], list[str]]:
+    """Every run, and sentences on tables that are none.
+
+    A table that cannot be read is a run all the same where runs that can be read have files of the same name;
+    else it is left aside, as is an empty one beside the only run of a folder. Raises StoreError where there
+    is no run.
+    """
     read: list[tuple[Found, Log]] = []
-    unnumbered: NoStep | None = None
+    refused: list[tuple[Found, StoreError]] = []
     for one in found:
         try:
-            if one.format == "csv":
-                read += [(one, log) for log in read_csv_runs(one.path, one.name, step_column)]
+            if runs_of := RUNS_READERS.get(one.format):
+                read += [(one, log) for log in runs_of(one.path, one.name, step_column)]
             else:
                 read.append((one, _read(one, step_column)))
-        except NoStep as error:
-            if step_column is not None:
+        except StoreError as error:
+            if one.format not in READERS:
                 raise
-            unnumbered = unnumbered or error
-    if unnumbered and not read:
-        raise unnumbered
-    return read
+            refused.append((one, error))
+    runs = [(one, log) for one, log in read if log.metrics or one.format not in READERS]
+    if refused and not runs:
+        raise refused[0][1]
+    names = {_without_digits(one) for one, _ in runs}
+    num_runs = Counter(one.path.parent for one, _ in runs)
+    aside: dict[str, list[str]] = {}
+    for one, log in read:
+        if log.metrics or one.format not in READERS or _without_digits(one) in names:
+            continue
+        if num_runs[one.path.parent] == 1:  # the folder is a run, and so is no other file in it
+            read = [(other, its) for other, its in read if its is not log]
+            aside.setdefault(_without_digits(one), []).append(f"{log.place}: {'; '.join(log.notes)}")
+    for one, error in refused:
+        if _without_digits(one) in names:
+            place = printable(str(one.path))
+            read.append(
+                (one, Log(name=one.name, place=place, metrics={}, status="unreadable", failure=str(error)))
+            )
+        else:
+            aside.setdefault(_without_digits(one), []).append(str(error))
+    return read, [
+        f"left aside: {of[0]}{f' (and {len(of) - 1} more of that name)' * (len(of) > 1)}"
+        for of in aside.values()
+    ]
+
+
+def _without_digits(found: Found) -> str:
+    return re.sub(r"\d+", "0", stem(found.path.name.replace("\\", "/")).rpartition("/")[2])
 
 
 def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
@@ -246,7 +340,7 @@ def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
         starts.setdefault(key, []).append(log)
     whole_runs: list[Log] = []
     for folder, of in starts.items():
-        run = continued(of, folder) if len(of) > 1 else None
+        run = continued(of, str(Path(of[0].place).parent)) if len(of) > 1 else None
         whole_runs += [replace(run, name=folder)] if run else of
     return whole_runs
 
@@ -262,8 +356,7 @@ def _read(found: Found, step_column: str | None) -> Log:
         case "trainer_state":
             return replace(read_trainer_state(found.path, step_column), name=found.name)
         case _:
-            reader = next(reader for kind, reader in TABLES.values() if kind == found.format)
-            return replace(reader(found.path, step_column), name=found.name)
+            return replace(READERS[found.format](found.path, step_column), name=found.name)
 
 
 def _without_hparams_runs(read: Sequence[tuple[Found, Log]]) -> list[Log]:

@@ -186,7 +186,7 @@ TOLD_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
 # What anybody calls them, in lower case with `_` for `-`, behind any folders but those of evaluations.
 _AVERAGED = r"([/_](mean|avg|average))?"
 _PLAIN_NAMES = {
-    "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw)_)*(rewards?|scores?){_AVERAGED}",
+    "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw)_)*(rew|rewards?|scores?){_AVERAGED}",
     "train/loss": rf"((train|training|total|policy|actor|mean|avg)_)*loss{_AVERAGED}",
     "train/grad_norm": rf"((global|total|policy|actor)_)*grad(ient)?_?norm{_AVERAGED}",
     "train/entropy": rf"((policy|mean|avg)_)*entropy{_AVERAGED}",
@@ -284,9 +284,10 @@ def apply_to_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> Rena
     for ours, theirs in aliases.explicit.items():
         if known and theirs not in known:
             close = difflib.get_close_matches(theirs, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"recorded are {listed(sorted(known), 8)}"
+            hint = f"; did you mean {printable(close[0])!r}?" if close else ""
             raise ComparisonError(
-                f"--alias: got {ours}={printable(theirs)}, a metric that no run recorded; {hint}"
+                f"--alias: got {ours}={printable(theirs)}, a metric that no run recorded; recorded are "
+                f"{listed(sorted(known), 8)}{hint}"
             )
     presets = {ours: theirs for ours, theirs in aliases.presets.items() if ours not in known}
     renamed, names, said = [], {}, {}

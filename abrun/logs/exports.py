@@ -7,21 +7,31 @@ and the metric in the file's name. (Both read from what their pages download.)
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from abrun.layout import RunName
 from abrun.logs.log import EMPTY, Log, printable
 from abrun.logs.naming import LARGEST_SEED
-from abrun.logs.rows import STEP_COLUMNS
-from abrun.logs.tables import TORN, Line, csv_lines, csv_log
+from abrun.logs.rows import STEP_COLUMNS, Cells
+from abrun.logs.tables import (
+    METRIC_COLUMNS,
+    TORN,
+    VALUE_COLUMNS,
+    Line,
+    csv_lines,
+    csv_log,
+    json_log,
+    json_rows,
+    long_columns,
+    rows_log,
+)
 
 ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
 RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
 SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
-METRIC_COLUMNS = ("metric", "variable", "tag", "key")
-VALUE_COLUMNS = ("value", "val")
+NAMES_A_SEED = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
 MOST_RUNS = 1000
 BOUNDS = ("__MIN", "__MAX")
 CHART = re.compile(r"(?P<run>.+?) - (?P<metric>[^ ].*)")
@@ -39,11 +49,37 @@ def read_csv_runs(path: Path, name: str, step_column: str | None = None) -> list
         logs = [_tensorboard_download(path, name, lines)]
     elif (charted := _charted(header)) and step_column is None:
         logs = _chart_runs(path, header, lines, charted)
-    elif (keys := _key_columns(header)) and len(lines) > 1:
+    elif (keys := _key_columns(header, lines[1:])) and len(lines) > 1:
         logs = _long_runs(path, name, header, lines, keys, step_column)
     else:
         logs = [replace(csv_log(path, lines, step_column), name=name)]
     return [replace(log, notes=(*log.notes, TORN)) if torn else log for log in logs]
+
+
+def read_json_runs(path: Path, name: str, step_column: str | None = None) -> list[Log]:
+    """The runs of a JSON-lines file: of most files one, which is called `name`.
+
+    Several where every row names an arm, a run or a seed, and not all the same.
+    """
+    rows, notes = json_rows(path)
+    header = list(rows[0][1]) if rows else []
+    metric, _ = long_columns(rows)
+    keys = {
+        kind: header[index] for kind, index in _key_columns(header, []).items() if header[index] != metric
+    }
+    runs: dict[tuple[str, ...], list[tuple[int, Cells]]] = {}
+    for number, row in rows if keys else ():
+        cells = (row.get(key, "") for key in keys.values())
+        whose = tuple(cell.strip() if isinstance(cell, str) else f"{cell:.15g}" for cell in cells)
+        others = {column: cell for column, cell in row.items() if column not in keys.values()}
+        runs.setdefault(whose, []).append((number, others))
+    if not 1 < len(runs) <= min(MOST_RUNS, len(rows) // 2) or not all(all(whose) for whose in runs):
+        return [replace(json_log(path, rows, step_column, notes), name=name)]
+    said = f"a long table: its runs from the columns {', '.join(keys.values())}"
+    return [
+        _named(json_log(path, of, step_column, notes), name, dict(zip(keys, whose, strict=True)), said)
+        for whose, of in runs.items()
+    ]
 
 
 # --- exports ---
@@ -60,6 +96,8 @@ def _charted(header: Sequence[str]) -> dict[int, tuple[str, str]]:
 def _chart_runs(
     path: Path, header: list[str], lines: list[Line], charted: Mapping[int, tuple[str, str]]
 ) -> list[Log]:
+    if any(len(cells) != len(header) for _, cells in lines):
+        return [csv_log(path, lines)]  # which refuses the line
     axis = next(i for i, name in enumerate(header) if i not in charted and not name.endswith(BOUNDS))
     said = "a chart that wandb exported: its buckets, not every step"
     logs = []
@@ -68,7 +106,7 @@ def _chart_runs(
         rows = [
             (number, [cells[axis], *(cells[index] for index in columns)])
             for number, cells in lines[1:]
-            if len(cells) == len(header) and any(cells[index] for index in columns)
+            if any(cells[index] for index in columns)
         ]
         log = csv_log(path, [(1, ["step", *columns.values()]), *rows], "step")
         logs.append(replace(log, name=run, part=True, guesses=(said,)))
@@ -91,8 +129,13 @@ def joined(logs: Sequence[Log]) -> list[Log]:
         if key in runs:
             first = runs[key]
             notes = dict.fromkeys((*first.notes, *log.notes))
-            metrics, unread = {**first.metrics, **log.metrics}, {**log.unread, **first.unread}
-            log = replace(first, metrics=metrics, notes=tuple(notes), unread=unread)
+            log = replace(
+                first,
+                metrics={**first.metrics, **log.metrics},
+                notes=tuple(notes),
+                unread={**log.unread, **first.unread},
+                dropped={**log.dropped, **first.dropped},
+            )
         runs[key] = log
     return list(runs.values())
 
@@ -100,8 +143,11 @@ def joined(logs: Sequence[Log]) -> list[Log]:
 # --- long tables ---
 
 
-def _key_columns(header: Sequence[str]) -> dict[str, int]:
-    """The columns that say whose a row is: `arm`, `run`, `seed`, `metric` -> index; empty: none does."""
+def _key_columns(header: Sequence[str], lines: Sequence[Line]) -> dict[str, int]:
+    """The columns that say whose a row is: `arm`, `run`, `seed`, `metric` -> index; empty: none does.
+
+    A `name` beside a `value` is the metric's, unless it names runs by their seeds.
+    """
     lower = [name.lower() for name in header]
     kinds = {"arm": ARM_COLUMNS, "run": RUN_COLUMNS, "seed": SEED_COLUMNS}
     found = {
@@ -111,7 +157,14 @@ def _key_columns(header: Sequence[str]) -> dict[str, int]:
     }
     metric = next((lower.index(name) for name in METRIC_COLUMNS if name in lower), None)
     if metric is not None and any(name in lower for name in VALUE_COLUMNS):
-        found["metric"] = metric
+        names = {cells[metric].strip() for _, cells in lines if len(cells) == len(header)}
+        if (
+            found.get("run") != metric
+            or not names
+            or not all(re.fullmatch(NAMES_A_SEED, name) for name in names)
+        ):
+            found["metric"] = metric
+            found = {kind: index for kind, index in found.items() if kind == "metric" or index != metric}
     return found
 
 
@@ -128,13 +181,14 @@ def _long_runs(
     if len(rows) > min(MOST_RUNS, len(lines) // 2) or not all(all(key) for key in rows):
         return [replace(csv_log(path, lines, step_column), name=name)]
     dropped = {*whose.values()}
-    said = f"a long table: its runs from the columns {', '.join(header[index] for index in whose.values())}"
+    named = ", ".join(header[index] for index in whose.values())
+    said = f"a long table: its runs from the columns {named}" if named else "a long table: a metric a name"
     logs = []
     for key, of in rows.items():
-        plain = (
-            _wide(header, of, keys["metric"], dropped) if "metric" in keys else _without(header, of, dropped)
-        )
-        log = csv_log(path, plain, step_column)
+        if "metric" in keys:
+            log = rows_log(path, _wide(header, of, keys["metric"], step_column), step_column)
+        else:
+            log = csv_log(path, _without(header, of, dropped), step_column)
         values = dict(zip(whose, key, strict=True))
         logs.append(_named(log, name, values, said if len(rows) > 1 or "metric" in keys else ""))
     return logs
@@ -156,18 +210,16 @@ def _without(header: list[str], lines: Sequence[Line], dropped: set[int]) -> lis
     return [(1, [header[i] for i in kept]), *((number, [cells[i] for i in kept]) for number, cells in lines)]
 
 
-def _wide(header: list[str], lines: Sequence[Line], metric: int, dropped: set[int]) -> list[Line]:
-    """A row for each step, a column for each metric."""
+def _wide(
+    header: list[str], lines: Sequence[Line], metric: int, step_column: str | None
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a step and one metric, which the cell `metric` names."""
     lower = [name.lower() for name in header]
     value = next(lower.index(name) for name in VALUE_COLUMNS if name in lower)
-    step = next((lower.index(name) for name in STEP_COLUMNS if name in lower), None)
-    if step is None:
-        return _without(header, lines, dropped)
-    metrics = list(dict.fromkeys(cells[metric].strip() for _, cells in lines))
-    rows: dict[str, list[str]] = {}
-    begun: dict[str, int] = {}
     for number, cells in lines:
-        begun.setdefault(cells[step], number)
-        row = rows.setdefault(cells[step], [cells[step], *[""] * len(metrics)])
-        row[1 + metrics.index(cells[metric].strip())] = cells[value]
-    return [(1, ["step", *metrics]), *((begun[at], row) for at, row in rows.items())]
+        steps = {
+            name: cell
+            for name, cell in zip(header, cells, strict=True)
+            if name == step_column or name.lower() in STEP_COLUMNS
+        }
+        yield number, steps | {cells[metric].strip(): cells[value]}

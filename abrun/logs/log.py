@@ -11,7 +11,7 @@ from abrun.layout import RunName
 from abrun.redaction import printable, shown, shown_tree
 from abrun.series import Series
 
-LogStatus = Literal["finished", "failed", "running", "unknown"]
+LogStatus = Literal["finished", "failed", "running", "unreadable", "unknown"]
 EMPTY = "nothing is recorded in it yet"
 
 
@@ -35,6 +35,9 @@ class Log:
     part: bool = False  # of a run that several files of a folder hold, by its name
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
     unread: Mapping[str, str] = field(default_factory=dict)  # column -> its first text, where, and what to do
+    dropped: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # metric -> steps whose value is text
 
 
 def cleaned(log: Log) -> Log:
@@ -53,6 +56,7 @@ def cleaned(log: Log) -> Log:
         left_out=tuple(printable(line) for line in log.left_out),
         notes=tuple(printable(note) for note in log.notes),
         unread={shown(name): shown(where) for name, where in log.unread.items()},
+        dropped={shown(name): steps for name, steps in log.dropped.items()},
     )
 
 

@@ -10,7 +10,7 @@ from abrun.layout import RunName
 from abrun.logs.log import Log, listed, printable
 from abrun.logs.starts import join_starts, without_moments
 
-SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet", ".wandb", ".json")
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".wandb", ".json")
 # The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
 DEFAULT_PATTERNS = (
     "{arm}/seed-{seed}",
@@ -93,7 +93,8 @@ def name_runs(
             collision = collision or error
     raise collision or ComparisonError(
         f"arms and seeds: got runs named {listed([log.name for log in logs])}, which no usual pattern "
-        "matches; say how their names are made, such as --pattern '{arm}-s{seed}'"
+        "matches (dates and times name no arm and no seed); say how their names are made, such as --pattern "
+        "'{arm}-s{seed}', or give each arm's folder"
     )
 
 
@@ -139,8 +140,9 @@ def names_both(pattern: str) -> bool:
 
 
 def stem(name: str) -> str:
-    """A name without the suffix of a file format."""
-    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+    """A name without the suffix of a file format, and of its compression."""
+    unpacked = name[: -len(".gz")] if name.lower().endswith(".gz") else name
+    return next((unpacked[: -len(end)] for end in SUFFIXES if unpacked.lower().endswith(end)), name)
 
 
 # --- one run ---

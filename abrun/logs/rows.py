@@ -1,10 +1,14 @@
 """From rows of anything to series: which column is the step, which values are numbers."""
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import StoreError
+from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
 from abrun.logs.log import left_out, listed, printable
 from abrun.series import Series, from_rows
 
@@ -25,21 +29,58 @@ STEP_COLUMNS = (
     "iter",
     "steps",
     "update",
+    "training_iteration",
 )
-# wandb's own columns, TensorBoard's, and those that count as steps do
-NOT_METRICS = {"_step", "_runtime", "_timestamp", "Wall time", "percentage"}
+# wandb's own columns, TensorBoard's, and those that count as steps do, or are read off a clock
+NOT_METRICS = {
+    "_step",
+    "_runtime",
+    "_timestamp",
+    "Wall time",
+    "percentage",
+    "elapsed_time",
+    "remaining_time",
+}
+CONFIG = "config/"  # before a key of the configuration, which Ray repeats in every row
 UNNAMED = "Unnamed: "  # and its place: a column without a name, which counts rows; no metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
 MOST_METRICS = 100_000
 LARGEST_STEP = 2**53  # whole numbers above it are not exact as floats
+LONGEST_TEXT = 400  # characters of a cell that are kept
+# A number with a unit, of a total, or with a decimal comma: meant to be read. Not a date, a name.
+ALMOST_A_NUMBER = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
+MEND_STEP = "write a whole number, or name another column with --step-column"
+
+Cells = Mapping[str, float | str]  # of one row: numbers, and texts that may be numbers
 
 
 class NoStep(StoreError):
     """Rows that no column numbers: beside logs, they are something else."""
 
 
-def flat_numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a row of JSON; nested names are joined by '/', what is no number is left out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Metrics of a table, and what was left out of it."""
+
+    metrics: dict[str, Series] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)  # column -> its first text that is no number, where
+    dropped: dict[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps whose value is text
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def merged(self, other: "Recorded") -> "Recorded":
+        """Add what another table of the same run holds; where both hold a metric, this one's counts."""
+        return Recorded(
+            metrics=other.metrics | self.metrics,
+            notes=self.notes + other.notes,
+            unread=other.unread | self.unread,
+            dropped=other.dropped | self.dropped,
+            config=other.config | self.config,
+        )
+
+
+def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
+    """The numbers and texts of a row of JSON; nested names are joined by '/', the rest is left out.
 
     A mapping with a `_type` is one of wandb's media (a histogram, a table), not metrics.
     """
@@ -53,17 +94,10 @@ def flat_numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                     break
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 yield prefix + key, _as_float(value)
-            elif isinstance(value, str) and value in WORDS:
-                yield prefix + key, float(value)
+            elif isinstance(value, str):
+                yield prefix + key, float(value) if value in WORDS else value[:LONGEST_TEXT]
         else:
             levels.pop()
-
-
-def as_number(text: str) -> float:
-    """The number that a text is. Raises ValueError for what only Python takes for one too, such as 1_000."""
-    if "_" in text or not text.isascii():
-        raise ValueError
-    return float(text)
 
 
 def _as_float(value: float) -> float:
@@ -74,50 +108,183 @@ def _as_float(value: float) -> float:
 
 
 def series_of(
-    rows: Sequence[Mapping[str, float]],
+    cells: Sequence[Cells],
     place: str,
     step_column: str | None,
     columns: Sequence[str] = (),
-    unread: Mapping[str, str] | None = None,
-) -> tuple[dict[str, Series], list[str]]:
-    """The series of rows of numbers in the order they were written, and notes on what was left out.
+    lines: Sequence[int] = (),
+) -> Recorded:
+    """The series of rows in the order they were written, and what was left out.
 
-    `columns`: all that the file names, `unread`: where those hold text, for messages. Raises StoreError where
-    no column is the step, or where a step is not a whole number.
+    `columns`: all that the file names; `lines`: where each row stands in it, for messages. Raises StoreError
+    where no column is the step, or where a step is not a whole number.
     """
+    rows, texts = _numbers(cells, step_column)
+    places = [f"line {line}" for line in lines] or [f"row {number}" for number in range(1, len(rows) + 1)]
+    unread = {name: unread_cell(place, places[of[0][0]], name, of[0][1]) for name, of in texts.items()}
     filled = [row for row in rows if not row.keys() <= NOT_METRICS]
     names = list(columns) or list(dict.fromkeys(name for row in filled for name in row))
     if not names:
-        return {}, []
+        return Recorded(unread=unread)
     check_number_of_metrics(len(names), place)
-    column = step_column if step_column is not None else _step_column(filled, names)
+    column = step_column if step_column is not None else _step_column(filled, names, texts)
     lacking = sum(math.isnan(row.get(column or "", math.nan)) for row in filled)
-    if column is None or column not in names or (filled and lacking == len(filled)):
-        if column and unread and column in unread:
+    if column is None or column not in {*names, *texts} or (filled and lacking == len(filled)):
+        if column and column in unread:
             raise NoStep(f"{unread[column]}; or name the column that has the step with --step-column")
         what = f"no step in column '{printable(column)}'" if column else "no column has the step"
         raise NoStep(
             f"{place}: {what}; found are {listed(names, 12)}; name the column that has it with --step-column"
         )
+    _refuse_unreadable_steps(column, texts, cells, rows, [f"{place}, {at}" for at in places])
     dropped = {column, *NOT_METRICS}
-    steps = (
+    steps = [
+        None if math.isnan(row.get(column, math.nan)) else check_step(row[column], f"{place}, {at}", column)
+        for row, at in zip(rows, places, strict=True)
+    ]
+    config = _configuration(cells)
+    metrics, num_replaced = from_rows(
         (
-            check_step(row[column], f"{place}, row {number}", column),
-            {name: row[name] for name in row if name not in dropped and not name.startswith(UNNAMED)},
+            step,
+            {
+                name: row[name]
+                for name in row
+                if name not in dropped and name not in config and not name.startswith(UNNAMED)
+            },
         )
-        for number, row in enumerate(rows, 1)
-        if not row.keys() <= NOT_METRICS and not math.isnan(row.get(column, math.nan))
+        for step, row in zip(steps, rows, strict=True)
+        if step is not None and not row.keys() <= NOT_METRICS
     )
-    metrics, num_replaced = from_rows(steps)
-    notes = left_out(num_replaced)
+    notes = [*_on_texts(texts, metrics, places), *left_out(num_replaced)]
     if lacking:
         notes.append(f"{lacking} of {len(filled)} rows have no {column} and were left out")
-    return metrics, notes
+    return Recorded(
+        metrics=metrics,
+        notes=notes,
+        unread=unread,
+        dropped=_dropped(texts, steps, rows),
+        config={name.removeprefix(CONFIG).replace("/", "."): value for name, value in config.items()},
+    )
 
 
-def _step_column(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> str | None:
-    called = {name.lower(): name for name in reversed(names)}
-    called |= {name: name for name in names}  # as it is written before any other case
+# --- cells ---
+
+
+def _numbers(
+    cells: Sequence[Cells], step_column: str | None
+) -> tuple[list[dict[str, float]], dict[str, list[tuple[int, str]]]]:
+    """Rows of numbers, and of each column the texts that are none, with the index of their row."""
+    form = NumberFormat(cell for row in cells for cell in row.values() if isinstance(cell, str))
+    of_steps: dict[str, bool] = {}  # column that may be the step -> whether it has steps without a point
+    for row in cells:
+        for name, cell in row.items():
+            if name == step_column or name.lower() in STEP_COLUMNS:
+                plain = not isinstance(cell, str) or cell.strip().isdigit()
+                of_steps[name] = of_steps.get(name, False) or plain
+    rows: list[dict[str, float]] = []
+    texts: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for index, row in enumerate(cells):
+        numbers: dict[str, float] = {}
+        for name, cell in row.items():
+            if not isinstance(cell, str):
+                numbers[name] = cell
+            elif cell and not cell.isspace():
+                try:
+                    numbers[name] = (
+                        form.step(cell, has_plain_steps=of_steps[name])
+                        if name in of_steps
+                        else form.value(cell)
+                    )
+                except ValueError:
+                    texts[name].append((index, cell))
+        rows.append(numbers)
+    return rows, dict(texts)
+
+
+def _refuse_unreadable_steps(
+    column: str,
+    texts: Mapping[str, list[tuple[int, str]]],
+    cells: Sequence[Cells],
+    rows: Sequence[Mapping[str, float]],
+    places: Sequence[str],
+) -> None:
+    """A row whose step is text would vanish. One without a digit elsewhere is no row of values."""
+    for index, text in texts.get(column, ()):
+        others = (cell for name, cell in cells[index].items() if name != column and isinstance(cell, str))
+        if not rows[index].keys() <= NOT_METRICS or any(re.search(r"\d", cell) for cell in others):
+            raise StoreError(
+                f"{places[index]}, column {printable(column)}: got '{printable(text[:40])}' as the step; "
+                f"{MEND_STEP}"
+            )
+
+
+def _on_texts(
+    texts: Mapping[str, list[tuple[int, str]]], metrics: Mapping[str, Series], places: Sequence[str]
+) -> Iterator[str]:
+    """Notes on the columns whose texts were meant to be numbers."""
+    for name, of in texts.items():
+        (index, first), s = of[0], "s" * (len(of) > 1)
+        if name in NOT_METRICS or not (name in metrics or ALMOST_A_NUMBER.fullmatch(first.strip())):
+            continue
+        said = f"{printable(name)}: {len(of)} value{s} left out as no number{s}"
+        yield f"{said}, the first '{printable(first[:40])}' in {places[index]}"
+
+
+def _dropped(
+    texts: Mapping[str, list[tuple[int, str]]],
+    steps: Sequence[int | None],
+    rows: Sequence[Mapping[str, float]],
+) -> dict[str, tuple[int, ...]]:
+    """Metric -> the steps whose last value is text."""
+    dropped: dict[str, tuple[int, ...]] = {}
+    for name, of in texts.items():
+        last = {step: index for index, _ in of if (step := steps[index]) is not None}
+        written_later = {
+            step
+            for index, (step, row) in enumerate(zip(steps, rows, strict=True))
+            if step in last and name in row and index > last[step]
+        }
+        if last.keys() - written_later:
+            dropped[name] = tuple(sorted(last.keys() - written_later))
+    return dropped
+
+
+def _configuration(cells: Sequence[Cells]) -> dict[str, Any]:
+    """What every row repeats under `config/`."""
+    values: dict[str, dict[float | str, None]] = defaultdict(dict)
+    for row in cells:
+        for name, cell in row.items():
+            if name.startswith(CONFIG):
+                values[name][cell] = None
+    return {name: _plain(next(iter(of))) for name, of in values.items() if len(of) == 1}
+
+
+def _plain(cell: float | str) -> Any:
+    try:
+        number = float(cell)
+    except ValueError:
+        return cell
+    return int(number) if number % 1 == 0 and abs(number) < LARGEST_STEP else number
+
+
+def unread_cell(place: str, at: str, column: str, text: str) -> str:
+    """Where a text stands in the place of a number, and what to write there."""
+    comma = " (a decimal comma?)" if DECIMAL_COMMA.fullmatch(text.strip()) else ""
+    return (
+        f"{place}, {at}, column {printable(column)}: got '{printable(text[:40])}'{comma}; "
+        "write a number with a decimal point, nan where there is none"
+    )
+
+
+# --- steps ---
+
+
+def _step_column(
+    rows: Sequence[Mapping[str, float]], names: Sequence[str], texts: Mapping[str, object]
+) -> str | None:
+    """The first of STEP_COLUMNS that most rows have as a number, or else as text."""
+    called = {name.lower(): name for name in reversed([*names, *texts])}
+    called |= {name: name for name in (*texts, *names)}  # as it is written before any other case
     columns = [called[column] for column in STEP_COLUMNS if column in called]
     there = {name: sum(name in row for row in rows) for name in columns}
     most = max(there.values(), default=0)

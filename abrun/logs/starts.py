@@ -67,7 +67,7 @@ def join_starts(logs: Sequence[Log], run: str) -> Log | None:
     if log is None:
         return None
     left_out = [
-        f"left out as a start that did not finish: {printable(one.place)} ({run}, steps {first}-{last}), "
+        f"left out as an interrupted start: {printable(one.place)} ({run}, steps {first}-{last}), "
         f"which {printable(log.place)} repeats"
         for one, (first, last) in zip(logs, spans, strict=True)
         if one not in counted
@@ -89,7 +89,12 @@ def _joined(ordered: Sequence[Log], run: str, spans: Sequence[tuple[int, int]]) 
     unread = {name: where for log in reversed(ordered) for name, where in log.unread.items()}
     guesses = dict.fromkeys([*(guess for log in ordered for guess in log.guesses), guess])
     left_out = tuple(line for log in ordered for line in log.left_out)
-    return replace(last, metrics=metrics, guesses=tuple(guesses), unread=unread, left_out=left_out)
+    dropped = {
+        metric: tuple(step for log in ordered for step in log.dropped.get(metric, ()))
+        for metric in dict.fromkeys(metric for log in ordered for metric in log.dropped)
+    }
+    joined = replace(last, metrics=metrics, guesses=tuple(guesses), left_out=left_out)
+    return replace(joined, unread=unread, dropped=dropped)
 
 
 def _concatenated(series: Sequence[Series]) -> Series:

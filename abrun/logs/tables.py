@@ -5,28 +5,29 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from abrun.errors import StoreError
+from abrun.logs.contents import read_content
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
-from abrun.logs.rows import UNNAMED, as_number, flat_numbers, series_of
-from abrun.regular_files import open_regular, read_regular
+from abrun.logs.rows import LONGEST_TEXT, STEP_COLUMNS, UNNAMED, Cells, Recorded, flat_cells, series_of
+from abrun.regular_files import open_regular
 
 TORN = "its last line is torn, or still being written, and was left out"
 NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
-# What is one with a unit, or a decimal comma: a column of it was meant to be read. Not a date, a name.
-ALMOST_A_NUMBER = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
-DECIMAL_COMMA = r"[-+]?\d*,\d+(e[-+]?\d+)?"
 PARQUET_MAGIC = b"PAR1"
 LARGEST_CELL = 2**24  # characters
 MOST_VALUES = 2**24  # of a Parquet file
+METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")  # of a long table: which metric a row is of
+VALUE_COLUMNS = ("value", "val")
+DELIMITERS = (",", ";", "\t")
+COMMENT = "#"
+EXCEL_DELIMITER = re.compile(r"sep=([,;\t|])", re.IGNORECASE)  # in a line above the header
 
-Row = dict[str, float]
 Line = tuple[int, list[str]]  # the number that it ends at, and its cells
 
 
@@ -37,49 +38,98 @@ def read_csv(path: Path, step_column: str | None = None) -> Log:
     """A CSV file: a header, then a line a step. An empty cell is not recorded; `nan` and `inf` are."""
     lines, torn = csv_lines(path)
     if not lines:
-        return _log(path, {}, [TORN if torn else EMPTY])
-    log = csv_log(path, lines, step_column)
-    return replace(log, notes=(*log.notes, TORN)) if torn else log
+        return _log(path, Recorded(), [TORN if torn else EMPTY])
+    return csv_log(path, lines, step_column, [TORN] if torn else [])
 
 
-def csv_log(path: Path, lines: list[Line], step_column: str | None = None) -> Log:
+def csv_log(path: Path, lines: list[Line], step_column: str | None = None, notes: Sequence[str] = ()) -> Log:
     """The run of a CSV file's whole lines, the header first."""
     # The index of a data frame has no name in its CSV; read again, pandas calls it so.
     header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(lines[0][1])]
     _refuse_columns_twice(path, header)
-    rows, texts = _numbers(path, header, lines[1:])
-    unread = {name: _unread(path, name, *of[0]) for name, of in texts.items()}
-    metrics, notes = series_of(rows, _shown(path), step_column, header, unread)
-    for name, of in texts.items():
-        (number, first), s = of[0], "s" * (len(of) > 1)
-        if name in metrics or ALMOST_A_NUMBER.fullmatch(first.strip()):
-            said = f"{printable(name)}: {len(of)} value{s} left out as no number{s}"
-            notes.append(f"{said}, the first '{printable(first[:40])}' in line {number}")
-    return _log(path, metrics, notes, unread)
+    rows = [(number, cells) for number, cells in lines[1:] if not _is_comment(cells, header)]
+    for number, cells in rows:
+        if len(cells) != len(header):
+            raise StoreError(
+                f"{_shown(path)}, line {number}: got {len(cells)} cells; the header names {len(header)}: "
+                "mend the line or write the file again"
+            )
+    named = (
+        (number, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
+        for number, cells in rows
+    )
+    return rows_log(path, named, step_column, header, notes)
+
+
+def rows_log(
+    path: Path,
+    rows: Iterable[tuple[int, Cells]],
+    step_column: str | None,
+    columns: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Log:
+    """The run of a file's rows, each with its line."""
+    lines, cells = [], []
+    for line, row in rows:
+        lines.append(line)
+        # A resumed writer may write the header again.
+        cells.append({name: cell for name, cell in row.items() if cell != name})
+    return _log(path, series_of(cells, _shown(path), step_column, columns, lines), notes)
 
 
 def csv_lines(path: Path) -> tuple[list[Line], bool]:
     """The whole lines with the numbers they end at, and whether a torn one was left out behind them."""
-    content = _content(path)
+    content, torn = read_content(path)
     csv.field_size_limit(LARGEST_CELL)
-    text = _text(path, content)
-    head = text.partition("\n")[0]
-    between = next((mark for mark in (",", ";", "\t") if mark in head), ",")
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=between)
+    text, above, delimiter = _below_comments(_text(path, content))
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     lines: list[Line] = []
     ended = 0
     try:
         for cells in reader:
             ended = reader.line_num
             if cells:
-                lines.append((ended, cells))
+                lines.append((above + ended, cells))
     except csv.Error as error:
         # A quote that is open at the end is a torn line, or one far above that takes all below for its text.
         if "unexpected end of data" in str(error) and reader.line_num == ended + 1:
             return lines, True
-        raise StoreError(f"{_shown(path)}, line {ended + 1}: not readable as CSV: {error}") from None
-    torn = bool(lines) and not content.endswith((b"\n", b"\r"))
-    return lines[:-1] if torn else lines, torn
+        raise StoreError(
+            f"{_shown(path)}, line {above + ended + 1}: not readable as CSV: {_one_line(error)}"
+        ) from None
+    if lines and not content.endswith((b"\n", b"\r")):
+        return lines[:-1], True
+    return lines, torn
+
+
+def _below_comments(text: str) -> tuple[str, int, str]:
+    """The text from the header on, how many lines stand above it, and what its cells are divided by.
+
+    The header may itself begin with `#`, above a first row of as many cells.
+    """
+    above, last, delimiter = 0, "", ""
+    while text:
+        line, _, rest = text.partition("\n")
+        excel = EXCEL_DELIMITER.fullmatch(line.strip("\r"))
+        if not (line.startswith(COMMENT) or excel or (above and not line.strip())):
+            break
+        text, above, last = rest, above + 1, line if line.strip() else last
+        delimiter = excel[1] if excel else delimiter
+    first, second = [*text.split("\n", 2), ""][:2]
+    if not delimiter:  # as often in the header as below it, else as often as any in the header
+        counts = {mark: (first.count(mark), second.count(mark)) for mark in DELIMITERS}
+        delimiter = max(
+            DELIMITERS, key=lambda mark: (0 < counts[mark][0] == counts[mark][1], counts[mark][0])
+        )
+    cells = first.split(delimiter)
+    header = last.removeprefix(COMMENT).strip()
+    if header and len(cells) == len(header.split(delimiter)) and not re.search(r"[^\W\d_]{4}", first):
+        return f"{header}\n{text}", above - 1, delimiter
+    return text, above, delimiter
+
+
+def _is_comment(cells: Sequence[str], header: Sequence[str]) -> bool:
+    return cells[0].startswith(COMMENT) and len(cells) != len(header)
 
 
 def _refuse_columns_twice(path: Path, names: Sequence[str]) -> None:
@@ -90,51 +140,48 @@ def _refuse_columns_twice(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _numbers(
-    path: Path, header: list[str], lines: list[Line]
-) -> tuple[list[Row], dict[str, list[tuple[int, str]]]]:
-    """Rows of numbers, and of each column the filled cells that are none, with their lines."""
-    rows: list[Row] = []
-    texts: dict[str, list[tuple[int, str]]] = {}
-    for number, cells in lines:
-        if len(cells) != len(header):
-            raise StoreError(
-                f"{_shown(path)}, line {number}: got {len(cells)} cells; the header names {len(header)}: "
-                "mend the line or write the file again"
-            )
-        row: Row = {}
-        for name, cell in zip(header, cells, strict=True):
-            if not cell or not name:
-                continue
-            try:
-                row[name] = as_number(cell)
-            except ValueError:
-                if cell.strip() and cell.strip() != name:  # a resumed writer may write the header again
-                    texts.setdefault(name, []).append((number, cell))
-        rows.append(row)
-    return rows, texts
-
-
 # --- JSON ---
 
 
 def read_jsonl(path: Path, step_column: str | None = None) -> Log:
-    """A JSON-lines file: an object a line, nested names joined by '/', bare or quoted NaN and Infinity."""
-    lines = _content(path).split(b"\n")
+    """Read a JSON-lines file: an object a line, nested names joined by '/', bare or quoted NaN and Infinity.
+
+    A file that is one list of objects is read alike.
+    """
+    rows, notes = json_rows(path)
+    return json_log(path, rows, step_column, notes)
+
+
+def json_log(
+    path: Path, rows: Sequence[tuple[int, Cells]], step_column: str | None, notes: Sequence[str] = ()
+) -> Log:
+    """The run of a JSON file's flat rows, in the long form or not."""
+    return rows_log(path, _wide(rows, step_column), step_column, notes=notes)
+
+
+def json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
+    """Return the flat rows of JSON lines or of a list, each with its line, and what of them is torn."""
+    content, torn = read_content(path)
+    if content.lstrip().startswith(b"["):
+        numbered, notes = list(enumerate(_list(path, content), 1)), []
+    else:
+        numbered, notes = _objects(path, content.split(b"\n"))
+    rows: list[tuple[int, Cells]] = [
+        (number, dict(flat_cells(_without_envelope(row)))) for number, row in numbered if not _is_summary(row)
+    ]
+    return rows, notes or [TORN] * torn
+
+
+def _objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
     last = max((index for index, line in enumerate(lines) if line.strip()), default=-1)
-    rows: list[Row] = []
-    unread: dict[str, str] = {}
+    rows = []
     notes = [] if last >= 0 else [EMPTY]
     for index, line in enumerate(lines):
         if not line.strip():
             continue
         row = _object(line)
         if row is not None:
-            row = _without_envelope(row)
-            rows.append(dict(flat_numbers(row)))
-            for name, value in row.items():
-                if isinstance(value, str) and name not in rows[-1]:
-                    unread.setdefault(name, _unread(path, name, index + 1, value))
+            rows.append((index + 1, row))
         elif index == last and line.lstrip().startswith(b"{"):
             notes.append(TORN)
         else:
@@ -143,19 +190,70 @@ def read_jsonl(path: Path, step_column: str | None = None) -> Log:
                 f"{_shown(path)}, line {index + 1}: got '{shown}'; a JSON object is expected: "
                 "remove the line or write the file again"
             )
-    metrics, more = series_of(rows, _shown(path), step_column, unread=unread)
-    return _log(path, metrics, notes + more, unread)
+    return rows, notes
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _list(path: Path, content: bytes) -> list[dict[str, Any]]:
+    rows = _json(content)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        shown = printable(content[:40].decode(errors="replace"))
+        raise StoreError(
+            f"{_shown(path)}, line 1: got '{shown}'; a JSON object is expected in every line, or one list of "
+            "objects: write the file again"
+        )
+    return rows
+
+
+def _is_summary(row: Mapping[str, Any]) -> bool:
+    """ms-swift's last row: the history again, and where checkpoints are."""
+    return isinstance(row.get("log_history"), list)
+
+
+def _wide(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Iterator[tuple[int, Cells]]:
+    """Rows of a long form, `{"step": 1, "name": "loss", "value": 0.5}`, with metrics' names as columns.
+
+    The keys may be nested, as fms-hf-tuning's `data/step` and `data/value` are. Other rows stay unchanged.
+    """
+    metric, value = long_columns(rows)
+    for number, row in rows:
+        if not isinstance(row.get(metric), str) or value not in row:
+            yield number, row
+            continue
+        called = {name if name == step_column else name.rpartition("/")[2]: name for name in row}
+        steps = {
+            name: row[key]
+            for name, key in called.items()
+            if name == step_column or name.lower() in STEP_COLUMNS
+        }
+        yield number, steps | {str(row[metric]): row[value]}
+
+
+def long_columns(rows: Sequence[tuple[int, Cells]]) -> tuple[str, str]:
+    """Return the columns that hold a metric's name and its value; empty where no row has both."""
+    keys = ((_last_called(row, METRIC_COLUMNS), _last_called(row, VALUE_COLUMNS)) for _, row in rows)
+    return next(((metric, value) for metric, value in keys if metric and value), ("", ""))
+
+
+def _last_called(names: Iterable[str], words: Sequence[str]) -> str | None:
+    """The column whose last part is the first of `words` that any has."""
+    called = {name.rpartition("/")[2].lower(): name for name in names}
+    return next((called[word] for word in words if word in called), None)
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    row = _json(text)
+    return row if isinstance(row, dict) else None
+
+
+def _json(text: bytes) -> Any:
+    """Return what a text of JSON holds, None where it is none."""
     try:
-        row = orjson.loads(line)
+        return orjson.loads(text)
     except ValueError:
         try:
-            row = json.loads(line.decode())  # which knows NaN and Infinity
+            return json.loads(text.decode())  # which knows NaN and Infinity
         except (ValueError, RecursionError):
             return None
-    return row if isinstance(row, dict) else None
 
 
 def _without_envelope(row: dict[str, Any]) -> dict[str, Any]:
@@ -166,17 +264,17 @@ def _without_envelope(row: dict[str, Any]) -> dict[str, Any]:
 
 def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
     """transformers' (so TRL's) trainer_state.json, its metrics named as its other loggers name them."""
-    state = _object(_content(path))
+    state = _object(read_content(path)[0])
     history = state.get("log_history") if state else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise StoreError(
             f"{_shown(path)}: no log_history of rows; a trainer_state.json of transformers is expected"
         )
-    rows = [dict(_as_logged(dict(flat_numbers(row)))) for row in history]
-    return _log(path, *series_of(rows, _shown(path), step_column))
+    rows = [dict(_as_logged(dict(flat_cells(row)))) for row in history]
+    return _log(path, series_of(rows, _shown(path), step_column))
 
 
-def _as_logged(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+def _as_logged(row: Cells) -> Iterator[tuple[str, float | str]]:
     """`rewrite_logs` of transformers: eval_x is eval/x, test_x is test/x, anything else train/x."""
     for name, value in row.items():
         if name == "step":
@@ -198,9 +296,9 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
         file.seek(max(0, size - len(PARQUET_MAGIC)))
         end = file.read()
     if not size:
-        return _log(path, {}, [EMPTY])
+        return _log(path, Recorded(), [EMPTY])
     if magic == PARQUET_MAGIC and (end != PARQUET_MAGIC or size < 12):
-        return _log(path, {}, [NO_FOOTER])
+        return _log(path, Recorded(), [NO_FOOTER])
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -216,55 +314,54 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
                 or pa.types.is_floating(column.type)
                 or pa.types.is_decimal(column.type)
             ]
+            text_types = (pa.string(), pa.large_string())
+            texts = [column.name for column in schema if column.type in text_types]
             _refuse_columns_twice(path, schema.names)
-            num_values = file.metadata.num_rows * len(numeric)
+            num_values = file.metadata.num_rows * len(numeric + texts)
             if num_values > MOST_VALUES:  # which a few bytes can claim, by repeating one
                 raise StoreError(f"{_shown(path)}: claims {num_values} numbers; allowed: {MOST_VALUES}")
-            table = file.read(columns=numeric).combine_chunks()
-            columns = [column.cast(pa.float64(), safe=False).to_pylist() for column in table.columns]
+            table = file.read(columns=numeric + texts).combine_chunks()
+            columns = [
+                [text and text[:LONGEST_TEXT] for text in column.to_pylist()]
+                if column.type in text_types
+                else column.cast(pa.float64(), safe=False).to_pylist()
+                for column in table.columns
+            ]
     except StoreError:
         raise
     except Exception as error:  # Arrow's, the system's, of text that is none, or for want of memory
         raise StoreError(f"{_shown(path)}: not readable as Parquet: {_one_line(error)}") from None
-    rows: list[Row] = [{} for _ in range(table.num_rows)]
+    rows: list[dict[str, float | str]] = [{} for _ in range(table.num_rows)]
     for name, values in zip(table.column_names, columns, strict=True):
         for row, value in zip(rows, values, strict=True):
             if value is not None:
                 row[name] = value
-    return _log(path, *series_of(rows, _shown(path), step_column, schema.names))
+    return _log(path, series_of(rows, _shown(path), step_column, schema.names))
 
 
 # --- files ---
 
 
-def _content(path: Path) -> bytes:
-    with readable(path):
-        return read_regular(path)
-
-
 def _text(path: Path, content: bytes) -> str:
     try:
-        return content.decode("utf-8-sig")
+        return content.decode()
     except UnicodeDecodeError as error:
         if error.reason == "unexpected end of data":  # torn inside a character
-            return content[: error.start].decode("utf-8-sig")
+            return content[: error.start].decode()
         raise StoreError(
-            f"{_shown(path)}: byte {error.start} is not UTF-8 text; a CSV file is expected"
+            f"{_shown(path)}: byte {error.start} is not UTF-8 text; a CSV file is expected: save it as UTF-8"
         ) from None
 
 
-def _log(
-    path: Path, metrics: Mapping[str, Any], notes: list[str], unread: Mapping[str, str] | None = None
-) -> Log:
-    return Log(name=path.name, place=_shown(path), metrics=metrics, notes=tuple(notes), unread=unread or {})
-
-
-def _unread(path: Path, column: str, line: int, text: str) -> str:
-    """Where a text stands in the place of a number, and what to write there."""
-    comma = " (a decimal comma?)" if re.fullmatch(DECIMAL_COMMA, text.strip()) else ""
-    return (
-        f"{_shown(path)}, line {line}, column {printable(column)}: got '{printable(text[:40])}'{comma}; "
-        "write a number with a decimal point, nan where there is none"
+def _log(path: Path, recorded: Recorded, notes: Sequence[str] = ()) -> Log:
+    return Log(
+        name=path.name,
+        place=_shown(path),
+        metrics=recorded.metrics,
+        notes=(*recorded.notes, *notes),
+        unread=recorded.unread,
+        dropped=recorded.dropped,
+        config=recorded.config or None,
     )
 
 

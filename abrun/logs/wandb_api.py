@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from abrun.errors import StoreError
 from abrun.logs.log import Log, LogStatus, needs_package, printable
-from abrun.logs.rows import flat_numbers, series_of
+from abrun.logs.rows import flat_cells, series_of
 from abrun.logs.wandb_files import environment_of
 from abrun.recipe import dotted
 
@@ -54,23 +54,24 @@ def read_project(path: str, group: str | None, step_column: str | None = None) -
 def _log(run: Any, project: str, step_column: str | None) -> Log:
     place = printable(f"wandb:{project}/{run.id}")
     scanned = run.scan_history() if run.lastHistoryStep >= 0 else []  # it fails on a run that logged nothing
-    rows = [dict(flat_numbers(row)) for row in scanned]
-    metrics, notes = series_of(rows, place, step_column)
+    recorded = series_of([dict(flat_cells(row)) for row in scanned], place, step_column)
     status = STATUS.get(run.state, "unknown")
     config = {key: value for key, value in run.config.items() if key != "_wandb"}
     environment = environment_of(run.metadata or {}, _requirements(run))
     return Log(
         name=run.name or run.id,
         place=place,
-        metrics=metrics,
+        metrics=recorded.metrics,
         status=status,
         failure=f"wandb says {run.state}" if status == "failed" else "",
-        config=dotted(config),
+        config={**recorded.config, **dotted(config)},
         environment=environment or None,
         group=run.group or None,
         job_type=run.job_type or None,
         run_id=run.id,
-        notes=tuple(notes),
+        notes=tuple(recorded.notes),
+        unread=recorded.unread,
+        dropped=recorded.dropped,
     )
 
 

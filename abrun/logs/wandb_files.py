@@ -17,11 +17,11 @@ from typing import Any
 import orjson
 
 from abrun.errors import StoreError
+from abrun.logs.cells import as_number
 from abrun.logs.log import EMPTY, Log, printable, readable
-from abrun.logs.rows import NoStep, as_number, flat_numbers, series_of
+from abrun.logs.rows import NoStep, Recorded, flat_cells, series_of
 from abrun.recipe import dotted
 from abrun.regular_files import read_regular
-from abrun.series import Series
 
 MAGIC = b":W&B\xe1\xbe"
 FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
@@ -60,7 +60,7 @@ RECORDED_PACKAGES = (
 class Contents:
     """What the records of a run's files add up to."""
 
-    rows: list[dict[str, float]] = field(default_factory=list)
+    rows: list[dict[str, float | str]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     run: Any = None  # the last RunRecord
@@ -79,7 +79,7 @@ def read_run_files(files: Sequence[Path], name: str, step_column: str | None = N
         contents.exit_code = None
         _add(contents, path)
     place = printable(str(files[-1]))
-    metrics, notes = _series(contents, place, step_column)
+    recorded = _series(contents, place, step_column)
     run, code = contents.run, contents.exit_code
     if run is None:
         status, more = "unknown", [EMPTY]
@@ -89,22 +89,23 @@ def read_run_files(files: Sequence[Path], name: str, step_column: str | None = N
     return Log(
         name=(run.display_name if run else "") or name,
         place=place,
-        metrics=metrics,
+        metrics=recorded.metrics,
         status=status,
         failure=f"exit code {code}" if code else "",
-        config=dotted(config) if run else None,
+        config={**recorded.config, **dotted(config)} if run else None,
         environment=contents.environment or None,
         group=(run.run_group if run else "") or None,
         job_type=(run.job_type if run else "") or None,
         run_id=(run.run_id if run else "") or None,
-        notes=tuple(notes + contents.notes + more),
+        notes=tuple(recorded.notes + contents.notes + more),
+        unread=recorded.unread,
+        dropped=recorded.dropped,
     )
 
 
-def _series(contents: Contents, place: str, step_column: str | None) -> tuple[dict[str, Series], list[str]]:
+def _series(contents: Contents, place: str, step_column: str | None) -> Recorded:
     """Every metric over its own step, where `define_metric` named one; else over the column that has it."""
-    metrics: dict[str, Series] = {}
-    notes: list[str] = []
+    recorded = Recorded()
     left = contents.rows
     logged = {name for row in contents.rows for name in row}
     for step in dict.fromkeys(contents.steps.values()) if step_column is None else ():
@@ -116,16 +117,14 @@ def _series(contents: Contents, place: str, step_column: str | None) -> tuple[di
             latest = row.get(step, latest)  # as wandb draws a row without it
             if latest is not None and not names.isdisjoint(row):
                 rows.append({step: latest} | {name: row[name] for name in row if name in names})
-        found, more = series_of(rows, place, step)
-        metrics, notes = metrics | found, notes + more
+        recorded = recorded.merged(series_of(rows, place, step))
         left = [{name: row[name] for name in row if name not in {*names, step}} for row in left]
-    if not metrics:
+    if not recorded.metrics:
         return series_of(contents.rows, place, step_column)
     try:
-        rest, more = series_of(left, place, None)
+        return recorded.merged(series_of(left, place, None))
     except NoStep:
-        rest, more = {}, []
-    return rest | metrics, notes + more
+        return recorded
 
 
 def _step_of(name: str, steps: Mapping[str, str]) -> str | None:
@@ -194,8 +193,8 @@ def _records(content: bytes) -> Iterator[tuple[bytes, int]]:
             parts.clear()
 
 
-def _row(history: Any) -> dict[str, float]:
-    row: dict[str, float] = {}
+def _row(history: Any) -> dict[str, float | str]:
+    row: dict[str, float | str] = {}
     media: list[str] = []
     for item in history.item:
         name, text = item.key or "/".join(item.nested_key), _value_json(item)
@@ -207,7 +206,7 @@ def _row(history: Any) -> dict[str, float]:
         except ValueError:
             value = _json(text)
             if isinstance(value, dict | str):
-                row.update(flat_numbers({name: value}))
+                row.update(flat_cells({name: value}))
     if "_step" not in row and history.HasField("step"):
         row["_step"] = history.step.num
     if media:

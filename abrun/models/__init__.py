@@ -1,7 +1,7 @@
 """Models: presets with random weights, and Hugging Face checkpoints (a local folder or a hub name)."""
 
 from abrun.models.checks import check_decoding, check_network
-from abrun.models.content import content_of, sample_of, weights_hash
+from abrun.models.content import content_of, sketch_of, weights_hash
 from abrun.models.families import (
     Facts,
     attends_to_all,
@@ -54,8 +54,8 @@ __all__ = [
     "positions_of",
     "published",
     "routers_of",
-    "sample_of",
     "save_network",
+    "sketch_of",
     "small_twin",
     "takes_weight_decay",
     "weights_hash",

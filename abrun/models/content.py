@@ -1,4 +1,4 @@
-"""A number that says whether two sets of weights are the same, and a sample that says how far they are apart.
+"""A number that says whether two sets of weights are the same, and sketches that say how far they are apart.
 
 Both are of whole tensors, however they were spread over ranks.
 
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-CHUNK = 2**22  # elements mixed at once: 32 MiB for each of a few copies
-# A sample has all elements of tensors up to so many, and so many of each larger one.
-SAMPLED_WHOLE, SAMPLED = 4096, 256
+CHUNK = 2**22  # elements mixed at once on a GPU: 32 MiB for each of a few copies
+CPU_CHUNK = 2**18  # which stay in the cache: 5 to 10 times as fast
+SKETCHED = 256  # numbers of a tensor's sketch
 # SplitMix64's (Steele, Lea and Flood, 2014) without their top bit, to fit an int64.
 STEP, FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 
@@ -28,13 +28,28 @@ def content_of(name: str, weight: Tensor) -> int:
     return total % 2**64
 
 
-def sample_of(name: str, weight: Tensor) -> Tensor:  # [n] float32, on the CPU
-    """Elements of one whole tensor, at places that its name and shape fix; some may be there twice."""
-    flat = weight.detach().flatten()
-    if len(flat) > SAMPLED_WHOLE:
-        number = torch.arange(1, SAMPLED + 1, device=flat.device)
-        flat = flat[_mixed(number * STEP + _start(name, weight)) % len(flat)]
-    return flat.float().cpu()
+def sketch_of(name: str, weight: Tensor) -> Tensor:  # [at most 256] float64, on the CPU
+    """Return the count sketch of one whole tensor, or the tensor itself where it is no larger.
+
+    A sketch has signed sums over 256 buckets. An element's sign and bucket follow from the tensor's name and
+    shape and the element's flat index. Sketches are linear: the sum of squares of a difference of two is an
+    unbiased estimate of that of the tensors' difference; the norm's standard error is 4.4 % (sqrt(1 / 512)).
+    """
+    if weight.numel() <= SKETCHED:
+        return weight.detach().flatten().double().cpu()
+    start, device = _start(name, weight), weight.device
+    total = torch.zeros(SKETCHED, dtype=torch.float64, device=device)
+    column = torch.arange(SKETCHED, device=device)
+    for part, first in _chunks(weight):
+        place = torch.arange(first + 1, first + 1 + len(part), device=device)
+        values = part.double()
+        signed = torch.where(_mixed(place * STEP + start) < 0, -values, values)
+        rows = torch.nn.functional.pad(signed, (0, -len(part) % SKETCHED)).view(-1, SKETCHED)
+        # 256 neighbours go to as many buckets, in an order of their own: nothing is added atomically
+        number = torch.arange(first // SKETCHED, first // SKETCHED + len(rows), device=device)
+        shift = (_mixed(number * STEP + (start ^ FIRST)) >> 40) & (SKETCHED - 1)
+        total += rows.gather(1, column ^ shift[:, None]).sum(0)
+    return total.cpu()
 
 
 def weights_hash(contents: Iterable[int]) -> str:
@@ -54,4 +69,5 @@ def _mixed(number: Tensor) -> Tensor:  # int64, both
 
 def _chunks(weight: Tensor) -> Iterable[tuple[Tensor, int]]:
     flat = weight.detach().contiguous().flatten()
-    return ((flat[first : first + CHUNK], first) for first in range(0, len(flat), CHUNK))
+    size = CHUNK if flat.is_cuda else min(CHUNK, CPU_CHUNK)
+    return ((flat[first : first + size], first) for first in range(0, len(flat), size))

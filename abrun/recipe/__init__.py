@@ -260,7 +260,9 @@ class Declared(Section):
     def _seeds_are_listed(cls, seeds: Any) -> Any:
         if isinstance(seeds, int) and not isinstance(seeds, bool) and 0 <= seeds <= MOST_SEEDS:
             count = f"; for {seeds} seeds write 0-{seeds - 1} to --seeds, or list them here" * (seeds > 1)
-            raise ValueError(f"got {seeds}, which is one seed, number {seeds}{count}; for that seed alone write [{seeds}]")
+            raise ValueError(
+                f"got {seeds}, which is one seed, number {seeds}{count}; for that seed alone write [{seeds}]"
+            )
         return seeds
 
     @field_validator("arms")

@@ -154,7 +154,7 @@ class Command(Section):
             names.add(name)
         if dollar := re.search(r"\$\{(\w+)\}", template.replace("{{", "\0").replace("}}", "\0")):
             raise ValueError(
-                f"{got}, whose $ would stay before the value; write {{{dollar[1]}}} (a variable of a shell is "
+                f"{got}, whose $ would stay before the value; write {{{dollar[1]}}} (a shell's variable is "
                 "written ${{NAME}})"
             )
         return names

@@ -84,6 +84,7 @@ from abrun.store.records import (
     RunState,
     SilentRank,
     Status,
+    code_name,
     started_after,
 )
 from abrun.store.rundir import SCHEMA_VERSION, RunDir
@@ -121,6 +122,7 @@ __all__ = [
     "Status",
     "TakenOverError",
     "can_fork",
+    "code_name",
     "damage",
     "decode",
     "encode",

@@ -60,6 +60,7 @@ class Launch(Owner):
     status: Status = "running"
     message: str | None = None
     attempts: int = 0  # the newest when this was written: of a later one it knows nothing
+    git: dict[str, Any] | None = None  # of this start's code, as `Launches.git` is of the last one's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,12 @@ class Launches:
 
     git: dict[str, Any] | None = None
     launches: tuple[Launch, ...] = ()
+
+
+def code_name(git: Mapping[str, Any]) -> str:
+    """Return a commit and the file of its uncommitted changes: `939ca1c with git-527da590.diff`."""
+    changes = git.get("diff") or ("uncommitted changes" if git.get("dirty") else None)
+    return f"{str(git.get('sha'))[:7]}{f' with {changes}' if changes else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

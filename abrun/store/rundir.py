@@ -53,6 +53,7 @@ from abrun.store.records import (
     Status,
     attempt_file,
     attempt_numbers,
+    code_name,
     ending_of,
     last_attempt,
     read_as,
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 
 STALLED_AFTER_S = 600.0
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-MOST_SAMPLE = 1 << 28  # bytes
+MOST_SKETCH = 1 << 28  # bytes
 MOST_RECORD = 1 << 21  # bytes of what a run was started with: all of it is shown
 
 
@@ -141,6 +142,7 @@ class RunDir:
             started_s=time.time(),
             devices=tuple(devices),
             attempts=self.last_attempt,
+            git=dict(git) if git else None,
             **this_machine(),
         )
         before: list[Launch] = []
@@ -301,6 +303,13 @@ class RunDir:
         """Commit and uncommitted changes of the folder that the run was launched from."""
         return read_as(Launches, self.path / layout.LAUNCH).git
 
+    def code(self) -> tuple[str, ...]:
+        """The code of each attempt in order, without repetitions; empty where launches do not say."""
+        told = read_as(Launches, self.path / layout.LAUNCH)
+        launched = {one.attempts: one.git for one in told.launches if one.attempts < self.last_attempt}
+        known = [git for _, git in sorted(launched.items()) if git] or ([told.git] if told.git else [])
+        return tuple(dict.fromkeys(map(code_name, known)))
+
     def heartbeat(self) -> Heartbeat:
         """The last sign of life; none where the file does not read, as after a loss of power."""
         try:
@@ -434,32 +443,22 @@ class RunDir:
         found = read_json_or_empty(self.path / layout.RESULT).get("final_weights_hash")
         return found if isinstance(found, str) else None
 
-    def final_sample(self) -> "dict[str, Array]":
-        """Some of the final weights, float32, by tensor; none where there are none that read."""
-        return self._sample(layout.FINAL_SAMPLE)
+    def final_sketch(self) -> "dict[str, Array]":
+        """Sketches of the final weights, float64, by tensor; none where there are none that read."""
+        return self._sketch(layout.FINAL_SKETCH)
 
-    def initial_sample(self) -> "dict[str, Array]":
-        """The same of the initial weights."""
-        return self._sample(layout.INITIAL_SAMPLE)
+    def initial_sketch(self) -> "dict[str, Array]":
+        """Sketches of the initial weights."""
+        return self._sketch(layout.INITIAL_SKETCH)
 
-    def weight_sizes(self) -> dict[str, int]:
-        """Numbers of each whole tensor that is sampled; none where that is not known."""
-        try:
-            content = read_regular(self.path / layout.INITIAL_SAMPLE, MOST_SAMPLE)
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            sizes = json.loads(header["__metadata__"]["sizes"])
-            return {str(name): int(size) for name, size in sizes.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}
-
-    def _sample(self, file: str) -> "dict[str, Array]":
+    def _sketch(self, file: str) -> "dict[str, Array]":
         from safetensors import SafetensorError, numpy  # and numpy itself, which status does without
 
         try:
-            sample = numpy.load(read_regular(self.path / file, MOST_SAMPLE))
+            sketch = numpy.load(read_regular(self.path / file, MOST_SKETCH))
         except (OSError, ValueError, KeyError, SafetensorError):
             return {}
-        return {name: values for name, values in sample.items() if values.dtype == "float32"}
+        return {name: values for name, values in sketch.items() if values.dtype == "float64"}
 
     @property
     def first_step(self) -> int:

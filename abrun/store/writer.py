@@ -86,15 +86,15 @@ class RunWriter:
             if lines:
                 lines.sync()
 
-    def initial_sample(self, content: bytes) -> None:
-        """Some of the initial weights, as `final_sample`; its metadata has the whole tensors' `sizes`."""
+    def initial_sketch(self, content: bytes) -> None:
+        """Write the sketches of the initial weights, as `final_sketch`."""
         self.check_fence()
-        write_file(self.path / layout.INITIAL_SAMPLE, content)
+        write_file(self.path / layout.INITIAL_SKETCH, content)
 
-    def final_sample(self, content: bytes) -> None:
-        """Some of the final weights, by tensor, as safetensors."""
+    def final_sketch(self, content: bytes) -> None:
+        """Write the sketches of the final weights, by tensor, as safetensors."""
         self.check_fence()
-        write_file(self.path / layout.FINAL_SAMPLE, content)
+        write_file(self.path / layout.FINAL_SKETCH, content)
 
     def finish(self, step: int, weights: Mapping[str, Any] | None = None, /, **details: Any) -> None:
         """Write result.json: from now on the run is finished.

@@ -1,7 +1,6 @@
 """What our trainer records of a run: on rank 0, into its run directory and perhaps to wandb."""
 
 import hashlib
-import json
 import platform
 import re
 import socket
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from abrun.backends import Backend
 from abrun.extras import installed_version
-from abrun.models import content_of, sample_of, weights_hash
+from abrun.models import content_of, sketch_of, weights_hash
 from abrun.recipe import OwnRunConfig
 from abrun.store import RunDir, RunWriter, Sample
 from abrun.train.wandb_mirror import WandbMirror
@@ -57,12 +56,11 @@ class Recorder:
         """
         ranks = policy.ranks
         places = ranks.of_all((socket.gethostname(), _device_name(ranks.device), _driver(ranks.device)))
-        sample: dict[str, Tensor] = {}
-        sizes: dict[str, int] = {}
-        initial_weights = policy_hash(policy, sample, sizes)
+        sketch: dict[str, Tensor] = {}
+        initial_weights = policy_hash(policy, sketch)
         if self._writer is None:
             return
-        self._writer.initial_sample(save(sample, {"sizes": json.dumps(sizes)}))
+        self._writer.initial_sketch(save(sketch))
         self._writer.environment(
             {
                 "python": platform.python_version(),
@@ -109,32 +107,31 @@ class Recorder:
 
         `final_weights`: its files' checksums.
         """
-        sample: dict[str, Tensor] = {}
-        weights: dict[str, Any] = {"final_weights_hash": policy_hash(policy, sample)}
+        sketch: dict[str, Tensor] = {}
+        weights: dict[str, Any] = {"final_weights_hash": policy_hash(policy, sketch)}
         weights |= {} if final_weights is None else {"final_weights": final_weights}
         if self._writer:
             if self._mirror:
                 self._mirror.finish()
-            self._writer.final_sample(save(sample))
+            self._writer.final_sketch(save(sketch))
             self._writer.finish(step, weights)
 
 
-def policy_hash(
-    policy: Backend, sample: dict[str, Tensor] | None = None, sizes: dict[str, int] | None = None
-) -> str:
+def policy_hash(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str:
     """Says whether two policies have the same weights, on any backend and in any layout. Collective.
 
-    Filled on the first rank: `sample`, of each tensor its abrun.models.sample_of, and `sizes`, of how many
-    numbers that is one.
+    `sketch` is filled with the abrun.models.sketch_of each tensor, on every rank.
     """
     ranks, own = policy.ranks, 0
+    sketches: dict[str, Tensor] = {}
     for number, (name, weight) in enumerate(policy.weights()):
         if number % ranks.size == ranks.rank:
             own += content_of(name, weight)
-        if sample is not None and ranks.is_first:
-            sample[name] = sample_of(name, weight)
-        if sizes is not None and ranks.is_first:
-            sizes[name] = weight.numel()
+            if sketch is not None:
+                sketches[name] = sketch_of(name, weight)
+    if sketch is not None:
+        for of_rank in ranks.of_all(sketches):
+            sketch |= of_rank
     return weights_hash(ranks.of_all(own))
 
 

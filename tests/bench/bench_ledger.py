@@ -1,6 +1,6 @@
 """How often the drift is beyond what a ledger says: prints the tables of docs/ledger.md.
 
-python tests/bench/bench_ledger.py
+python -m tests.bench.bench_ledger
 
 A chain of changes, each truly `step` away from the one before. A change is added where it matches within the
 margin; a change that does not match is followed by another one of the same size, and counted. Three models of

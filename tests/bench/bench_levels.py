@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from abrun.compare.judge.skewness import ARMS, DIFFERENCES, skew_warning
 from abrun.compare.judge.summaries import resolution
 from abrun.compare.read.experiment import RecordedRun
 from abrun.equivalence import paired_tost
 from abrun.layout import RunName
 from abrun.recipe import Primary
 from abrun.series import Series
-from abrun.skewness import ARMS, DIFFERENCES, skew_warning
 from tests.bench.bench_verdict import beyond, tost, welch_beyond, welch_equivalence
 
 PAIRS = (3, 5, 8, 10)
@@ -44,23 +44,17 @@ class Prompts:
         before = 4
         chances = np.concatenate([np.linspace(0.1, 0.7, before), np.full(self.window, 0.75)])
         size = (num_pairs, len(chances), self.number)
-        left = self._answers(rng, size, chances, before)
-        right = np.where(
-            rng.random((num_pairs, 1, self.number)) < self.alike,
-            left,
-            self._answers(rng, size, chances, before),
-        )
-        keep = rng.random((num_pairs, 1, self.number)) >= lost / 0.75
-        right[:, before:] &= keep
+        left, other = (self._persisting(rng.random(size) < chances[:, None], rng, before) for _ in range(2))
+        right = np.where(self._persisting(rng.random(size) < self.alike, rng, before), left, other)
+        right[:, before:] &= rng.random((num_pairs, 1, self.number)) >= lost / 0.75
         arms = left.mean(axis=-1), right.mean(axis=-1)
         return (
             arms if self.digits is None else (np.round(arms[0], self.digits), np.round(arms[1], self.digits))
         )
 
-    def _answers(self, rng, size: tuple[int, int, int], chances: Floats, before: int) -> NDArray[np.bool_]:
-        answers = rng.random(size) < chances[:, None]
-        for step in range(before + 1, size[1]):
-            same = rng.random((size[0], size[2])) < self.stay
+    def _persisting(self, answers: NDArray[np.bool_], rng, before: int) -> NDArray[np.bool_]:
+        for step in range(before + 1, answers.shape[1]):
+            same = rng.random((answers.shape[0], answers.shape[2])) < self.stay
             answers[:, step] = np.where(same, answers[:, step - 1], answers[:, step])
         return answers
 
@@ -112,8 +106,8 @@ FEW_PROMPTS = {
     "8 prompts, 4 validations, the same answers": Prompts(number=8, window=4, stay=1.0),
     "8 prompts, 10 validations, the same answers": Prompts(number=8, window=10, stay=1.0),
     "8 prompts, 4 validations, 90 % of answers stay": Prompts(number=8, window=4, stay=0.9),
-    "8 prompts, 4 validations, answers independent": Prompts(number=8, window=4, alike=0.0),
-    "8 prompts, 10 validations, answers independent": Prompts(number=8, window=10, alike=0.0),
+    "8 prompts, 4 validations, answers independent": Prompts(number=8, window=4),
+    "8 prompts, 10 validations, answers independent": Prompts(number=8, window=10),
 }
 
 
@@ -200,7 +194,8 @@ def grokking_rates(num: int, pairs: Sequence[int] = (2, *PAIRS)) -> Rates:
         rng = np.random.default_rng(num_pairs)
         left = np.zeros((num, num_pairs))
         right = 4.0 + rng.choice([-1.0, 1.0], left.shape) + 0.1 * rng.standard_normal(left.shape)
-        found["false match"].append((float(np.mean(tost(left, right, 4.0) < ALPHA)),) * 2)
+        match = float(np.mean(tost(left, right, 4.0) < ALPHA))
+        found["false match"].append((match, match))
         rate = float(np.mean(beyond(left, right, 4.0) < ALPHA_DIFFERENCE))
         found["false mismatch"].append((rate, rate if num_pairs > 2 else 0.0))
     return found

@@ -72,7 +72,7 @@ def test_whatever_was_begun_is_packed_without_weights(
     asked = Asked(name="demo", rank=0, gpus=0, work=tmp_path, overrides=[])
     run = asked.directory / "baseline" / "seed-0"
     (run / "checkpoints" / "step-1").mkdir(parents=True)
-    for name in ("metrics.jsonl", "initial-sample.safetensors", "checkpoints/step-1/weights"):
+    for name in ("metrics.jsonl", "initial-sketch.safetensors", "checkpoints/step-1/weights"):
         (run / name).write_text("...")
     (run / "model.safetensors").write_bytes(bytes(SAMPLE + 1))
     if verdict is not None:
@@ -86,7 +86,7 @@ def test_whatever_was_begun_is_packed_without_weights(
         assert log is not None and log.read() == b"said\n"
     report = {"smollm2-demo/report/verdict.json"} if verdict else set[str]()
     of_run = {
-        f"smollm2-demo/baseline/seed-0/{one}" for one in ("metrics.jsonl", "initial-sample.safetensors")
+        f"smollm2-demo/baseline/seed-0/{one}" for one in ("metrics.jsonl", "initial-sketch.safetensors")
     }
     assert names == {"demo.log"} | of_run | report
     assert done_mark(asked).exists() == done

@@ -358,7 +358,7 @@ def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None
     assert "--alias train/reward=NAME" in found.next_steps[0].command
     sources = LAYOUTS["s1.csv, s2.csv"](tmp_path / "runs")
     with pytest.raises(
-        ComparisonError, match=r"alone, whose 3 runs name their seeds and no arms; name the other"
+        ComparisonError, match=r"runs/old holds one arm of 3 seeds; give the other arm's folder"
     ):
         described(sources[:1], tmp_path / "report")
 

@@ -19,6 +19,13 @@ from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
 from abrun.sigmas import Law, sigma_power
+from tests.bench.bench_levels import (
+    BASELINES,
+    FEW_PROMPTS,
+    dying_rates,
+    sigma_rates,
+    welch_rates,
+)
 from tests.bench.bench_verdict import LAWS, STAGES, WIDE, check, rates, stopped, unpaired_rates
 
 EXPERIMENTS = 2000
@@ -211,3 +218,44 @@ def test_bounded_and_uneven_curves_err_no_more_often_than_the_page_says(law):
 @pytest.mark.slow
 def test_what_is_vectorised_is_what_the_verdict_computes():
     check()
+
+
+# --- edges of what the tests assume, before and after each rule: the second table of docs/verdict.md ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["8 prompts, 2 digits", "12 prompts, 3 digits", "8 prompts, 10 validations, the same answers"],
+)
+def test_few_prompts_are_no_false_match_however_they_are_logged(name):
+    ((before, after),) = FEW_PROMPTS[name].rates(400, [3])["false match"]
+    assert before > 0.05 and after <= at_most(0.002, 400)
+
+
+def test_answers_of_their_own_keep_the_power_of_their_validations():
+    ((before, after),) = FEW_PROMPTS["8 prompts, 10 validations, answers independent"].rates(200, [5])[
+        "match of equal arms"
+    ]
+    assert after > before - 0.03 and after > 0.9
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (2, 10), (2, 20), (3, 10)])
+def test_two_runs_of_an_arm_show_no_mismatch_and_err_no_more_often_than_the_page_says(sizes):
+    found = welch_rates(sizes, 1.0, 20_000)
+    ((before, match),), ((_, mismatch),) = found["false match"], found["false mismatch"]
+    assert before > 0.052 and match <= at_most(0.053, 20_000) and mismatch <= at_most(0.036, 20_000)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.3, 0.5])
+def test_equal_arms_whose_runs_fail_at_random_are_rarely_a_mismatch(probability):
+    for _, after in dying_rates(probability, 20_000)["false mismatch"]:
+        assert after <= at_most(0.04, 20_000)
+
+
+def test_a_margin_in_sigmas_of_a_skewed_baseline_is_warned_of():
+    """The differences alone warned of 1 in 20 of these false matches."""
+    found = sigma_rates(BASELINES["skewed (exponential)"], 2000, [8])
+    ((before, after),) = found["warned matches"]
+    assert before < 0.15 and after > 0.5
+    ((_, normal),) = sigma_rates(BASELINES["normal"], 2000, [8])["warned matches"]
+    assert normal < 0.25

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from abrun.compare.judge.claims import WIDE_STEPS
+from abrun.compare.judge.summaries import resolution
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.equivalence import limit_test, paired_tost, pairs_needed, runs_needed, welch_tost
@@ -59,6 +61,81 @@ def test_ties_of_few_prompts_are_rarely_a_match_at_the_margin(num_pairs, num_pro
     assert found.count("MATCH") <= 6
 
 
+def recorded(curves: np.ndarray) -> list[RecordedRun]:
+    """Runs of curves [R, S]."""
+    return [
+        RecordedRun(
+            name=RunName(arm="baseline", seed=seed),
+            place="simulated",
+            status="finished",
+            metrics={ACCURACY: Series(np.arange(len(values)), values)},
+        )
+        for seed, values in enumerate(curves)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "digits", "float32"),
+    [
+        (8, None, False),
+        (8, 2, False),
+        (8, 2, True),
+        (12, 3, False),
+        (16, 2, False),
+        (16, 3, True),
+        (24, 2, False),
+        (24, 3, False),
+        (32, 2, False),
+        (32, 3, False),
+    ],
+)
+def test_the_step_of_a_rounded_accuracy_is_that_of_its_prompts(prompts, digits, float32):
+    """Two-digit eighths, .12 .25 .38, were taken for no counts: three pairs alike had a spread of 0."""
+    answers = np.random.default_rng(prompts).binomial(prompts, np.linspace(0.1, 0.8, 12), (6, 12)) / prompts
+    curves = answers if digits is None else np.round(answers, digits)
+    runs = recorded(curves.astype(np.float32).astype(np.float64) if float32 else curves)
+    step = resolution(runs, Primary(metric=ACCURACY, margin=0.05), curves[:, -1:])
+    assert step == pytest.approx(1 / prompts, abs=1.01 * 10.0 ** -(digits or 9))
+
+
+@pytest.mark.parametrize(("decimals", "step"), [(None, 0.0), (12, 0.0), (4, 1e-4), (2, 1e-2)])
+def test_of_continuous_values_the_step_is_the_log_s_last_digit(decimals, step):
+    curves = np.random.default_rng(0).normal(0.5, 0.1, (10, 200))
+    runs = recorded(curves if decimals is None else np.round(curves, decimals))
+    assert resolution(runs, Primary(metric=ACCURACY, margin=0.05), curves[:, -1:]) == pytest.approx(step)
+
+
+def test_values_that_repeat_have_a_step_though_they_lie_on_no_grid():
+    curves = np.random.default_rng(0).choice([0.0, 0.13, 0.74, 1.0], (6, 10))
+    claim = Primary(metric=ACCURACY, margin=0.05)
+    assert resolution(recorded(curves), claim, curves[:, -1:]) == pytest.approx(0.13)
+
+
+def test_a_window_s_step_is_divided_by_the_changes_in_it_alone():
+    """Ten validations with the same answers say no more than one."""
+    curves, claim = np.arange(48).reshape(4, 12) % 9 / 8, Primary(metric=ACCURACY, margin=0.05)
+    still, moving = np.zeros((3, 10)), np.arange(30).reshape(3, 10) % 2 / 8
+    half = np.where(np.arange(10) < 5, 0.0, 1 / 8) * np.ones((3, 1))
+    steps = [resolution(recorded(curves), claim, window) for window in (still, half, moving)]
+    assert steps == pytest.approx([1 / 8, 1 / 16, 1 / 80])
+
+
+@pytest.mark.parametrize("digits", [None, 2])
+@pytest.mark.parametrize("repeated", [1, 4])
+def test_three_pairs_alike_are_no_match_however_they_were_logged(digits, repeated):
+    """Rounded to two digits, or with the last validation repeated, they were a match with a bound of 0."""
+    answers = np.array([[1, 3, 5, 6], [2, 3, 4, 7], [1, 4, 5, 5]]) / 8
+    curves = np.repeat(answers, [1, 1, 1, repeated], axis=1)
+    curves = curves if digits is None else np.round(curves, digits)
+    treatment = curves.copy()
+    treatment[:, 1] += 0.25  # or the arms would be the same bit for bit
+    claim = Primary(metric=ACCURACY, margin=0.05, window=f"steps 4-{3 + repeated}", climbs=False)
+    found = verdict(claim, ACCURACY, baseline=curves, treatment=treatment)
+    assert found.verdict == "INCONCLUSIVE" and WIDE_STEPS in found.reasons[0]
+    wide = verdict(claim.model_copy(update={"margin": 0.4}), ACCURACY, baseline=curves, treatment=treatment)
+    assert wide.verdict == "MATCH" and WIDE_STEPS not in wide.reasons[0]
+
+
 @pytest.mark.parametrize("test", [paired_tost, welch_tost])
 def test_ties_leave_what_one_step_may_do(test):
     """Of n pairs without a difference, one in 1 / (1 - 0.05**(1/n)) may still differ: exact."""
@@ -95,7 +172,7 @@ def test_a_description_s_interval_is_that_of_a_claim(num_pairs, share):
 
 
 def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
-    """As of pairs: of runs that end alike, 2 of each arm were said to do."""
+    """As of pairs: of runs that end alike, 2 of each arm were said to do. Four equal values are one."""
     rng = np.random.default_rng(0)
     curves = np.round((np.linspace(0.1, 0.8, 20) + 0.1 * rng.standard_normal((6, 20))) * 16) / 16
     curves[:, -4:] = 0.75
@@ -106,7 +183,7 @@ def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
     assert tested.result == "undecided" and tested.interval == described.interval
     assert tested.standard_error is not None and described.margin
     sds = (tested.standard_error * np.sqrt(3 / 2),) * 2
-    assert tested.pairs_needed == runs_needed(0.01, sds) == 7
+    assert tested.pairs_needed == runs_needed(0.01, sds) == 95
     assert described.runs_needed == runs_needed(described.margin, sds)
 
 
@@ -129,3 +206,33 @@ def test_pairs_needed_of_margins_in_sigmas_count_a_treatment_that_varies_more():
         (found,) = verdict(claim, ACCURACY, baseline=left, treatment=right).primaries
         needed.append(found.pairs_needed)
     assert needed[1] > 2 * needed[0], needed
+
+
+REWARD = "train/reward"
+
+
+@pytest.mark.parametrize("allowed", [{"margin": 0.02}, {"margin": "0.1 sigma"}, {"above": 0.9}])
+@pytest.mark.parametrize(("sizes", "paired"), [((2, 2), True), ((2, 20), False), ((20, 2), False)])
+def test_two_pairs_or_two_runs_of_an_arm_are_no_mismatch(allowed, sizes, paired):
+    """Two runs that failed beside two that did not were a mismatch of equal arms."""
+    rng, climb = np.random.default_rng(0), 1 - np.exp(-np.arange(30) / 8)
+    left, right = (climb + 0.001 * rng.standard_normal((size, 30)) for size in sizes)
+    claim = Primary(metric=REWARD, climbs=False, **allowed)
+    found = verdict(claim, REWARD, paired, baseline=left, treatment=right - 0.5)
+    needed = "takes 3" if paired else "takes 3 of each"
+    assert found.verdict == "INCONCLUSIVE" and needed in found.reasons[0], found.reasons
+    more = tuple(climb + 0.001 * rng.standard_normal((max(3, size), 30)) for size in sizes)
+    found = verdict(claim, REWARD, paired, baseline=more[0], treatment=more[1] - 0.5)
+    assert found.verdict == "MISMATCH", found.reasons
+
+
+def test_a_margin_in_sigmas_says_that_the_baseline_s_seeds_are_skewed():
+    """One baseline seed of eight fails in both arms: the differences are as normal as ever."""
+    rng = np.random.default_rng(0)
+    left = np.linspace(0, 1, 20) + 0.01 * rng.standard_normal((8, 1)) - 0.5 * (np.arange(8) == 3)[:, None]
+    right = left + 0.001 * rng.standard_normal((8, 1)) + 1e-5 * rng.standard_normal((8, 20))
+    for margin, said in (("1 sigma", True), (0.05, False)):
+        (found,) = verdict(
+            Primary(metric=REWARD, margin=margin), REWARD, baseline=left, treatment=right
+        ).primaries
+        assert ("the baseline's runs are skewed" in (found.warning or "")) == said

@@ -4,17 +4,19 @@ import json
 import math
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
+from abrun.recipe import Primary
 from tests.compare.simulate import edit
 
-WEIGHTS = {"a": np.array([0.5, -2.0, 0.0], np.float32), "b": np.array([1e-3, 0.0], np.float32)}
+WEIGHTS = {"a": np.array([0.5, -2.0, 0.0]), "b": np.array([1e-3, 0.0])}
 
 
 def ended_with(directory, weights, digest=None):
     digest = digest or repr(sorted((name, one.tolist()) for name, one in weights.items()))
     edit(directory / "result.json", lambda content: content.update(final_weights_hash=digest))
-    save_file(weights, directory / "final-sample.safetensors")
+    save_file(weights, directory / "final-sketch.safetensors")
 
 
 def everywhere(experiment_dir, weights):
@@ -40,12 +42,15 @@ def test_the_pair_that_ends_farthest_apart(simulated, judged):
     ended_with(experiment_dir / "treatment/seed-2", changed("b", 1, 5e-4))
     ended_with(experiment_dir / "baseline/seed-0-aa1", changed("a", 0, 0.75))
     one = found(judged(experiment_dir))
-    assert (one.num_pairs, one.num_equal, one.seed, one.num_sampled) == (5, 3, 1, 5)
-    assert (one.largest_difference, one.relative_difference, one.tensor) == (0.25, 0.25 / 2.25, "a")
-    assert (one.num_reruns, one.aa_largest_difference) == (2, 0.25)
+    norm = math.sqrt(0.5**2 + 2.0**2 + 1e-3**2)
+    assert (one.num_pairs, one.num_equal, one.seed, one.num_reruns) == (5, 3, 1, 2)
+    assert one.relative_difference == pytest.approx(0.25 / norm)
+    assert (one.tensor, one.tensor_relative_difference) == ("a", pytest.approx(0.25 / math.hypot(0.5, 2.0)))
+    assert one.aa_relative_difference == pytest.approx(0.25 / norm)
     line = (experiment_dir / "report/report.md").read_text()
     assert (
-        "equal bit for bit in 3 of 5 pairs; largest difference of 5 sampled: 0.25 (seed 1; A/A: 0.25)" in line
+        "equal bit for bit in 3 of 5 pairs; distance 0.12 of the baseline's norm (seed 1; A/A: 0.12), "
+        "0.12 in a; estimated from a sketch, within 8 %" in line
     )
 
 
@@ -55,15 +60,15 @@ def test_a_small_tensor_has_its_own_scale(simulated, judged):
     both = changed("b", 0, 2e-3) | {"a": changed("a", 1, -2.01)["a"]}
     ended_with(experiment_dir / "treatment/seed-0", both)
     one = found(judged(experiment_dir))
-    assert math.isclose(one.largest_difference, 0.01, rel_tol=1e-5)
-    assert (one.tensor, round(one.relative_difference, 6)) == ("b", 0.5)
+    assert math.isclose(one.relative_difference, math.hypot(0.01, 1e-3) / math.hypot(0.5, 2.0), rel_tol=1e-5)
+    assert (one.tensor, round(one.tensor_relative_difference, 6)) == ("b", 1.0)
 
 
 def test_equal_weights_and_nothing_else_to_say(simulated, judged):
     experiment_dir = simulated(controls={"aa_reruns": 0})
     everywhere(experiment_dir, WEIGHTS)
     one = found(judged(experiment_dir))
-    assert (one.num_equal, one.seed, one.largest_difference, one.aa_largest_difference) == (
+    assert (one.num_equal, one.seed, one.relative_difference, one.aa_relative_difference) == (
         5,
         None,
         None,
@@ -77,7 +82,7 @@ def test_hashes_alone_a_damaged_sample_and_other_models(simulated, judged):
     everywhere(experiment_dir, WEIGHTS)
     for seed, weights in enumerate((WEIGHTS, {"a": WEIGHTS["a"]}, {**WEIGHTS, "b": WEIGHTS["b"][:1]})):
         ended_with(experiment_dir / f"treatment/seed-{seed}", weights, digest="another")
-    (experiment_dir / "treatment/seed-0/final-sample.safetensors").write_bytes(b"{not" * 9)
+    (experiment_dir / "treatment/seed-0/final-sketch.safetensors").write_bytes(b"{not" * 9)
     one = found(judged(experiment_dir))
     assert (one.num_equal, one.num_pairs, one.seed) == (2, 5, None)
 
@@ -88,10 +93,27 @@ def test_a_weight_that_is_no_number_is_the_farthest(simulated, judged):
     ended_with(experiment_dir / "treatment/seed-3", changed("a", 0, np.nan))
     ended_with(experiment_dir / "treatment/seed-4", changed("a", 0, 100.0))
     one = found(judged(experiment_dir))
-    assert one.seed == 3 and math.isnan(one.largest_difference)
+    assert one.seed == 3 and math.isnan(one.relative_difference)
     written = json.loads((experiment_dir / "report/verdict.json").read_text())
-    assert written["final_weights"][0]["largest_difference"] == "NaN"
+    assert written["final_weights"][0]["relative_difference"] == "NaN"
 
 
 def test_runs_that_do_not_say(simulated, judged):
     assert judged(simulated()).content.final_weights == []
+
+
+def test_samples_of_an_older_version_give_no_distance(simulated, judged):
+    experiment_dir = simulated()
+    everywhere(experiment_dir, WEIGHTS)
+    for seed in range(5):
+        directory = experiment_dir / f"treatment/seed-{seed}"
+        ended_with(directory, changed("a", 0, 0.75))
+        sample = {name: one.astype(np.float32) for name, one in changed("a", 0, 0.75).items()}
+        save_file(sample, directory / "final-sample.safetensors")
+        (directory / "final-sketch.safetensors").unlink()
+    one = found(judged(experiment_dir))
+    assert (one.num_equal, one.seed, one.relative_difference) == (0, None, None)
+    claim = [Primary(metric="final_weights", below=0.3)]
+    comparison = judged(experiment_dir, primaries=claim)
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert "older versions kept samples, which do not show such a distance" in str(comparison.content.reasons)

@@ -96,7 +96,9 @@ def test_aliases_and_step_columns(tmp_path: Path) -> None:
     recognised = load(tmp_path, step_column="step")
     assert recognised.metrics() == ["train/reward"]
     assert recognised.guessed[-1] == "names of verl: critic/score/mean is train/reward"
-    with pytest.raises(ComparisonError, match="no run recorded; did you mean 'critic/score/mean'"):
+    with pytest.raises(
+        ComparisonError, match="recorded are 'critic/score/mean'; did you mean 'critic/score/mean'"
+    ):
         load(tmp_path, aliases=["x=critic/score"])
 
 

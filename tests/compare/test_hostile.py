@@ -150,7 +150,7 @@ def test_steps_recorded_twice(tmp_path, abrun):
 
 
 @pytest.mark.parametrize(
-    ("content", "code"), [(b"", 5), (b"step,reward\n", 5), (os.urandom(2000), 2), (b"\x00" * 500, 5)]
+    ("content", "code"), [(b"", 5), (b"step,reward\n", 5), (os.urandom(2000), 5), (b"\x00" * 500, 5)]
 )
 def test_files_that_hold_no_table(tmp_path, abrun, content, code):
     sources = write_arms(tmp_path / "runs", "reward")

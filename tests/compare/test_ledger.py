@@ -68,6 +68,7 @@ def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, 
     sentence = ledger_sentence(found)
     assert "2 changes, drift spent 0.0" in sentence and " of 0.05 (95 % bound by " in sentence
     assert "jointly over 4 judged changes, 2 of them not accepted" in sentence
+    assert "by 5 pairs for 3 possible chains; jointly" in sentence
     said = typed(str(reference))
     assert (
         said.exit_code == 0
@@ -234,13 +235,17 @@ def test_a_reference_without_a_ledger_reads_as_ever_and_gets_no_entry(tmp_path, 
     for act in (lambda: add(plain, changed(tmp_path)), lambda: typed(str(plain))):
         with pytest.raises(AbrunError, match="without a ledger; freeze one: abrun freeze SOURCE"):
             act()
-    report = compare_sources([str(tmp_path / "first")], Reading(), reference=plain, formats=())
+    report = compare_sources(
+        [str(tmp_path / "first")], Reading(), reference=plain, arm="baseline", formats=()
+    )
     assert not any("ledger" in note for note in report.content.notes)
 
 
 def test_compare_with_a_reference_shows_its_ledger(tmp_path, reference):
     add(reference, changed(tmp_path))
-    found = compare_sources([str(tmp_path / "first")], Reading(), reference=reference, formats=())
+    found = compare_sources(
+        [str(tmp_path / "first")], Reading(), reference=reference, arm="baseline", formats=()
+    )
     assert any("1 change, drift spent" in note for note in found.content.notes)
 
 

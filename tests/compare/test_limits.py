@@ -1,6 +1,5 @@
 """Claims that are no equivalence: limits on levels and ratios, relative margins, bit-exactness."""
 
-import json
 import math
 
 import numpy as np
@@ -85,16 +84,15 @@ def test_final_weights_may_be_claimed_exact(simulated, judged):
     assert verdict == "MISMATCH" and "those of seed 3 differ" in reason
 
 
-def ended_apart(experiment_dir, share_of_seed, sizes=None):
+def ended_apart(experiment_dir, share_of_seed):
     """The baseline moves by 1 in each of four numbers; the treatment ends so far from it."""
-    first = {"a": np.zeros(3, np.float32), "b": np.zeros(1, np.float32)}
+    first = {"a": np.zeros(3), "b": np.zeros(1)}
     for seed, share in share_of_seed.items():
         for arm, end in (("baseline", 1.0), ("treatment", 1.0 + share)):
             folder = experiment_dir / f"{arm}/seed-{seed}"
             last = {name: np.full_like(one, end) for name, one in first.items()}
-            save_file(last, folder / "final-sample.safetensors")
-            sizes = sizes or {"a": 3, "b": 1}
-            save_file(first, folder / "initial-sample.safetensors", {"sizes": json.dumps(sizes)})
+            save_file(last, folder / "final-sketch.safetensors")
+            save_file(first, folder / "initial-sketch.safetensors")
             edit(folder / "result.json", lambda content, end=end: content.update(final_weights_hash=f"{end}"))
 
 
@@ -122,18 +120,18 @@ def test_final_weights_may_be_limited_in_units_of_how_far_the_baseline_moved(sim
     assert outcome(judged(experiment_dir, primaries=claim))[0] == "MATCH"
 
 
-def test_a_tensor_counts_by_its_size_and_without_samples_nothing_is_said(simulated, judged):
+def test_a_tensor_counts_by_its_norm_and_without_sketches_nothing_is_said(simulated, judged):
     experiment_dir = simulated()
-    ended_apart(experiment_dir, dict.fromkeys(range(5), 0.5), {"a": 300, "b": 100})
+    ended_apart(experiment_dir, dict.fromkeys(range(5), 0.5))
     for seed in range(5):
-        last = {"a": np.full(3, 1.0, np.float32), "b": np.full(1, 1.5, np.float32)}
-        save_file(last, experiment_dir / f"treatment/seed-{seed}/final-sample.safetensors")
+        last = {"a": np.full(3, 1.0), "b": np.full(1, 1.5)}
+        save_file(last, experiment_dir / f"treatment/seed-{seed}/final-sketch.safetensors")
     claim = [Primary(metric="final_weights", below=0.3)]
     (found,) = judged(experiment_dir, primaries=claim).arms[0].primaries
-    assert found.limited == pytest.approx(0.5 * math.sqrt(100 / 400))
-    (experiment_dir / "baseline/seed-2/initial-sample.safetensors").unlink()
+    assert found.limited == pytest.approx(0.5 * math.sqrt(1 / 4))
+    (experiment_dir / "baseline/seed-2/initial-sketch.safetensors").unlink()
     verdict, _, said = outcome(judged(experiment_dir, primaries=claim))
-    assert verdict == "INCONCLUSIVE" and "seed 2 keep no samples of the same first and last weights" in said
+    assert verdict == "INCONCLUSIVE" and "seed 2 keep no sketches of the same first and last weights" in said
 
 
 def at_own_pace(row):

@@ -188,7 +188,7 @@ def test_an_interval_without_zero_says_that_a_difference_was_detected():
 
 def test_at_the_margin_no_number_of_pairs_helps():
     result = undecided([0.005, 0.045, 0.02, 0.03])
-    assert result.excludes_zero and result.pairs_needed_observed is None
+    assert result.detected and result.pairs_needed_observed is None
     said = primary_sentence(result)
     assert "a difference is likely" in said
     assert "no number of pairs shows equivalence if the true difference is the observed one" in said

@@ -59,10 +59,13 @@ def test_levels_are_of_both_arms_with_the_margin_and_the_spreads(simulated, judg
     (found,) = claims(experiment_dir, judged)
     assert (found.claim, found.arm, found.where) == (0, "treatment", "train/reward, steps 33-40")
     # baseline 0.80 to 0.84, differences 0 to 0.004: mean 0.002, sd 0.00158, t(4, 0.95) = 2.132
-    assert found.means == "baseline 0.82, treatment 0.822; paired difference +0.002 ± 0.0015 (90 %)"
+    assert (
+        found.means
+        == "baseline 0.82, treatment 0.822; paired difference +0.002 [0.000493, 0.00351] (90 % interval)"
+    )
     assert found.beside == (
         "margin ±0.02 is 2.4 % of the level and 4.8 % of the climb; "
-        "sd over seeds 0.016, of the paired differences 0.0016 (14x narrower than unpaired)"
+        "sd over seeds 0.016, of the paired differences 0.0016 (15x narrower than unpaired)"
     )
 
 
@@ -140,9 +143,9 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     assert next_steps(held, content | {"verdict": "MISMATCH"})[0].command == fresh
 
 
-@pytest.mark.parametrize(("paired", "said"), [(0.002, " (7.1x narrower than unpaired)"), (4.5e-17, "")])
+@pytest.mark.parametrize(("paired", "said"), [(0.002, " (16x narrower than unpaired)"), (4.5e-17, "")])
 def test_arms_that_differ_by_rounding_alone_spare_no_factor(paired, said):
-    found = _spread({"baseline_sd": 0.01, "sd_difference": paired, "num_runs": None})
+    found = _spread({"baseline_sd": 0.01, "treatment_sd": 0.03, "sd_difference": paired, "num_runs": None})
     assert found == f"sd over seeds 0.01, of the paired differences {paired:.2g}{said}"
 
 

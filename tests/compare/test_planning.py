@@ -262,3 +262,25 @@ def test_a_pilot_of_a_share_of_the_level_measures_the_spread_at_the_margin(simul
     spreads = {margin: measured_spread(earlier, claim(margin=margin)) for margin in (0.1, "50%")}
     alone, at_margin = spreads[0.1], spreads["50%"]
     assert alone and at_margin and at_margin.sd_difference > 1.05 * alone.sd_difference
+
+
+def test_a_share_of_the_climb_is_planned_with_the_climb_s_own_spread(simulated):
+    """By the spread of the differences alone half of the pairs were named."""
+    experiment = load_experiment(simulated(seeds=list(range(8))))
+    level = 0.2 * np.random.default_rng(0).standard_normal(8)
+    for run in experiment.runs.values():  # a start of its own for each seed: the climbs vary, the ends do not
+        run.metrics["train/reward"].values[:8] += level[run.name.seed]
+    spreads = [
+        measured_spread(experiment, claim(margin=margin)) for margin in ("10% of climb", "50% of climb")
+    ]
+    plain = measured_spread(experiment, claim(margin=0.1))
+    assert plain and spreads[0] and spreads[1]
+    assert plain.sd_difference < spreads[0].sd_difference < spreads[1].sd_difference
+    climb_sd = np.std(
+        [
+            run.series("train/reward").values[-4:].mean() - run.series("train/reward").values[:4].mean()
+            for run in experiment.arm("baseline").values()
+        ],
+        ddof=1,
+    )
+    assert spreads[1].sd_difference == pytest.approx(0.5 * climb_sd, rel=0.2)

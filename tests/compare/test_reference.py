@@ -277,3 +277,16 @@ def test_unused_seeds_of_the_reference_narrow_the_interval(simulated, tmp_path):
     claim = content.primaries[0]
     assert claim.test == "paired TOST" and claim.unused_seeds == ()
     assert claim.mean_difference == pytest.approx(np.mean(claim.differences))
+
+
+def test_several_arms_ask_for_one_and_each_has_its_report(simulated, tmp_path):
+    experiment_dir = simulated(shift={"treatment": -0.1})
+    reference, where = tmp_path / "fused.json", [str(experiment_dir)]
+    freeze(load_experiment(experiment_dir), "baseline", reference)
+    with pytest.raises(ComparisonError, match=r"add --arm ARM, one of baseline, treatment$"):
+        compare_sources(where, Reading(), reference=reference, formats=())
+    for arm, verdict in (("baseline", "INVALID"), ("treatment", "MISMATCH")):
+        comparison = compare_sources(where, Reading(), reference=reference, arm=arm, formats=("json",))
+        assert arm == "baseline" or comparison.verdict == verdict
+        assert comparison.content.experiment.startswith(f"simulated's arm '{arm}' against ")
+        assert (experiment_dir / f"report-against-reference-{arm}" / "verdict.json").is_file()

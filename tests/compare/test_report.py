@@ -133,7 +133,7 @@ def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
     judged(experiment_dir, formats=("markdown", "png"))
     lines = (experiment_dir / "report/report.md").read_text().splitlines()
     assert lines[0] == "# INCONCLUSIVE: simulated"
-    assert len([line for line in lines if not line.startswith("![")]) <= 25
+    assert len([line for line in lines if not line.startswith("![")]) <= 30
     assert [line for line in lines if line.startswith("!")] == [
         "![claims](claims.png)",
         "![train-reward](train-reward.png)",
@@ -149,7 +149,7 @@ def test_even_a_broken_experiment_has_a_short_report(simulated, judged):
     judged(experiment_dir, formats=("markdown", "png", "svg"))
     lines = (experiment_dir / "report/report.md").read_text().splitlines()
     assert lines[0] == "# INVALID: simulated"
-    assert len([line for line in lines if not line.startswith("![")]) <= 25
+    assert len([line for line in lines if not line.startswith("![")]) <= 30
     assert any("baseline/seed-0 and 2 more failed (" in line for line in lines)
     assert any("and 4 more" in line for line in lines)
 

@@ -190,14 +190,16 @@ def test_one_run_of_each_arm_is_a_description(tmp_path, compared):
     arms = write(tmp_path, "old", [0]), write(tmp_path, "new", [1], shift=0.5)
     found = compared(*arms, formats=("json", "markdown", "html"))
     assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)
-    assert found.content.reasons[0].startswith("one run of each arm is a description and no test")
+    assert found.content.reasons[0].startswith("train/reward is 0.")
+    assert "higher in new" in found.content.reasons[0]
+    assert found.content.reasons[1].startswith("one run of each arm is a description and no test")
     (reward, norm) = found.content.descriptions
     assert (reward.metric, reward.steps, norm.metric) == ("train/reward", (33, 40), "train/grad_norm")
     assert reward.difference == pytest.approx(0.5, abs=0.05)
     assert reward.mean_distance == pytest.approx(0.5, abs=0.05)
     assert found.next_steps[0].text.startswith("Train two runs or more beside each")
     head = (tmp_path / "out/report.md").read_text().splitlines()[0]
-    assert head == "# INCONCLUSIVE (a description, post hoc, unpaired): old-vs-new"
+    assert head == "# DESCRIPTION (post hoc, unpaired): old-vs-new"
 
 
 def test_one_pair_that_differs_at_step_one_stays_a_mismatch(simulated, judged):

@@ -536,3 +536,21 @@ def test_a_value_outside_the_transform_is_no_claim_s_outcome(simulated, judged):
     assert comparison.verdict == "INCONCLUSIVE"
     said = "train/grad_norm: not tested over last 20%: transform 'log' got the value 0; it takes values"
     assert said in reason_of(comparison)
+
+
+@pytest.mark.parametrize("unpaired", [False, True])
+def test_keys_that_change_no_number_are_no_difference(simulated, judged, unpaired):
+    """Limits may change on --resume; a mirror or kept completions change no number either."""
+    experiment_dir = simulated()
+    for key, value in (
+        ("limits", {"stalled_s": 20.0, "retries": 0}),
+        ("wandb", {"project": "other"}),
+        ("keep_samples", None),
+    ):
+        edit(
+            experiment_dir / "treatment/seed-2/config.json",
+            lambda content, key=key, value=value: content["config"].update({key: value}),
+        )
+    assert judged(experiment_dir, unpaired=unpaired).verdict != "INVALID"
+    edit(experiment_dir / "treatment/seed-2/config.json", lambda content: content["config"].update(steps=41))
+    assert judged(experiment_dir, unpaired=unpaired).verdict == "INVALID"

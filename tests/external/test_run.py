@@ -155,6 +155,19 @@ def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
     assert last["event"] == "finished" and last["message"] == "no metric 'entropie', which aliases name"
 
 
+def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path) -> None:
+    slow = ("steps=2000", "trainer.parameters.step_s=0.05", "seeds=[0, 1, 2]")
+    outcome = launch(tmp_path, "trainer.aliases={train/reward: scores, validation/reward: held}", *slow)
+    assert outcome.exit_code == 1
+    run = store.RunDir(tmp_path / "foreign" / "baseline" / "seed-0")
+    said = run.attempt().message
+    assert said is not None and said.startswith(
+        "trainer.aliases: train/reward: no metric 'scores' in 20 logged steps; logged: objective/loss, "
+        "score; did you mean 'score'?"
+    )
+    assert 20 <= max(row["step"] for row in rows(run.path)) < 1000 and len(run.attempts()) == 1
+
+
 def test_memory_profile_refuses_a_command() -> None:
     with pytest.raises(LaunchError, match=r"arms.baseline: trainer.type: got 'command'.*own tools"):
         Variant(recipe=load_recipe(FOREIGN, [SCRIPT])).configs()

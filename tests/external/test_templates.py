@@ -6,11 +6,15 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun.cli import app
+from abrun.errors import RecipeError
+from abrun.launch.notes import notes
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
+from abrun.plan import make_plan
 from abrun.recipe import CommandRecipe, MetricsLog, load_recipe
 from abrun.recipe import command as commands
 
+FOREIGN = Path(__file__).parent / "foreign.yaml"
 FOLDER = Path(__file__).parent.parent.parent / "recipes" / "external"
 TEMPLATES = sorted(FOLDER.glob("*.yaml"))
 
@@ -32,3 +36,21 @@ def test_a_template_dry_runs_and_names_every_seed(path: Path, tmp_path: Path) ->
     assert any("{seed}" in word for word in recipe.trainer.argv)
     assert any("{steps}" in word for word in recipe.trainer.argv)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dollar_before_a_placeholder_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"whose \$ would stay before the value; write \{seed\}"):
+        load_recipe(FOREIGN, ["trainer.argv=[train, '${seed}', '{script}{format}{learning_rate}{step_s}']"])
+
+
+def test_commands_that_are_the_same_in_every_seed_are_noted() -> None:
+    names = "{script}{format}{learning_rate}{behaviour}{step_s}{label}"
+    plain = f"trainer.argv=[train, '{names}']"
+    (line,) = notes(make_plan(load_recipe(FOREIGN, [plain])))
+    assert line.startswith(
+        "arms baseline, treatment: trainer.argv and trainer.env never use {seed}: all seeds"
+    )
+    for other in ("trainer.env={SEED: '{seed}'}", f"trainer.argv=[sh, '$ABRUN_SEED {names}']"):
+        assert notes(make_plan(load_recipe(FOREIGN, [plain, other]))) == []
+    assert notes(make_plan(load_recipe(FOREIGN))) == []
+    assert notes(make_plan(load_recipe(FOREIGN, [plain, "seeds=[4]", "compare.primary=[]"]))) == []

@@ -103,7 +103,7 @@ def test_a_header_written_again_by_a_resumed_run(tmp_path: Path) -> None:
         (b"hello\nworld\n", "no column has the step"),
         (
             b"step,loss\n1,1\n9007199254740993,2\n",
-            "row 2: step: got 9.0072e.15; a step is a whole number below",
+            "line 3: step: got 9.0072e.15; a step is a whole number below",
         ),
         (b'step,loss,t\n1,2,"x\n2,3,y\n3,4,z\n', "line 2: not readable as CSV: unexpected end of data"),
         (b'step,loss\n"1"5,2\n', "line 2: not readable as CSV: ',' expected after"),
@@ -185,7 +185,10 @@ def test_a_torn_last_line_of_jsonl_is_left_out(tmp_path: Path, torn: str) -> Non
         (b'{"epoch": 1, "loss": 2}\n', "no column has the step; found are 'epoch', 'loss'"),
         (b'{"a": ' + b"[" * 100_000 + b"\n{}\n", "line 1"),
         ('{"step": 1}'.encode("utf-16-le") + b"\n{}", "line 1"),
-        (b'{"step": 1}\n{"step": ' + b"9" * 4000 + b', "a": 1}\n', "row 2: step: got inf; a step is a whole"),
+        (
+            b'{"step": 1}\n{"step": ' + b"9" * 4000 + b', "a": 1}\n',
+            "line 2: step: got inf; a step is a whole",
+        ),
     ],
 )
 def test_jsonl_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:

@@ -7,19 +7,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from abrun.models import content, content_of, sample_of, weights_hash
+from abrun.models import content, content_of, sketch_of, weights_hash
 
 WEIGHT = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
 
 
-def plainly(name: str, weight: Tensor) -> int:
+def plain_start(name: str, weight: Tensor) -> int:
     digest = hashlib.sha256(f"{name} {list(weight.shape)}".encode()).digest()
-    start, total = int.from_bytes(digest[:8], "little", signed=True), 0
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def wrapped(number: int) -> int:
+    """A number as a signed one of 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def plainly_mixed(number: int) -> int:
+    mixed = wrapped(number * content.FIRST)
+    return wrapped((mixed ^ (mixed >> 31)) * content.SECOND)
+
+
+def plainly(name: str, weight: Tensor) -> int:
+    start, total = plain_start(name, weight), 0
     for place, value in enumerate(weight.flatten().tolist(), start=1):
         (bits,) = struct.unpack("<i", struct.pack("<f", value))
-        mixed = ((bits + place * content.STEP + start) * content.FIRST) % 2**64
-        mixed -= 2**64 if mixed >= 2**63 else 0
-        total += (mixed ^ (mixed >> 31)) * content.SECOND
+        total += plainly_mixed(bits + place * content.STEP + start)
     return total % 2**64
 
 
@@ -45,14 +57,59 @@ def test_the_order_and_the_rank_of_a_tensor_do_not() -> None:
     assert len(whole) == 16 and whole == weights_hash([(a + c) % 2**64, b]) != weights_hash([a, b])
 
 
-def test_a_sample_has_what_the_tensor_has_wherever_it_lies() -> None:
-    large = torch.randn(200, 300, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(sample_of("a", WEIGHT), WEIGHT.flatten()), "a small tensor whole"
-    sample, again = sample_of("a", large), sample_of("a", large.T.contiguous().T)
-    assert len(sample) == content.SAMPLED and torch.equal(sample, again)
-    changed = large.clone()
-    changed.view(-1)[::2] += 1
-    moved = sample_of("a", changed) - sample
-    assert 90 < int(moved.round().sum()) < 166, "places are spread: about half of them are even"
-    assert len({int((large.flatten() == value).nonzero()[0]) // 300 for value in sample}) > 100
-    assert not torch.equal(sample_of("b", large), sample)
+def estimate(left: Tensor, right: Tensor, name: str = "a") -> float:
+    """||right - left|| by sketches, relative to the truth."""
+    squares = (sketch_of(name, right) - sketch_of(name, left)).square().sum()
+    return float(squares.sqrt() / (right.double() - left.double()).norm())
+
+
+def test_a_sketch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signed sums, for each element by Python's integers; the same in chunks, and of any layout in memory."""
+    weight = torch.randn(37, 41, generator=torch.Generator().manual_seed(2))
+    start, total = plain_start("a", weight), [0.0] * 256
+    for place, value in enumerate(weight.flatten().tolist()):
+        sign = -1 if plainly_mixed((place + 1) * content.STEP + start) < 0 else 1
+        shift = plainly_mixed(place // 256 * content.STEP + (start ^ content.FIRST)) >> 40 & 255
+        total[place % 256 ^ shift] += sign * value
+    whole = sketch_of("a", weight)
+    assert whole.dtype == torch.float64 and torch.allclose(whole, torch.tensor(total, dtype=torch.float64))
+    assert torch.equal(whole, sketch_of("a", weight.T.contiguous().T))
+    monkeypatch.setattr(content, "CHUNK", 512)
+    assert torch.allclose(whole, sketch_of("a", weight), rtol=1e-12)
+    assert not torch.allclose(whole, sketch_of("b", weight))
+    small = weight[:5, :7]
+    assert torch.equal(sketch_of("a", small), small.flatten().double()), "a small tensor whole"
+
+
+@pytest.mark.parametrize("kind", ["rows", "column", "block", "random", "tiny", "constant"])
+def test_a_sketch_estimates_a_difference_wherever_it_lies(kind: str) -> None:
+    """40 of 8192 rows, one column, a block, all elements, differences as small as rounding, a shift."""
+    generator, estimates = torch.Generator().manual_seed(3), []
+    before = torch.randn(8192, 64, generator=generator)
+    noise = torch.randn(8192, 64, generator=generator)
+    change = torch.zeros_like(before)
+    rows = torch.randperm(8192, generator=generator)[:40]
+    at = {"rows": (rows, slice(None)), "column": (slice(None), 5), "block": (slice(64, 128), slice(0, 64))}
+    if kind in at:
+        change[at[kind]] = noise[at[kind]]
+    elif kind == "constant":
+        change += 0.5
+    else:
+        change += noise * (1e-6 if kind == "tiny" else 1)
+    estimates = [estimate(before, before + change, name=str(seed)) for seed in range(60)]
+    within = sum(abs(one - 1) < 0.08 for one in estimates)
+    assert within >= 50 and abs(sum(estimates) / 60 - 1) < 0.02, (within, min(estimates), max(estimates))
+    assert max(abs(one - 1) for one in estimates) < 0.16
+
+
+def test_indices_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a tensor of 5e9 elements, whose indices pass 2^32 and whose products wrap around 2^64."""
+    first, part = 5 * 10**9 // 256 * 256, torch.randn(1024, generator=torch.Generator().manual_seed(4))
+    monkeypatch.setattr(content, "_chunks", lambda weight: [(weight.flatten(), first)])
+    start, total = plain_start("a", part), [0.0] * 256
+    for offset, value in enumerate(part.tolist()):
+        place = first + offset
+        sign = -1 if plainly_mixed((place + 1) * content.STEP + start) < 0 else 1
+        shift = plainly_mixed(place // 256 * content.STEP + (start ^ content.FIRST)) >> 40 & 255
+        total[place % 256 ^ shift] += sign * value
+    assert torch.allclose(sketch_of("a", part), torch.tensor(total, dtype=torch.float64))

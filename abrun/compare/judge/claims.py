@@ -9,12 +9,14 @@ import numpy as np
 from scipy import special
 
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
+from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.margins import Margin, yardstick
+from abrun.compare.judge.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.compare.judge.step_noise import StepNoise, step_noise
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
-from abrun.compare.judge.unused_seeds import unused_summaries
+from abrun.compare.judge.unused_seeds import has_use, unused_summaries
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
-from abrun.control_variate import CORRELATION, control_variate_tost, has_use
+from abrun.control_variate import CORRELATION, control_variate_tost
 from abrun.equivalence import (
     ALPHA,
     Tost,
@@ -40,7 +42,6 @@ from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
 from abrun.series import Array, Steps, on_shared_steps, window_bounds
 from abrun.sigmas import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
-from abrun.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 
 Test = Literal[
     "paired TOST",
@@ -97,6 +98,7 @@ class PrimaryResult:
     certified_jointly: float | None = (
         None  # an absolute bound that holds together with those of all other claims
     )
+    detected: Detected | None = None  # where the interval of the difference excludes zero
     limited: float | None = None  # of a limit: the treatment's mean over seeds, or its ratio to the baseline
     limited_interval: tuple[float, float] | None = None  # level 1 - 2 alpha
     detail: str | None = None  # of an exact claim: where it first fails
@@ -116,11 +118,6 @@ class PrimaryResult:
     problem: str | None = None  # why these runs cannot show equivalence, whatever the numbers are
     warning: str | None = None  # what the test assumes and these differences do not look like
     result: Result = "not tested"
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether a difference was detected, be it within the margin or beyond."""
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
 def sample_text(result: PrimaryResult) -> str:
@@ -243,7 +240,8 @@ def _tested(
         rho = max(CORRELATION, primary.correlation)
         tost = control_variate_tost(*pairs, others, margin.number, result.alpha, rho)
         result = replace(result, test="control variate TOST", unused_seeds=tuple(unused))
-        plain = result = _by(tost, result)
+        detected = detect(*pairs, tost.mean_difference, tost.interval, paired=True)
+        plain = result = replace(_by(tost, result), detected=detected)
     if sides.paired:
         result = replace(result, step_noise=step_noise(*in_window, primary))
     climb = float(np.mean(climbs(baselines, primary, last)))
@@ -312,6 +310,7 @@ def with_statistics(
         treatment_mean=float(treatment.mean()),
         treatment_sd=mean_and_sd(treatment)[1],
         sd_difference=tost.sd_difference,
+        detected=detect(baseline, treatment, tost.mean_difference, tost.interval, paired=paired),
         pair_correlation=tost.pair_correlation,
     )
     margin = number if yardstick is None else number * float(yardstick.mean())

@@ -12,18 +12,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from abrun.compare.judge.claims import judge_primary
+from abrun.compare.judge.direction import Detected, detect, difference_text
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.summaries import climbs, direction_in, moving, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
 from abrun.equivalence import Tost, paired_tost, pairs_needed, runs_needed, sd_in_steps, welch_tost
 from abrun.errors import ComparisonError
-from abrun.metric_names import REWARD, STEP_ONE, default_transform, is_clock, with_role
+from abrun.metric_names import (
+    FINAL_WEIGHTS,
+    MEMORY_PEAK,
+    REWARD,
+    STEP_ONE,
+    default_transform,
+    is_clock,
+    with_role,
+)
 from abrun.recipe import Primary
 from abrun.series import Array, window_bounds
 
 WINDOW = "last 20%"  # of metrics without a claim
 MOST_OTHERS = 12  # of these, what learning moves first, then step one's
-COUNTERS = r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos)"
+COUNTERS = (
+    r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
+    r"|training_iteration|iterations(_since_restore)?|total_timesteps|(time|env_)?steps_(total|since_restore)"
+    r"|episodes_total|n_updates)"
+)
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # what a suggested margin is of the baseline
 
 
@@ -45,6 +58,7 @@ class Description:
     largest_distance: float | None
     largest_at: int | None  # step
     # Of several runs of each arm; None: of one.
+    detected: Detected | None  # where that interval excludes zero
     interval: tuple[float, float] | None  # 90 %, of the difference: paired, or Welch's
     certified_bound: float | None  # the smallest margin that would be certified now
     margin: float | None  # suggested: from the baseline alone; None: it is 0 there, and stays so
@@ -78,6 +92,8 @@ def claimable(experiment: Experiment) -> Description | None:
     if min(sides.sizes) == 0:
         return None
     for metric in _ranked(sides)[:MOST_OTHERS]:
+        if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # which mean something else in a claim
+            continue
         found = _description(arm, sides, metric, WINDOW, experiment)
         if found is None or found.margin is None or default_transform(metric) != "identity":
             continue
@@ -167,6 +183,9 @@ def _description(
         mean_distance=float(distance.mean()) if alone else None,
         largest_distance=float(distance.max()) if alone else None,
         largest_at=int(steps[distance.argmax()]) if alone else None,
+        detected=detect(left, right, tost.mean_difference, tost.interval, paired=sides.paired)
+        if tost
+        else None,
         interval=tost.interval if tost else None,
         certified_bound=tost.certified_bound if tost else None,
         margin=margin,
@@ -177,19 +196,62 @@ def _description(
     )
 
 
+def description_sentences(described: Sequence[Description], baseline: str) -> list[str]:
+    """The finding first: of the foremost metric how far the arms are apart, then which others are."""
+    first, *others = described
+    words = [_finding(first, baseline)]
+    if all(one.interval is None for one in described):
+        return words
+    apart = [f"{one.metric} {one.difference:+.3g}" for one in others if one.detected]
+    alike = [one.metric for one in others if one.interval is not None and not one.detected]
+    if apart:
+        words.append(f"also apart: {', '.join(apart)}")
+    if alike:
+        words.append(f"no difference detected: {', '.join(alike)}")
+    return [words[0], *(["; ".join(words[1:])] if words[1:] else [])]
+
+
+def _finding(one: Description, baseline: str) -> str:
+    levels = (
+        f"{one.treatment:.4g} against {one.baseline:.4g} in {baseline}, steps {one.steps[0]}-{one.steps[1]}"
+    )
+    way = "lower" if one.difference < 0 else "higher"
+    if one.interval is None:
+        return f"{one.metric} is {abs(one.difference):.3g} {way} in {one.arm}: {levels}, {_counted(one)}"
+    interval = f"90 % interval {difference_text(one.difference, one.interval)}"
+    if one.detected is None:
+        return f"{one.metric}: no difference detected: {one.arm} {levels}, {_counted(one)} ({interval})"
+    size = f"{one.metric} is {abs(one.difference):.3g} {way} in {one.arm}"
+    return f"{size}: {levels}, {one.detected.agreement} ({interval})"
+
+
+def _counted(one: Description) -> str:
+    if max(one.num_runs) == 1:
+        return "one run of each arm"
+    return f"{one.num_runs[0]} pairs" if one.paired else f"{one.num_runs[0]} and {one.num_runs[1]} runs"
+
+
 def _plain(metric: str) -> Primary:
     """A claim on the metric as it is recorded: no logarithm is taken of what is described."""
-    return Primary(metric=metric, margin=1.0, transform="identity")
+    # Unchecked: a log may call a metric `memory`, which a claim reads as the peak of all phases.
+    return Primary.model_construct(metric=metric, margin=1.0, transform="identity")
 
 
 def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, str]:
     """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
     climb = float(np.mean(climbs(sides.baselines, _plain(metric), last)))
     if math.isfinite(climb) and climb > 0:
-        return _one_digit(SHARE_OF_CLIMB * climb), f"a tenth of the {climb:.3g} that the baseline learned"
+        return _offered(SHARE_OF_CLIMB * climb, f"a tenth of the {climb:.3g} that the baseline learned")
     if math.isfinite(level) and level:
-        return _one_digit(SHARE_OF_LEVEL * abs(level)), "a twentieth of the baseline's level"
+        return _offered(SHARE_OF_LEVEL * abs(level), "a twentieth of the baseline's level")
     return None, "the baseline is 0"
+
+
+def _offered(share: float, what: str) -> tuple[float, str]:
+    """A margin of one digit, and what it is: rounded up, unless the share has one digit itself."""
+    margin = _one_digit(share)
+    exact = f"{share:.3g}" == f"{margin:.3g}"
+    return margin, what if exact else f"{what}, rounded up to {margin:.3g}"
 
 
 def _one_digit(value: float) -> float:

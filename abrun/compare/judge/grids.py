@@ -6,6 +6,7 @@ from functools import reduce
 import numpy as np
 
 from abrun.compare.read.experiment import Experiment, RecordedRun, stack, union
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.recipe import Primary
 from abrun.series import Steps, window_bounds
 
@@ -40,6 +41,32 @@ def incomplete(
         expected = _inside(expected, *bounds)
     absent = [(run, lacking(run, metric, expected, strict=strict)) for run in recorded]
     return [(run, steps) for run, steps in absent if len(steps)]
+
+
+def text_in_windows(
+    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+) -> Iterator[str]:
+    """Values of a metric that a log holds as text, in its window: left out, they could hide a difference.
+
+    The window is also read as it would stand with the steps of those values. A guard reads all of a run.
+    """
+    windows = [*((one.metric, one.window) for one in primaries), (TOKEN_MULT_PROB_ERROR, "all")]
+    for metric, window in windows:
+        dropped = {run.name: np.array(run.dropped.get(metric, ()), np.int64) for run in finished}
+        if not any(len(steps) for steps in dropped.values()):
+            continue
+        recorded = experiment.steps_of(metric)
+        grids = [grid for grid in (recorded, union([recorded, *dropped.values()])) if len(grid)]
+        bounds = [window_bounds(window, grid, metric) for grid in grids]
+        first, last = min(start for start, _ in bounds), max(end for _, end in bounds)
+        for run in finished:
+            inside = _inside(dropped[run.name], first, last)
+            if len(inside):
+                values = f"{len(inside)} value{'s' * (len(inside) > 1)}"
+                yield (
+                    f"{run}: {values} of {metric} in steps {first}-{last}, from step {inside[0]} on, "
+                    f"left out as text: {run.unread.get(metric, 'write numbers')}"
+                )
 
 
 def unlike_grids(

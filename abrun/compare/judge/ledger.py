@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.machines import OF_THE_MACHINE
 from abrun.compare.judge.margins import window_summaries
-from abrun.compare.judge.validity import OF_THE_MACHINE
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun, Reference, union
 from abrun.compare.read.ledger import Entry, Ledger
@@ -188,6 +188,7 @@ def ledger_sentence(reference: Reference) -> str:
     direct = ""
     if drift.direct and np.isfinite(drift.direct).all():  # of very many rejected changes it says nothing
         direct = f", direct [{drift.direct[0]:.3g}, {drift.direct[1]:.3g}] by {drift.direct_by}"
+        direct += f" for {ledger.num_chains:.3g} possible chains" if ledger.num_chains > 1 else ""
     more = ledger.num_tried - number
     sentence = (
         f"ledger of {over}: {number} change{'' if number == 1 else 's'}, drift spent {drift.bound:.3g} of "

@@ -7,12 +7,14 @@ import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
 from abrun.compare.judge.claims import PrimaryResult, setting_text
+from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
+from abrun.compare.judge.skewness import ARMS, HARMLESS, skew_warning
 from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides, stack
-from abrun.equivalence import beside_limit, limit_test, welch_limit_test
+from abrun.equivalence import beside_limit, limit_test, paired_tost, welch_limit_test, welch_tost
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -24,7 +26,6 @@ from abrun.metric_names import (
 )
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, on_shared_steps, window_bounds
-from abrun.skewness import ARMS, HARMLESS, skew_warning
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
@@ -164,14 +165,23 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
     result = replace(result, treatment_mean=float(treatment.mean()))
     if np.isfinite(baseline).all():
         result = replace(result, baseline_mean=float(baseline.mean()))
+    scale = primary.model_copy(update={"transform": transform})
+    window = _averaged(result, sides, bounds, of_ratio=of_ratio)
+    step, is_below = resolution_of(sides.runs, scale, window), primary.below is not None
+    result = replace(result, detected=_detected(left, right, result.alpha, step, paired=sides.paired))
     if not of_ratio:
         left = None
     elif sides.paired:
         left, right = None, right - left
-    scale = primary.model_copy(update={"transform": transform})
-    window = _averaged(result, sides, bounds, of_ratio=of_ratio)
-    step, is_below = resolution_of(sides.runs, scale, window), primary.below is not None
     return _tested(result, left, right, limit, is_log=of_ratio, below=is_below, resolution=step)
+
+
+def _detected(left: Array, right: Array, alpha: float, resolution: float, *, paired: bool) -> Detected | None:
+    """Of the two arms of a limit: a treatment may keep one and yet be worse than its baseline."""
+    if min(len(left), len(right)) < 2 or not np.isfinite(np.concatenate([left, right])).all():
+        return None
+    test = (paired_tost if paired else welch_tost)(left, right, 1.0, alpha, resolution=resolution)
+    return detect(left, right, test.mean_difference, test.interval, paired=paired)
 
 
 def _averaged(result: PrimaryResult, sides: Sides, bounds: tuple[int, int], *, of_ratio: bool) -> Array:
@@ -264,6 +274,16 @@ def _reduction(metric: str) -> Reduction:
     return "minimum" if found and found.combined == "minimum" else default_reduction(metric)
 
 
+def _direction(result: PrimaryResult) -> str:
+    """A difference from the baseline that a limit on the treatment alone, or on a ratio, does not state."""
+    found = result.detected
+    if found is None:
+        return ""
+    if result.test == "ratio limit":
+        return f", {found.agreement}"
+    return f", and {found.direction} than the baseline: {found.text.partition(': ')[2]}"
+
+
 def limit_sentence(result: PrimaryResult, *, has_recipe: bool) -> str:
     """The outcome of a limit or an exact claim, in words that promise no more than was tested."""
     where = f"over {setting_text(result, has_recipe=has_recipe)}"
@@ -282,13 +302,13 @@ def limit_sentence(result: PrimaryResult, *, has_recipe: bool) -> str:
         return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; {needed}"
     level = f"{100 * (1 - 2 * result.alpha):.3g} %"
     low, high = (beside_limit(end, result.margin_number) for end in result.limited_interval)
-    found += f", {level} interval [{low}, {high}]"
+    found += f", {level} interval [{low}, {high}]{_direction(result)}"
     warning = f"; {result.warning}" if result.warning else ""
     if result.result == "holds":
         confidence = f"{100 * (1 - result.alpha):.3g} %"
         return f"{result.metric}: {result.margin_text} at {confidence} confidence {where} ({found}){warning}"
     if result.result == "different":
-        p_value = f"Holm p = {result.p_beyond_holm:.2g}"
+        p_value = f"p = {result.p_beyond_holm:.2g} if the limit were kept, Holm-corrected"
         return f"{result.metric}: not {result.margin_text} {where} ({found}, {p_value}){warning}"
     return (
         f"{result.metric}: {result.margin_text}: not decided {where}: {found}; more seeds narrow it{warning}"

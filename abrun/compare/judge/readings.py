@@ -29,11 +29,11 @@ def count_readings(experiment: Experiment, arm: str, earlier: Collection[Reading
     looks = {reading}
     if not experiment.compare.looks:  # declared: their levels allow for all of them
         looks = {one for one in same_runs if one.question == reading.question}
-    several = len(looks) > 1
+    sets = sorted((sorted(one.pairs) for one in looks), key=lambda pairs: (len(pairs), pairs))
     return Readings(
         arm=arm,
-        num_pairs=sorted(len(one.pairs) for one in looks),
-        false_match=level_of_readings([one.pairs for one in looks]) if several else None,
+        num_pairs=[len(pairs) for pairs in sets],
+        false_match=level_of_readings(sets) if len(sets) > 1 else None,
         num_comparisons=len({one.question for one in same_runs}),
     )
 
@@ -51,5 +51,6 @@ def reading_sentences(readings: Readings, *, paired: bool, arms: int) -> Iterato
     if readings.num_comparisons > 1:
         yield (
             f"{mark}{readings.num_comparisons} comparisons of these runs with different claims or looks: the "
-            "level holds for one that was declared in advance"
+            "level holds for one that was declared in advance (simulated: of 20 windows some one matches "
+            "falsely in 0.08 to 0.29 of experiments)"
         )

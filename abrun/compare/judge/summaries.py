@@ -108,8 +108,12 @@ def _smallest_step(values: Array) -> float:
     gaps = gaps[gaps > 1e-6 * gaps.sum()]  # smaller gaps are rounding
     if not len(gaps):
         return 0.0
+    unit = 1.01 * _last_digit(distinct)
+    wider = gaps[gaps > unit]
+    if len(wider) and wider.min() > 2.5 * unit:  # 0.375 may be logged as 0.37 and as 0.38
+        gaps = wider
     step = float(gaps.min())
-    tolerance = max(0.01 * step, 1.01 * _last_digit(distinct))
+    tolerance = max(0.01 * step, unit)
     is_grid = bool(np.abs(gaps - step * np.round(gaps / step)).max() <= tolerance)
     return step if is_grid or 3 * (len(gaps) + 1) <= len(values) else 0.0
 

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from abrun.compare.judge.assay import learning_metrics
+from abrun.compare.judge.code import code_untested
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.grids import grid_note
+from abrun.compare.judge.machines import INITIAL_WEIGHTS, other_machine
 from abrun.compare.judge.step_one import (
     RAISED_BY_ROUNDING,
     StepOne,
@@ -12,7 +14,6 @@ from abrun.compare.judge.step_one import (
     shares_prompts,
     unreadable,
 )
-from abrun.compare.judge.validity import INITIAL_WEIGHTS, other_machine
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
@@ -26,8 +27,11 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     if not experiment.compare.step_one:
         return f"switched off ({'compare.step_one: false' if experiment.has_recipe else '--no-step-one'})"
     if other_machine(experiment, arm):
-        of = "the reference was made" if experiment.regression else "the arms ran"
-        return f"{of} with other package versions or devices"
+        return (
+            "the reference was made with other package versions or devices"
+            if experiment.regression
+            else "the arms ran other package versions"
+        )
     pairs = experiment.pairs(arm)
     if pairs and all(pair.begins_anew for pair in pairs):
         return "the step counters begin anew, so that what is recorded as step 1 may be a later one"
@@ -62,7 +66,7 @@ def not_tested(
     unsettled = [one for one in first_steps if one.result == "not tested"]
     sentences = [*experiment.left_out, *_unshared_steps(sides.finished, primaries)]
     sentences += [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
-    sentences += _unsaid(runs, sides)
+    sentences += [*_unsaid(runs, sides), *code_untested(experiment)]
     if step_one_unread:
         sentences.append(f"step one: {step_one_unread}")
     if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
@@ -83,12 +87,12 @@ def not_tested(
     if baselines and primaries and not learning_metrics(baselines):
         sentences.append("whether the baseline learned: no reward, accuracy or supervised loss is recorded")
     clean = len(sides.finished.treatments)
-    if clean:
+    if clean and clean == len(sides.treatments):
         most = 1 - ALPHA ** (1 / clean)
         of = "seed" if sides.paired else "treated run"
         sentences.append(
-            f"{of}s that fail more rarely: {counted(clean, f'clean {of}')} leave{'s' * (clean == 1)} a "
-            f"failure rate of up to {100 * most:.0f} % (95 % bound)"
+            f"rare failures: none of {counted(clean, of)} failed, which still allows a failure rate of up to "
+            f"{100 * most:.0f} % (95 % bound)"
         )
     sentences += _unclaimed(primaries)
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression

@@ -6,8 +6,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from abrun.compare.judge.grids import lacking, unlike_grids
+from abrun.compare.judge.grids import lacking, text_in_windows, unlike_grids
 from abrun.compare.judge.guards import shared_peak_counter
+from abrun.compare.judge.machines import (
+    ENVIRONMENT,
+    INITIAL_WEIGHTS,
+    OF_THE_MACHINE,
+    OF_THE_STACK,
+    STARTED_FROM,
+    environment_difference,
+    machine_differences,
+    treated_keys,
+    within_arms,
+)
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, no_shared_step, union
 from abrun.metric_names import (
     FINAL_WEIGHTS,
@@ -22,17 +33,6 @@ from abrun.recipe import Primary, can_change_numbers
 from abrun.redaction import in_yaml
 from abrun.series import Steps, window_bounds
 
-INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
-# What of environment.json must not differ between paired runs. Hosts may.
-ENVIRONMENT = {
-    "versions": "package versions differ",
-    "python": "the Python version differs",
-    "devices": "devices differ",
-    "prompts_sha256": "the prompt hash differs",
-    INITIAL_WEIGHTS: "the initial weights differ",
-    STARTED_FROM: "the checkpoints that they started from differ",
-}
-OF_THE_MACHINE = ("versions", "python", "devices")
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
 MOST_NAMED = 12
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
@@ -65,6 +65,7 @@ def invalid_reasons(
         *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
+        *text_in_windows(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
     ]
 
@@ -88,6 +89,7 @@ def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary
         *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
         *_other_windows(experiment, finished, primaries),
         *_missing_metrics(experiment, finished, primaries),
+        *text_in_windows(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, sides.baselines, primaries),
     ]
 
@@ -97,47 +99,22 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
     if experiment.treatment_diff is not None:
         return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
     if not experiment.compare.paired:
-        values = _values_by_arm(experiment.sides(arm)).items()
-        return {key: [left[0], right[0]] for key, (left, right) in values if _differs_by_arm(left, right)}
+        sides = experiment.sides(arm)
+        values = _values_by_arm(sides).items()
+        found = {key: [left[0], right[0]] for key, (left, right) in values if _differs_by_arm(left, right)}
+        if experiment.versions_differ and all(sides.sizes):
+            found |= machine_differences(sides.baselines[0], sides.treatments[0], OF_THE_STACK)
+        return found
     pairs = experiment.pairs(arm)
     found = {
         key: [values[0][0], values[0][1]]
         for key, values in _config_values(pairs).items()
         if _kind(values) == "treatment"
     }
-    if experiment.regression:
+    if experiment.regression or experiment.versions_differ:
         for pair in pairs[:1]:
-            found |= _other_machine(pair.baseline, pair.treatment)
+            found |= machine_differences(pair.baseline, pair.treatment, treated_keys(experiment))
     return found
-
-
-def other_machine(experiment: Experiment, arm: str) -> bool:
-    """Whether a reference was measured with other versions or devices, so that not even step one repeats."""
-    return experiment.regression and any(
-        _other_machine(pair.baseline, pair.treatment) for pair in experiment.pairs(arm)
-    )
-
-
-def _other_machine(left: RecordedRun, right: RecordedRun) -> dict[str, list[Any]]:
-    """What of versions and devices differs, dotted key -> both values."""
-    found = {f"versions.{name}": list(both) for name, both in _other_versions(left, right).items()}
-    for key in OF_THE_MACHINE:
-        both = [(run.environment or {}).get(key) for run in (left, right)]
-        if both[0] != both[1] and key != "versions":
-            found[key] = both
-    return found
-
-
-def _other_versions(left: RecordedRun, right: RecordedRun) -> dict[str, tuple[Any, Any]]:
-    """Packages that either imports, of which they have other versions; None: not installed, or not said."""
-    versions: list[dict[str, Any]] = [(run.environment or {}).get("versions") or {} for run in (left, right)]
-    names = sorted({*versions[0], *versions[1]})
-    both = {name: (versions[0].get(name), versions[1].get(name)) for name in names}
-    return {
-        name: (a, b)
-        for name, (a, b) in both.items()
-        if a != b and (left.imports(name) or right.imports(name))
-    }
 
 
 def coverage(sides: Sides) -> dict[str, int]:
@@ -337,10 +314,14 @@ def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[str]:
     declared = differences(experiment, sides.treatments[0].name.arm) if sides.treatments else {}
     other_trainer = any(key in OTHER_TRAINER for key in declared)
     first = sides.baselines[0]
+    treated = treated_keys(experiment)
+    yield from within_arms([sides.baselines, sides.treatments], treated)
     for run in sides.runs[1:]:
         for key in ("devices",) if other_trainer else OF_THE_MACHINE:
+            if key in treated:
+                continue
             if None not in ((one.environment or {}).get(key) for one in (first, run)):
-                yield from _environment_difference(first, run, key, ENVIRONMENT[key])
+                yield from environment_difference(first, run, key, ENVIRONMENT[key])
 
 
 def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[Pair]) -> Iterator[str]:
@@ -352,6 +333,10 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
         keys = {key: what for key, what in ENVIRONMENT.items() if key not in OF_THE_MACHINE}
     elif any(key in OTHER_TRAINER for key in declared):
         keys = {"devices": ENVIRONMENT["devices"]}
+    elif experiment.versions_differ:
+        keys = {key: what for key, what in ENVIRONMENT.items() if key not in OF_THE_STACK}
+        both = [[pair.baseline for pair in pairs], [pair.treatment for pair in pairs]]
+        yield from within_arms(both, OF_THE_STACK)
     if _declares_other_weights(declared):
         keys.pop(INITIAL_WEIGHTS, None)
     if "checkpoint.start_from" in declared:
@@ -371,27 +356,7 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
                 unsaid = None in (pair.baseline.environment.get(key), run.environment.get(key))
                 if unsaid and (experiment.treatment_diff is None or key == INITIAL_WEIGHTS):
                     continue  # a framework, or an older version, that does not say: among the not tested
-                yield from _environment_difference(pair.baseline, run, key, what)
-
-
-def _environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, what: str) -> Iterator[str]:
-    assert baseline.environment is not None and run.environment is not None
-    left, right = baseline.environment.get(key), run.environment.get(key)
-    if isinstance(left, dict) and isinstance(right, dict):
-        apart = [f"{name} {a} against {b}" for name, (a, b) in _other_versions(baseline, run).items()]
-        shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
-    else:
-        shown = "" if left == right else f"{_brief(left)} against {_brief(right)}"
-    if not shown:
-        return
-    yield f"{what} between {baseline} and {run}: {shown}"
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, list):
-        names = sorted({str(item) for item in value})
-        return f"{len(value)} x {', '.join(names)}"
-    return str(value)[:16]
+                yield from environment_difference(pair.baseline, run, key, what)
 
 
 def _other_steps(
@@ -469,7 +434,8 @@ def mistaken_alias(run: RecordedRun, metric: str) -> str:
     theirs = (run.config or {}).get(f"trainer.aliases.{metric}")
     if theirs is None:
         return ""
-    return f": trainer.aliases calls it {str(theirs)!r}; logged: {', '.join(sorted(run.metrics)[:MOST_NAMED])}"
+    logged = ", ".join(sorted(run.metrics)[:MOST_NAMED])
+    return f": trainer.aliases calls it {str(theirs)!r}; logged: {logged}"
 
 
 def _unread(run: RecordedRun, *metrics: str) -> str:

@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 from abrun.compare.judge.by_prompt import ByPrompt, by_prompt
 from abrun.compare.judge.claims import SHARED, PrimaryResult, judge_primary, setting_text, with_holm
-from abrun.compare.judge.description import Description, descriptions, nothing_shared, num_metrics
+from abrun.compare.judge.description import (
+    Description,
+    description_sentences,
+    descriptions,
+    nothing_shared,
+    num_metrics,
+)
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
@@ -37,7 +43,10 @@ _NOT_DECLARED = (
     "no primary metric is declared: step one and the guards pass, which does not show that the arms "
     "converge alike; declare compare.primary with a margin"
 )
-_NO_CLAIM = "nothing is claimed (--primary): a description and no verdict on whether the arms converge alike"
+_NO_CLAIM = (
+    "no verdict: no claim says which difference would be accepted (--primary METRIC:WINDOW:MARGIN), so this "
+    "is a description and does not test whether the arms converge alike"
+)
 AT_OBSERVED = "at the observed sd"  # of numbers of pairs; `abrun plan --from` takes its upper bound
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
@@ -240,9 +249,12 @@ def _as_described(
     if experiment.launched_compare_sha256 is None:
         instead = _NO_CLAIM if described else nothing_shared(sides)
         reasons = [instead if reason == _NOT_DECLARED else reason for reason in reasons]
+    if described and verdict == "INCONCLUSIVE":
+        reasons = [*description_sentences(described, experiment.baseline), *reasons]
     one_each = described and max(sides.finished.sizes) == 1
     if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
-        return "INCONCLUSIVE", [_ONE_EACH, *reasons]
+        found = description_sentences(described, experiment.baseline)
+        return "INCONCLUSIVE", [*found, _ONE_EACH, *(one for one in reasons if one not in found)]
     return verdict, list(reasons)
 
 
@@ -310,7 +322,8 @@ def primary_sentence(result: PrimaryResult, *, has_recipe: bool = True) -> str:
     unit = difference_unit(result.transform)
     margin = f"{result.margin_text}{unit if result.margin_unit == '' else ''}"
     if result.problem and result.result != "different":
-        return f"{result.metric}: not tested over {result.window}: {result.problem}"
+        seen = f"; recorded is a difference, {result.detected.text}" if result.detected else ""
+        return f"{result.metric}: not tested over {result.window}: {result.problem}{seen}"
     if result.test in ("limit", "ratio limit", "exact"):
         return limit_sentence(result, has_recipe=has_recipe)
     if result.mean_difference is None or result.interval is None or result.steps is None:
@@ -326,23 +339,27 @@ def primary_sentence(result: PrimaryResult, *, has_recipe: bool = True) -> str:
     bound = f"certified bound {certified(result)}"
     warning = f"; {result.warning}" if result.warning else ""
     if result.result == "equivalent":
+        yet = f", and {result.detected.text}{unit};" if result.detected else ""
         return (
-            f"{result.metric}: equivalent within {margin} at {100 * (1 - result.alpha):.3g} % confidence "
-            f"over {where} ({bound}{_jointly(result)}){warning}"
+            f"{result.metric}: equivalent within {margin}{yet} at {100 * (1 - result.alpha):.3g} % "
+            f"confidence over {where} ({bound}{_jointly(result)}){warning}"
         )
+    agreement = f", {result.detected.agreement}" if result.detected else ""
     if result.result == "different":
         return (
-            f"{result.metric}: differs by {result.mean_difference:+.3g}{unit}, beyond {margin}, over {where} "
-            f"({interval}, Holm p = {result.p_beyond_holm:.2g} of a difference no larger){warning}"
+            f"{result.metric}: differs by {result.mean_difference:+.3g}{unit}, beyond {margin}, over {where}"
+            f"{agreement} ({interval}; Holm-corrected p = {result.p_beyond_holm:.2g} of a true difference "
+            f"within the margin){warning}"
         )
     found = f"mean difference {result.mean_difference:+.3g}{unit}, {interval}, {bound} against {margin}"
     spread = _spread(result)
-    if result.excludes_zero:
+    if result.detected:
         p = 1.0 if result.p_difference_holm is None else result.p_difference_holm
         detected = "was detected" if p < result.alpha_difference else "is likely"
         return (
-            f"{result.metric}: a difference {detected} over {where} (Holm p = {p:.2g}), and whether it stays "
-            f"within the margin is open: {found}; {spread}, {_pairs_for_the_observed(result)}{warning}"
+            f"{result.metric}: a difference {detected} over {where} (Holm p = {p:.2g}){agreement}, and "
+            f"whether it stays within the margin is open: {found}; {spread}, "
+            f"{_pairs_for_the_observed(result)}{warning}"
         )
     return (
         f"{result.metric}: not decided over {where}: {found}; {spread}, "

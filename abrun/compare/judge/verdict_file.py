@@ -6,6 +6,7 @@ from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.code import code_notes
 from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
@@ -21,6 +22,7 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.readings import Reading
 
 SCHEMA_VERSION = 3
+MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
     "descriptions",
@@ -109,15 +111,9 @@ def verdict_file(
         if arm.verdict == verdict
         for reason in arm.reasons
     ]
+    other_code = list(code_notes(experiment))
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested(arms)]
-    if post_hoc is not None or experiment.directory is None or experiment.regression:
-        notes = [
-            sentence
-            for one in readings
-            for sentence in reading_sentences(one, paired=experiment.compare.paired, arms=len(arms))
-        ]
-    else:
-        notes = []  # declared before the runs, whatever was tried since
+    notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     return VerdictFile(
         schema_version=SCHEMA_VERSION,
         experiment=experiment.name,
@@ -129,6 +125,7 @@ def verdict_file(
             *experiment.left_out,
             *([f"post hoc: {post_hoc}"] if post_hoc else []),
             *notes,
+            *other_code[:MOST_IN_BOX],
         ],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
@@ -143,6 +140,7 @@ def verdict_file(
         not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
+            *other_code,
             *experiment.decided,
             *ledger_notes(experiment.reference),
             *placement_notes(experiment),
@@ -159,6 +157,16 @@ def verdict_file(
 def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
     """The treatments whose claims were tested: of an INVALID one nothing is shown."""
     return [arm for arm in arms if arm.primaries and arm.verdict != "INVALID"]
+
+
+def _reading_notes(
+    experiment: Experiment, readings: Sequence[Readings], post_hoc: str | None, num_arms: int
+) -> list[str]:
+    """Return the notes on comparisons made before; none where the claims were declared before the runs."""
+    if post_hoc is None and experiment.directory is not None and not experiment.regression:
+        return []
+    paired = experiment.compare.paired
+    return [line for one in readings for line in reading_sentences(one, paired=paired, arms=num_arms)]
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
@@ -190,6 +198,7 @@ def _environments(experiment: Experiment) -> list[EnvironmentOfRuns]:
     for run in experiment.runs.values():
         environment = run.environment or {}
         known = {key: environment[key] for key in _ENVIRONMENT if environment.get(key)}
+        known |= {"code": list(run.code)} if run.code else {}
         if known:
             one = distinct.setdefault(repr(known), EnvironmentOfRuns(runs=[], environment=known))
             one.runs.append(str(run))

@@ -37,10 +37,10 @@ class RecordedRun:
     config: Mapping[str, Any] | None = None  # resolved, dotted; None: the source does not say
     environment: Mapping[str, Any] | None = None  # versions, devices, prompts; None: the source does not say
     metrics: Mapping[str, Series]
+    code: tuple[str, ...] = ()  # commit and changes that its attempts ran, in order; empty: not known
     final_weights_hash: str | None = None  # None: the source does not say
-    final_sample: Callable[[], Mapping[str, Array]] = dict  # some of the final weights, read when asked for
-    initial_sample: Callable[[], Mapping[str, Array]] = dict  # the same of the initial ones
-    weight_sizes: Callable[[], Mapping[str, int]] = dict  # how many numbers each sampled tensor has
+    final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read when asked for
+    initial_sketch: Callable[[], Mapping[str, Array]] = dict  # the same of the initial ones
     # Held-out prompts' rewards by step, read when asked for; raises StoreError
     validations: Callable[[], Mapping[int, ValidationRow]] = dict
     span_s: tuple[float, float] | None = None  # from its first start to its end; None: unknown
@@ -52,6 +52,7 @@ class RecordedRun:
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
     # metric -> where its source has text in the place of a number
     unread: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps with text in it
 
     @property
     def finished(self) -> bool:

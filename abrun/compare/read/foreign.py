@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.compare.read.selection import EVERYTHING, Selection, restarted
@@ -17,6 +19,7 @@ from abrun.logs.log import listed, printable
 from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
 from abrun.recipe import BASELINE, Compare
 
+T = TypeVar("T")
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
 
 
@@ -40,16 +43,15 @@ def load_foreign(
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
     else the first source's. What follows from neither is guessed, and `guessed` says so. What `selection`
-    does not take is left out first: nothing is refused for it. `alone` lets one arm pass, and guesses no seeds: a
-    reference is its counterpart. `may_unpair`: runs that do not say their seeds, or share none, are
+    does not take is left out first: nothing is refused for it. `alone` lets one arm pass, and guesses no
+    seeds: a reference is its counterpart. `may_unpair`: runs that do not say their seeds, or share none, are
     independent. Raises ComparisonError or StoreError, one line, where that cannot be told.
     """
     given = parse(aliases)
     named_sources = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
     _refuse_twice(sources, logs_of)
-    excluded = [log for logs in logs_of for log in logs if selection.excludes(log)]
-    logs_of = [[log for log in logs if not selection.excludes(log)] for logs in logs_of]
+    logs_of, excluded = selection.without_excluded(logs_of)
     if pattern is None:
         _refuse_experiments_as_arms(named_sources, logs_of)
     selects = selection.selects
@@ -59,10 +61,17 @@ def load_foreign(
     if compare.paired and not (found.paired or may_unpair):
         found = _identified(named_sources, logs_of, pattern, selects, paired=True, may_guess=False)
     named = list(zip(found.names, [log for logs in logs_of for log in logs], strict=True))
-    selected, left_out = selection.apply(named, excluded, paired=compare.paired and found.paired)
+    selected, left_out = selection.apply(
+        named, excluded, paired=compare.paired and found.paired and not alone
+    )
     renamed = apply_to_all([log.metrics for log in selected.values()], given)
     by_name = {
-        run: replace(log, metrics=metrics, unread=_renamed(log.unread, renamed.names))
+        run: replace(
+            log,
+            metrics=metrics,
+            unread=_renamed(log.unread, renamed.names),
+            dropped=_renamed(log.dropped, renamed.names),
+        )
         for (run, log), metrics in zip(selected.items(), renamed.metrics, strict=True)
     }
     arms, of_baseline = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
@@ -88,7 +97,7 @@ def load_foreign(
     )
 
 
-def _renamed(unread: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
     """By our names too: by those that other runs gave them, or, where none has numbers, would have."""
     _, found = recognised(unread)
     ours = {**{theirs: name for name, theirs in found.items()}, **names}
@@ -108,6 +117,7 @@ def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
         metrics=log.metrics,
         notes=(*log.notes, f"numbered, its seed is not known: {log.place}") if numbered else log.notes,
         unread=log.unread,
+        dropped=log.dropped,
     )
 
 
@@ -212,6 +222,7 @@ def _guessed(
         guess = guess_runs(common, selects=selects)  # a run each, as `runs/*.csv` is
         if guess is not None and guess.seeds_known:
             return guess
+    _refuse_several_arms(sources, logs_of, selects)
     arms = _arms_of(sources)
     guess = guess_runs(logs, [arm for arm, of in zip(arms, logs_of, strict=True) for _ in of], selects)
     if guess is not None and len(logs) == len(sources) and not any(arm for arm, _ in sources):
@@ -282,7 +293,9 @@ def _named_from_common_folder(sources: Sequence[tuple[str | None, str]], logs: S
         return list(logs)
     common = Path(os.path.commonpath([path.parent for path in paths]))
     return [
-        log if log.run_id else replace(log, name=printable(path.relative_to(common).as_posix()))
+        log
+        if log.run_id
+        else replace(log, name=printable(path.relative_to(common).as_posix().replace("\\", "/")))
         for path, log in zip(paths, logs, strict=True)
     ]
 
@@ -320,9 +333,8 @@ def _arm_of(source: str) -> str:
     path = (
         source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
     )
-    return printable(
-        stem(Path(path).resolve().name if Path(path).exists() else path.rstrip("/").split("/")[-1])
-    )
+    name = Path(path).resolve().name if Path(path).exists() else path.rstrip("/").split("/")[-1]
+    return printable(stem(name.rpartition("\\")[2]))
 
 
 def _arms(
@@ -382,6 +394,31 @@ def _refuse_experiments_as_arms(
             raise ComparisonError(
                 f"sources: got {printable(source)}, which holds the runs of several arms ({listed(arms)}); "
                 f"name {printable(one)}"
+            )
+
+
+def _refuse_several_arms(
+    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], selects: Selects
+) -> None:
+    """Raise ComparisonError for a source, given as one arm, whose runs name several arms and share seeds."""
+    for (_, source), logs in zip(sources, logs_of, strict=True):
+        try:
+            names = name_runs(logs, selects=selects)
+        except ComparisonError:
+            continue
+        names_of: dict[str, list[str]] = {}
+        for run, log in zip(names, logs, strict=True):
+            names_of.setdefault(run.arm, []).append(log.name)
+        if len(names_of) > 1 and len({run.seed for run in names}) < len(set(names)):
+            *_, last = names_of.values()
+            first, end = min(last), max(last)
+            shared = next(
+                (at for at, both in enumerate(zip(first, end, strict=False)) if len({*both}) > 1), 0
+            )
+            arms = listed(list(names_of))
+            raise ComparisonError(
+                f"sources: {printable(source)} holds the runs of several arms ({arms}); leave out all but "
+                f"one, such as --exclude {shlex.quote(f'{first[:shared]}*')}, or give it alone"
             )
 
 

@@ -1,6 +1,6 @@
 """Runs that are left out of a comparison, by an option or by a rule, and the sentences that say so."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NoReturn
@@ -31,6 +31,14 @@ class Selection:
         names = [name for name in (log.name, log.run_id, log.place) if name]
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
 
+    def without_excluded(self, logs_of: Sequence[Sequence[Log]]) -> tuple[list[list[Log]], list[Log]]:
+        """Return the logs of each source that no pattern names, and those that one does."""
+        excluded = [log for logs in logs_of for log in logs if self.excludes(log)]
+        rest = [[log for log in logs if not self.excludes(log)] for logs in logs_of]
+        if not any(rest):
+            self.refuse_nothing([])
+        return rest, excluded
+
     def apply(
         self, named: Sequence[tuple[RunName, Log]], excluded: Sequence[Log], *, paired: bool
     ) -> tuple[dict[RunName, Log], list[str]]:
@@ -47,24 +55,25 @@ class Selection:
         by_name = [run for run in logs_of if not self.selects(run) and self._in_seeds(run)]
         partners: list[RunName] = []
         if paired:
-            seeds = {run.seed for run in by_name}
+            arms = {run.arm for run in selected}
+            seeds = {run.seed for run in by_name if run.arm in arms and not run.rerun}
             partners = [run for run in selected if run.seed in seeds]
             selected = {run: logs for run, logs in selected.items() if run.seed not in seeds}
         if not selected:
-            self._refuse_nothing(logs_of)
-        runs = {run: join_starts(logs, str(run)) or logs[0] for run, logs in selected.items()}
+            self.refuse_nothing(logs_of.keys())
+        runs = {run: _whole(run, logs) for run, logs in selected.items()}
         end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         lines = [*self._left_out_by_seeds(logs_of, end)]
-        lines += [f"left out by --exclude: {printable(log.name)}{_ending(log, end)}" for log in excluded]
-        for run in by_name:
-            with_it = [str(one) for one in partners if one.seed == run.seed]
-            also = f", and with it {', '.join(with_it)}" if with_it else ""
-            lines.append(f"left out by --exclude: {run}{_ending(logs_of[run][-1], end)}{also}")
+        out = [f"{_called(log)}{_ending(log, end)}" for log in excluded]
+        out += [f"{run}{_ending(_whole(run, logs_of[run]), end)}" for run in by_name]
+        also = f", and with them {', '.join(map(str, partners))}" if partners else ""
+        lines += [f"left out by --exclude: {', '.join(out)}{also}"] if out else []
         lines += [line for log in runs.values() for line in log.left_out]
         return runs, lines
 
-    def _refuse_nothing(self, runs: Iterable[RunName]) -> NoReturn:
-        if any(map(self._in_seeds, runs)) or self.seeds is None:
+    def refuse_nothing(self, runs: Collection[RunName]) -> NoReturn:
+        """Raise ComparisonError: the options leave no run of these."""
+        if any(map(self._in_seeds, runs)) or self.seeds is None or not runs:
             raise ComparisonError(
                 f"--exclude: got {listed(list(self.exclude))}, which leaves no run to compare; drop one"
             )
@@ -82,7 +91,7 @@ class Selection:
         broken = [
             f"{run}{text}"
             for run, logs in logs_of.items()
-            if not self._in_seeds(run) and (text := _ending(logs[-1], end))
+            if not self._in_seeds(run) and (text := _ending(_whole(run, logs), end))
         ]
         more = f" and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
         endings = f" ({', '.join(broken[:MAX_LISTED])}{more})" if broken else ""
@@ -113,6 +122,14 @@ def restarted(runs: Mapping[RunName, Log]) -> list[str]:
         f"the step counter begins anew in {run}{others} ({count} of {steps} steps are there twice): the last "
         "values count, and step one of such a run is not read"
     ]
+
+
+def _called(log: Log) -> str:
+    return printable(f"{log.name} ({log.run_id})" if log.run_id else log.name)
+
+
+def _whole(run: RunName, logs: Sequence[Log]) -> Log:
+    return join_starts(logs, str(run)) or logs[-1]
 
 
 def recounted_steps(log: Log) -> int:

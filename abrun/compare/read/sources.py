@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from abrun.compare.read.experiment import Experiment, claims_on_recorded
@@ -41,9 +42,9 @@ class Reading:
             "--alias": ",".join(self.aliases) or None,
             "--step-column": self.step_column,
             "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
+            "--looks": ",".join(map(str, self.looks)) or None,
             "--exclude": ",".join(self.exclude) or None,
             "--versions-differ": "true" if self.versions_differ else None,
-            "--looks": ",".join(map(str, self.looks)) or None,
         }
         return {option: value for option, value in options.items() if value is not None}
 
@@ -101,7 +102,11 @@ def open_sources(
 
 def _with_looks(experiment: Experiment, reading: Reading) -> Experiment:
     """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
-    given = reading.given["--looks"]
+    given, looks = reading.given["--looks"], reading.looks
+    if len(looks) < 2 or looks[0] < 2 or any(later <= look for look, later in pairwise(looks)):
+        raise ComparisonError(
+            f"--looks: got {given}; allowed: two or more numbers of pairs going up from 2, as 3,5,8"
+        )
     if reading.alone:
         raise ComparisonError(f"--looks: got {given} for a reference, which is compared once; drop it")
     if not experiment.compare.paired:
@@ -109,13 +114,13 @@ def _with_looks(experiment: Experiment, reading: Reading) -> Experiment:
             f"--looks: got {given} for runs that are not paired; give both arms the same seeds, or drop it"
         )
     num_pairs = max(len(experiment.pairs(arm)) for arm in experiment.treatments)
-    if num_pairs < reading.looks[0]:
+    if num_pairs < looks[0]:
         raise ComparisonError(
             f"--looks: got {given} for {num_pairs} pairs, of which none is taken; train more for the first"
         )
-    if num_pairs > reading.looks[-1]:
+    if num_pairs > looks[-1]:
         raise ComparisonError(
             f"--looks: got {given} for {num_pairs} pairs; the last look takes all: choose pairs with --seeds"
         )
-    compare = experiment.compare.model_copy(update={"looks": list(reading.looks)})
+    compare = experiment.compare.model_copy(update={"looks": list(looks)})
     return replace(experiment, compare=compare)

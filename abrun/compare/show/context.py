@@ -75,5 +75,6 @@ def _machine(environment: Mapping[str, Any], packages: Sequence[str]) -> str:
         ", ".join(sorted(set(map(str, environment.get("devices") or [])))),
         *(f"{name} {versions[name]}" for name in packages if versions.get(name)),
         f"Python {environment['python']}" if environment.get("python") else "",
+        f"code {', then '.join(environment['code'])}" if environment.get("code") else "",
     ]
     return ", ".join(filter(None, parts))

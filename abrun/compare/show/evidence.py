@@ -26,7 +26,7 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
             yield f"{mark}treatment", _differences(section["treatment_diff"])
         shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
         if section["num_runs"]:
-            both = "{} of the baseline and {} of the treatment".format(*section["num_runs"])
+            both = f"{section['num_runs'][0]} of {content['baseline']} and {section['num_runs'][1]} of {arm}"
             yield f"{mark}runs", f"{both}, unpaired; {shared} of {everything} steps shared"
         else:
             pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
@@ -50,7 +50,7 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
                 yield f"{mark}validation by prompt", "; ".join(by_prompt_facts(one))
         savings = [one for one in content["savings"] if one["arm"] == arm and "," not in one["quantity"]]
         if savings:
-            yield f"{mark}treatment / baseline", "; ".join(_saving(one) for one in savings)
+            yield f"{arm} / {content['baseline']}", "; ".join(_saving(one) for one in savings)
         looks = [look for look in section["looks"] if look["verdict"]]
         if section["looks"]:
             taken = ", ".join(f"{look['num_pairs']} pairs: {look['verdict']}" for look in looks) or "none yet"
@@ -96,7 +96,9 @@ def _step_one(checks: Sequence[Content]) -> str:
         else f"{len(tested)} metric{'s' * (len(tested) > 1)} agree{'s' * (len(tested) == 1)}"
     )
     said = []
-    if tested:
+    if tested and not any(one["deviation"] for one in tested):
+        said.append(f"{state} exactly")
+    elif tested:
         said.append(f"{state}; {'of these ' * bool(untested)}the arms differ most in {_furthest(tested)}")
     if untested:
         more = f", and {len(untested) - 1} more" * (len(untested) > 1)
@@ -153,14 +155,16 @@ def _against_ulp(one: Content) -> str:
 def _repeats(divergences: Sequence[Content]) -> str:
     """Said once of all metrics of which reruns of the baseline are no distance away."""
     apart = [one for one in divergences if one["first_step_apart"] is not None]
-    treatment = "and so does the treatment"
+    treatment = "so is the treatment"
     if apart:
         first = min(one["first_step_apart"] for one in apart)
         earliest = [one["metric"] for one in apart if one["first_step_apart"] == first]
         more = f" and {len(earliest) - 1} more" if len(earliest) > 1 else ""
-        treatment = f"the arms part from step {first} on" + f" ({earliest[0]}{more})" * (len(divergences) > 1)
+        treatment = f"the arms differ from step {first} on" + f" ({earliest[0]}{more})" * (
+            len(divergences) > 1
+        )
     of = f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0]['metric']}"
-    return f"the baseline repeats bit for bit{of}, {treatment}"
+    return f"reruns of the baseline are identical{of}; {treatment}"
 
 
 def _against_noise(one: Content) -> str:
@@ -174,13 +178,14 @@ def _final_weights(one: Content) -> str:
     equal = f"equal bit for bit in {one['num_equal']} of {one['num_pairs']} pairs"
     if one["num_equal"] == one["num_pairs"] or one["seed"] is None:
         return equal
-    floor = one["aa_largest_difference"]
+    floor = one["aa_relative_difference"]
     against = "" if floor is None else f"; A/A: {floor:.2g}"
-    grown = one["ulp_largest_difference"]
+    grown = one["ulp_relative_difference"]
     against += "" if grown is None else f"; what one ULP grows into: {grown:.2g}"
     return (
-        f"{equal}; largest difference of {one['num_sampled']:,} sampled: {one['largest_difference']:.2g} "
-        f"(seed {one['seed']}{against}), {one['relative_difference']:.2g} of the largest in {one['tensor']}"
+        f"{equal}; distance {one['relative_difference']:.2g} of the baseline's norm (seed {one['seed']}"
+        f"{against}), {one['tensor_relative_difference']:.2g} in {one['tensor']}; estimated from a sketch, "
+        "within 8 %"
     )
 
 

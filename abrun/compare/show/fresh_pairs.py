@@ -1,12 +1,15 @@
 """More runs for a claim that is open: how many fresh ones decide it, and the next declared look."""
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment
-from abrun.recipe import units
+from abrun.plan import compare_hash
+from abrun.recipe import primary_option, units
 
 Content = Mapping[str, Any]
 
@@ -17,6 +20,54 @@ class NextStep:
 
     text: str
     command: str
+
+
+def folder_name(experiment: Experiment, suffix: str = "") -> str:
+    assert experiment.directory
+    return shlex.quote(experiment.directory.name + suffix)
+
+
+def claim_options(experiment: Experiment) -> str:
+    """Return the claims as options of a command."""
+    return "".join(f" --primary {shlex.quote(primary_option(one))}" for one in experiment.compare.primary)
+
+
+def with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = None) -> NextStep:
+    """Seeds that no look has been taken at, as many as there were unless more are needed."""
+    first = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
+    count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
+    fresh = f"{first}-{first + count - 1}"
+    if experiment.regression:
+        file = shlex.quote(f"{experiment.name}-fresh.json")
+        return NextStep(
+            text=f"{text}: of those the reference has none; train its arm on seeds {fresh} and freeze it",
+            command=f"abrun freeze NEW{claim_options(experiment)} --output {file}",
+        )
+    if experiment.directory:
+        return NextStep(
+            text=text,
+            command=f"abrun launch RECIPE --seeds {fresh}{declared_options(experiment, count)} "
+            f"--name {folder_name(experiment, '-fresh')}",
+        )
+    if not experiment.seeds_known:
+        return NextStep(
+            text=f"{text}: train {count} more runs of each arm into folders of their own, and compare those",
+            command=f"abrun compare NEW NEW --unpaired{claim_options(experiment)}",
+        )
+    return NextStep(
+        text=f"{text}: train both arms on seeds {fresh} beside these runs, then compare those alone",
+        command=f"abrun compare RUNS --seeds {fresh}",
+    )
+
+
+def declared_options(experiment: Experiment, num_pairs: int | None = None) -> str:
+    """What sets the comparison, where it is not the launched one, or has looks at other numbers of pairs."""
+    compare = experiment.compare
+    looks = compare.looks if num_pairs in (None, *compare.looks[-1:]) else []
+    if compare_hash(compare) != experiment.launched_compare_sha256:
+        content = compare.model_copy(update={"looks": looks}).model_dump(mode="json", exclude_defaults=True)
+        return f" --set {shlex.quote(f'compare={json.dumps(content)}')}"
+    return "" if looks == compare.looks else " --set compare.looks=[]"
 
 
 def pairs_that_decide(content: Content, undecided: Sequence[Content]) -> tuple[str, int | None]:

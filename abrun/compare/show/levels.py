@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from abrun.compare.judge.direction import difference_text
 from abrun.metric_names import Transform
 
 
@@ -27,33 +28,34 @@ class Levels:
 
 def levels(content: Mapping[str, Any]) -> list[Levels]:
     """Of verdict.json's claims that have levels of both arms, in their order."""
+    baseline = content["baseline"]
     found = []
     for index, claim in enumerate(content["primaries"]):
-        means = _means(claim)
+        means = _means(claim, baseline)
         if means:
             steps = f", steps {claim['steps'][0]}-{claim['steps'][1]}" if claim["steps"] else ""
-            noise = step_noise_text(claim["step_noise"])
+            noise = step_noise_text(claim.get("step_noise"))
             beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *noise)))
             where = f"{claim['metric']}{steps}"
             found.append(Levels(claim=index, arm=claim["arm"], where=where, means=means, beside=beside))
     return found
 
 
-def _means(claim: Mapping[str, Any]) -> str | None:
+def _means(claim: Mapping[str, Any], baseline: str) -> str | None:
     base, treatment, interval = claim["baseline_mean"], claim["treatment_mean"], claim["interval"]
     if base is None or treatment is None or interval is None:
         return None
-    difference = claim["mean_difference"] if claim["unused_seeds"] else treatment - base
+    difference = claim["mean_difference"] if claim.get("unused_seeds") else treatment - base
     confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
     if claim["transform"] == "identity":
         of = "difference" if claim["num_runs"] else "paired difference"
-        reach = f"± {(interval[1] - interval[0]) / 2:.2g} ({confidence})"
-        return f"baseline {base:.4g}, treatment {treatment:.4g}; {of} {difference:+.2g} {reach}"
+        apart = f"{difference_text(claim['mean_difference'], interval)} ({confidence} interval)"
+        return f"{baseline} {base:.4g}, {claim['arm']} {treatment:.4g}; {of} {apart}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
-    both = f"baseline {_level(base, claim)}, treatment {_level(treatment, claim)}"
+    both = f"{baseline} {_level(base, claim)}, {claim['arm']} {_level(treatment, claim)}"
     of = " of the excess over 1" if claim["transform"] == "log_excess" else ""
-    return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence})"
+    return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
 
 
 def _level(mean: float, claim: Mapping[str, Any]) -> str:
@@ -97,12 +99,12 @@ def step_noise_text(noise: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _spread(claim: Mapping[str, Any]) -> str | None:
-    seeds, paired, of_treatment = claim["baseline_sd"], claim["sd_difference"], claim["treatment_sd"]
+    seeds, paired, of_treatment = claim["baseline_sd"], claim["sd_difference"], claim.get("treatment_sd")
     if seeds is None or paired is None:
         return None
     if claim["num_runs"]:
         return f"sd over the baseline's runs {seeds:.2g}, unpaired"
-    unpaired = math.hypot(seeds, of_treatment)
+    unpaired = 0.0 if of_treatment is None else math.hypot(seeds, of_treatment)  # None: of an older record
     rounding = 1e-6 * unpaired  # of which no such factor says anything
     saved = f" ({unpaired / paired:.2g}x narrower than unpaired)" if rounding < paired < unpaired else ""
     return f"sd over seeds {seeds:.2g}, of the paired differences {paired:.2g}{saved}"

@@ -1,7 +1,6 @@
 """What to do after a verdict: a sentence and a command for every one of them, which works when pasted."""
 
 import difflib
-import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,17 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from abrun.compare.judge.assay import no_signal
-from abrun.compare.judge.description import claim_on, claimable
+from abrun.compare.judge.description import Description, claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
+from abrun.compare.judge.machines import versions_follow_arms
 from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
-from abrun.compare.show.fresh_pairs import NextStep, beyond_margin, in_stages, next_look, pairs_that_decide
+from abrun.compare.show.fresh_pairs import (
+    NextStep,
+    beyond_margin,
+    claim_options,
+    declared_options,
+    folder_name,
+    in_stages,
+    next_look,
+    pairs_that_decide,
+    with_fresh_seeds,
+)
 from abrun.compare.show.pasted import AGAIN, UNPAIRED, WITHOUT_CLAIMS, filled, folder_of, name_of
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
-from abrun.recipe import Primary, primary_option, units
+from abrun.recipe import Primary, units
 from abrun.redaction import shown
 
 MOST_STEPS = 2
@@ -38,21 +48,11 @@ def next_steps(experiment: Experiment, content: Content, typed: str | None = Non
     return [replace(step, command=shown(filled(step.command, experiment, words))) for step in steps]
 
 
-def _folder(experiment: Experiment, suffix: str = "") -> str:
-    assert experiment.directory
-    return shlex.quote(experiment.directory.name + suffix)
-
-
-def _claims(experiment: Experiment) -> str:
-    """As options."""
-    return "".join(f" --primary {shlex.quote(primary_option(one))}" for one in experiment.compare.primary)
-
-
 def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
     if content["post_hoc"]:
         declare = "Declare the claim, and test it on fresh seeds"
-        yield _with_fresh_seeds(
+        yield with_fresh_seeds(
             experiment, declare if experiment.directory else "Test the claim on fresh seeds"
         )
     elif content["sensitivity"] is None and experiment.can_plant:
@@ -69,10 +69,10 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         # A reference takes claims alone: later runs are compared seed by seed, their first step too
         of, file = "RUNS", f"{name_of(experiment)}.json"
         if experiment.directory:
-            of, file = name_of(experiment), f"{_folder(experiment)}.json"
+            of, file = name_of(experiment), f"{folder_name(experiment)}.json"
         yield NextStep(
             text="Hold later versions to these runs",
-            command=f"abrun freeze {of}{'' if declared else _claims(experiment)} --output {file}",
+            command=f"abrun freeze {of}{'' if declared else claim_options(experiment)} --output {file}",
         )
 
 
@@ -86,7 +86,7 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
                 text="If the arms saw other prompts, step one says nothing: leave it out",
                 command="abrun compare RUNS --no-step-one",
             )
-        yield _with_fresh_seeds(experiment, "See whether fresh seeds say so too")
+        yield with_fresh_seeds(experiment, "See whether fresh seeds say so too")
         return
     arm, seed = _of_first([*deviating, *failing, *differing], experiment)
     run = f"{name_of(experiment)}/{shlex.quote(arm)}/seed-{seed}"
@@ -106,7 +106,7 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             text="Read what both arms said to each prompt",
             command=f"abrun samples {run} --against {other}{step}",
         )
-    yield _with_fresh_seeds(experiment, "See whether fresh seeds say so too")
+    yield with_fresh_seeds(experiment, "See whether fresh seeds say so too")
 
 
 def _said(experiment: Experiment, arm: str, seed: int) -> bool:
@@ -137,7 +137,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         yield from _claim_to_declare(experiment)
         return
     if content["descriptions"]:
-        yield _with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
+        yield with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
         return
     if any(look["verdict"] is None for look in looks):
         yield NextStep(
@@ -156,7 +156,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
     elif problems:
         yield from _other_claims(experiment, content)
     elif not unsure:
-        yield _with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
+        yield with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
 def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Content]) -> Iterator[NextStep]:
@@ -165,15 +165,15 @@ def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Co
     if count is None:
         yield NextStep(
             text=f"{text}: see what a wider one takes",
-            command=f"abrun plan RECIPE{_declared(experiment)} --from {name_of(experiment)}",
+            command=f"abrun plan RECIPE{declared_options(experiment)} --from {name_of(experiment)}",
         )
     else:
-        yield _with_fresh_seeds(experiment, text, count)
+        yield with_fresh_seeds(experiment, text, count)
     cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
     if cheaper and not any(map(beyond_margin, undecided)):
         pairs, prompts = cheaper[0]["pairs_needed_with_twice"], 2 * cheaper[0]["num_prompts"]
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
-        fresh = _with_fresh_seeds(experiment, text, pairs)
+        fresh = with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
 
 
@@ -189,7 +189,7 @@ def _rounding_or_fault(
         yield NextStep(
             text="One step in float32 tells rounding, which agrees there to 1e-4, from a fault",
             command="abrun launch RECIPE --set policy.dtype=float32 --set steps=1 --set 'controls={}' "
-            f"--name {_folder(experiment, '-float32')}",
+            f"--name {folder_name(experiment, '-float32')}",
         )
     declared = experiment.compare.step_one_tolerance
     unsure = [one for one in checks if one["result"] == "open"]
@@ -201,7 +201,7 @@ def _rounding_or_fault(
     left = dict.fromkeys(one["metric"] for one in checks if one["result"] == "not tested")
     untested = ", ".join(metric for metric in left if metric not in tolerances)
     text += f"; untested stays, as rounding may well take fresh seeds further: {untested}" if untested else ""
-    yield _with_fresh_seeds(replace(experiment, compare=compare), text, num_pairs)
+    yield with_fresh_seeds(replace(experiment, compare=compare), text, num_pairs)
 
 
 def _open_of_others(content: Content) -> Iterator[NextStep]:
@@ -218,8 +218,8 @@ def _longer(experiment: Experiment, text: str) -> NextStep:
     steps = 2 * int(grid[-1]) if len(grid) else 1
     return NextStep(
         text=f"{text}; if they were too short, train longer",
-        command=f"abrun launch RECIPE --set steps={steps}{_declared(experiment)} {_stages(experiment)}"
-        f"--name {_folder(experiment, '-longer')}",
+        command=f"abrun launch RECIPE --set steps={steps}{declared_options(experiment)} {_stages(experiment)}"
+        f"--name {folder_name(experiment, '-longer')}",
     )
 
 
@@ -237,7 +237,7 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
         )
         return
     claimed = _claiming(experiment, [claim_on(found)])
-    text = f"Declare a margin that you accept (here {found.margin_is}), and test it on fresh seeds"
+    text = f"Declare a margin that you accept ({_margin_offered(found)}), and test it on fresh seeds"
     alone = found.interval is None
     if alone or found.runs_needed is not None:
         count = max(3, found.runs_needed or 3)
@@ -246,11 +246,11 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
             text += (
                 f": {count} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
             )
-        yield _with_fresh_seeds(claimed, text, count)
+        yield with_fresh_seeds(claimed, text, count)
     if not alone:
         yield NextStep(
             text="Or see first how many seeds it takes",
-            command=f"abrun plan RECIPE{_declared(claimed)} --from {name_of(experiment)}",
+            command=f"abrun plan RECIPE{declared_options(claimed)} --from {name_of(experiment)}",
         )
 
 
@@ -293,7 +293,7 @@ def _fresh_pairs_of_others(experiment: Experiment, content: Content) -> Iterator
             text=f"{text}: see in what else the arms differ", command=f"abrun compare RUNS{WITHOUT_CLAIMS}"
         )
         return
-    fresh = _with_fresh_seeds(experiment, text, count)
+    fresh = with_fresh_seeds(experiment, text, count)
     yield fresh
     if content["paired"] and count and (staged := in_stages(fresh, count)):
         yield staged
@@ -315,7 +315,7 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
         yield NextStep(text=MEND, command="abrun compare RUNS")
         return
     if not left:
-        yield _with_fresh_seeds(experiment, "More pairs narrow the interval")
+        yield with_fresh_seeds(experiment, "More pairs narrow the interval")
         return
     if len(there - here) > 1:
         seeds = left.replace(" ", "")
@@ -328,7 +328,7 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
         return
     seeds, again = ",".join(map(str, sorted(there | here))), "abrun compare RUNS"
     if experiment.directory:
-        again = f"abrun launch RECIPE --seeds {seeds} --name {_folder(experiment)} --resume && {again}"
+        again = f"abrun launch RECIPE --seeds {seeds} --name {folder_name(experiment)} --resume && {again}"
     yield NextStep(
         text=f"Train the other seeds of the reference too ({left}), then compare again", command=again
     )
@@ -342,11 +342,27 @@ def _claim_to_make(experiment: Experiment, content: Content) -> NextStep:
             text="On no metric could these runs show a difference: log what they learn, or train longer",
             command="abrun compare RUNS",
         )
-    claims = _claims(_claiming(experiment, [claim_on(found)]))
+    claims = claim_options(_claiming(experiment, [claim_on(found)]))
     return NextStep(
-        text=f"Claim that they are alike within a margin that you accept (here {found.margin_is})",
+        text=f"Claim that they are alike within a margin that you accept ({_margin_offered(found)})",
         command=f"abrun compare RUNS{'' if content['paired'] else UNPAIRED}{claims}",
     )
+
+
+def _margin_offered(found: Description) -> str:
+    """Where the margin comes from; and beside it what is seen, which a wide margin would let pass."""
+    offered = f"here {found.margin_is}"
+    if found.detected is None:
+        return offered
+    seen = found.detected
+    offered += f"; but the difference seen is {seen.difference:+.3g}, {seen.direction} {seen.where}"
+    if (
+        found.certified_bound is not None
+        and found.margin is not None
+        and found.certified_bound < found.margin
+    ):
+        return f"{offered}: these runs already pass that margin, so choose yours by what loss you accept"
+    return offered
 
 
 def _other_claims(experiment: Experiment, content: Content) -> Iterator[NextStep]:
@@ -361,12 +377,12 @@ def _other_claims(experiment: Experiment, content: Content) -> Iterator[NextStep
         if found is None:
             return
         claims = [claim_on(found)]
-        text = f"Claim what these runs can show, within a margin that you accept (here {found.margin_is})"
+        text = f"Claim what these runs can show, within a margin that you accept ({_margin_offered(found)})"
     claimed = _claiming(experiment, claims)
     if experiment.directory:
-        yield _with_fresh_seeds(claimed, f"{text}, on fresh seeds")
+        yield with_fresh_seeds(claimed, f"{text}, on fresh seeds")
     else:
-        yield NextStep(text=text, command=f"abrun compare RUNS{_claims(claimed)}")
+        yield NextStep(text=text, command=f"abrun compare RUNS{claim_options(claimed)}")
 
 
 def _claiming(experiment: Experiment, claims: list[Primary]) -> Experiment:
@@ -381,6 +397,9 @@ def _fewer_pairs(one: Content) -> bool:
 
 def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     if experiment.directory is None:
+        if versions_follow_arms(experiment):
+            text = "If the versions are what you compare, say that they are the treatment"
+            yield NextStep(text=text, command="abrun compare RUNS --versions-differ")
         shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
         if apart and shared:
@@ -426,7 +445,7 @@ def _over_shared_steps(experiment: Experiment) -> Iterator[NextStep]:
     """Where runs lack steps of a claim's window: a window that all hold, or the seeds that hold this one."""
     claims, seeds = held_by_all(experiment)
     if claims:
-        options = _claims(_claiming(experiment, claims))
+        options = claim_options(_claiming(experiment, claims))
         yield NextStep(text="Claim it over steps that all runs hold", command=f"abrun compare RUNS{options}")
     if len(seeds) > 1:
         yield NextStep(
@@ -440,7 +459,7 @@ def _read_with_another_alias(experiment: Experiment) -> Iterator[NextStep]:
     runs = [run for run in experiment.runs.values() if run.finished]
     metrics = {claim.metric for claim in experiment.compare.primary}
     named = {metric: (runs[0].config or {}).get(f"trainer.aliases.{metric}") for metric in metrics if runs}
-    wrong = {metric: str(theirs) for metric, theirs in named.items() if theirs and metric not in runs[0].metrics}
+    wrong = {ours: str(theirs) for ours, theirs in named.items() if theirs and ours not in runs[0].metrics}
     if not wrong or experiment.directory is None:
         return
     aliases = []
@@ -451,13 +470,13 @@ def _read_with_another_alias(experiment: Experiment) -> Iterator[NextStep]:
     arms = " ".join(shlex.quote(f"{arm}={path}/{arm}") for arm in experiment.arms)
     yield NextStep(
         text="Read the same runs with the name that they log",
-        command=f"abrun compare {arms} {' '.join(aliases)}{_claims(experiment)}",
+        command=f"abrun compare {arms} {' '.join(aliases)}{claim_options(experiment)}",
     )
 
 
 def _resumed(experiment: Experiment) -> str:
     """What takes a launch up again."""
-    return f"abrun launch RECIPE {_stages(experiment)}--name {_folder(experiment)} --resume"
+    return f"abrun launch RECIPE {_stages(experiment)}--name {folder_name(experiment)} --resume"
 
 
 def _stages(experiment: Experiment) -> str:
@@ -472,41 +491,3 @@ def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int
     seeds = [pair.seed for pair in experiment.pairs(arm)]
     named = evidence[0].get("seed") if evidence else None
     return arm, seeds[0] if named is None and seeds else named or 0
-
-
-def _with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = None) -> NextStep:
-    """Seeds that no look has been taken at, as many as there were unless more are needed."""
-    first = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
-    count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
-    fresh = f"{first}-{first + count - 1}"
-    if experiment.regression:
-        file = shlex.quote(f"{experiment.name}-fresh.json")
-        return NextStep(
-            text=f"{text}: of those the reference has none; train its arm on seeds {fresh} and freeze it",
-            command=f"abrun freeze NEW{_claims(experiment)} --output {file}",
-        )
-    if experiment.directory:
-        return NextStep(
-            text=text,
-            command=f"abrun launch RECIPE --seeds {fresh}{_declared(experiment, count)} "
-            f"--name {_folder(experiment, '-fresh')}",
-        )
-    if not experiment.seeds_known:
-        return NextStep(
-            text=f"{text}: train {count} more runs of each arm into folders of their own, and compare those",
-            command=f"abrun compare NEW NEW --unpaired{_claims(experiment)}",
-        )
-    return NextStep(
-        text=f"{text}: train both arms on seeds {fresh} beside these runs, then compare those alone",
-        command=f"abrun compare RUNS --seeds {fresh}",
-    )
-
-
-def _declared(experiment: Experiment, num_pairs: int | None = None) -> str:
-    """What sets the comparison, where it is not the launched one, or has looks at other numbers of pairs."""
-    compare = experiment.compare
-    looks = compare.looks if num_pairs in (None, *compare.looks[-1:]) else []
-    if compare_hash(compare) != experiment.launched_compare_sha256:
-        content = compare.model_copy(update={"looks": looks}).model_dump(mode="json", exclude_defaults=True)
-        return f" --set {shlex.quote(f'compare={json.dumps(content)}')}"
-    return "" if looks == compare.looks else " --set compare.looks=[]"

@@ -9,7 +9,7 @@ from pathlib import Path
 from abrun.compare.read.experiment import Experiment
 
 RUNS_DIR = Path("runs")  # where commands look without --runs-dir
-UNPAIRED = " --unpaired"
+UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
 WITHOUT_CLAIMS = " --primary NONE"  # left out with the claims that were typed
 AGAIN = "abrun compare NEW --reference FILE"
 LAUNCHING = ("launch", "sensitivity")  # commands that start runs
@@ -31,7 +31,10 @@ def filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
     if not compared:
         return command.replace("RUNS", name_of(experiment)) if experiment.directory else command
     if command.startswith(("abrun freeze NEW", "abrun compare NEW NEW")):  # read as those that were compared
-        return shlex.join([*shlex.split(command), *_options(options, READING)[0]])
+        flags = (
+            [VERSIONS_DIFFER.strip()] if "compare" in command and VERSIONS_DIFFER.strip() in options else []
+        )
+        return shlex.join([*shlex.split(command), *_options(options, READING)[0], *flags])
     if UNPAIRED.strip() in options:
         command = command.replace(UNPAIRED, "")
     replaced = [option for option in ("--seeds", "--primary", "--step-column") if f" {option} " in command]
@@ -39,7 +42,7 @@ def filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
     replaced += ["--primary", "--looks"] * without_claims
     _, options = _options(options, replaced)
     if command.startswith("abrun freeze"):
-        sources += _options(options, READING)[0]
+        sources += _options(options, (*READING, "--seeds", "--exclude"))[0]
     command = command.replace("abrun compare RUNS", shlex.join(["abrun", "compare", *sources, *options]))
     return command.replace("RUNS", shlex.join(sources) or "RUNS")
 

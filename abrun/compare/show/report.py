@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from abrun.compare.judge.direction import difference_text
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.readings import STAMP, Reading, readings_in
@@ -38,10 +39,12 @@ FORMATS = ("json", "html", "markdown", "png", "svg")
 FIGURES = ("png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 OWN_FIGURES = ("claims", "overview")  # no metric's
-MOST_LINES = 25  # of the markdown, without images
+MOST_LINES = 30  # of the markdown, without images
 MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
-DESCRIBED = ["metric", "steps", "baseline", "treatment"]
-OF_ONE_RUN, OF_SEVERAL = ["mean distance step by step"], ["certified now", "a sensible margin takes"]
+OF_ONE_RUN, OF_SEVERAL = (
+    ["mean distance step by step"],
+    ["smallest margin these runs show", "a suggested margin, were the arms equal"],
+)
 MOST_LINKS = 20  # to runs in wandb
 Content = Mapping[str, Any]
 
@@ -282,10 +285,12 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
     if primaries:
         several = len(content["arms"]) > 1
         head = ["arm"] * several + claim_columns(content)
+        lines += ["", escaped(_compared(content))]
         lines += ["", table_row(head), table_row(["---"] * len(head))]
         lines += [table_row([one["arm"]] * several + claim_cells(one)) for one in primaries]
     if content["descriptions"]:
         head = _description_columns(content)
+        lines += ["", escaped(_compared(content))]
         lines += ["", table_row(head), table_row(["---"] * len(head))]
         lines += [table_row(cells) for cells in _described_rows(content)]
     facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in evidence(content)]
@@ -305,9 +310,32 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
 
 def _description_columns(content: Content) -> list[str]:
     arm = ["arm"] * (len(content["arms"]) > 1)
+    described = ["metric", "steps", content["baseline"], treatment_name(content)]
     if all(one["interval"] is None for one in content["descriptions"]):
-        return [*arm, *DESCRIBED, "difference", *OF_ONE_RUN]
-    return [*arm, *DESCRIBED, "difference [90 %]", *OF_SEVERAL]
+        return [*arm, *described, "difference", *OF_ONE_RUN]
+    return [*arm, *described, "difference [90 %]", *OF_SEVERAL]
+
+
+def _compared(content: Content) -> str:
+    """What a difference is of; and what is said of 90 % and of 95 %, as a report says both."""
+    roles = [
+        name if name == role else f"{name} ({role})"
+        for name, role in ((treatment_name(content), "treatment"), (content["baseline"], "baseline"))
+    ]
+    tested = [one["alpha"] for one in content["primaries"] if one["test"] != "exact"]
+    text = f"differences are {roles[0]} minus {roles[1]}"
+    if not tested:
+        return text
+    level = max(tested)
+    return (
+        f"{text}; claims are tested at {100 * (1 - level):.3g} % confidence: {100 * level:.3g} % lie beyond "
+        f"each end of a {100 * (1 - 2 * level):.3g} % interval"
+    )
+
+
+def treatment_name(content: Content) -> str:
+    """As heads of columns give it: an arm's name where there is one treatment alone."""
+    return next(iter(content["arms"])) if len(content["arms"]) == 1 else "treatment"
 
 
 def _described_rows(content: Content) -> list[list[str]]:
@@ -332,27 +360,40 @@ def _described(one: Content) -> list[str]:
     if one["margin"] is not None:
         count = one["runs_needed"] or "more than 1000"
         takes = f"±{one['margin']:.3g}: {count} {units(paired=one['paired'])}"
-    interval = f"[{one['interval'][0]:.3g}, {one['interval'][1]:.3g}]"
-    return [*cells, f"{one['difference']:+.3g} {interval}", f"±{bound_text(one['certified_bound'])}", takes]
+        if one["detected"]:
+            takes += f", but it is {one['detected']['direction']}"
+        if min(abs(end) for end in one["interval"]) > one["margin"] and one["detected"]:
+            takes = f"±{one['margin']:.3g}: the difference is beyond it"
+    return [
+        *cells,
+        difference_text(one["difference"], one["interval"]),
+        f"±{bound_text(one['certified_bound'])}",
+        takes,
+    ]
 
 
 def _headline(content: Content) -> str:
-    said = ["a description"] * bool(content["descriptions"] and content["verdict"] == "INCONCLUSIVE")
-    said += ["post hoc"] * content["post_hoc"] + ["unpaired"] * (not content["paired"])
+    described = content["descriptions"] and content["verdict"] == "INCONCLUSIVE"
+    said = ["post hoc"] * content["post_hoc"] + ["unpaired"] * (not content["paired"])
     marks = f" ({', '.join(said)})" if said else ""
-    return f"{content['verdict']}{marks}: {content['experiment']}"
+    return f"{'DESCRIPTION' if described else content['verdict']}{marks}: {content['experiment']}"
 
 
 def claim_columns(content: Content) -> list[str]:
     level = 100 * (1 - 2 * max(one["alpha"] for one in content["primaries"]))
     counted = "pairs" if content["paired"] else "runs"
-    return ["metric", "steps", counted, f"difference [{level:.3g} %]", "margin", "certified bound", "result"]
+    tested = {one["test"] for one in content["primaries"] if one["test"] != "exact"}
+    levels = {"limit": f"{treatment_name(content)}'s level", "ratio limit": "ratio"}
+    kinds = ["difference"] * bool(not tested or tested - levels.keys())
+    kinds += [name for test, name in levels.items() if test in tested]
+    heading = f"{' or '.join(kinds)} [{level:.3g} %]"
+    return ["metric", "steps", counted, heading, "margin", "certified bound", "result"]
 
 
 def claim_cells(one: Content) -> list[str]:
     steps = f"{one['steps'][0]}-{one['steps'][1]}" if one["steps"] else one["window"]
     interval = one["interval"]
-    difference = f"{one['mean_difference']:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "-"
+    difference = difference_text(one["mean_difference"], interval) if interval else "-"
     bound = "-" if one["certified_bound"] is None else bound_text(one["certified_bound"])
     if one["margin_unit"] and one["certified_number"] is not None:
         number = one["certified_number"]
@@ -406,6 +447,8 @@ def terminal_summary(
         )
     ]
     several = len(content["arms"]) > 1
+    if content["primaries"] or content["descriptions"]:
+        parts.append(Text(shown(_compared(content)), style="dim"))
     if content["primaries"]:
         columns = ["arm"] * several + claim_columns(content)
         table = Table(box=None, header_style="bold", pad_edge=False)

@@ -37,6 +37,13 @@ function number(value, digits = 4) {
   return text.replaceAll("-", MINUS);
 }
 
+// An upper bound in three digits, rounded up, as in the other reports.
+function boundText(bound) {
+  if (typeof bound !== "number" || !(bound > 0)) return number(bound, 3);
+  const unit = 10 ** (Math.floor(Math.log10(bound)) - 2);
+  return number(Math.ceil(Number((bound / unit).toFixed(6))) * unit, 3);
+}
+
 const signed = (value, digits) => (value > 0 ? "+" : "") + number(value, digits);
 const interval = (ends, digits = 3) =>
   ends ? `[${number(ends[0], digits)}, ${number(ends[1], digits)}]` : "\u2013";

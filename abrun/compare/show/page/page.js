@@ -26,6 +26,8 @@ const chip = (result) => {
   const [kind, glyph] = RESULTS[result] || ["plain", "\u2013"];
   return el("span", { class: `chip ${kind}` }, el("span", { "aria-hidden": "true" }, glyph), ` ${result}`);
 };
+const described = (content.descriptions || []).length > 0 && content.verdict === "INCONCLUSIVE";
+const verdictName = described ? "DESCRIPTION" : content.verdict;
 const sections = [];
 function section(id, title, ...children) {
   const made = el(
@@ -43,8 +45,7 @@ function section(id, title, ...children) {
 function banner() {
   const [glyph, outcome] = VERDICTS[content.verdict] || ["?", ""];
   const unread = content.verdict === "MATCH" && !(content.step_one || []).length;
-  const described = (content.descriptions || []).length > 0 && content.verdict === "INCONCLUSIVE";
-  const meaning = described
+    const meaning = described
     ? content.descriptions.some((one) => one.interval)
       ? "Nothing is claimed: a description, not a test."
       : "One run of each arm: a description, not a test."
@@ -90,10 +91,9 @@ function banner() {
       "h1",
       {},
       el("span", { class: "glyph-verdict", "aria-hidden": "true" }, glyph),
-      content.verdict,
+      verdictName,
       content.post_hoc ? el("span", { class: "badge" }, "post hoc") : null,
       content.paired === false ? el("span", { class: "badge" }, "unpaired") : null,
-      described ? el("span", { class: "badge" }, "a description") : null,
     ),
     el("p", { class: "meaning" }, meaning),
     el(
@@ -151,6 +151,10 @@ function grownText() {
   return el("a", { href: "#divergence" }, `${first.metric}: ${number(first.ulp.ratio, 2)}\u00d7${range}`);
 }
 
+const treatmentName = () => (several ? "treatment" : treatments[0] || "treatment");
+const withRole = (name, role) => (name === role ? name : `${name} (${role})`);
+const comparedText = () =>
+  `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
 const baselineName = () => content.baseline || arms[0];
 const beside = report.beside || {};
 const asked = (key) => (beside.has_recipe ? ` (${key})` : ""); // where a recipe could ask for it
@@ -169,11 +173,11 @@ function description() {
     : "Levels over the window, the difference with its 90 % interval, the smallest margin that these runs would certify, and what a margin that follows from the baseline alone would take, with 80 % power, were the arms equal.";
   const heads = two
     ? [["mean |difference| over steps", "right"], ["largest", "right"], ["at step", "right"]]
-    : [["90 % interval", "right"], ["certified now", "right"], ["a margin of", "right"], ["takes", "right"]];
+    : [["90 % interval", "right"], ["smallest margin shown", "right"], ["a margin of", "right"], ["takes, were the arms equal", "right"]];
   return section(
     "description",
     title,
-    el("p", { class: "intro" }, intro),
+    el("p", { class: "intro" }, `${comparedText()} ${intro}`),
     table(
       title,
       [
@@ -181,7 +185,7 @@ function description() {
         ["metric"],
         ["steps", "nowrap"],
         [baselineName(), "right"],
-        ["treatment", "right"],
+        [treatmentName(), "right"],
         ["difference", "right"],
         ...heads,
       ],
@@ -204,14 +208,19 @@ const distances = (one) => [
   String(one.largest_at),
 ];
 
+function takesText(one, counted) {
+  if (one.detected && Math.min(...one.interval.map(Math.abs)) > one.margin) return "the difference is beyond it";
+  return `${one.runs_needed ?? "more than 1000"} ${counted}${one.detected ? `, but it is ${one.detected.direction}` : ""}`;
+}
+
 function prospects(one) {
   if (!one.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
   const counted = one.paired ? "pairs" : "runs of each arm";
   return [
     `[${number(one.interval[0], 3)}, ${number(one.interval[1], 3)}]`,
-    `\u00b1${number(one.certified_bound, 3)}`,
+    `\u00b1${boundText(one.certified_bound)}`,
     one.margin === null ? "\u2013" : el("span", { title: one.margin_is }, `\u00b1${number(one.margin, 3)}`),
-    one.margin === null ? "\u2013" : `${one.runs_needed ?? "more than 1000"} ${counted}`,
+    one.margin === null ? "\u2013" : takesText(one, counted),
   ];
 }
 
@@ -231,7 +240,7 @@ function primaries() {
     ["metric"],
     ["result"],
     [content.paired === false ? "difference" : "paired differences"],
-    ["mean difference"],
+    [measured(claims)],
     ["margin"],
     ["certified bound"],
     ["steps", "nowrap"],
@@ -243,7 +252,7 @@ function primaries() {
     el(
       "p",
       { class: "intro" },
-      "Each claim says that the arms agree on a metric within a margin. The certified bound is the smallest margin that would have passed.",
+      `${comparedText()} Each claim says that the arms agree on a metric within a margin, or keep a limit. The certified bound is the smallest margin that would have passed. Claims are tested at 95\u00a0% confidence: 5\u00a0% lie beyond each end of a 90\u00a0% interval.`,
     ),
     forest(claims),
     table(
@@ -266,8 +275,8 @@ function primaries() {
         ],
         marginText(one),
         [
-          el("b", {}, number(one.certified_bound, 3)),
-          one.margin_unit === "sigma" ? muted(`${number(one.certified_number, 3)} sigma`) : null,
+          el("b", {}, boundText(one.certified_bound)),
+          one.margin_unit === "sigma" ? muted(`${boundText(one.certified_number)} sigma`) : null,
         ],
         [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
         one.num_runs ? bothSizes(one.num_runs) : String(one.num_pairs),
@@ -281,6 +290,16 @@ function primaries() {
       key("claim", "mean and its interval"),
     ),
   );
+}
+
+// What the column of means holds: a limit is of a level or a ratio, and not of a difference.
+function measured(claims) {
+  const tests = new Set(claims.map((one) => one.test));
+  const named = [];
+  if ([...tests].some((test) => !["limit", "ratio limit", "exact"].includes(test))) named.push("mean difference");
+  if (tests.has("limit")) named.push(`level of ${treatmentName()}`);
+  if (tests.has("ratio limit")) named.push("ratio");
+  return named.join(" or ") || "mean difference";
 }
 
 function detailOfClaim(one) {
@@ -482,8 +501,8 @@ function stepOne() {
           withArm([
             ["metric"],
             ["result"],
-            ["baseline", "right"],
-            ["treatment", "right"],
+            [baselineName(), "right"],
+            [treatmentName(), "right"],
             ["relative deviation", "right"],
             ["tolerance"],
             ["of tolerance"],
@@ -551,8 +570,8 @@ function byPrompt() {
           "Validation by step",
           withArm([
             ["step", "right"],
-            ["baseline", "right"],
-            ["treatment", "right"],
+            [baselineName(), "right"],
+            [treatmentName(), "right"],
             ["difference", "right"],
             ["answers won", "right"],
             ["lost", "right"],
@@ -589,21 +608,19 @@ function finalWeights() {
       "Final weights",
       withArm([
         ["pairs equal bit for bit"],
-        ["largest difference", "right"],
+        ["distance / baseline's norm (from a sketch, within 8 %)", "right"],
         ["A/A", "right"],
-        ["relative to its tensor's largest weight", "right"],
+        ["of the tensor farthest apart", "right"],
         ["tensor"],
-        ["weights sampled", "right"],
         ["seed", "right"],
       ]),
       list.map((one) => [
         ...armCell(one),
         `${one.num_equal} of ${one.num_pairs}`,
-        number(one.largest_difference, 2),
-        number(one.aa_largest_difference, 2),
         number(one.relative_difference, 2),
+        number(one.aa_relative_difference, 2),
+        number(one.tensor_relative_difference, 2),
         one.tensor === null ? "" : el("span", { class: "name" }, one.tensor),
-        number(one.num_sampled, 9),
         one.seed === null ? "" : String(one.seed),
       ]),
     ),
@@ -638,7 +655,7 @@ function divergence() {
     ),
     unknown ? el("p", {}, `Noise floor unknown: there are no A/A reruns${asked("controls.aa_reruns")}.`) : null,
     list.some((one) => one.noise_floor === "zero")
-      ? el("p", {}, "Where no ratio stands, the baseline repeats itself bit for bit: its reruns are no distance away.")
+      ? el("p", {}, "No ratio is given where reruns of the baseline are identical to it: the noise floor is 0.")
       : null,
     list.length
       ? table(
@@ -791,8 +808,8 @@ function savings() {
           "Time and memory",
           withArm([
             ["quantity"],
-            ["baseline", "right"],
-            ["treatment", "right"],
+            [baselineName(), "right"],
+            [treatmentName(), "right"],
             ["ratio", "right"],
             ["95\u00a0% interval", "right"],
             [content.paired === false ? "runs" : "pairs", "right"],
@@ -1131,7 +1148,7 @@ function bar() {
       el(
         "a",
         { class: "title", href: "#top" },
-        el("b", { class: `word ${content.verdict}` }, content.verdict),
+        el("b", { class: `word ${content.verdict}` }, verdictName),
         el("span", {}, content.experiment),
       ),
       el("div", { class: "toggles", role: "group", "aria-label": "Arms shown in all charts" }, [

@@ -1,0 +1,60 @@
+"""The direction of a difference whose interval excludes zero, whatever a verdict says of its margin."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from abrun.series import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detected:
+    """A difference of treatment and baseline, on the scale of its claim (of a ratio: its logarithm)."""
+
+    direction: Literal["lower", "higher"]  # of the treatment
+    difference: float  # mean
+    interval: tuple[float, float]  # level 1 - 2 alpha
+    num_agreeing: (
+        int  # pairs that differ in this direction; unpaired: treated runs beyond the baseline's mean
+    )
+    num_compared: int  # pairs, or treated runs
+    paired: bool
+
+    @property
+    def where(self) -> str:
+        """In which seeds, or runs, the direction holds."""
+        if self.paired:
+            return f"in {self.num_agreeing} of {self.num_compared} seeds"
+        return f"in {self.num_agreeing} of {self.num_compared} treated runs, against the baseline's mean"
+
+    @property
+    def text(self) -> str:
+        """`lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
+        return f"{self.direction}: {difference_text(self.difference, self.interval)}, {self.where}"
+
+    @property
+    def agreement(self) -> str:
+        """`lower in 4 of 4 seeds`."""
+        return f"{self.direction} {self.where}"
+
+
+def detect(
+    baseline: Array, treatment: Array, difference: float, interval: tuple[float, float], *, paired: bool
+) -> Detected | None:
+    """What the interval of a difference detects; None where it includes zero."""
+    if not (interval[0] > 0 or interval[1] < 0):
+        return None
+    sign = 1 if interval[0] > 0 else -1
+    apart = treatment - (baseline if paired else baseline.mean())
+    return Detected(
+        direction="higher" if sign > 0 else "lower",
+        difference=difference,
+        interval=interval,
+        num_agreeing=int((sign * apart > 0).sum()),
+        num_compared=len(treatment),
+        paired=paired,
+    )
+
+
+def difference_text(difference: float, interval: tuple[float, float]) -> str:
+    """A difference and its interval, in the digits that every table and sentence gives them in."""
+    return f"{difference:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]"

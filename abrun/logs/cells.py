@@ -1,0 +1,73 @@
+"""Numbers and steps that a log holds as text, such as "0.1661", "1,000" or "1/60"."""
+
+import re
+from collections.abc import Iterable
+
+COMMA_GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?")
+DOT_GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}(\.[0-9]{3})+(,[0-9]+)?")
+SPACE = "[ '\u00a0\u2009\u202f\u2019]"  # between thousands, which no decimal mark can be
+SPACE_GROUPED = re.compile(rf"[-+]?[1-9][0-9]{{0,2}}({SPACE}[0-9]{{3}})+(\.[0-9]+)?")
+DECIMAL_POINT = re.compile(r"[-+]?[0-9]*\.[0-9]+(e[-+]?[0-9]+)?", re.IGNORECASE)
+DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+(e[-+]?[0-9]+)?", re.IGNORECASE)
+OF_TOTAL = re.compile(r"([0-9][0-9,]*)\s*/\s*[0-9][0-9,]*")  # ms-swift: step / number of steps
+MINUS = "\u2212"
+
+
+def as_number(text: str) -> float:
+    """Return the number that a text is. Raises ValueError for what only Python reads, such as 1_000."""
+    if "_" in text or not text.isascii():
+        raise ValueError
+    return float(text)
+
+
+class NumberFormat:
+    """How one file writes numbers, told from all of its texts.
+
+    "1,234" is a thousand or a decimal. It is read where another text of the file shows that decimals have a
+    point ("0.5", "1,234,567") and none shows a decimal comma ("0,5"). Likewise "1.234" is refused in a file
+    with decimal commas.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        marked = [text.strip() for text in texts if "," in text or "." in text]
+        commas = [text for text in marked if "," in text]
+        self.decimal_comma = any(
+            (DECIMAL_COMMA.fullmatch(text) and not COMMA_GROUPED.fullmatch(text))
+            or DOT_GROUPED.fullmatch(text)
+            for text in commas
+        )
+        grouped = [text for text in commas if COMMA_GROUPED.fullmatch(text)]
+        self.thousands_comma = (
+            bool(grouped)
+            and not self.decimal_comma
+            and (
+                any("." in text or text.count(",") > 1 for text in grouped)
+                or any(DECIMAL_POINT.fullmatch(text) and not DOT_GROUPED.fullmatch(text) for text in marked)
+            )
+        )
+
+    def value(self, text: str) -> float:
+        """Return the number that a text is. Raises ValueError where it is none, or could be two."""
+        text = text.strip().replace(MINUS, "-")
+        if self.decimal_comma and DOT_GROUPED.fullmatch(text):
+            raise ValueError
+        if self.thousands_comma and COMMA_GROUPED.fullmatch(text):
+            return float(text.replace(",", ""))
+        if SPACE_GROUPED.fullmatch(text):
+            return float(re.sub(SPACE, "", text))
+        return as_number(text)
+
+    def step(self, text: str, *, has_plain_steps: bool) -> float:
+        """Return the step that a text is, which is a whole number: "1,000" can be nothing but a thousand.
+
+        `has_plain_steps`: other steps of the column have no point, so that "1.000" among them may be a
+        thousand. Raises ValueError.
+        """
+        text = text.strip()
+        of_total = OF_TOTAL.fullmatch(text)
+        text = of_total[1] if of_total else text
+        if COMMA_GROUPED.fullmatch(text) and not self.decimal_comma:
+            return float(text.replace(",", ""))
+        if has_plain_steps and DOT_GROUPED.fullmatch(text):
+            raise ValueError
+        return self.value(text)

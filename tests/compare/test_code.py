@@ -1,0 +1,83 @@
+"""Runs of other code than their siblings are named: in the verdict, its notes and what was not tested."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compare.simulate import write
+
+OLD = {"sha": "a" * 40, "dirty": False, "diff": None}
+NEW = {"sha": "a" * 40, "dirty": True, "diff": "git-527da590.diff"}
+
+
+def launched(directory: Path, *gits: dict[str, Any]) -> None:
+    """Make a run one that was launched from each of these checkouts in turn."""
+    launches = [{"attempts": number, "git": git} for number, git in enumerate(gits)]
+    write(directory / "launch.json", {"git": gits[-1], "launches": launches})
+    for number in range(1, len(gits) + 1):
+        status = "finished" if number == len(gits) else "failed"
+        write(directory / f"attempts/{number:04}.json", {"status": status, "started_s": 0.0, "exit_code": 0})
+
+
+def all_launched(experiment_dir: Path, git: dict[str, Any], arm: str = "*") -> None:
+    for path in experiment_dir.glob(f"{arm}/*/config.json"):
+        launched(path.parent, git)
+
+
+def told(comparison: Any) -> list[str]:
+    content = comparison.content
+    notes = [note for note in content.notes if "code" in note]
+    assert all(note in content.reasons for note in notes)
+    assert bool(notes) == any("whether the code of the runs" in line for line in content.not_tested)
+    assert all(note in str(content.not_tested) for note in notes)
+    return notes
+
+
+def test_a_seed_of_other_code_is_named_with_its_diff(simulated, judged) -> None:
+    experiment_dir = simulated()
+    all_launched(experiment_dir, OLD)
+    launched(experiment_dir / "treatment/seed-2", NEW)
+    comparison = judged(experiment_dir)
+    other = "treatment/seed-2: trained by the code aaaaaaa with git-527da590.diff, other runs by aaaaaaa"
+    assert comparison.verdict == "MATCH" and told(comparison) == [other]
+    report = (experiment_dir / "report/report.md").read_text()
+    assert "git-527da590.diff" in report and "code aaaaaaa" in report
+
+
+def test_attempts_of_one_run_by_several_versions(simulated, judged) -> None:
+    experiment_dir = simulated()
+    all_launched(experiment_dir, OLD)
+    launched(experiment_dir / "baseline/seed-1", OLD, NEW)
+    (note,) = told(judged(experiment_dir))
+    expected = "was trained by several versions of the code: aaaaaaa, then aaaaaaa with git-527da590.diff"
+    assert note == f"baseline/seed-1 {expected}"
+
+
+def test_arms_of_different_code(simulated, judged) -> None:
+    experiment_dir = simulated()
+    all_launched(experiment_dir, OLD)
+    all_launched(experiment_dir, NEW, "treatment")
+    (note,) = told(judged(experiment_dir))
+    assert note.startswith("the arms ran different code: baseline aaaaaaa, treatment aaaaaaa with git-")
+    assert note.endswith("the difference between them includes that of the code")
+
+
+@pytest.mark.parametrize("git", [OLD, None])
+def test_one_version_and_none_known_say_nothing(simulated, judged, git) -> None:
+    experiment_dir = simulated()
+    if git:
+        all_launched(experiment_dir, git)
+    comparison = judged(experiment_dir)
+    assert told(comparison) == []
+    assert [one.environment.get("code") for one in comparison.content.environments] == [
+        ["aaaaaaa"] if git else None
+    ] * len(comparison.content.environments)
+
+
+def test_a_launch_that_began_no_attempt_is_not_counted(simulated, judged) -> None:
+    experiment_dir = simulated()
+    all_launched(experiment_dir, OLD)
+    launches = [{"attempts": 0, "git": NEW}, {"attempts": 0, "git": OLD}]
+    write(experiment_dir / "baseline/seed-0/launch.json", {"git": OLD, "launches": launches})
+    assert told(judged(experiment_dir)) == []

@@ -1,0 +1,294 @@
+"""Runs that were interrupted, left out, dated, restarted, or made by two versions of a stack."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from abrun.cli import app
+from abrun.compare import Comparison, compare, compare_sources
+from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.sources import Reading
+from abrun.errors import ComparisonError
+from abrun.logs import Log
+from abrun.logs.starts import join_starts, without_moments
+from abrun.recipe import Compare, parse_primary
+from abrun.series import by_step
+from tests.logs.layouts import rows, write_csv, write_jsonl
+
+CLAIM = "train/reward:last 20%:0.05"
+SEEDS = (1, 2, 3)
+
+
+def write_arms(folder: Path, **layout: str) -> None:
+    """A file for each run, at `layout[arm]` with the seed filled in."""
+    for arm, path in layout.items():
+        for seed in SEEDS:
+            write_csv(folder / path.format(seed=seed), rows(arm, seed))
+
+
+def judged(sources: Sequence[object], output: Path, **reading: object) -> Comparison:
+    return compare_sources(
+        [str(source) for source in sources],
+        Reading(**reading),  # type: ignore[arg-type]
+        primaries=[parse_primary(CLAIM)],
+        output=output,
+        formats=("json", "markdown"),
+    )
+
+
+def log(name: str, first: int, last: int, **fields: object) -> Log:
+    steps = range(first, last + 1)
+    series, _ = by_step(list(steps), [step + 0.5 * (first > 1) for step in steps])
+    metrics = {"train/reward": series, "profiling/x": by_step([0], [1.0])[0]}
+    return replace(
+        Log(name=name, place=f"{name}@{first}-{last}", metrics=metrics, config={"seed": 2, "lr": 1e-3}),
+        **fields,
+    )
+
+
+# --- interrupted jobs ---
+
+
+def test_starts_whose_steps_go_on_are_one_run() -> None:
+    run = join_starts([log("s2", 31, 60, status="finished"), log("s2", 1, 33, status="failed")], "new/seed-2")
+    assert run is not None and run.status == "finished" and run.left_out == ()
+    series = run.metrics["train/reward"]
+    assert series.steps.tolist() == list(range(1, 61)) and series.recounted == 0
+    assert series.at(30) == 30 and series.at(31) == 31.5  # the later start counts
+    assert run.guesses == ("new/seed-2: 2 starts of one run, whose steps go on (1-33, 31-60)",)
+
+
+def test_an_interrupted_start_that_is_repeated_is_left_out() -> None:
+    first, whole = log("s2", 1, 33, status="failed"), log("s2", 1, 60, status="finished")
+    run = join_starts([first, whole], "new/seed-2")
+    assert run is not None and len(run.metrics["train/reward"]) == 60
+    assert run.left_out == (
+        "left out as an interrupted start: s2@1-33 (new/seed-2, steps 1-33), which s2@1-60 repeats",
+    )
+    third = log("s2", 1, 20, status="failed")
+    run = join_starts([third, log("s2", 1, 33), log("s2", 31, 60)], "new/seed-2")
+    assert run is not None and len(run.metrics["train/reward"]) == 60 and len(run.left_out) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        log("s2", 1, 60, status="finished"),  # both are whole
+        log("s2", 31, 60, config={"seed": 2, "lr": 1e-4}),
+        log("s2", 31, 60, environment={"versions": {"trl": "0.14"}}),
+        log("s3", 31, 60),
+        log("s2", 31, 60, group="sweep"),
+    ],
+)
+def test_runs_that_may_be_different_are_not_joined(other: Log) -> None:
+    last = 60 if other.status == "finished" else 33
+    assert join_starts([log("s2", 1, last, status="finished"), other], "x") is None
+
+
+def test_where_a_job_is_started_again_its_times_and_checkpoint_differ() -> None:
+    configs = [
+        {"seed": 2, "logging_dir": f"out/runs/{time}", "resume_from_checkpoint": checkpoint}
+        for time, checkpoint in (("Nov24_23-59-00_vm", None), ("Nov25_04-00-00_node7", "checkpoint-30"))
+    ]
+    starts = [log("s2", 1, 33, config=configs[0]), log("s2", 31, 60, config=configs[1])]
+    assert join_starts(starts, "x") is not None
+
+
+def test_a_run_that_was_begun_over_in_another_folder(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="old/seed{seed}/20261124-0900/m.csv", new="new/seed{seed}/20261124-0900/m.csv")
+    write_csv(tmp_path / "new/seed2/20261123-2300/m.csv", rows("new", 2)[:25])
+    found = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "report")
+    assert found.verdict == "MATCH" and found.content.num_pairs == 3
+    line = next(reason for reason in found.content.reasons if "interrupted start" in reason)
+    assert "(new/seed-2, steps 1-25)" in line and line in found.content.not_tested
+    assert "interrupted start" in (tmp_path / "report/report.md").read_text()
+
+
+# --- left out by an option ---
+
+
+def test_seeds_apply_before_anything_is_refused_and_the_report_says_what_they_left_out(
+    tmp_path: Path,
+) -> None:
+    write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
+    write_csv(tmp_path / "new/s2.csv", rows("new", 2)[:25])
+    write_csv(tmp_path / "new/again/s2.csv", rows("new", 2)[:25])
+    sources = [tmp_path / "old", tmp_path / "new"]
+    with pytest.raises(ComparisonError, match=r"new/seed-2: got two runs of that name.*--exclude"):
+        judged(sources, tmp_path / "report")
+    found = judged(sources, tmp_path / "report", seeds=(1, 3))
+    said = "left out by --seeds: 2 (new/seed-2 ends at step 25 of 60)"
+    assert found.verdict == "MATCH" and found.content.num_pairs == 2
+    assert said in found.content.reasons and found.content.not_tested[0] == said
+    assert said in found.as_json()["reasons"]
+
+
+def test_an_excluded_run_takes_its_pair_with_it(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="runs/old-s{seed}.csv", new="runs/new-s{seed}.csv")
+    write_csv(tmp_path / "runs/new-s2.csv", rows("new", 2)[:25])
+    said = "left out by --exclude: new/seed-2 ends at step 25 of 60, and with them old/seed-2"
+    found = judged([tmp_path / "runs"], tmp_path / "report", exclude=("new/seed-2",))
+    assert found.verdict == "MATCH" and found.content.num_pairs == 2 and said in found.content.reasons
+    by_log = judged([tmp_path / "runs"], tmp_path / "report", exclude=("*-s2.csv",))
+    assert by_log.verdict == "MATCH" and "new-s2.csv ends at step 25 of 60" in by_log.content.reasons[1]
+    with pytest.raises(
+        ComparisonError, match="got 'new/seed-7', which no run matches; there are 'new/seed-1'"
+    ):
+        judged([tmp_path / "runs"], tmp_path / "report", exclude=("new/seed-7",))
+    with pytest.raises(ComparisonError, match="leaves no run to compare"):
+        judged([tmp_path / "runs"], tmp_path / "report", exclude=("*/*",))
+
+
+def test_a_frozen_arm_leaves_out_what_it_is_told(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="runs/old-s{seed}.csv", new="runs/new-s{seed}.csv")
+    file = str(tmp_path / "r.json")
+    frozen = CliRunner().invoke(
+        app, ["freeze", str(tmp_path / "runs"), "--exclude", "new/*", "--seeds", "1,3", "-o", file]
+    )
+    assert frozen.exit_code == 0 and "2 seeds of old" in frozen.output, frozen.output
+    assert "left out by --seeds: 2" in frozen.output
+
+
+# --- a counter that begins anew ---
+
+
+@pytest.mark.parametrize(
+    ("steps", "recounted"),
+    [
+        ([1, 2, 3, 1, 2, 3], 3),
+        ([1, 2, 3, 4, 1, 2], 2),
+        ([0, 10, 0, 10, 20], 2),
+        ([1, 2, 3, 2, 3, 4], 0),  # goes on from a checkpoint
+        ([3, 2, 1], 0),  # the newest first
+        ([2, 1, 3, 4], 0),  # written out of order
+        ([5, 5], 0),
+    ],
+)
+def test_steps_that_are_counted_again(steps: list[int], recounted: int) -> None:
+    assert by_step(steps, [0.0] * len(steps))[0].recounted == recounted
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_step_one_is_not_read_of_a_counter_that_begins_anew(tmp_path: Path, suffix: str) -> None:
+    for arm in ("old", "new"):
+        for seed in SEEDS:
+            twice = [{**row, "step": (row["step"] - 1) % 30 + 1} for row in rows(arm, seed)]
+            write = write_csv if suffix == "csv" else write_jsonl
+            write(tmp_path / f"{arm}/s{seed}.{suffix}", twice)
+    sources = [tmp_path / "old", tmp_path / "new"]
+    found = judged(sources, tmp_path / "report")
+    line = next(reason for reason in found.content.reasons if "begins anew" in reason)
+    assert "in old/seed-1 and 5 more (30 of 30 steps are there twice)" in line
+    assert found.content.step_one == [] and line in found.content.not_tested
+    assert any(text.startswith("step one: the step counters begin anew") for text in found.content.not_tested)
+
+
+def test_the_pairs_whose_counters_go_on_are_read_at_step_one(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
+    again = [*rows("new", 2)[:30], *rows("new", 2)]
+    write_csv(tmp_path / "new/s2.csv", again)
+    found = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "report")
+    assert {one.num_pairs for one in found.content.step_one} == {2}
+    assert any("begins anew in new/seed-2 (30 of 60" in reason for reason in found.content.reasons)
+
+
+# --- dates name no arm ---
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("seed0/runs/Nov24_10-00-00_vm", "seed0/runs"),
+        ("PPO_env_00000_0_seed=0_2026-11-20_10-00-00", "PPO_env_00000_0_seed=0"),
+        ("new/1763632800", "new"),
+        ("2026-11-20/10-00-00/seed2", "seed2"),
+        ("20261120-0900/seed1", "seed1"),
+        ("Nov24-vm/seed0", "vm/seed0"),
+        ("new/seed-1763632800", "new/seed-1763632800"),
+        ("new/seed20261120", "new/seed20261120"),
+        ("trl-0.14-s1", "trl-0.14-s1"),
+        ("lr1e-5-dec-4-s3", "lr1e-5-dec-4-s3"),
+    ],
+)
+def test_moments_in_names(name: str, expected: str) -> None:
+    assert without_moments(name) == expected
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["seed{seed}/runs/Nov2{seed}_10-00-0{seed}_vm/m.csv", "2026-11-2{seed}/10-00-00/seed={seed}/m.csv"],
+)
+def test_one_folder_of_one_arm(tmp_path: Path, layout: str) -> None:
+    write_arms(tmp_path / "trl", old=layout)
+    with pytest.raises(ComparisonError, match="trl holds one arm of 3 seeds; give the other arm's folder"):
+        judged([tmp_path / "trl"], tmp_path / "report")
+    experiment = load_foreign([str(tmp_path / "trl")], compare=Compare(), alone=True)
+    assert experiment.arms == ("trl",) and len(experiment.runs) == 3
+
+
+@pytest.mark.parametrize("layout", ["{arm}/{time}/m.csv", "{time}-{arm}.csv"])
+def test_unix_times_are_no_seeds(tmp_path: Path, layout: str) -> None:
+    for arm in ("old", "new"):
+        for seed in SEEDS:
+            path = layout.format(arm=arm, time=1763632800 + 977 * seed)
+            write_csv(tmp_path / "runs" / path, rows(arm, seed))
+    found = compare_sources([str(tmp_path / "runs")], Reading(), output=tmp_path / "report", formats=())
+    arms = {arm.removesuffix("-m") for arm in (*found.content.arms, found.content.baseline)}
+    assert not found.content.paired and arms == {"old", "new"}
+
+
+def test_a_source_of_several_arms_is_not_one(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="both/a-s{seed}.csv", new="both/b-s{seed}.csv")
+    write_arms(tmp_path, new="other/s{seed}.csv")
+    with pytest.raises(ComparisonError, match=r"both holds the runs of several arms \('a', 'b'\)") as error:
+        compare_sources([str(tmp_path / "both"), str(tmp_path / "other")], Reading(), output=tmp_path / "x")
+    pattern = shlex.split(str(error.value).partition("--exclude ")[2])[0].rstrip(",")
+    found = judged([tmp_path / "both", tmp_path / "other"], tmp_path / "report", exclude=(pattern,))
+    assert found.content.num_pairs == 3
+
+
+# --- aliases and versions ---
+
+
+def test_an_alias_that_no_run_logs_lists_what_is_logged(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
+    with pytest.raises(
+        ComparisonError, match=r"recorded are 'grad_norm', 'loss', 'reward'; did you mean 'reward'\?"
+    ):
+        judged([tmp_path / "old", tmp_path / "new"], tmp_path / "report", aliases=("train/reward=rewrd",))
+
+
+def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
+    experiment = load_foreign([str(tmp_path / arm) for arm in ("old", "new")], compare=Compare())
+    claims = Compare(primary=[parse_primary(CLAIM)])
+
+    def run(versions_differ: bool, odd: str = "0.14") -> Comparison:
+        runs = {
+            name: replace(
+                one,
+                config={},
+                environment={
+                    "versions": {"trl": "0.13" if name.arm == "old" else odd if name.seed == 2 else "0.14"}
+                },
+            )
+            for name, one in experiment.runs.items()
+        }
+        made = replace(experiment, runs=runs, compare=claims, versions_differ=versions_differ)
+        return compare(made, output=tmp_path / "report", formats=(), command="abrun compare old new")
+
+    found = run(versions_differ=False)
+    assert found.verdict == "INVALID"
+    assert found.next_steps[0].command == "abrun compare old new --versions-differ"
+    found = run(versions_differ=True)
+    assert found.verdict == "MATCH" and found.content.arms["new"].treatment_diff == {
+        "versions.trl": ["0.13", "0.14"]
+    }
+    assert "step one: the arms ran other package versions" in found.content.not_tested
+    within = run(versions_differ=True, odd="0.15")
+    assert within.verdict == "INVALID" and "new/seed-1 and new/seed-2" in within.content.reasons[0]
+    assert "--versions-differ" not in run(versions_differ=False, odd="0.15").next_steps[0].command
