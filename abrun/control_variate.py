@@ -10,30 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.equivalence import ALPHA, Tost, mean_and_sd, paired_tost, tost_of
-from abrun.skewness import skewness
+from abrun.equivalence import ALPHA, Tost, paired_tost, tost_of
 
 CORRELATION = 0.5  # of paired runs, assumed: c is fixed before the runs, or it would cost its own error
-REPEATS = 0.05  # of the reference's sd over seeds: later runs that are all so close repeat their seeds
-SKEWED = 0.2  # p of the reference's skewness among normal samples, below which the pairs alone are tested
 MOST_FREEDOM = 1.25  # times n - 1: Satterthwaite's freedom is itself estimated, from two of three pairs
 
 Array = NDArray[np.float64]
-
-
-def has_use(baseline: Array, treatment: Array, unused: Array) -> bool:
-    """Return whether unused seeds help: not where later runs repeat theirs, nor where seeds may be skewed.
-
-    Differences of equally skewed runs are symmetric, t - c b is not. Of fewer than four seeds, and of values
-    that are mostly alike, skewness is not known.
-    """
-    reference = np.concatenate([baseline, unused])
-    if not len(unused) or len(baseline) < 2:
-        return False
-    if np.abs(treatment - baseline).max() <= REPEATS * mean_and_sd(reference)[1]:
-        return False
-    found = skewness(reference)
-    return found is not None and found[1] >= SKEWED
 
 
 def estimate(

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from abrun.control_variate import control_variate_tost, estimate, has_use
+from abrun.compare.judge.unused_seeds import has_use
+from abrun.control_variate import control_variate_tost, estimate
 from abrun.equivalence import paired_tost
 
 NUM_EXPERIMENTS = 20_000

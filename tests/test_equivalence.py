@@ -10,7 +10,7 @@ from scipy.stats import ttest_ind
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
-from abrun.skewness import DIFFERENCES, far_off, skew_warning, skewness
+from abrun.compare.judge.skewness import DIFFERENCES, far_off, skew_warning, skewness
 from abrun.equivalence import (
     bound_text,
     holm,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.skewness import ARMS, DIFFERENCES, skew_warning
+from abrun.compare.judge.skewness import ARMS, DIFFERENCES, skew_warning
 from abrun.compare.judge.summaries import resolution
 from abrun.compare.read.experiment import RecordedRun
 from abrun.equivalence import paired_tost

@@ -11,12 +11,13 @@ from scipy import special
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.margins import Margin, yardstick
+from abrun.compare.judge.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.compare.judge.step_noise import StepNoise, step_noise
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
-from abrun.compare.judge.unused_seeds import unused_summaries
+from abrun.compare.judge.unused_seeds import has_use, unused_summaries
 from abrun.compare.judge.whole_curve import curve_warnings
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
-from abrun.control_variate import CORRELATION, control_variate_tost, has_use
+from abrun.control_variate import CORRELATION, control_variate_tost
 from abrun.equivalence import (
     ALPHA,
     Tost,
@@ -42,7 +43,6 @@ from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
 from abrun.series import Array, Steps, on_shared_steps, window_bounds
 from abrun.sigmas import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
-from abrun.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 
 Test = Literal[
     "paired TOST",

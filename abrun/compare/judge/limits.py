@@ -10,7 +10,7 @@ from abrun.compare.judge.claims import PrimaryResult, setting_text
 from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
-from abrun.skewness import ARMS, HARMLESS, skew_warning
+from abrun.compare.judge.skewness import ARMS, HARMLESS, skew_warning
 from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides, stack

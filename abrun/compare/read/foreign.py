@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from abrun.compare.read.selection import EVERYTHING, Selection, restarted
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log, read_logs
-from abrun.logs.aliases import apply_to_all, parse, recognised
+from abrun.logs.aliases import Renamed, apply_to_all, parse, recognised
 from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbers
 from abrun.logs.log import listed, printable
 from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
@@ -57,33 +58,22 @@ def load_foreign(
     selects = selection.selects
     if alone:
         named_sources = _as_one_arm(named_sources, logs_of, pattern, selects)
-    found = _identified(named_sources, logs_of, pattern, selects, paired=compare.paired, may_guess=not alone)
+    identify = partial(_identified, named_sources, logs_of, pattern, selects)
+    found = identify(paired=compare.paired, may_guess=not alone)
     if compare.paired and not (found.paired or may_unpair):
-        found = _identified(named_sources, logs_of, pattern, selects, paired=True, may_guess=False)
+        found = identify(paired=True, may_guess=False)
     named = list(zip(found.names, [log for logs in logs_of for log in logs], strict=True))
     selected, left_out = selection.apply(
         named, excluded, paired=compare.paired and found.paired and not alone
     )
     renamed = apply_to_all([log.metrics for log in selected.values()], given)
-    by_name = {
-        run: replace(
-            log,
-            metrics=metrics,
-            unread=_renamed(log.unread, renamed.names),
-            dropped=_renamed(log.dropped, renamed.names),
-        )
-        for (run, log), metrics in zip(selected.items(), renamed.metrics, strict=True)
-    }
+    by_name = _by_our_names(selected, renamed)
     arms, of_baseline = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
     _refuse_without_numbers(by_name, arms)
     _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
-    said = [
-        *(guess for log in by_name.values() for guess in log.guesses),
-        *found.said,
-        *of_baseline,
-        *renamed.guessed,
-    ]
+    read_as = [guess for log in by_name.values() for guess in log.guesses]
+    said = [*read_as, *found.said, *of_baseline, *renamed.guessed]
     return Experiment(
         name=name or _experiment_name(named_sources, arms),
         arms=arms,
@@ -95,6 +85,18 @@ def load_foreign(
         left_out=(*left_out, *restarted(by_name)),
         versions_differ=versions_differ,
     )
+
+
+def _by_our_names(logs: Mapping[RunName, Log], renamed: Renamed) -> dict[RunName, Log]:
+    return {
+        run: replace(
+            log,
+            metrics=metrics,
+            unread=_renamed(log.unread, renamed.names),
+            dropped=_renamed(log.dropped, renamed.names),
+        )
+        for (run, log), metrics in zip(logs.items(), renamed.metrics, strict=True)
+    }
 
 
 def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:

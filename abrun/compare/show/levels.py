@@ -34,7 +34,7 @@ def levels(content: Mapping[str, Any]) -> list[Levels]:
         means = _means(claim, baseline)
         if means:
             steps = f", steps {claim['steps'][0]}-{claim['steps'][1]}" if claim["steps"] else ""
-            noise = step_noise_text(claim["step_noise"])
+            noise = step_noise_text(claim.get("step_noise"))
             beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *noise)))
             where = f"{claim['metric']}{steps}"
             found.append(Levels(claim=index, arm=claim["arm"], where=where, means=means, beside=beside))
@@ -45,7 +45,7 @@ def _means(claim: Mapping[str, Any], baseline: str) -> str | None:
     base, treatment, interval = claim["baseline_mean"], claim["treatment_mean"], claim["interval"]
     if base is None or treatment is None or interval is None:
         return None
-    difference = claim["mean_difference"] if claim["unused_seeds"] else treatment - base
+    difference = claim["mean_difference"] if claim.get("unused_seeds") else treatment - base
     confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
     if claim["transform"] == "identity":
         of = "difference" if claim["num_runs"] else "paired difference"
