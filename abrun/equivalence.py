@@ -101,7 +101,7 @@ def welch_tost(
 
     def tail(sign: int, share: float) -> float:
         mean, error, freedom = welch(sign * left + share * unit, sign * right, resolution)
-        return float(mean >= 0) if error == 0 else float(special.stdtr(freedom, mean / error))
+        return p_above(-mean, error, freedom)
 
     mean, error, freedom = welch(left, right, resolution)
     return tost_of(
@@ -120,6 +120,11 @@ def paired(differences: NDArray[np.float64]) -> tuple[float, float, float]:
     """Their mean, its standard error, and the degrees of freedom; of at least two."""
     mean, sd = mean_and_sd(differences)
     return mean, sd / math.sqrt(len(differences)), len(differences) - 1.0
+
+
+def p_above(mean: float, error: float, freedom: float, limit: float = 0.0) -> float:
+    """Return the p-value of so large a mean if the true one is `limit`; by value where there is no error."""
+    return float(special.stdtr(freedom, (limit - mean) / error)) if error else float(mean <= limit)
 
 
 def least_error(resolution: float, num: int) -> float:
@@ -191,8 +196,7 @@ def tost_of(
 def _tail(values: NDArray[np.float64], least: float = 0.0) -> float:
     """P of so small a mean if the true one is 0: a one-sided t-test, decided by value without an error."""
     mean, error, freedom = paired(values)
-    error = max(error, least)
-    return float(special.stdtr(freedom, mean / error)) if error else float(mean >= 0)
+    return p_above(-mean, max(error, least), freedom)
 
 
 def _certified(tail: Tail, alpha: float) -> float:
@@ -240,9 +244,12 @@ def welch_limit_test(
 def _limit(mean_error_freedom: tuple[float, float, float], limit: float, alpha: float) -> Limit:
     mean, error, freedom = mean_error_freedom
     reach = float(special.stdtrit(freedom, 1 - alpha)) * error
-    p_below = float(special.stdtr(freedom, (mean - limit) / error)) if error else float(mean >= limit)
-    p_above = float(special.stdtr(freedom, (limit - mean) / error)) if error else float(mean <= limit)
-    return Limit(mean=mean, interval=(mean - reach, mean + reach), p_below=p_below, p_above=p_above)
+    return Limit(
+        mean=mean,
+        interval=(mean - reach, mean + reach),
+        p_below=p_above(-mean, error, freedom, -limit),
+        p_above=p_above(mean, error, freedom, limit),
+    )
 
 
 def holm(p_values: ArrayLike) -> list[float]:

@@ -18,6 +18,7 @@ from abrun.errors import RecipeError
 from abrun.layout import NAME
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.claims import (
+    DEFAULT_WINDOW,
     Compare,
     Controls,
     Guards,
@@ -114,6 +115,7 @@ __all__ = [
     "BESIDE_THE_TRAINER",
     "CHECKPOINTING",
     "CONTROLS",
+    "DEFAULT_WINDOW",
     "DIMENSIONS",
     "FAULTS",
     "GENERATED",

@@ -13,6 +13,7 @@ from abrun.recipe.faults import NAMED, ONE_ULP, PlantedFault
 from abrun.recipe.refusals import nearest, shortened, validated
 from abrun.recipe.section import Count, Positive, Section
 
+DEFAULT_WINDOW = "last 20%"
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
 MARGIN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
 RATIO = r"\d+(\.\d+)?x"
@@ -34,7 +35,7 @@ class Primary(Section):
     metric: (
         str  # recorded, or `memory` (the peak over all phases; a limit), or `final_weights` (exact, or below)
     )
-    window: str = "last 20%"
+    window: str = DEFAULT_WINDOW
     margin: float | str | None = None
     # Of the treatment's level over seeds, or `0.6x`: of treatment / baseline (of `log_excess`: of their
     # excesses over 1)

@@ -27,10 +27,9 @@ from abrun.metric_names import (
     is_clock,
     with_role,
 )
-from abrun.recipe import Primary
+from abrun.recipe import DEFAULT_WINDOW, Primary
 from abrun.series import Array, window_bounds
 
-WINDOW = "last 20%"  # of metrics without a claim
 MOST_OTHERS = 12  # of these, what learning moves first, then step one's
 COUNTERS = (
     r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
@@ -77,7 +76,7 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
         return []
     windows = {primary.metric: primary.window for primary in primaries}
     others = [one for one in _ranked(sides) if one not in windows]
-    wanted = windows | dict.fromkeys(others[:MOST_OTHERS], WINDOW)
+    wanted = windows | dict.fromkeys(others[:MOST_OTHERS], DEFAULT_WINDOW)
     declared = experiment if primaries or launched else None
     found = (_description(arm, sides, metric, window, declared) for metric, window in wanted.items())
     return [one for one in found if one]
@@ -94,7 +93,7 @@ def claimable(experiment: Experiment) -> Description | None:
     for metric in _ranked(sides)[:MOST_OTHERS]:
         if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # which mean something else in a claim
             continue
-        found = _description(arm, sides, metric, WINDOW, experiment)
+        found = _description(arm, sides, metric, DEFAULT_WINDOW, experiment)
         if found is None or found.margin is None or default_transform(metric) != "identity":
             continue
         claim = claim_on(found)

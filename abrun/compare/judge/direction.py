@@ -29,7 +29,12 @@ class Detected:
     @property
     def text(self) -> str:
         """`lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-        return f"{self.direction}: {difference_text(self.difference, self.interval)}, {self.where}"
+        return f"{self.direction}: {self.measured}"
+
+    @property
+    def measured(self) -> str:
+        """`-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
+        return f"{difference_text(self.difference, self.interval)}, {self.where}"
 
     @property
     def agreement(self) -> str:

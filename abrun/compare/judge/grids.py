@@ -7,10 +7,9 @@ import numpy as np
 
 from abrun.compare.read.experiment import Experiment, RecordedRun, stack, union
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.recipe import Primary
+from abrun.recipe import DEFAULT_WINDOW, Primary
 from abrun.series import Steps, window_bounds
 
-DEFAULT_WINDOW = "last 20%"
 SHARED_SHARE = 0.75  # of the steps in a window that the sparsest run holds, how many all runs must share
 
 

@@ -13,7 +13,7 @@ from scipy import special
 
 from abrun.compare.judge.summaries import EXCESS_OFFSET
 from abrun.compare.read.experiment import Pair, RecordedRun, Sides
-from abrun.equivalence import ALPHA, paired, welch
+from abrun.equivalence import ALPHA, p_above, paired, welch
 from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, phase_of
 from abrun.recipe import Compare, Guards
 from abrun.series import Array, Series
@@ -364,12 +364,7 @@ def _p_worse(left: Array, right: Array, least_error: float = 0.0, *, paired_by_s
     if min(len(left), len(right)) < 2:
         return 1.0
     mean, error, freedom = paired(right - left) if paired_by_seed else welch(left, right)
-    return _p_above(mean, max(error, least_error), freedom)
-
-
-def _p_above(mean: float, error: float, freedom: float) -> float:
-    """P of so large a mean if the true one is 0; by value where there is no error."""
-    return float(special.stdtr(freedom, -mean / error)) if error else float(mean <= 0)
+    return p_above(mean, max(error, least_error), freedom)
 
 
 def _counting_error(shares: Sequence[NDArray[Any]], steps: Sequence[NDArray[Any]]) -> float:
@@ -424,7 +419,7 @@ def _ratio(
         value = saving.ratio
         p = 1.0
         if saving.log_error is not None and saving.freedom is not None:
-            p = _p_above(math.log(value) - math.log(limit), saving.log_error, saving.freedom)
+            p = p_above(math.log(value) - math.log(limit), saving.log_error, saving.freedom)
         result = "fail" if p < alpha else "open" if saving.log_error is None and value > limit else "pass"
         text = f"{quantity}: treatment / baseline is {value:.3g} (limit {limit:g}"
         text += f"; p = {p:.2g} of no more, level {alpha:.2g})" if value > limit else ")"

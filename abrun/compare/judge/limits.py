@@ -281,7 +281,7 @@ def _direction(result: PrimaryResult) -> str:
         return ""
     if result.test == "ratio limit":
         return f", {found.agreement}"
-    return f", and {found.direction} than the baseline: {found.text.partition(': ')[2]}"
+    return f", and {found.direction} than the baseline: {found.measured}"
 
 
 def limit_sentence(result: PrimaryResult, *, has_recipe: bool) -> str:

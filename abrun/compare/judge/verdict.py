@@ -249,12 +249,11 @@ def _as_described(
     if experiment.launched_compare_sha256 is None:
         instead = _NO_CLAIM if described else nothing_shared(sides)
         reasons = [instead if reason == _NOT_DECLARED else reason for reason in reasons]
-    if described and verdict == "INCONCLUSIVE":
-        reasons = [*description_sentences(described, experiment.baseline), *reasons]
     one_each = described and max(sides.finished.sizes) == 1
     if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
-        found = description_sentences(described, experiment.baseline)
-        return "INCONCLUSIVE", [*found, _ONE_EACH, *(one for one in reasons if one not in found)]
+        verdict, reasons = "INCONCLUSIVE", [_ONE_EACH, *reasons]
+    if described and verdict == "INCONCLUSIVE":
+        reasons = [*description_sentences(described, experiment.baseline), *reasons]
     return verdict, list(reasons)
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from abrun.compare.judge.summaries import direction_in, outside_domain, reduced, transformed
 from abrun.compare.read.experiment import Sides, stack
-from abrun.equivalence import ALPHA, paired, welch
+from abrun.equivalence import ALPHA, p_above, paired, welch
 from abrun.metric_names import Transform, find
 from abrun.series import Array, Steps
 
@@ -136,9 +135,7 @@ def _collapse(
         moved = levels.mean(axis=0) - levels[:, 0].mean()
         sign, tests = 1 if moved[np.abs(moved).argmax()] > 0 else -1, 2 * NUM_BLOCKS
     lost = sign * (levels - reduced(scaled[:, late], metric)[:, None])
-    shown = [
-        block for block in range(NUM_BLOCKS) if _p_above(*paired(lost[:, block]), margin) < ALPHA / tests
-    ]
+    shown = [block for block in range(NUM_BLOCKS) if p_above(*paired(lost[:, block]), margin) < ALPHA / tests]
     if shown:
         best = max(shown, key=lambda block: float(lost[:, block].mean()))
         inside = _blocks(num_steps)[best]
@@ -158,7 +155,7 @@ def _differing_blocks(
     for block in range(NUM_BLOCKS):
         one, other = left[:, block], right[:, block]
         mean, error, freedom = paired(other - one) if is_paired else welch(one, other)
-        if _p_above(abs(mean), error, freedom, margin) < ALPHA / NUM_BLOCKS:
+        if p_above(abs(mean), error, freedom, margin) < ALPHA / NUM_BLOCKS:
             shown.append(block)
     if shown:
         blocks = _blocks(len(steps))
@@ -167,10 +164,3 @@ def _differing_blocks(
         largest = f"most by {differences[most]:+.3g} in {where[shown.index(most)]}"
         found = largest if len(shown) > 1 else f"by {differences[most]:+.3g}"
         yield f"the arms differ by more than the margin in steps {', '.join(where)} ({found})"
-
-
-def _p_above(mean: float, error: float, freedom: float, limit: float) -> float:
-    """Return the p-value of so large a mean if the true one is `limit`; by value where there is no error."""
-    if not error:
-        return float(mean <= limit)
-    return float(special.stdtr(freedom, -(mean - limit) / error))

@@ -61,8 +61,7 @@ class RecordedRun:
     @property
     def begins_anew(self) -> bool:
         """True where the step counter begins anew, so that its first step may be a later one."""
-        read = [self.metrics[metric] for metric in STEP_ONE if metric in self.metrics]
-        return any(series.recounted for series in read or self.metrics.values())
+        return repeated_steps(self.metrics) > 0
 
     @property
     def steps(self) -> Steps:
@@ -286,6 +285,12 @@ class Experiment:
     def metrics(self) -> list[str]:
         """Every metric that some run recorded, sorted."""
         return sorted({metric for run in self.runs.values() for metric in run.metrics})
+
+
+def repeated_steps(metrics: Mapping[str, Series]) -> int:
+    """Return how many steps a counter that begins anew gave twice, by the metrics of step one or else any."""
+    of_step_one = [metrics[metric] for metric in STEP_ONE if metric in metrics]
+    return max((series.recounted for series in of_step_one or metrics.values()), default=0)
 
 
 def union(grids: Iterable[Steps]) -> Steps:

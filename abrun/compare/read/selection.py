@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NoReturn
 
+from abrun.compare.read.experiment import repeated_steps
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log
 from abrun.logs.log import listed, printable
 from abrun.logs.starts import join_starts
-from abrun.metric_names import STEP_ONE
 
 MAX_LISTED = 4
 
@@ -62,7 +62,7 @@ class Selection:
         if not selected:
             self.refuse_nothing(logs_of.keys())
         runs = {run: _whole(run, logs) for run, logs in selected.items()}
-        end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
+        end = max(map(_last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         lines = [*self._left_out_by_seeds(logs_of, end)]
         out = [f"{_called(log)}{_ending(log, end)}" for log in excluded]
         out += [f"{run}{_ending(_whole(run, logs_of[run]), end)}" for run in by_name]
@@ -112,7 +112,7 @@ EVERYTHING = Selection()
 
 def restarted(runs: Mapping[RunName, Log]) -> list[str]:
     """Return a sentence on the runs whose step counter begins anew, or none."""
-    found = [(run, log, count) for run, log in runs.items() if (count := recounted_steps(log))]
+    found = [(run, log, count) for run, log in runs.items() if (count := repeated_steps(log.metrics))]
     if not found:
         return []
     run, log, count = found[0]
@@ -132,13 +132,7 @@ def _whole(run: RunName, logs: Sequence[Log]) -> Log:
     return join_starts(logs, str(run)) or logs[-1]
 
 
-def recounted_steps(log: Log) -> int:
-    """Return how many steps a counter that begins anew gave twice, by the metrics of the first step."""
-    read = [log.metrics[metric] for metric in STEP_ONE if metric in log.metrics] or log.metrics.values()
-    return max((series.recounted for series in read), default=0)
-
-
-def last_step(log: Log) -> int:
+def _last_step(log: Log) -> int:
     """Return the last step of the metric that was recorded most often."""
     longest = max(log.metrics.values(), key=len, default=None)
     return int(longest.steps[-1]) if longest is not None and len(longest) else 0
@@ -146,7 +140,7 @@ def last_step(log: Log) -> int:
 
 def _ending(log: Log, end: int) -> str:
     """Return how a run ended, where it did not reach the last step or failed."""
-    last = last_step(log)
+    last = _last_step(log)
     early = f" ends at step {last} of {end}" if last < end else ""
     failed = f" failed: {log.failure}" if log.status == "failed" else ""
     return printable(f"{early},{failed}" if early and failed else f"{early}{failed}")
