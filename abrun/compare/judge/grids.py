@@ -34,12 +34,18 @@ def incomplete(
     runs: Sequence[RecordedRun], metric: str, bounds: tuple[int, int] | None, *, strict: bool = False
 ) -> list[tuple[RecordedRun, Steps]]:
     """The runs that lack steps of a metric inside a window, or (None) wherever any recorded it, and which."""
-    recorded = [run for run in runs if len(run.series(metric))]
-    expected = union(run.series(metric).steps for run in recorded)
-    if bounds:
-        expected = _inside(expected, *bounds)
+    recorded, expected = _recorded(runs, metric, bounds)
     absent = [(run, lacking(run, metric, expected, strict=strict)) for run in recorded]
     return [(run, steps) for run, steps in absent if len(steps)]
+
+
+def _recorded(
+    runs: Sequence[RecordedRun], metric: str, bounds: tuple[int, int] | None
+) -> tuple[list[RecordedRun], Steps]:
+    """Return the runs that recorded a metric, and the steps at which any of them did, inside a window."""
+    recorded = [run for run in runs if len(run.series(metric))]
+    steps = union(run.series(metric).steps for run in recorded)
+    return recorded, _inside(steps, *bounds) if bounds else steps
 
 
 def text_in_windows(
@@ -72,10 +78,7 @@ def unlike_grids(
     runs: Sequence[RecordedRun], metric: str, bounds: tuple[int, int] | None, *, strict: bool = False
 ) -> Iterator[str]:
     """What makes runs incomparable inside a window of a metric, or (None) wherever any recorded it."""
-    recorded = [run for run in runs if len(run.series(metric))]
-    expected = union(run.series(metric).steps for run in recorded)
-    if bounds:
-        expected = _inside(expected, *bounds)
+    recorded, expected = _recorded(runs, metric, bounds)
     faults = incomplete(recorded, metric, bounds, strict=strict)
     if faults:
         yield _lacking_sentence(metric, faults, expected)

@@ -50,6 +50,7 @@ def invalid_reasons(
         return _invalid_apart(experiment, arm, primaries)
     pairs = experiment.pairs(arm)
     reruns = [run for pair in pairs for run in pair.reruns]
+    runs = [*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]
     needed = pairs[:num_pairs]
     baselines = [run for pair in needed for run in (pair.baseline, *pair.reruns)]
     finished = [
@@ -58,14 +59,11 @@ def invalid_reasons(
     return [
         *_unpaired(experiment, arm),
         *_unfinished(baselines, [pair.treatment for pair in needed]),
-        *_mistaken([*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]),
-        *_copies([*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]),
+        *_mistaken(runs),
+        *_copies(runs),
         *_config_differences(experiment, arm, pairs, reruns),
         *_environment_differences(experiment, arm, pairs),
-        *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
-        *_other_windows(experiment, finished, primaries),
-        *_missing_metrics(experiment, finished, primaries),
-        *text_in_windows(experiment, finished, primaries),
+        *_unlike_metrics(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
     ]
 
@@ -86,12 +84,19 @@ def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary
         *_copies(sides.runs),
         *_config_differences_apart(experiment, arm, sides),
         *_machine_differences(experiment, sides),
-        *_other_steps(experiment, [run for run in finished if not run.thinned], primaries),
-        *_other_windows(experiment, finished, primaries),
-        *_missing_metrics(experiment, finished, primaries),
-        *text_in_windows(experiment, finished, primaries),
+        *_unlike_metrics(experiment, finished, primaries),
         *_baseline_not_a_number(experiment, sides.baselines, primaries),
     ]
+
+
+def _unlike_metrics(
+    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+) -> Iterator[str]:
+    """Yield what finished runs lack at the steps where claims and guards read them."""
+    yield from _other_steps(experiment, [run for run in finished if not run.thinned], primaries)
+    yield from _other_windows(experiment, finished, primaries)
+    yield from _missing_metrics(experiment, finished, primaries)
+    yield from text_in_windows(experiment, finished, primaries)
 
 
 def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
@@ -198,14 +203,22 @@ def _config_differences(
     if experiment.treatment_diff is None:
         yield from _undeclared_differences(pairs)
         return
-    reference = next((pair.baseline for pair in pairs if pair.baseline.config), pairs[0].baseline)
+    baselines = [*(pair.baseline for pair in pairs), *reruns]
+    yield from _undeclared_values(experiment, arm, baselines, [pair.treatment for pair in pairs])
+
+
+def _undeclared_values(
+    experiment: Experiment, arm: str, baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]
+) -> Iterator[str]:
+    """Compare each run's configuration with that of the first baseline that has one."""
+    reference = next((run for run in baselines if run.config), baselines[0])
     declared = {key: values[1] for key, values in differences(experiment, arm).items()}
     if _declares_other_weights(declared):
         declared["initial_weights"] = ...  # follows from such a treatment: any value
-    for run in [*(pair.baseline for pair in pairs), *reruns]:
+    for run in baselines:
         yield from _differences(run, reference, {})
-    for pair in pairs:
-        yield from _differences(pair.treatment, reference, declared)
+    for run in treatments:
+        yield from _differences(run, reference, declared)
 
 
 def _declares_other_weights(declared: Iterable[str]) -> bool:
@@ -273,14 +286,7 @@ def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatme
 def _config_differences_apart(experiment: Experiment, arm: str, sides: Sides) -> Iterator[str]:
     """Declared: each run against one baseline's. Else: keys that neither follow the arm nor name the run."""
     if experiment.treatment_diff is not None:
-        reference = next((run for run in sides.baselines if run.config), sides.baselines[0])
-        declared = {key: values[1] for key, values in differences(experiment, arm).items()}
-        if _declares_other_weights(declared):
-            declared["initial_weights"] = ...
-        for run in sides.baselines:
-            yield from _differences(run, reference, {})
-        for run in sides.treatments:
-            yield from _differences(run, reference, declared)
+        yield from _undeclared_values(experiment, arm, sides.baselines, sides.treatments)
         return
     for key, (left, right) in _values_by_arm(sides).items():
         texts = [in_yaml(value) for value in (*left, *right)]
@@ -316,10 +322,9 @@ def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[str]:
     first = sides.baselines[0]
     treated = treated_keys(experiment)
     yield from within_arms([sides.baselines, sides.treatments], treated)
+    keys = [key for key in (("devices",) if other_trainer else OF_THE_MACHINE) if key not in treated]
     for run in sides.runs[1:]:
-        for key in ("devices",) if other_trainer else OF_THE_MACHINE:
-            if key in treated:
-                continue
+        for key in keys:
             if None not in ((one.environment or {}).get(key) for one in (first, run)):
                 yield from environment_difference(first, run, key, ENVIRONMENT[key])
 
@@ -328,15 +333,13 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
     """Rule 3. Against a reference, other versions and devices are what is tested; with another trainer as the
     treatment, other packages belong to it.
     """
-    keys, declared = dict(ENVIRONMENT), differences(experiment, arm)
-    if experiment.regression:
-        keys = {key: what for key, what in ENVIRONMENT.items() if key not in OF_THE_MACHINE}
-    elif any(key in OTHER_TRAINER for key in declared):
-        keys = {"devices": ENVIRONMENT["devices"]}
-    elif experiment.versions_differ:
-        keys = {key: what for key, what in ENVIRONMENT.items() if key not in OF_THE_STACK}
+    declared, treated = differences(experiment, arm), treated_keys(experiment)
+    keys = {key: what for key, what in ENVIRONMENT.items() if key not in treated}
+    if not experiment.regression:
+        if any(key in OTHER_TRAINER for key in declared):
+            keys = {"devices": ENVIRONMENT["devices"]}
         both = [[pair.baseline for pair in pairs], [pair.treatment for pair in pairs]]
-        yield from within_arms(both, OF_THE_STACK)
+        yield from within_arms(both, treated)
     if _declares_other_weights(declared):
         keys.pop(INITIAL_WEIGHTS, None)
     if "checkpoint.start_from" in declared:
