@@ -7,25 +7,25 @@ and the metric in the file's name. (Both read from what their pages download.)
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from abrun.layout import RunName
 from abrun.logs.log import EMPTY, Log, printable
 from abrun.logs.naming import LARGEST_SEED
-from abrun.logs.rows import STEP_COLUMNS, Cells
+from abrun.logs.rows import Cells
 from abrun.logs.tables import (
-    METRIC_COLUMNS,
     TORN,
-    VALUE_COLUMNS,
     Line,
     csv_lines,
     csv_log,
+    csv_rows,
     json_log,
     json_rows,
     long_columns,
     rows_log,
+    wide_rows,
 )
 
 ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
@@ -49,10 +49,11 @@ def read_csv_runs(path: Path, name: str, step_column: str | None = None) -> list
         logs = [_tensorboard_download(path, name, lines)]
     elif (charted := _charted(header)) and step_column is None:
         logs = _chart_runs(path, header, lines, charted)
-    elif (keys := _key_columns(header, lines[1:])) and len(lines) > 1:
-        logs = _long_runs(path, name, header, lines, keys, step_column)
     else:
-        logs = [replace(csv_log(path, lines, step_column), name=name)]
+        columns, rows = csv_rows(path, lines)
+        logs = _long_runs(path, name, rows, columns, step_column, fewest=1) or [
+            replace(rows_log(path, rows, step_column, columns), name=name)
+        ]
     return [replace(log, notes=(*log.notes, TORN)) if torn else log for log in logs]
 
 
@@ -62,24 +63,10 @@ def read_json_runs(path: Path, name: str, step_column: str | None = None) -> lis
     Several where every row names an arm, a run or a seed, and not all the same.
     """
     rows, notes = json_rows(path)
-    header = list(rows[0][1]) if rows else []
-    metric, _ = long_columns(rows)
-    keys = {
-        kind: header[index] for kind, index in _key_columns(header, []).items() if header[index] != metric
-    }
-    runs: dict[tuple[str, ...], list[tuple[int, Cells]]] = {}
-    for number, row in rows if keys else ():
-        cells = (row.get(key, "") for key in keys.values())
-        whose = tuple(cell.strip() if isinstance(cell, str) else f"{cell:.15g}" for cell in cells)
-        others = {column: cell for column, cell in row.items() if column not in keys.values()}
-        runs.setdefault(whose, []).append((number, others))
-    if not 1 < len(runs) <= min(MOST_RUNS, len(rows) // 2) or not all(all(whose) for whose in runs):
+    logs = _long_runs(path, name, rows, (), step_column, fewest=2)
+    if not logs:
         return [replace(json_log(path, rows, step_column, notes), name=name)]
-    said = f"a long table: its runs from the columns {', '.join(keys.values())}"
-    return [
-        _named(json_log(path, of, step_column, notes), name, dict(zip(keys, whose, strict=True)), said)
-        for whose, of in runs.items()
-    ]
+    return [replace(log, notes=(*log.notes, *notes)) for log in logs]
 
 
 # --- exports ---
@@ -143,54 +130,58 @@ def joined(logs: Sequence[Log]) -> list[Log]:
 # --- long tables ---
 
 
-def _key_columns(header: Sequence[str], lines: Sequence[Line]) -> dict[str, int]:
-    """The columns that say whose a row is: `arm`, `run`, `seed`, `metric` -> index; empty: none does.
+def _key_columns(header: Sequence[str], rows: Sequence[tuple[int, Cells]]) -> dict[str, str]:
+    """The columns that say whose a row is, by kind: `arm`, `run`, `seed`, `metric`; empty: none does.
 
     A `name` beside a `value` is the metric's, unless it names runs by their seeds.
     """
-    lower = [name.lower() for name in header]
+    columns = {name.strip().lower(): name for name in reversed(header)}
     kinds = {"arm": ARM_COLUMNS, "run": RUN_COLUMNS, "seed": SEED_COLUMNS}
     found = {
-        kind: next(lower.index(name) for name in names if name in lower)
+        kind: next(columns[name] for name in names if name in columns)
         for kind, names in kinds.items()
-        if any(name in lower for name in names)
+        if any(name in columns for name in names)
     }
-    metric = next((lower.index(name) for name in METRIC_COLUMNS if name in lower), None)
-    if metric is not None and any(name in lower for name in VALUE_COLUMNS):
-        names = {cells[metric].strip() for _, cells in lines if len(cells) == len(header)}
-        if (
-            found.get("run") != metric
-            or not names
-            or not all(re.fullmatch(NAMES_A_SEED, name) for name in names)
-        ):
-            found["metric"] = metric
-            found = {kind: index for kind, index in found.items() if kind == "metric" or index != metric}
+    metric, _ = long_columns([(0, dict.fromkeys(header, ""))])
+    names = {str(row.get(metric, "")).strip() for _, row in rows}
+    if metric and not (
+        found.get("run") == metric and all(re.fullmatch(NAMES_A_SEED, name) for name in names)
+    ):
+        found = {kind: column for kind, column in found.items() if column != metric} | {"metric": metric}
     return found
 
 
 def _long_runs(
-    path: Path, name: str, header: list[str], lines: list[Line], keys: dict[str, int], step_column: str | None
+    path: Path,
+    name: str,
+    rows: Sequence[tuple[int, Cells]],
+    columns: Sequence[str],
+    step_column: str | None,
+    *,
+    fewest: int,
 ) -> list[Log]:
-    """A run for every distinct value of the columns `keys`; one alone where they do not vary."""
-    whose = {kind: index for kind, index in keys.items() if kind != "metric"}
-    rows: dict[tuple[str, ...], list[Line]] = {}
-    for line in lines[1:]:
-        if len(line[1]) != len(header):
-            return [replace(csv_log(path, lines, step_column), name=name)]  # which says so
-        rows.setdefault(tuple(line[1][index].strip() for index in whose.values()), []).append(line)
-    if len(rows) > min(MOST_RUNS, len(lines) // 2) or not all(all(key) for key in rows):
-        return [replace(csv_log(path, lines, step_column), name=name)]
-    dropped = {*whose.values()}
-    named = ", ".join(header[index] for index in whose.values())
+    """A run for every distinct value of the key columns; empty where there are none, or fewer than `fewest`.
+
+    `columns`: all that the file names, if it does.
+    """
+    keys = _key_columns(columns or [*rows[0][1]], rows) if rows else {}
+    whose = {kind: column for kind, column in keys.items() if kind != "metric"}
+    runs: dict[tuple[str, ...], list[tuple[int, Cells]]] = {}
+    for number, row in rows if keys else ():
+        cells = (row.get(column, "") for column in whose.values())
+        values = tuple(cell.strip() if isinstance(cell, str) else f"{cell:.15g}" for cell in cells)
+        others = {column: cell for column, cell in row.items() if column not in whose.values()}
+        runs.setdefault(values, []).append((number, others))
+    if not fewest <= len(runs) <= min(MOST_RUNS, (len(rows) + 1) // 2) or not all(map(all, runs)):
+        return []
+    left = [] if "metric" in keys else [column for column in columns if column not in whose.values()]
+    named = ", ".join(whose.values())
     said = f"a long table: its runs from the columns {named}" if named else "a long table: a metric a name"
     logs = []
-    for key, of in rows.items():
-        if "metric" in keys:
-            log = rows_log(path, _wide(header, of, keys["metric"], step_column), step_column)
-        else:
-            log = csv_log(path, _without(header, of, dropped), step_column)
-        values = dict(zip(whose, key, strict=True))
-        logs.append(_named(log, name, values, said if len(rows) > 1 or "metric" in keys else ""))
+    for values, of in runs.items():
+        log = rows_log(path, wide_rows(of, step_column), step_column, left)
+        guess = said if len(runs) > 1 or "metric" in keys else ""
+        logs.append(_named(log, name, dict(zip(whose, values, strict=True)), guess))
     return logs
 
 
@@ -203,23 +194,3 @@ def _named(log: Log, name: str, values: Mapping[str, str], said: str) -> Log:
     called = "/".join([*(whose or [name]), *([f"seed-{number}"] if number is not None else [])])
     guesses = (said,) if said else ()
     return replace(log, name=called, job_type=arm, identity=identity, guesses=guesses)
-
-
-def _without(header: list[str], lines: Sequence[Line], dropped: set[int]) -> list[Line]:
-    kept = [index for index in range(len(header)) if index not in dropped]
-    return [(1, [header[i] for i in kept]), *((number, [cells[i] for i in kept]) for number, cells in lines)]
-
-
-def _wide(
-    header: list[str], lines: Sequence[Line], metric: int, step_column: str | None
-) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows of a step and one metric, which the cell `metric` names."""
-    lower = [name.lower() for name in header]
-    value = next(lower.index(name) for name in VALUE_COLUMNS if name in lower)
-    for number, cells in lines:
-        steps = {
-            name: cell
-            for name, cell in zip(header, cells, strict=True)
-            if name == step_column or name.lower() in STEP_COLUMNS
-        }
-        yield number, steps | {cells[metric].strip(): cells[value]}

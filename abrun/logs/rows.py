@@ -254,7 +254,7 @@ def _configuration(cells: Sequence[Cells]) -> dict[str, Any]:
     values: dict[str, dict[float | str, None]] = defaultdict(dict)
     for row in cells:
         for name, cell in row.items():
-            if name.startswith(CONFIG):
+            if name.startswith(CONFIG) and cell != "":
                 values[name][cell] = None
     return {name: _plain(next(iter(of))) for name, of in values.items() if len(of) == 1}
 

@@ -44,6 +44,12 @@ def read_csv(path: Path, step_column: str | None = None) -> Log:
 
 def csv_log(path: Path, lines: list[Line], step_column: str | None = None, notes: Sequence[str] = ()) -> Log:
     """The run of a CSV file's whole lines, the header first."""
+    header, rows = csv_rows(path, lines)
+    return rows_log(path, rows, step_column, header, notes)
+
+
+def csv_rows(path: Path, lines: Sequence[Line]) -> tuple[list[str], list[tuple[int, Cells]]]:
+    """Return the columns and the rows of a CSV file's whole lines, the header first."""
     # The index of a data frame has no name in its CSV; read again, pandas calls it so.
     header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(lines[0][1])]
     _refuse_columns_twice(path, header)
@@ -54,11 +60,7 @@ def csv_log(path: Path, lines: list[Line], step_column: str | None = None, notes
                 f"{_shown(path)}, line {number}: got {len(cells)} cells; the header names {len(header)}: "
                 "mend the line or write the file again"
             )
-    named = (
-        (number, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
-        for number, cells in rows
-    )
-    return rows_log(path, named, step_column, header, notes)
+    return header, [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
 
 
 def rows_log(
@@ -156,7 +158,7 @@ def json_log(
     path: Path, rows: Sequence[tuple[int, Cells]], step_column: str | None, notes: Sequence[str] = ()
 ) -> Log:
     """The run of a JSON file's flat rows, in the long form or not."""
-    return rows_log(path, _wide(rows, step_column), step_column, notes=notes)
+    return rows_log(path, wide_rows(rows, step_column), step_column, notes=notes)
 
 
 def json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
@@ -209,23 +211,23 @@ def _is_summary(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("log_history"), list)
 
 
-def _wide(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Iterator[tuple[int, Cells]]:
+def wide_rows(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Iterator[tuple[int, Cells]]:
     """Rows of a long form, `{"step": 1, "name": "loss", "value": 0.5}`, with metrics' names as columns.
 
     The keys may be nested, as fms-hf-tuning's `data/step` and `data/value` are. Other rows stay unchanged.
     """
     metric, value = long_columns(rows)
+
+    def is_step(name: str) -> bool:
+        return name == step_column or name.lower() in STEP_COLUMNS
+
     for number, row in rows:
         if not isinstance(row.get(metric), str) or value not in row:
             yield number, row
             continue
-        called = {name if name == step_column else name.rpartition("/")[2]: name for name in row}
-        steps = {
-            name: row[key]
-            for name, key in called.items()
-            if name == step_column or name.lower() in STEP_COLUMNS
-        }
-        yield number, steps | {str(row[metric]): row[value]}
+        called = {name if is_step(name) else name.rpartition("/")[2]: cell for name, cell in row.items()}
+        steps = {name: cell for name, cell in called.items() if is_step(name)}
+        yield number, steps | {str(row[metric]).strip(): row[value]}
 
 
 def long_columns(rows: Sequence[tuple[int, Cells]]) -> tuple[str, str]:
