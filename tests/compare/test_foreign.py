@@ -10,9 +10,10 @@ from abrun import store
 from abrun.compare import compare
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.selection import Reading
 from abrun.errors import AbrunError, ComparisonError, StoreError
 from abrun.layout import RunName
-from abrun.recipe import Compare, Primary
+from abrun.recipe import Primary
 
 
 def write(
@@ -26,7 +27,7 @@ def write(
 
 
 def load(*sources: object, **options: Any) -> Experiment:
-    return load_foreign([str(source) for source in sources], compare=Compare(), **options)
+    return load_foreign([str(source) for source in sources], Reading(may_unpair=True, **options))
 
 
 def names(experiment: Experiment) -> list[str]:

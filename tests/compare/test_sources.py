@@ -226,7 +226,7 @@ def test_one_folder_of_one_arm(tmp_path: Path, layout: str) -> None:
     write_arms(tmp_path / "trl", old=layout)
     with pytest.raises(ComparisonError, match="trl holds one arm of 3 seeds; give the other arm's folder"):
         judged([tmp_path / "trl"], tmp_path / "report")
-    experiment = load_foreign([str(tmp_path / "trl")], compare=Compare(), alone=True)
+    experiment = load_foreign([str(tmp_path / "trl")], Reading(alone=True))
     assert experiment.arms == ("trl",) and len(experiment.runs) == 3
 
 
@@ -264,7 +264,7 @@ def test_an_alias_that_no_run_logs_lists_what_is_logged(tmp_path: Path) -> None:
 
 def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> None:
     write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
-    experiment = load_foreign([str(tmp_path / arm) for arm in ("old", "new")], compare=Compare())
+    experiment = load_foreign([str(tmp_path / arm) for arm in ("old", "new")], Reading(may_unpair=True))
     claims = Compare(primary=[parse_primary(CLAIM)])
 
     def run(versions_differ: bool, odd: str = "0.14") -> Comparison:

@@ -4,13 +4,12 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
-from abrun.compare.read.selection import EVERYTHING, Selection, restarted
+from abrun.compare.read.selection import Reading, restarted
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log, read_logs
@@ -24,66 +23,70 @@ T = TypeVar("T")
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
 
 
-def load_foreign(
-    sources: Sequence[str],
-    *,
-    compare: Compare,
-    name: str | None = None,
-    pattern: str | None = None,
-    group: str | None = None,
-    baseline: str | None = None,
-    aliases: Sequence[str] = (),
-    step_column: str | None = None,
-    selection: Selection = EVERYTHING,
-    versions_differ: bool = False,
-    alone: bool = False,
-    may_unpair: bool = True,
-) -> Experiment:
-    """The runs of some sources, paired by seed unless `compare` says otherwise.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Sources of a comparison, the logs that each holds, and what names and selects their runs."""
+
+    named: Sequence[tuple[str | None, str]]  # arm, source
+    logs_of: Sequence[Sequence[Log]]
+    pattern: str | None
+    selects: Selects
+
+    @property
+    def logs(self) -> list[Log]:
+        return [log for logs in self.logs_of for log in logs]
+
+    @property
+    def has_arms(self) -> bool:
+        return any(arm for arm, _ in self.named)
+
+
+def load_foreign(sources: Sequence[str], reading: Reading) -> Experiment:
+    """The runs of some sources, paired by seed unless `reading` says otherwise.
 
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
-    else the first source's. What follows from neither is guessed, and `guessed` says so. What `selection`
-    does not take is left out first: nothing is refused for it. `alone` lets one arm pass, and guesses no
-    seeds: a reference is its counterpart. `may_unpair`: runs that do not say their seeds, or share none, are
-    independent. Raises ComparisonError or StoreError, one line, where that cannot be told.
+    else the first source's. What follows from neither is guessed, and `guessed` says so. Runs that `seeds`
+    and `exclude` do not take are left out first: nothing is refused for them. `alone` guesses no seeds.
+    Raises ComparisonError or StoreError, one line, where that cannot be told.
     """
-    given = parse(aliases)
+    given = parse(reading.aliases)
     named_sources = [_named_source(source) for source in sources]
-    logs_of = [read_logs(source, group=group, step_column=step_column) for _, source in named_sources]
+    logs_of = [
+        read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named_sources
+    ]
     _refuse_twice(sources, logs_of)
+    selection, paired, alone = reading.selection, not reading.unpaired, reading.alone
     logs_of, excluded = selection.without_excluded(logs_of)
-    if pattern is None:
-        _refuse_experiments_as_arms(named_sources, logs_of)
-    selects = selection.selects
+    read = Sources(named=named_sources, logs_of=logs_of, pattern=reading.pattern, selects=selection.selects)
+    if read.pattern is None:
+        _refuse_experiments_as_arms(read)
     if alone:
-        named_sources = _as_one_arm(named_sources, logs_of, pattern, selects)
-    identify = partial(_identified, named_sources, logs_of, pattern, selects)
-    found = identify(paired=compare.paired, may_guess=not alone)
-    if compare.paired and not (found.paired or may_unpair):
-        found = identify(paired=True, may_guess=False)
-    named = list(zip(found.names, [log for logs in logs_of for log in logs], strict=True))
-    selected, left_out = selection.apply(
-        named, excluded, paired=compare.paired and found.paired and not alone
-    )
+        read = replace(read, named=_as_one_arm(read))
+    found = _identified(read, paired=paired, may_guess=not alone)
+    if paired and not (found.paired or reading.may_unpair):
+        found = _identified(read, paired=True, may_guess=False)
+    paired = paired and found.paired
+    named = list(zip(found.names, read.logs, strict=True))
+    selected, left_out = selection.apply(named, excluded, paired=paired and not alone)
     renamed = apply_to_all([log.metrics for log in selected.values()], given)
     by_name = _by_our_names(selected, renamed)
-    arms, of_baseline = _arms(by_name, baseline, several=len(sources) > 1, fewest=1 if alone else 2)
+    arms, of_baseline = _arms(by_name, reading, several=len(sources) > 1)
     _refuse_without_numbers(by_name, arms)
     _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
     read_as = [guess for log in by_name.values() for guess in log.guesses]
     said = [*read_as, *found.said, *of_baseline, *renamed.guessed]
     return Experiment(
-        name=name or _experiment_name(named_sources, arms),
+        name=_experiment_name(read.named, arms),
         arms=arms,
-        compare=compare.model_copy(update={"paired": compare.paired and found.paired}),
+        compare=Compare(paired=paired),
         runs={run: _run(run, by_name[run], numbered=not found.seeds_known) for run in ordered},
         seeds_known=found.seeds_known,
         guessed=tuple(dict.fromkeys(said)),
         renamed=renamed.names,
         left_out=(*left_out, *restarted(by_name)),
-        versions_differ=versions_differ,
+        versions_differ=reading.versions_differ,
     )
 
 
@@ -133,63 +136,51 @@ def _named_source(source: str) -> tuple[str | None, str]:
     return None, source
 
 
-def _identified(
-    sources: Sequence[tuple[str | None, str]],
-    logs_of: Sequence[Sequence[Log]],
-    pattern: str | None,
-    selects: Selects,
-    *,
-    paired: bool,
-    may_guess: bool,
-) -> Guess:
+def _identified(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
     """Which run each log is: as `_names` says, or else as guessed."""
-    logs = [log for logs in logs_of for log in logs]
+    may_guess = may_guess and sources.pattern is None
     try:
-        names = _names(sources, logs_of, pattern, selects, unpaired=not paired, may_guess=may_guess)
-        known = paired or names == _names_by_seed(sources, logs_of, pattern, selects)
+        names = _names(sources, unpaired=not paired, may_guess=may_guess)
+        known = paired or names == _names_by_seed(sources)
         found = Guess(names=names, paired=paired, seeds_known=known, said=[])
     except ComparisonError:
-        guess = _guessed(sources, logs_of, selects) if may_guess and pattern is None else None
+        guess = _guessed(sources) if may_guess else None
         if guess is None:
-            if len(sources) == 1 and len(logs) > 1 and pattern is None:
-                _refuse_one_arm(sources[0][1], logs, selects)
+            if len(sources.named) == 1 and len(sources.logs) > 1 and sources.pattern is None:
+                _refuse_one_arm(sources)
             raise
         return guess
-    selected = [run for run in names if selects(run)]
+    selected = [run for run in names if sources.selects(run)]
     arms = dict.fromkeys(run.arm for run in selected)
     seeds = [{run.seed for run in selected if run.arm == arm} for arm in arms]
-    if paired and may_guess and pattern is None and len(seeds) > 1 and not set.intersection(*seeds):
+    if paired and may_guess and len(seeds) > 1 and not set.intersection(*seeds):
         said = "runs are independent: the arms have no seed in common"
         return replace(found, paired=False, said=[said])
-    if all(log.identity for log in logs) or pattern is not None or len(names) == len(seeds):
+    by_themselves = all(log.identity for log in sources.logs)
+    if by_themselves or sources.pattern is not None or len(names) == len(seeds):
         return found
-    first, log = names[0], logs[0]
+    first, log = names[0], sources.logs[0]
     shown = f"'{printable(log.name)}': {printable(first.arm)}, seed {first.seed}"
     return replace(found, said=[f"arms and seeds from names such as {shown}"] if known else [])
 
 
-def _as_one_arm(
-    sources: Sequence[tuple[str | None, str]],
-    logs_of: Sequence[Sequence[Log]],
-    pattern: str | None,
-    selects: Selects,
-) -> Sequence[tuple[str | None, str]]:
+def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     """A folder, or files of one, whose runs name their seeds and no arms: the arm of the folder's name.
 
     Raises ComparisonError where more than numbers tells its runs apart: two arms are not to pass as one.
     """
-    logs = [log for logs in logs_of for log in logs]
-    folders = {source if len(sources) == 1 else str(Path(source).parent) for _, source in sources}
-    if any(arm for arm, _ in sources) or len(folders) > 1 or len(sources) not in (1, len(logs)):
-        return sources
+    logs, named = sources.logs, sources.named
+    folders = {source if len(named) == 1 else str(Path(source).parent) for _, source in named}
+    if sources.has_arms or len(folders) > 1 or len(named) not in (1, len(logs)):
+        return named
     try:
-        name_runs(logs, pattern, selects=selects)
-        return sources
+        name_runs(logs, sources.pattern, selects=sources.selects)
+        return named
     except ComparisonError:
         try:
-            name_seeds(logs, "one", pattern, selects=selects)
+            name_seeds(logs, "one", sources.pattern, selects=sources.selects)
         except ComparisonError:
-            return sources
+            return named
     (folder,) = folders
     if len(logs) > 1 and not told_by_numbers(logs):
         raise ComparisonError(
@@ -197,102 +188,83 @@ def _as_one_arm(
             f"differs ({listed([log.name for log in logs])}); where all are of one arm, name it: "
             f"ARM={printable(folder)}"
         )
-    return [(_arm_of(folder), source) for _, source in sources]
+    return [(_arm_of(folder), source) for _, source in named]
 
 
-def _refuse_one_arm(source: str, logs: Sequence[Log], selects: Selects) -> None:
+def _refuse_one_arm(sources: Sources) -> None:
     """Raises ComparisonError where the runs of the only source say their seeds, and no arms."""
     try:
-        runs = {run for run in name_seeds(logs, "one", selects=selects) if selects(run) and not run.rerun}
+        names = name_seeds(sources.logs, "one", selects=sources.selects)
     except ComparisonError:
         return
-    s = "s" * (len(runs) != 1)
+    runs = {run for run in names if sources.selects(run) and not run.rerun}
+    source, s = printable(sources.named[0][1]), "s" * (len(runs) != 1)
     raise ComparisonError(
-        f"arms: {printable(source)} holds one arm of {len(runs)} seed{s}; give the other arm's folder "
-        f"(abrun compare {printable(source)} OTHER), or --reference FILE"
+        f"arms: {source} holds one arm of {len(runs)} seed{s}; give the other arm's folder "
+        f"(abrun compare {source} OTHER), or --reference FILE"
     )
 
 
-def _guessed(
-    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], selects: Selects
-) -> Guess | None:
-    logs = [log for logs in logs_of for log in logs]
-    if len(sources) == 1:
-        return guess_runs(logs, selects=selects)
-    if len(logs) == len(sources) > 2 and not any(arm for arm, _ in sources):
-        common = _named_from_common_folder(sources, logs)
-        guess = guess_runs(common, selects=selects)  # a run each, as `runs/*.csv` is
-        if guess is not None and guess.seeds_known:
+def _guessed(sources: Sources) -> Guess | None:
+    logs, num_sources = sources.logs, len(sources.named)
+    if num_sources == 1:
+        return guess_runs(logs, selects=sources.selects)
+    if len(logs) == num_sources > 2 and not sources.has_arms:
+        guess = guess_runs(_named_from_common_folder(sources), selects=sources.selects)
+        if guess is not None and guess.seeds_known:  # a run each, as `runs/*.csv` is
             return guess
-    _refuse_several_arms(sources, logs_of, selects)
+    _refuse_several_arms(sources)
     arms = _arms_of(sources)
-    guess = guess_runs(logs, [arm for arm, of in zip(arms, logs_of, strict=True) for _ in of], selects)
-    if guess is not None and len(logs) == len(sources) and not any(arm for arm, _ in sources):
-        said = f"each of the {len(sources)} sources is an arm; where they are seeds of one, name their folder"
+    arm_of_logs = [arm for arm, of in zip(arms, sources.logs_of, strict=True) for _ in of]
+    guess = guess_runs(logs, arm_of_logs, sources.selects)
+    if guess is not None and len(logs) == num_sources and not sources.has_arms:
+        said = f"each of the {num_sources} sources is an arm; where they are seeds of one, name their folder"
         guess = replace(guess, said=[said, *guess.said])
     return guess
 
 
-def _names_by_seed(
-    sources: Sequence[tuple[str | None, str]],
-    logs_of: Sequence[Sequence[Log]],
-    pattern: str | None,
-    selects: Selects,
-) -> list[RunName] | None:
+def _names_by_seed(sources: Sources) -> list[RunName] | None:
     """As `_names` of runs to pair; None where they do not say their seeds."""
     try:
-        return _names(sources, logs_of, pattern, selects, unpaired=False)
+        return _names(sources, unpaired=False)
     except ComparisonError:
         return None
 
 
-def _names(
-    sources: Sequence[tuple[str | None, str]],
-    logs_of: Sequence[Sequence[Log]],
-    pattern: str | None,
-    selects: Selects,
-    *,
-    unpaired: bool,
-    may_guess: bool = False,
-) -> list[RunName]:
+def _names(sources: Sources, *, unpaired: bool, may_guess: bool = False) -> list[RunName]:
     """The run that each log is, in the order of the sources and their logs."""
-    logs = [log for logs in logs_of for log in logs]
-    if pattern is not None and names_both(pattern) and any(arm for arm, _ in sources):
+    logs, pattern, selects = sources.logs, sources.pattern, sources.selects
+    says_both = pattern is not None and names_both(pattern)
+    if says_both and sources.has_arms:
         raise ComparisonError(
             f"--pattern: got {pattern!r} and sources with a name; allowed: one of them to say the arm; "
             "leave out {arm} or the names"
         )
-    by_runs = all(log.identity for log in logs) or (pattern is not None and names_both(pattern))
-    if len(sources) == 1 and sources[0][0] is None:
-        by_runs = True
-    if by_runs and not any(arm for arm, _ in sources):
+    by_runs = all(log.identity for log in logs) or says_both or len(sources.named) == 1
+    if by_runs and not sources.has_arms:
         return name_runs(logs, pattern, unpaired=unpaired, selects=selects)
-    unnamed_files = pattern is None and all(
-        arm is None and len(of) == 1 for (arm, _), of in zip(sources, logs_of, strict=True)
-    )
-    if unnamed_files:  # as `runs/*.csv` is: a run each
-        try:
-            return name_runs(_named_from_common_folder(sources, logs), selects=selects)
+    if pattern is None and not sources.has_arms and all(len(of) == 1 for of in sources.logs_of):
+        try:  # as `runs/*.csv` is: a run each
+            return name_runs(_named_from_common_folder(sources), selects=selects)
         except ComparisonError:
             if may_guess and len(logs) > 2:
                 raise
             pass  # an arm each
-    arms = _arms_of(sources)
-    together: dict[str, list[Log]] = {}
-    for arm, of in zip(arms, logs_of, strict=True):
-        together.setdefault(arm, []).extend(of)
+    of_arm: dict[str, list[Log]] = {}
+    for arm, of in zip(_arms_of(sources), sources.logs_of, strict=True):
+        of_arm.setdefault(arm, []).extend(of)
     found = {
         id(log): run
-        for arm, of in together.items()
+        for arm, of in of_arm.items()
         for log, run in zip(of, name_seeds(of, arm, pattern, unpaired=unpaired, selects=selects), strict=True)
     }
     return [found[id(log)] for log in logs]
 
 
-def _named_from_common_folder(sources: Sequence[tuple[str | None, str]], logs: Sequence[Log]) -> list[Log]:
-    paths = [Path(source).resolve() for _, source in sources]
+def _named_from_common_folder(sources: Sources) -> list[Log]:
+    logs, paths = sources.logs, [Path(source).resolve() for _, source in sources.named]
     if not all(path.exists() for path in paths):
-        return list(logs)
+        return logs
     common = Path(os.path.commonpath([path.parent for path in paths]))
     return [
         log
@@ -302,32 +274,28 @@ def _named_from_common_folder(sources: Sequence[tuple[str | None, str]], logs: S
     ]
 
 
-def _arms_of(sources: Sequence[tuple[str | None, str]]) -> list[str]:
+def _arms_of(sources: Sources) -> list[str]:
     """An arm for each source; one without a name goes by its folder or file, or what sets the paths apart.
 
     Raises ComparisonError where a name that was given is another source's too.
     """
-    arms = [arm or _arm_of(source) for arm, source in sources]
-    counts = {arm: arms.count(arm) for arm in arms}
-    twice = next((arm for arm, count in counts.items() if count > 1 and count != _given(sources, arm)), None)
+    arms = [arm or _arm_of(source) for arm, source in sources.named]
+    given = [arm for arm, _ in sources.named]
+    twice = next((arm for arm in arms if 1 < arms.count(arm) != given.count(arm)), None)
     if twice is None:
         return arms
-    parts = [list(Path(source).resolve().parts) for _, source in sources]
-    if not any(arm for arm, _ in sources) and all(Path(source).exists() for _, source in sources):
+    parts = [list(Path(source).resolve().parts) for _, source in sources.named]
+    if not sources.has_arms and all(Path(source).exists() for _, source in sources.named):
         while len({of[-1] for of in parts}) == 1:
             parts = [of[:-1] for of in parts]
         apart = [printable(stem(of[-1])) for of in parts]
         if len(set(apart)) == len(apart):
             return apart
-    both = [source for arm, (_, source) in zip(arms, sources, strict=True) if arm == twice]
+    both = [source for arm, (_, source) in zip(arms, sources.named, strict=True) if arm == twice]
     raise ComparisonError(
         f"sources: got {listed(both)}, which would all be the arm {twice!r}; "
         f"name them, such as baseline={printable(both[0])}"
     )
-
-
-def _given(sources: Sequence[tuple[str | None, str]], arm: str) -> int:
-    return sum(given == arm for given, _ in sources)
 
 
 def _arm_of(source: str) -> str:
@@ -340,11 +308,12 @@ def _arm_of(source: str) -> str:
 
 
 def _arms(
-    runs: Mapping[RunName, Log], baseline: str | None, several: bool, fewest: int
+    runs: Mapping[RunName, Log], reading: Reading, *, several: bool
 ) -> tuple[tuple[str, ...], list[str]]:
     """The arms, the baseline first, and what of that is guessed."""
     arms = list(dict.fromkeys(run.arm for run in runs))
-    if len(arms) < fewest:
+    baseline = reading.baseline
+    if len(arms) < 2 and not reading.alone:
         raise ComparisonError(
             f"arms: got only {listed(arms)}, of {len(runs)} runs; a comparison needs two: add a source, "
             "or say how arms are named, such as --pattern '{arm}-s{seed}'"
@@ -380,15 +349,13 @@ def _refuse_twice(sources: Sequence[str], logs_of: Sequence[Sequence[Log]]) -> N
                 )
 
 
-def _refuse_experiments_as_arms(
-    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]]
-) -> None:
+def _refuse_experiments_as_arms(sources: Sources) -> None:
     """A source is to be one arm, and its runs themselves say that they are of several."""
-    runs = [log.identity for logs in logs_of for log in logs]
-    by_runs = None not in runs and len(set(runs)) == len(runs) and not any(arm for arm, _ in sources)
-    if len(sources) == 1 or by_runs:
+    runs = [log.identity for log in sources.logs]
+    by_runs = None not in runs and len(set(runs)) == len(runs) and not sources.has_arms
+    if len(sources.named) == 1 or by_runs:
         return
-    for (_, source), logs in zip(sources, logs_of, strict=True):
+    for (_, source), logs in zip(sources.named, sources.logs_of, strict=True):
         arms = list(dict.fromkeys(log.identity.arm for log in logs if log.identity))
         if len(arms) > 1 and all(log.identity for log in logs):
             folder = Path(logs[0].place).parent
@@ -399,13 +366,11 @@ def _refuse_experiments_as_arms(
             )
 
 
-def _refuse_several_arms(
-    sources: Sequence[tuple[str | None, str]], logs_of: Sequence[Sequence[Log]], selects: Selects
-) -> None:
+def _refuse_several_arms(sources: Sources) -> None:
     """Raise ComparisonError for a source, given as one arm, whose runs name several arms and share seeds."""
-    for (_, source), logs in zip(sources, logs_of, strict=True):
+    for (_, source), logs in zip(sources.named, sources.logs_of, strict=True):
         try:
-            names = name_runs(logs, selects=selects)
+            names = name_runs(logs, selects=sources.selects)
         except ComparisonError:
             continue
         names_of: dict[str, list[str]] = {}

@@ -1,8 +1,9 @@
-"""Runs that are left out of a comparison, by an option or by a rule, and the sentences that say so."""
+"""How runs are found and selected, and the sentences on those that are left out of a comparison."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import NoReturn
 
 from abrun.compare.read.experiment import repeated_steps
@@ -13,6 +14,53 @@ from abrun.logs.log import listed, printable
 from abrun.logs.starts import join_starts
 
 MAX_LISTED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How to find arms, seeds and metrics in runs that abrun did not launch; see abrun.logs."""
+
+    runs_dir: Path = Path("runs")
+    baseline: str | None = None
+    pattern: str | None = None
+    group: str | None = None
+    aliases: tuple[str, ...] = ()
+    step_column: str | None = None
+    seeds: tuple[int, ...] | None = None  # of these runs alone; None: all
+    exclude: tuple[str, ...] = ()  # patterns of the runs that are left out
+    versions_differ: bool = False  # versions that follow the arm are the treatment
+    unpaired: bool = False  # runs are independent, whatever their seeds
+    may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
+    looks: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
+    alone: bool = False  # one arm is enough: its counterpart is a reference
+
+    @property
+    def selection(self) -> "Selection":
+        return Selection(seeds=self.seeds, exclude=self.exclude)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """What was said of how runs are to be found, by option."""
+        options = {
+            "--baseline": self.baseline,
+            "--pattern": self.pattern,
+            "--group": self.group,
+            "--alias": ",".join(self.aliases) or None,
+            "--step-column": self.step_column,
+            "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
+            "--looks": ",".join(map(str, self.looks)) or None,
+            "--exclude": ",".join(self.exclude) or None,
+            "--versions-differ": "true" if self.versions_differ else None,
+        }
+        return {option: value for option, value in options.items() if value is not None}
+
+    def refuse_for_stored(self, directory: Path) -> None:
+        """An experiment of the store says all this itself: an option would be without effect."""
+        for option, value in self.given.items():
+            raise ComparisonError(
+                f"{option}: got {value!r} for {directory}, an experiment, whose arms, seeds and metrics "
+                "are recorded; drop it, or name the folders of the arms"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +153,6 @@ class Selection:
                 raise ComparisonError(
                     f"--exclude: got '{printable(pattern)}', which no run matches; there are {names}"
                 )
-
-
-EVERYTHING = Selection()
 
 
 def restarted(runs: Mapping[RunName, Log]) -> list[str]:

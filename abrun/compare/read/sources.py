@@ -1,60 +1,17 @@
 """Where runs to compare come from: an experiment of the store, or whatever any framework logged."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 from abrun.compare.read.experiment import Experiment, claims_on_recorded
 from abrun.compare.read.foreign import load_foreign
-from abrun.compare.read.selection import Selection
+from abrun.compare.read.selection import Reading
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError
-from abrun.recipe import Compare, Primary
+from abrun.recipe import Primary
 from abrun.store import find_experiment, is_experiment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How to find arms, seeds and metrics in runs that abrun did not launch; see abrun.logs."""
-
-    runs_dir: Path = Path("runs")
-    baseline: str | None = None
-    pattern: str | None = None
-    group: str | None = None
-    aliases: tuple[str, ...] = ()
-    step_column: str | None = None
-    seeds: tuple[int, ...] | None = None  # of these runs alone; None: all
-    exclude: tuple[str, ...] = ()  # patterns of the runs that are left out
-    versions_differ: bool = False  # versions that follow the arm are the treatment
-    unpaired: bool = False  # runs are independent, whatever their seeds
-    may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
-    looks: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
-    alone: bool = False  # one arm is enough: its counterpart is a reference
-
-    @property
-    def given(self) -> dict[str, str]:
-        """What was said of how runs are to be found, by option."""
-        options = {
-            "--baseline": self.baseline,
-            "--pattern": self.pattern,
-            "--group": self.group,
-            "--alias": ",".join(self.aliases) or None,
-            "--step-column": self.step_column,
-            "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
-            "--looks": ",".join(map(str, self.looks)) or None,
-            "--exclude": ",".join(self.exclude) or None,
-            "--versions-differ": "true" if self.versions_differ else None,
-        }
-        return {option: value for option, value in options.items() if value is not None}
-
-    def refuse_for_stored(self, directory: Path) -> None:
-        """An experiment of the store says all this itself: an option would be without effect."""
-        for option, value in self.given.items():
-            raise ComparisonError(
-                f"{option}: got {value!r} for {directory}, an experiment, whose arms, seeds and metrics "
-                "are recorded; drop it, or name the folders of the arms"
-            )
 
 
 def stored_in(sources: Sequence[str], runs_dir: Path) -> Path | None:
@@ -77,20 +34,7 @@ def open_sources(
         reading.refuse_for_stored(directory)
         experiment = load_experiment(directory)
     else:
-        experiment = load_foreign(
-            sources,
-            compare=Compare(paired=not reading.unpaired),
-            name=None,
-            pattern=reading.pattern,
-            group=reading.group,
-            baseline=reading.baseline,
-            aliases=reading.aliases,
-            step_column=reading.step_column,
-            selection=Selection(seeds=reading.seeds, exclude=reading.exclude),
-            versions_differ=reading.versions_differ,
-            alone=reading.alone,
-            may_unpair=reading.may_unpair,
-        )
+        experiment = load_foreign(sources, reading)
         if reading.looks:
             experiment = _with_looks(experiment, reading)
     if primaries is None:
