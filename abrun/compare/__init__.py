@@ -16,8 +16,8 @@ from abrun.compare.judge.ledger import new_ledger, next_entry
 from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.judge.verdict_file import VerdictFile, as_json, tested, verdict_file
+from abrun.compare.read.claim_tests import claim_test_of, earlier_claim_tests
 from abrun.compare.read.experiment import Experiment, Reference, claims_on_recorded
-from abrun.compare.read.readings import earlier_readings, reading_of
 from abrun.compare.read.reference import add_entry, against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources, stored_in
 from abrun.compare.read.stored import load_experiment
@@ -184,8 +184,8 @@ def compare(
     declared = experiment.compare
     experiment = _asked(experiment, primaries, step_one=step_one, unpaired=unpaired)
     arms = judge(experiment, experiment.compare.primary)
-    content = verdict_file(experiment, arms, post_hoc(experiment, declared), earlier_readings(output))
-    readings = [reading_of(experiment, arm.arm) for arm in tested(arms)]
+    content = verdict_file(experiment, arms, post_hoc(experiment, declared), earlier_claim_tests(output))
+    readings = [claim_test_of(experiment, arm.arm) for arm in tested(arms)]
     files = write_report(experiment, content, output, formats, command, readings)
     steps = next_steps(experiment, as_json(content), command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from abrun.compare import Comparison, compare_sources, freeze_arm
-from abrun.compare.read.readings import MAX_READINGS, earlier_readings
+from abrun.compare.read.claim_tests import MAX_TESTS, earlier_claim_tests
 from abrun.compare.read.sources import Reading, open_sources
 from abrun.errors import ComparisonError
 from abrun.looks import level_of_a_look, level_of_readings
@@ -140,7 +140,7 @@ def test_stamps_are_data_that_anyone_may_have_written(here: Path) -> None:
         {"readings": "text"},
         {"readings": [None, 3, [], {}, {"question": 1, "pairs": []}, {"question": "a", "pairs": "b"}]},
         {"readings": [{"question": own["question"], "pairs": [1, *own["pairs"]]}]},
-        {"readings": [{"question": f"{number}", "pairs": ["x"]} for number in range(2 * MAX_READINGS)]},
+        {"readings": [{"question": f"{number}", "pairs": ["x"]} for number in range(2 * MAX_TESTS)]},
     ]
     for number, content in enumerate(hostile):
         (here / f"other-{number}").mkdir()
@@ -150,7 +150,7 @@ def test_stamps_are_data_that_anyone_may_have_written(here: Path) -> None:
     (here / "pipe").mkdir()
     os.mkfifo(here / "pipe/.report.json")
     (here / "folder/.report.json").mkdir(parents=True)
-    assert len(earlier_readings(here / "old-vs-new-report")) <= 2 * MAX_READINGS
+    assert len(earlier_claim_tests(here / "old-vs-new-report")) <= 2 * MAX_TESTS
     assert not repeats(compared()) and json.loads(stamp.read_text())["readings"] == kept
 
 

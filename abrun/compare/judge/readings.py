@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from abrun.compare.read.claim_tests import ClaimTest, claim_test_of
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.read.readings import Reading, reading_of
 from abrun.equivalence import ALPHA
 from abrun.looks import level_of_readings
 from abrun.recipe import units
@@ -22,9 +22,9 @@ class Readings:
     num_comparisons: int  # of these runs, each with other claims
 
 
-def count_readings(experiment: Experiment, arm: str, earlier: Collection[Reading]) -> Readings:
+def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTest]) -> Readings:
     """Count the earlier readings that share a pair with this one."""
-    reading = reading_of(experiment, arm)
+    reading = claim_test_of(experiment, arm)
     same_runs = {reading, *(one for one in earlier if one.pairs & reading.pairs)}
     looks = {reading}
     if not experiment.compare.looks:  # declared: their levels allow for all of them

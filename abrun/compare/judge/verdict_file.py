@@ -18,8 +18,8 @@ from abrun.compare.judge.readings import Readings, count_readings, reading_sente
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
+from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.read.readings import Reading
 
 SCHEMA_VERSION = 3
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
@@ -98,7 +98,7 @@ def verdict_file(
     experiment: Experiment,
     arms: Sequence[ArmVerdict],
     post_hoc: str | None,
-    earlier: Collection[Reading] = (),
+    earlier: Collection[ClaimTest] = (),
 ) -> VerdictFile:
     """`post_hoc` says why the comparison was not declared before the runs; None where it was.
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.direction import difference_text
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
+from abrun.compare.read.claim_tests import STAMP, ClaimTest, claim_tests_in
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.read.readings import STAMP, Reading, readings_in
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped, table_row
@@ -60,7 +60,7 @@ def write_report(
     output: Path,
     formats: Collection[str],
     command: str | None = None,
-    readings: Sequence[Reading] = (),
+    readings: Sequence[ClaimTest] = (),
 ) -> list[Path]:
     """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written.
 
@@ -84,7 +84,7 @@ def write_report(
         output.mkdir(parents=True, exist_ok=True)
         figures = _figures_of(stamp, drawn)
         if figures is None:
-            kept = {*readings, *readings_in(output)}
+            kept = {*readings, *claim_tests_in(output)}
             stamp.unlink(missing_ok=True)  # until everything is written
             figures = _draw(experiment, content, beside, output, images, page="html" in formats)
             made = [*figures, *([output / PAGE] if "html" in formats else [])]

@@ -18,13 +18,13 @@ from abrun.store import read_json
 
 STAMP = ".report.json"  # in a report's folder: what it was drawn of, and the readings it was written for
 MAX_FOLDERS = 2000  # beside a report that are searched for stamps
-MAX_READINGS = 500
+MAX_TESTS = 500
 MAX_BYTES = 4_000_000  # of a stamp
 HASH_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ClaimTest:
     """One test of a treatment's claims."""
 
     question: str  # hash of the claims and of how they are tested
@@ -34,32 +34,32 @@ class Reading:
         return {"question": self.question, "pairs": sorted(self.pairs)}
 
 
-def earlier_readings(output: Path) -> set[Reading]:
-    """The readings that the stamps in a report's folder, and in the folders beside it, hold."""
-    found = set(readings_in(output))
+def earlier_claim_tests(output: Path) -> set[ClaimTest]:
+    """Return the tests that the stamps in a report's folder, and in the folders beside it, hold."""
+    found = set(claim_tests_in(output))
     with suppress(OSError), os.scandir(output.parent) as entries:
         for entry in islice(entries, MAX_FOLDERS):
-            if len(found) < MAX_READINGS and entry.is_dir():
-                found |= set(readings_in(Path(entry.path)))
+            if len(found) < MAX_TESTS and entry.is_dir():
+                found |= set(claim_tests_in(Path(entry.path)))
     return found
 
 
-def readings_in(folder: Path) -> Iterator[Reading]:
-    """The readings that the stamp of a folder holds; none where it is missing or is not a stamp."""
+def claim_tests_in(folder: Path) -> Iterator[ClaimTest]:
+    """Yield the tests that the stamp of a folder holds; none where it is missing or is not a stamp."""
     content: Mapping[str, Any] = {}
     with suppress(StoreError, OSError):
         content = read_json(folder / STAMP, MAX_BYTES)
     entries = content.get("readings")
-    for entry in entries[:MAX_READINGS] if isinstance(entries, list) else ():
+    for entry in entries[:MAX_TESTS] if isinstance(entries, list) else ():
         if not isinstance(entry, dict):
             continue
         question, pairs = entry.get("question"), entry.get("pairs")
         if isinstance(question, str) and isinstance(pairs, list) and all(isinstance(p, str) for p in pairs):
-            yield Reading(question=question, pairs=frozenset(pairs))
+            yield ClaimTest(question=question, pairs=frozenset(pairs))
 
 
-def reading_of(experiment: Experiment, arm: str) -> Reading:
-    """The test of a treatment that is made now."""
+def claim_test_of(experiment: Experiment, arm: str) -> ClaimTest:
+    """Return the test of a treatment that is made now."""
     compare = experiment.compare
     claims = sorted(repr(claim.model_dump(exclude={"climbs"})) for claim in compare.primary)
     sides = experiment.sides(arm).finished
@@ -70,7 +70,7 @@ def reading_of(experiment: Experiment, arm: str) -> Reading:
         else treated
     )
     question = _hash(*claims, str(compare.paired), str(compare.looks))
-    return Reading(question=question, pairs=frozenset(pairs))
+    return ClaimTest(question=question, pairs=frozenset(pairs))
 
 
 def _recorded_hash(run: RecordedRun) -> str:
