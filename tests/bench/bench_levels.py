@@ -1,6 +1,6 @@
 """Error rates at the edges of what the tests assume, before and after each rule: a table of docs/verdict.md.
 
-python tests/bench/bench_levels.py
+python -m tests.bench.bench_levels
 
 Metrics of few distinct values, margins in sigmas of a baseline that is not normal, two runs of an arm, and
 runs that die at random. "Before" is the same test without the rule.
