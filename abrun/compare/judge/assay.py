@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.compare.judge.summaries import climbs, direction_in
+from abrun.compare.judge.summaries import climbs, direction_in, last_digit
 from abrun.compare.judge.whole_curve import COPIED, copied, has_detail
 from abrun.compare.read.experiment import RecordedRun, Sides, stack
 from abrun.equivalence import t_interval
@@ -219,15 +219,9 @@ def _same_curve(one: Series, other: Series) -> bool:
         return False  # a digit that ten values differ in is no more than a ninth of their range
     if distance <= 1e-6 * size:
         return True
-    digit, error = max(map(_last_digit, (one.values, other.values))), one.values - other.values
+    digit, error = max(map(last_digit, (one.values, other.values))), one.values - other.values
     jumps = np.var(np.diff(error)) > np.var(error)  # as rounding errors do, and two smooth curves do not
     return bool(jumps and distance <= 0.501 * digit)
-
-
-def _last_digit(values: Array) -> float:
-    """Return the power of ten of which all values are multiples; 0 for those in full precision."""
-    digits = range(-3, 9)
-    return next((10.0**-of for of in digits if np.allclose(values, np.round(values, of), 1e-12, 1e-14)), 0.0)
 
 
 def _same_numbers(run: RecordedRun, other: RecordedRun) -> bool:

@@ -322,9 +322,6 @@ def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> str:
         all(name in run.metrics for pair in pairs for run in (pair.baseline, pair.treatment))
         for name in STEP_ONE
     ):
-        firsts = sorted({(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs})
-        if apart := [one for one in firsts if one[0] != one[1]]:
-            return "the first recorded step is {} in the baseline and {} in the treatment".format(*apart[0])
         return "what both arms record at their first step is no finite number"
     return f"no reward, loss, gradient norm or entropy is recorded in both arms{named_otherwise(recorded)}"
 

@@ -108,7 +108,7 @@ def _smallest_step(values: Array) -> float:
     gaps = gaps[gaps > 1e-6 * gaps.sum()]  # smaller gaps are rounding
     if not len(gaps):
         return 0.0
-    unit = 1.01 * _last_digit(distinct)
+    unit = 1.01 * last_digit(distinct)
     wider = gaps[gaps > unit]
     if len(wider) and wider.min() > 2.5 * unit:  # 0.375 may be logged as 0.37 and as 0.38
         gaps = wider
@@ -118,7 +118,7 @@ def _smallest_step(values: Array) -> float:
     return step if is_grid or 3 * (len(gaps) + 1) <= len(values) else 0.0
 
 
-def _last_digit(values: Array) -> float:
+def last_digit(values: Array) -> float:
     """The unit of the last decimal that any value has; 0 for more decimals than a log is rounded to."""
     largest = float(np.abs(values).max())
     for decimals in range(MAX_DECIMALS + 1):
