@@ -250,7 +250,7 @@ def _dropped(
 
 
 def _configuration(cells: Sequence[Cells]) -> dict[str, Any]:
-    """What every row repeats under `config/`."""
+    """Return the values that every row repeats under `config/`."""
     values: dict[str, dict[float | str, None]] = defaultdict(dict)
     for row in cells:
         for name, cell in row.items():
@@ -268,7 +268,7 @@ def _plain(cell: float | str) -> Any:
 
 
 def unread_cell(place: str, at: str, column: str, text: str) -> str:
-    """Where a text stands in the place of a number, and what to write there."""
+    """Say where a text stands in the place of a number, and what to write there."""
     comma = " (a decimal comma?)" if DECIMAL_COMMA.fullmatch(text.strip()) else ""
     return (
         f"{place}, {at}, column {printable(column)}: got '{printable(text[:40])}'{comma}; "

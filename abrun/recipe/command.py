@@ -161,7 +161,7 @@ class Command(Section):
 
     @property
     def names_seed(self) -> bool:
-        """Whether the command line or its environment depends on the seed, as far as templates say."""
+        """Return whether the command line or its environment depends on the seed, as far as templates say."""
         templates = [(field, text) for field, text in self._templates() if field != "metrics.path"]
         return any("seed" in self._names_in(field, text) or "ABRUN_SEED" in text for field, text in templates)
 

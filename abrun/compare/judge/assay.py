@@ -180,7 +180,7 @@ def _noisy_copy(sides: Sides, metric: str) -> str | None:
     runs = sides.runs
     values = stack(runs, metric)[1]
     detailed = bool(len(runs)) and bool(has_detail(values).all())
-    metrics, alike = ([metric], copied(values)) if detailed else _copied_beside(runs, metric)
+    metrics, alike = ([metric], copied(values)) if detailed else _copied_elsewhere(runs, metric)
     for left, right in zip(*np.nonzero(np.triu(alike, 1)), strict=True):
         one, other = runs[left], runs[right]
         if one.name.seed != other.name.seed:
@@ -191,7 +191,7 @@ def _noisy_copy(sides: Sides, metric: str) -> str | None:
     return None
 
 
-def _copied_beside(runs: Sequence[RecordedRun], metric: str) -> tuple[list[str], NDArray[np.bool_]]:
+def _copied_elsewhere(runs: Sequence[RecordedRun], metric: str) -> tuple[list[str], NDArray[np.bool_]]:
     """Return which two runs [R, R] move alike in every other metric that can tell, and those metrics.
 
     Values that are the same to the last bit (a learning rate) follow from the configuration.

@@ -252,7 +252,7 @@ def _tested(
         result = replace(result, problem=not_learned(baselines, primary, last, result.margin))
     if several and result.margin is not None:
         holds = result.result == "equivalent" and not result.problem
-        said = [result.warning, *_beside(result, baselines, primary)]
+        said = [result.warning, *_margin_warnings(result, baselines, primary)]
         if result.certified_bound != 0 and _decisions(plain) != _decisions(result):
             said.append(WIDE_STEPS)
         said += curve_warnings(sides, primary.metric, result.transform, bounds, result.margin, holds=holds)
@@ -260,8 +260,10 @@ def _tested(
     return result
 
 
-def _beside(result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Primary) -> Iterator[str]:
-    """What a reader of the claim has to know of its margin and its baseline."""
+def _margin_warnings(
+    result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Primary
+) -> Iterator[str]:
+    """Yield warnings on a claim's margin and its baseline."""
     assert result.steps is not None and result.margin is not None and result.standard_error is not None
     still = dead_seeds(baselines, primary, result.steps[1], result.margin)
     if still and not result.problem:
@@ -381,7 +383,7 @@ def _skewed(
 
 
 def _decisions(result: PrimaryResult) -> tuple[bool, bool]:
-    """Whether a claim by itself is shown, and whether the opposite is."""
+    """Return whether a claim by itself is shown, and whether the opposite is."""
     beyond = result.p_beyond is not None and result.p_beyond < result.alpha_difference
     return result.result == "equivalent", beyond
 

@@ -45,7 +45,7 @@ class Detected:
 def detect(
     baseline: Array, treatment: Array, difference: float, interval: tuple[float, float], *, paired: bool
 ) -> Detected | None:
-    """What the interval of a difference detects; None where it includes zero."""
+    """Return the difference that an interval detects; None where it includes zero."""
     if not (interval[0] > 0 or interval[1] < 0):
         return None
     sign = 1 if interval[0] > 0 else -1

@@ -77,7 +77,7 @@ def text_in_windows(
 def unlike_grids(
     runs: Sequence[RecordedRun], metric: str, bounds: tuple[int, int] | None, *, strict: bool = False
 ) -> Iterator[str]:
-    """What makes runs incomparable inside a window of a metric, or (None) wherever any recorded it."""
+    """Yield what makes runs incomparable inside a window of a metric, or (None) wherever any recorded it."""
     recorded, expected = _recorded(runs, metric, bounds)
     faults = incomplete(recorded, metric, bounds, strict=strict)
     if faults:
@@ -140,7 +140,7 @@ def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> str | None:
 
 
 def _counted_from(of_arm: dict[str, Steps]) -> str | None:
-    """Of two arms of which one counts its steps from one more than the other."""
+    """Say which of two arms counts its steps from one more than the other; None: neither does."""
     if len(of_arm) != 2:
         return None
     (left, one), (right, other) = of_arm.items()

@@ -177,7 +177,7 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
 
 
 def _detected(left: Array, right: Array, alpha: float, resolution: float, *, paired: bool) -> Detected | None:
-    """Of the two arms of a limit: a treatment may keep one and yet be worse than its baseline."""
+    """Compare both arms of a limit: a treatment may keep it and yet be worse than its baseline."""
     if min(len(left), len(right)) < 2 or not np.isfinite(np.concatenate([left, right])).all():
         return None
     test = (paired_tost if paired else welch_tost)(left, right, 1.0, alpha, resolution=resolution)

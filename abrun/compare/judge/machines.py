@@ -20,7 +20,7 @@ OF_THE_MACHINE = (*OF_THE_STACK, "devices")
 
 
 def other_machine(experiment: Experiment, arm: str) -> bool:
-    """Whether the arms ran with other versions or devices by design, so that not even step one repeats."""
+    """Return whether the arms ran with other versions or devices by design: not even step one repeats."""
     treated = treated_keys(experiment)
     return any(machine_differences(pair.baseline, pair.treatment, treated) for pair in experiment.pairs(arm))
 
@@ -31,7 +31,7 @@ def treated_keys(experiment: Experiment) -> Sequence[str]:
 
 
 def machine_differences(left: RecordedRun, right: RecordedRun, keys: Sequence[str]) -> dict[str, list[Any]]:
-    """What of versions and devices differs, dotted key -> both values."""
+    """Return the versions and devices that differ, dotted key -> both values."""
     found = {}
     if "versions" in keys:
         found = {f"versions.{name}": list(both) for name, both in _other_versions(left, right).items()}

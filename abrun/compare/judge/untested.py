@@ -110,7 +110,7 @@ def not_tested(
 
 
 def _unclaimed(primaries: Sequence[Primary]) -> Iterator[str]:
-    """What the claims leave out as they were declared."""
+    """Yield what the claims leave out as they were declared."""
     if primaries and all(primary.margin is None for primary in primaries):
         yield "whether the arms converge alike: no claim has a margin"
     unlearned = [primary.metric for primary in primaries if not primary.climbs]

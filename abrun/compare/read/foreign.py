@@ -103,7 +103,7 @@ def _by_our_names(logs: Mapping[RunName, Log], renamed: Renamed) -> dict[RunName
 
 
 def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
-    """By our names too: by those that other runs gave them, or, where none has numbers, would have."""
+    """Return values by our names too: those that other runs gave them or, without numbers, would have."""
     _, found = recognised(unread)
     ours = {**{theirs: name for name, theirs in found.items()}, **names}
     return {**unread, **{ours[name]: where for name, where in unread.items() if name in ours}}
@@ -224,7 +224,7 @@ def _guessed(sources: Sources) -> Guess | None:
 
 
 def _names_by_seed(sources: Sources) -> list[RunName] | None:
-    """As `_names` of runs to pair; None where they do not say their seeds."""
+    """Return `_names` of runs to pair; None where they do not say their seeds."""
     try:
         return _names(sources, unpaired=False)
     except ComparisonError:

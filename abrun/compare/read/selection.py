@@ -40,7 +40,7 @@ class Reading:
 
     @property
     def given(self) -> dict[str, str]:
-        """What was said of how runs are to be found, by option."""
+        """Return the options that were given on how runs are to be found, with their values."""
         options = {
             "--baseline": self.baseline,
             "--pattern": self.pattern,

@@ -61,7 +61,7 @@ def with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = 
 
 
 def declared_options(experiment: Experiment, num_pairs: int | None = None) -> str:
-    """What sets the comparison, where it is not the launched one, or has looks at other numbers of pairs."""
+    """Return the option that sets the comparison, if it is not the launched one or its looks do not fit."""
     compare = experiment.compare
     looks = compare.looks if num_pairs in (None, *compare.looks[-1:]) else []
     if compare_hash(compare) != experiment.launched_compare_sha256:
@@ -88,7 +88,7 @@ def pairs_that_decide(content: Content, undecided: Sequence[Content]) -> tuple[s
 
 
 def beyond_margin(claim: Content) -> bool:
-    """Whether a difference was detected, and the observed one is no smaller than the margin."""
+    """Return whether a difference was detected, and the observed one is no smaller than the margin."""
     if claim["interval"] is None or claim["margin_unit"] == "sigma" or claim["margin"] is None:
         return False
     low, high = claim["interval"]
@@ -96,7 +96,7 @@ def beyond_margin(claim: Content) -> bool:
 
 
 def in_stages(fresh: NextStep, num_pairs: int) -> NextStep | None:
-    """The same fresh pairs with interim analyses after each third; None: too few for that."""
+    """Return the same step with interim analyses after each third of its pairs; None: too few for that."""
     looks = [-(-num_pairs * third // 3) for third in (1, 2, 3)]
     if looks[0] < 2:
         return None

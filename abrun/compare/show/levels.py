@@ -13,7 +13,7 @@ from abrun.metric_names import Transform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """Of one claim."""
+    """Levels of both arms in the window of a claim."""
 
     claim: int  # its place among verdict.json's primaries
     arm: str

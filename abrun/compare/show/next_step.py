@@ -160,7 +160,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
 
 
 def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Content]) -> Iterator[NextStep]:
-    """Of claims that more of them decide."""
+    """Yield how many more pairs decide the claims that are open."""
     text, count = pairs_that_decide(content, undecided)
     if count is None:
         yield NextStep(
@@ -350,7 +350,7 @@ def _claim_to_make(experiment: Experiment, content: Content) -> NextStep:
 
 
 def _margin_offered(found: Description) -> str:
-    """Where the margin comes from; and beside it what is seen, which a wide margin would let pass."""
+    """Say where the margin comes from, and which difference is seen: a wide margin would let it pass."""
     offered = f"here {found.margin_is}"
     if found.detected is None:
         return offered
@@ -442,7 +442,7 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
 
 
 def _over_shared_steps(experiment: Experiment) -> Iterator[NextStep]:
-    """Where runs lack steps of a claim's window: a window that all hold, or the seeds that hold this one."""
+    """Yield a window that all runs hold, or the seeds that hold this one, where runs lack steps of it."""
     claims, seeds = held_by_all(experiment)
     if claims:
         options = claim_options(_claiming(experiment, claims))

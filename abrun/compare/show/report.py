@@ -317,7 +317,7 @@ def _description_columns(content: Content) -> list[str]:
 
 
 def _compared(content: Content) -> str:
-    """What a difference is of; and what is said of 90 % and of 95 %, as a report says both."""
+    """Say which arm a difference is taken from, and what 90 % and 95 % stand for in a report."""
     roles = [
         name if name == role else f"{name} ({role})"
         for name, role in ((treatment_name(content), "treatment"), (content["baseline"], "baseline"))
@@ -334,7 +334,7 @@ def _compared(content: Content) -> str:
 
 
 def treatment_name(content: Content) -> str:
-    """As heads of columns give it: an arm's name where there is one treatment alone."""
+    """Return the name of the treatment for heads of columns; 'treatment' where there are several."""
     return next(iter(content["arms"])) if len(content["arms"]) == 1 else "treatment"
 
 
