@@ -42,13 +42,11 @@ def code_untested(experiment: Experiment) -> list[str]:
 
 
 def _outliers(runs: Sequence[RecordedRun], common: tuple[str, ...] | None) -> Iterator[str]:
-    outliers: dict[tuple[str, ...], list[str]] = {}
-    for run in runs:
-        if common and run.code != common:
-            outliers.setdefault(run.code, []).append(str(run))
-    for code, names in outliers.items():
+    if common is None:
+        return
+    for code in dict.fromkeys(run.code for run in runs if run.code != common):
+        names = [str(run) for run in runs if run.code == code]
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        assert common
         shown = f"{', '.join(names[:MOST_NAMED])}{more}"
         yield f"{shown}: trained by the code {code[0]}, other runs by {common[0]}"
 
