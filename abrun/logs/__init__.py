@@ -14,7 +14,7 @@ from typing import Any
 from abrun.errors import StoreError
 from abrun.logs.exports import joined, read_csv_runs, read_json_runs
 from abrun.logs.log import Log, cleaned, listed, printable, readable
-from abrun.logs.naming import stem
+from abrun.logs.naming import SUFFIXES, stem
 from abrun.logs.starts import START, continued
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_csv, read_jsonl, read_parquet, read_trainer_state
@@ -28,15 +28,6 @@ FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")
 PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for name in FORMATS[1:]}}
 READERS = {"csv": read_csv, "jsonl": read_jsonl, "parquet": read_parquet, "json": read_jsonl}
 RUNS_READERS = {"csv": read_csv_runs, "jsonl": read_json_runs, "json": read_json_runs}  # of several runs
-SUFFIXES = {
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".wandb": "wandb",
-    ".json": "json",  # a list of rows; in a folder, most others are none
-}
 # Tables that nothing here reads, in case that the runs lie in them.
 FOREIGN_SUFFIXES = re.compile(
     r"\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"

@@ -10,7 +10,15 @@ from abrun.layout import RunName
 from abrun.logs.log import Log, listed, printable
 from abrun.logs.starts import join_starts, without_moments
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".wandb", ".json")
+SUFFIXES = {  # of files that hold runs, and their formats
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".wandb": "wandb",
+    ".json": "json",  # a list of rows; in a folder, most others are none
+}
 # The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
 DEFAULT_PATTERNS = (
     "{arm}/seed-{seed}",

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
@@ -153,6 +154,11 @@ class Guards(Section):
     peak_memory_ratio: Positive | None = None  # likewise
 
 
+def can_be_looks(looks: Sequence[int]) -> bool:
+    """Return whether these are two or more numbers of pairs going up from 2."""
+    return len(looks) > 1 and looks[0] > 1 and all(a < b for a, b in pairwise(looks))
+
+
 class Compare(Section):
     """The comparison, declared before the runs and hashed into the experiment at launch."""
 
@@ -189,7 +195,7 @@ class Compare(Section):
     @field_validator("looks")
     @classmethod
     def _looks_go_up(cls, looks: list[int]) -> list[int]:
-        if looks and (len(looks) < 2 or looks[0] < 2 or any(b <= a for a, b in pairwise(looks))):
+        if looks and not can_be_looks(looks):
             raise ValueError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
         return looks
 

@@ -111,8 +111,7 @@ def _lacking_sentence(metric: str, faults: Sequence[tuple[RecordedRun, Steps]], 
             "the first)"
         )
     more = f"; {len(faults) - 1} more run{'s' * (len(faults) > 2)} likewise" if len(faults) > 1 else ""
-    unread = f": {run.unread[metric]}" if metric in run.unread else ""
-    return f"step grids differ: {how}{more}{unread}"
+    return f"step grids differ: {how}{more}{run.unread_text(metric)}"
 
 
 def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> str | None:

@@ -416,17 +416,17 @@ def _missing_metrics(
     for metric, role in needed.items():
         everything = union(run.series(metric).steps for run in finished)
         if finished and not len(everything):
-            why = _unread(finished[0], metric) or mistaken_alias(finished[0], metric)
+            why = finished[0].unread_text(metric) or mistaken_alias(finished[0], metric)
             yield f"missing metric: no run recorded {metric} ({role}){why}"
             continue
         for run in finished:
             grid = run.series(metric).steps
             if not len(grid):
-                yield f"missing metric: {run} did not record {metric} ({role}){_unread(run, metric)}"
+                yield f"missing metric: {run} did not record {metric} ({role}){run.unread_text(metric)}"
             elif role == "guard" and not run.thinned:
                 absent = lacking(run, metric, np.intersect1d(everything, run.steps))
                 if len(absent):
-                    at = f"at step {absent[0]}{_unread(run, metric)}"
+                    at = f"at step {absent[0]}{run.unread_text(metric)}"
                     yield f"missing metric: {run} did not record {metric} ({role}) {at}"
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
@@ -439,11 +439,6 @@ def mistaken_alias(run: RecordedRun, metric: str) -> str:
         return ""
     logged = ", ".join(sorted(run.metrics)[:MOST_NAMED])
     return f": trainer.aliases calls it {str(theirs)!r}; logged: {logged}"
-
-
-def _unread(run: RecordedRun, *metrics: str) -> str:
-    """Where the first of these metrics has text in the place of a number, if one has."""
-    return next((f": {run.unread[metric]}" for metric in metrics if metric in run.unread), "")
 
 
 def _baseline_not_a_number(

@@ -88,6 +88,10 @@ class RecordedRun:
         """Empty where the metric was never recorded."""
         return self.metrics.get(metric, NO_SERIES)
 
+    def unread_text(self, metric: str) -> str:
+        """Return the end of a sentence where a metric has text in the place of a number, or nothing."""
+        return f": {self.unread[metric]}" if metric in self.unread else ""
+
     def first_non_finite(self, metric: str, first: int = 0, last: int | None = None) -> int | None:
         """The first step, from `first` to `last`, at which a recorded metric is NaN or infinite."""
         series = self.series(metric)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 from abrun.compare.read.experiment import Experiment, claims_on_recorded
@@ -11,6 +10,7 @@ from abrun.compare.read.selection import Reading
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError
 from abrun.recipe import Primary
+from abrun.recipe.claims import can_be_looks
 from abrun.store import find_experiment, is_experiment
 
 
@@ -47,7 +47,7 @@ def open_sources(
 def _with_looks(experiment: Experiment, reading: Reading) -> Experiment:
     """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
     given, looks = reading.given["--looks"], reading.looks
-    if len(looks) < 2 or looks[0] < 2 or any(later <= look for look, later in pairwise(looks)):
+    if not can_be_looks(looks):
         raise ComparisonError(
             f"--looks: got {given}; allowed: two or more numbers of pairs going up from 2, as 3,5,8"
         )
