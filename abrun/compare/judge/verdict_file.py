@@ -22,7 +22,7 @@ from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, w
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.readings import Reading
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
