@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ SUFFIXES = {
     ".json": "json",  # a list of rows; in a folder, most others are none
 }
 # Tables that nothing here reads, in case that the runs lie in them.
-FOREIGN_SUFFIXES = re.compile(
-    r"\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"
+FOREIGN_FILE = re.compile(
+    r".+\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"
+    r"|.+\.(csv|tsv|jsonl|ndjson|parquet)[.~].*",  # rotated or copied, such as log.jsonl.1
+    re.IGNORECASE,
 )
 TRAINER_STATE = "trainer_state.json"
 # Of formats with as many runs each, the fullest first. The last two only where there is nothing else.
@@ -130,13 +133,15 @@ def _runs_in(path: Path, format: str | None, source: str) -> tuple[dict[str, lis
             f"{printable(source)}: no such file or folder; allowed: a path, with one of {prefixes} before it "
             "or none, or wandb:ENTITY/PROJECT"
         )
-    found = list(_walk(path, path)) if path.is_dir() else [_file(path, format)]
+    found = _without_links(list(_walk(path, path))) if path.is_dir() else [_file(path, format)]
     foreign = [one.name for one in found if one.format == "foreign"]
     formats = {format, "json"} if format == "jsonl" else {format}
     found = [one for one in found if one.format != "foreign" and (format is None or one.format in formats)]
     if not found:
         what = format or f"{', '.join(FORMATS)} or abrun's own"
-        names = foreign or sorted(file.name for file in path.iterdir() if file.is_file())
+        names = foreign or sorted(
+            _name(file, path) for file in islice(path.rglob("*.*"), 100) if file.is_file()
+        )
         holds = f"; it holds {listed(names, 3)}" if names else ""
         raise StoreError(f"{printable(source)}: no runs there; allowed: runs logged as {what}{holds}")
     by_format = {form: [one for one in found if one.format == form] for form in FULLEST}
@@ -183,7 +188,7 @@ def _is_json_list(path: Path) -> bool:
 
 
 def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Found]:
-    """The runs in a folder and below it, each once, however it is linked to."""
+    """The runs in a folder and below it, each once, however its folder is linked to."""
     seen = set() if seen is None else seen
     if folder.resolve() in seen:
         return
@@ -215,9 +220,18 @@ def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Fo
             and (kind != "json" or _is_json_list(file))
         ):
             yield Found(format=kind, name=_name(file, top), path=file, files=(file,))
-        elif kind is None and FOREIGN_SUFFIXES.fullmatch(file.suffix.lower()):
+        elif kind is None and FOREIGN_FILE.fullmatch(file.name):
             yield Found(format="foreign", name=_name(file, top), path=file, files=())
     yield from _joined([one for below in folders for one in _walk(below, top, seen)])
+
+
+def _without_links(found: Sequence[Found]) -> list[Found]:
+    """The runs without links to a file that is here as well, such as `latest.jsonl`."""
+    files = {file for one in found for file in one.files if not file.is_symlink()}
+    here = {file.resolve() for file in files}
+    return [
+        one for one in found if not one.files or any(f in files or f.resolve() not in here for f in one.files)
+    ]
 
 
 def _name(path: Path, top: Path) -> str:
