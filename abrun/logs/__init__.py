@@ -57,6 +57,7 @@ DUMP = re.compile(
 DUMP_FOLDERS = {"completions", "rollouts", "rollout_data", "streams", "generations"}
 PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL's: three runs of wandb, which are one
 PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
+SPLITS = {"train", "validation", "valid", "val", "eval", "test"}  # of one run, each with its own log
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the folder that torch's add_hparams makes inside a run's: the time
 STARTED = re.compile(r"run-(\d{8}_\d{6})-")
 RUN_ID = re.compile(r"run-(.+)\.wandb")
@@ -347,6 +348,7 @@ def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
             for log in logs
         ]
     )
+    logs = _splits_joined(logs)
     starts: dict[str, list[Log]] = {}
     for log in logs:
         folder, _, last = log.name.rpartition("/")
@@ -357,6 +359,32 @@ def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
         run = continued(of, str(Path(of[0].place).parent)) if len(of) > 1 else None
         whole_runs += [replace(run, name=folder)] if run else of
     return whole_runs
+
+
+def _splits_joined(logs: Sequence[Log]) -> list[Log]:
+    """A run's `train` and `validation` logs, side by side, as one run.
+
+    A metric that both have is the training's; the other's goes by its folder or file before it.
+    """
+    parts = {log.name: (log.name.rpartition("/")[0], stem(log.name.rpartition("/")[2])) for log in logs}
+    training = {
+        parts[log.name][0]: log for log in logs if parts[log.name][0] and parts[log.name][1] == "train"
+    }
+    of_run = Counter(run for run, part in parts.values() if run in training and part in SPLITS)
+    split: list[Log] = []
+    for log in sorted(logs, key=lambda log: parts[log.name][1] != "train"):
+        run, part = parts[log.name]
+        if part not in SPLITS or of_run[run] < 2 or log.run_id is not None:
+            split.append(log)
+            continue
+        train = training[run].metrics if part != "train" else {}
+        called = {name: f"{part}/{name}" if name in train else name for name in (*log.metrics, *log.dropped)}
+        metrics = {called[name]: series for name, series in log.metrics.items()}
+        dropped = {called[name]: steps for name, steps in log.dropped.items()}
+        said = "the train and other logs of a run, side by side, are one run"
+        log = replace(log, metrics=metrics, dropped=dropped, guesses=(*log.guesses, said))
+        split.append(replace(log, name=run, part=True))
+    return joined(split)
 
 
 def _read(found: Found, step_column: str | None) -> Log:
@@ -374,7 +402,7 @@ def _read(found: Found, step_column: str | None) -> Log:
 
 
 def _without_hparams_runs(read: Sequence[tuple[Found, Log]]) -> list[Log]:
-    """Event files below a run's own that hold hyperparameters and no metrics are part of that run."""
+    """Event files below a run's own, of its hyperparameters or of torch's add_scalars, are part of it."""
     runs = {one.path: log for one, log in read if one.format == "tensorboard"}
     for folder, log in list(runs.items()):
         parent = next((above for above in folder.parents if above in runs), None)
@@ -382,7 +410,18 @@ def _without_hparams_runs(read: Sequence[tuple[Found, Log]]) -> list[Log]:
             del runs[folder]
             config = {**(runs[parent].config or {}), **(log.config or {})}
             runs[parent] = replace(runs[parent], config=config or None)
+        elif parent is not None and (key := _of_scalars(folder, log)):
+            del runs[folder]
+            series = {key: next(iter(log.metrics.values()))}
+            runs[parent] = replace(runs[parent], metrics={**series, **runs[parent].metrics})
     return [*runs.values(), *(log for one, log in read if one.format != "tensorboard")]
+
+
+def _of_scalars(folder: Path, log: Log) -> str | None:
+    """The metric in a folder of torch's add_scalars: it is called `<tag>_<key>` and holds that tag alone."""
+    tag = next(iter(log.metrics)) if len(log.metrics) == 1 else None
+    start = "" if tag is None else tag.replace("/", "_") + "_"
+    return f"{tag}/{folder.name[len(start) :]}" if start and folder.name.startswith(start) else None
 
 
 def _of_group(logs: Sequence[Log], group: str, source: str) -> list[Log]:

@@ -125,7 +125,7 @@ def series_of(
     `columns`: all that the file names; `lines`: where each row stands in it, for messages. Raises StoreError
     where no column is the step, or where a step is not a whole number.
     """
-    cells = _by_split(cells, step_column)
+    cells, splits = _by_split(cells, step_column)
     rows, texts = _numbers(cells, step_column)
     places = [f"line {line}" for line in lines] or [f"row {number}" for number in range(1, len(rows) + 1)]
     unread = {name: unread_cell(place, places[of[0][0]], name, of[0][1]) for name, of in texts.items()}
@@ -162,7 +162,7 @@ def series_of(
         for step, row in zip(steps, rows, strict=True)
         if step is not None and not row.keys() <= NOT_METRICS
     )
-    notes = [*_on_texts(texts, metrics, places), *left_out(num_replaced)]
+    notes = [*splits, *_on_texts(texts, metrics, places), *left_out(num_replaced)]
     if lacking:
         notes.append(f"{lacking} of {len(filled)} rows have no {column} and were left out")
     return Recorded(
@@ -177,11 +177,11 @@ def series_of(
 # --- cells ---
 
 
-def _by_split(cells: Sequence[Cells], step_column: str | None) -> Sequence[Cells]:
+def _by_split(cells: Sequence[Cells], step_column: str | None) -> tuple[Sequence[Cells], list[str]]:
     """Rows whose metrics are named after a word in them, such as `split`: train/reward and eval/reward.
 
     Only where rows of different words alternate and record the same metric at the same step, so that the
-    one would replace the other.
+    one would replace the other. Also a sentence that says so.
     """
     for column in [name for name, cell in (cells[0] if cells else {}).items() if isinstance(cell, str)]:
         words = [str(row.get(column, "")) for row in cells]
@@ -196,14 +196,16 @@ def _by_split(cells: Sequence[Cells], step_column: str | None) -> Sequence[Cells
             for name in row
             if name != column and not _is_step(name, step_column)
         ):
-            return [
+            renamed = [
                 {
                     name if _is_step(name, step_column) else f"{word}/{name}": cell
                     for name, cell in row.items()
                 }
                 for row, word in zip(cells, words, strict=True)
             ]
-    return cells
+            said = f"metrics named after column {printable(column)}: {listed(sorted({*words}), MOST_SPLITS)}"
+            return renamed, [said]
+    return cells, []
 
 
 def _is_step(name: str, step_column: str | None) -> bool:

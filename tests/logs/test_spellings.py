@@ -402,7 +402,8 @@ def test_splits_of_the_same_metric_are_two_metrics(tmp_path: Path, suffix: str) 
     log = one(written(tmp_path / f"a.{suffix}", content))
     assert values(log, "train/reward") == {1: 0.1, 2: 0.2, 3: 0.3}
     assert values(log, "eval/reward") == {1: 0.6, 2: 0.7, 3: 0.8}
-    assert "reward" not in log.metrics and not log.notes
+    assert log.notes == ("metrics named after column split: 'eval', 'train'",)
+    assert "reward" not in log.metrics
 
 
 @pytest.mark.parametrize("steps", [(1, 2, 3, 2, 3, 4), (1, 2, 3, 4, 5, 6)])
@@ -416,3 +417,13 @@ def test_a_step_within_the_epoch_is_not_the_step(tmp_path: Path) -> None:
     rows = [{"epoch": n // 3, "step": n % 3, "global_step": n + 1, "reward": n} for n in range(12)]
     log = one(written(tmp_path / "a.jsonl", lines_of_json(rows)))
     assert [*values(log, "reward")] == [*range(1, 13)] and not log.metrics["reward"].recounted
+
+
+def test_train_and_eval_files_of_a_run_are_one_run(tmp_path: Path) -> None:
+    written(tmp_path / "seed0/train.jsonl", lines_of_json(ROWS))
+    written(
+        tmp_path / "seed0/eval.jsonl", lines_of_json([{"step": 10, "reward": "10%"}, {"step": 20, "acc": 1}])
+    )
+    log = one(tmp_path)
+    assert log.name == "seed0" and len(log.metrics["reward"]) == len(ROWS)
+    assert values(log, "acc") == {20: 1} and log.dropped == {"eval/reward": (10,)}
