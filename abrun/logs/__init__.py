@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for
 READERS = {"csv": read_csv, "jsonl": read_jsonl, "parquet": read_parquet, "json": read_jsonl}
 RUNS_READERS = {"csv": read_csv_runs, "jsonl": read_json_runs, "json": read_json_runs}  # of several runs
 # Tables that nothing here reads, in case that the runs lie in them.
-FOREIGN_SUFFIXES = re.compile(
-    r"\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"
+FOREIGN_FILE = re.compile(
+    r".+\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"
+    r"|.+\.(csv|tsv|jsonl|ndjson|parquet)[.~].*",  # rotated or copied, such as log.jsonl.1
+    re.IGNORECASE,
 )
 TRAINER_STATE = "trainer_state.json"
 # Of formats with as many runs each, the fullest first. The last two only where there is nothing else.
@@ -45,6 +48,7 @@ DUMP = re.compile(
 DUMP_FOLDERS = {"completions", "rollouts", "rollout_data", "streams", "generations"}
 PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL's: three runs of wandb, which are one
 PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
+SPLITS = {"train", "validation", "valid", "val", "eval", "test"}  # of one run, each with its own log
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the folder that torch's add_hparams makes inside a run's: the time
 STARTED = re.compile(r"run-(\d{8}_\d{6})-")
 RUN_ID = re.compile(r"run-(.+)\.wandb")
@@ -121,13 +125,15 @@ def _runs_in(path: Path, format: str | None, source: str) -> tuple[dict[str, lis
             f"{printable(source)}: no such file or folder; allowed: a path, with one of {prefixes} before it "
             "or none, or wandb:ENTITY/PROJECT"
         )
-    found = list(_walk(path, path)) if path.is_dir() else [_file(path, format)]
+    found = _without_links(list(_walk(path, path))) if path.is_dir() else [_file(path, format)]
     foreign = [one.name for one in found if one.format == "foreign"]
     formats = {format, "json"} if format == "jsonl" else {format}
     found = [one for one in found if one.format != "foreign" and (format is None or one.format in formats)]
     if not found:
         what = format or f"{', '.join(FORMATS)} or abrun's own"
-        names = foreign or sorted(file.name for file in path.iterdir() if file.is_file())
+        names = foreign or sorted(
+            _name(file, path) for file in islice(path.rglob("*.*"), 100) if file.is_file()
+        )
         holds = f"; it holds {listed(names, 3)}" if names else ""
         raise StoreError(f"{printable(source)}: no runs there; allowed: runs logged as {what}{holds}")
     by_format = {form: [one for one in found if one.format == form] for form in FULLEST}
@@ -174,7 +180,7 @@ def _is_json_list(path: Path) -> bool:
 
 
 def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Found]:
-    """The runs in a folder and below it, each once, however it is linked to."""
+    """The runs in a folder and below it, each once, however its folder is linked to."""
     seen = set() if seen is None else seen
     if folder.resolve() in seen:
         return
@@ -206,9 +212,18 @@ def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Fo
             and (kind != "json" or _is_json_list(file))
         ):
             yield Found(format=kind, name=_name(file, top), path=file, files=(file,))
-        elif kind is None and FOREIGN_SUFFIXES.fullmatch(file.suffix.lower()):
+        elif kind is None and FOREIGN_FILE.fullmatch(file.name):
             yield Found(format="foreign", name=_name(file, top), path=file, files=())
     yield from _joined([one for below in folders for one in _walk(below, top, seen)])
+
+
+def _without_links(found: Sequence[Found]) -> list[Found]:
+    """The runs without links to a file that is here as well, such as `latest.jsonl`."""
+    files = {file for one in found for file in one.files if not file.is_symlink()}
+    here = {file.resolve() for file in files}
+    return [
+        one for one in found if not one.files or any(f in files or f.resolve() not in here for f in one.files)
+    ]
 
 
 def _name(path: Path, top: Path) -> str:
@@ -324,6 +339,7 @@ def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
             for log in logs
         ]
     )
+    logs = _splits_joined(logs)
     starts: dict[str, list[Log]] = {}
     for log in logs:
         folder, _, last = log.name.rpartition("/")
@@ -334,6 +350,32 @@ def _in_one_piece(logs: Sequence[Log]) -> list[Log]:
         run = continued(of, str(Path(of[0].place).parent)) if len(of) > 1 else None
         whole_runs += [replace(run, name=folder)] if run else of
     return whole_runs
+
+
+def _splits_joined(logs: Sequence[Log]) -> list[Log]:
+    """A run's `train` and `validation` logs, side by side, as one run.
+
+    A metric that both have is the training's; the other's goes by its folder or file before it.
+    """
+    parts = {log.name: (log.name.rpartition("/")[0], stem(log.name.rpartition("/")[2])) for log in logs}
+    training = {
+        parts[log.name][0]: log for log in logs if parts[log.name][0] and parts[log.name][1] == "train"
+    }
+    of_run = Counter(run for run, part in parts.values() if run in training and part in SPLITS)
+    split: list[Log] = []
+    for log in sorted(logs, key=lambda log: parts[log.name][1] != "train"):
+        run, part = parts[log.name]
+        if part not in SPLITS or of_run[run] < 2 or log.run_id is not None:
+            split.append(log)
+            continue
+        train = training[run].metrics if part != "train" else {}
+        called = {name: f"{part}/{name}" if name in train else name for name in (*log.metrics, *log.dropped)}
+        metrics = {called[name]: series for name, series in log.metrics.items()}
+        dropped = {called[name]: steps for name, steps in log.dropped.items()}
+        said = "the train and other logs of a run, side by side, are one run"
+        log = replace(log, metrics=metrics, dropped=dropped, guesses=(*log.guesses, said))
+        split.append(replace(log, name=run, part=True))
+    return joined(split)
 
 
 def _read(found: Found, step_column: str | None) -> Log:
@@ -351,7 +393,7 @@ def _read(found: Found, step_column: str | None) -> Log:
 
 
 def _without_hparams_runs(read: Sequence[tuple[Found, Log]]) -> list[Log]:
-    """Event files below a run's own that hold hyperparameters and no metrics are part of that run."""
+    """Event files below a run's own, of its hyperparameters or of torch's add_scalars, are part of it."""
     runs = {one.path: log for one, log in read if one.format == "tensorboard"}
     for folder, log in list(runs.items()):
         parent = next((above for above in folder.parents if above in runs), None)
@@ -359,7 +401,18 @@ def _without_hparams_runs(read: Sequence[tuple[Found, Log]]) -> list[Log]:
             del runs[folder]
             config = {**(runs[parent].config or {}), **(log.config or {})}
             runs[parent] = replace(runs[parent], config=config or None)
+        elif parent is not None and (key := _of_scalars(folder, log)):
+            del runs[folder]
+            series = {key: next(iter(log.metrics.values()))}
+            runs[parent] = replace(runs[parent], metrics={**series, **runs[parent].metrics})
     return [*runs.values(), *(log for one, log in read if one.format != "tensorboard")]
+
+
+def _of_scalars(folder: Path, log: Log) -> str | None:
+    """The metric in a folder of torch's add_scalars: it is called `<tag>_<key>` and holds that tag alone."""
+    tag = next(iter(log.metrics)) if len(log.metrics) == 1 else None
+    start = "" if tag is None else tag.replace("/", "_") + "_"
+    return f"{tag}/{folder.name[len(start) :]}" if start and folder.name.startswith(start) else None
 
 
 def _of_group(logs: Sequence[Log], group: str, source: str) -> list[Log]:

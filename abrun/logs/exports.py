@@ -34,7 +34,7 @@ SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
 NAMES_A_SEED = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
 MOST_RUNS = 1000
 BOUNDS = ("__MIN", "__MAX")
-CHART = re.compile(r"(?P<run>.+?) - (?P<metric>[^ ].*)")
+CHART = re.compile(r"(?P<run>.+?) - (?P<metric>[^ ].*)"), re.compile(r"(?P<run>.+) - (?P<metric>[^ ].*)")
 TENSORBOARD = ("Wall time", "Step", "Value")
 DOWNLOAD = re.compile(r"(?:run-)?(?P<run>.+?)-tag-(?P<tag>.+)")
 
@@ -74,9 +74,12 @@ def read_json_runs(path: Path, name: str, step_column: str | None = None) -> lis
 
 def _charted(header: Sequence[str]) -> dict[int, tuple[str, str]]:
     """Column -> run and metric, of a chart that wandb exported; empty: it is none."""
-    found = {index: CHART.fullmatch(name) for index, name in enumerate(header) if not name.endswith(BOUNDS)}
-    charted = {index: (one["run"], one["metric"]) for index, one in found.items() if one}
-    columns = {name for name in header if not name.endswith(BOUNDS)}
+    columns = {index: name for index, name in enumerate(header) if not name.endswith(BOUNDS)}
+    ways = []
+    for pattern in CHART:  # a name of a run, or of a metric, may itself hold " - "
+        found = {index: pattern.fullmatch(name) for index, name in columns.items()}
+        ways.append({index: (match["run"], match["metric"]) for index, match in found.items() if match})
+    charted = min(ways, key=lambda way: len({metric for _, metric in way.values()}))
     return charted if len(charted) == len(columns) - 1 > 0 else {}
 
 

@@ -13,7 +13,7 @@ from abrun.logs.log import Log, listed
 from abrun.logs.naming import LARGEST_SEED, Selects, every_run, stem
 from abrun.logs.starts import without_moments
 
-BETWEEN = r"[/_\-. =@]+"
+BETWEEN = r"[/_\-. =@,]+"
 NUMBERED = r"([A-Za-z]*)(\d{1,9})"
 SEED_WORDS = ("seed", "s")
 # Parts of a time, a process, or what a logger adds to every run's name: they tell no arm from another.
@@ -74,7 +74,7 @@ def told_by_numbers(logs: Sequence[Log]) -> bool:
 
 def _assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], list[str]]]:
     """Ways to read all seeds, the likeliest first, and the arms that are left: how, seeds, arms."""
-    parts = [re.split(BETWEEN, _timeless(log)) for log in logs]
+    parts = [re.split(BETWEEN, name) for name in _names(logs)]
     shortest = min(map(len, parts), default=0)
     places = [*range(-1, -shortest - 1, -1), *range(shortest)]
     found = []
@@ -90,10 +90,13 @@ def _assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], list[str
         found.append((not is_named, (text, seeds, arms)))
     yield from (one for _, one in sorted(found, key=lambda one: one[0]))
     keys = {key for log in logs for key in log.config or {} if key.rsplit(".", 1)[-1] in SEED_KEYS}
+    settings = _settings(logs, keys)
     for key in sorted(keys, key=lambda key: (SEED_KEYS.index(key.rsplit(".", 1)[-1]), len(key), key)):
         values = [(log.config or {}).get(key) for log in logs]
         if all(type(value) is int and 0 <= value < LARGEST_SEED for value in values):
-            yield f"{key} in the configurations", [int(value or 0) for value in values], _groups(logs)
+            seeds = [int(value or 0) for value in values]
+            yield f"{key} in the configurations", seeds, _groups(logs)
+            yield f"{key} and what else differs in the configurations", seeds, settings
 
 
 def _is_a_grid(names: Sequence[RunName]) -> bool:
@@ -115,15 +118,30 @@ def _groups(logs: Sequence[Log]) -> list[str]:
     without = _without_numbers(logs)
     if len(set(without)) > 1 and all(without):
         return without
-    return [_timeless(log) for log in logs] if len(logs) == 2 else without
+    return _names(logs) if len(logs) == 2 else without
 
 
-def _timeless(log: Log) -> str:
-    return without_moments(stem(log.name))
+def _settings(logs: Sequence[Log], seed_keys: set[str]) -> list[str]:
+    """An arm for each log: the settings that differ, but not in every log, as run names and folders do."""
+    configs = [log.config or {} for log in logs]
+    differ = []
+    for key in sorted({key for config in configs for key in config} - seed_keys):
+        values = {repr(config.get(key)) for config in configs}
+        if 1 < len(values) <= len(logs) // 2:
+            differ.append(key)
+    return [",".join(f"{key}={config.get(key)}" for key in differ) or "run" for config in configs]
+
+
+def _names(logs: Sequence[Log]) -> list[str]:
+    """The names without times, and without the name of the file where that of all is the same."""
+    names = [without_moments(stem(log.name)) for log in logs]
+    while len({name.rpartition("/")[2] for name in names}) == 1 and all("/" in name for name in names):
+        names = [name.rpartition("/")[0] for name in names]
+    return names
 
 
 def _without_numbers(logs: Sequence[Log]) -> list[str]:
-    parts = [re.split(BETWEEN, _timeless(log)) for log in logs]
+    parts = [re.split(BETWEEN, name) for name in _names(logs)]
     return ["-".join(part for part in of if not _tells_nothing(part, numbers=True)) for of in parts]
 
 

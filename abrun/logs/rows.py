@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from abrun.errors import StoreError
@@ -41,6 +42,8 @@ NOT_METRICS = {
     "elapsed_time",
     "remaining_time",
 }
+SPLIT = r"[^\W\d_][\w\- ]{0,30}"  # a word that says what a row was measured on
+MOST_SPLITS = 8
 CONFIG = "config/"  # before a key of the configuration, which Ray repeats in every row
 UNNAMED = "Unnamed: "  # and its place: a column without a name, which counts rows; no metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
@@ -80,9 +83,10 @@ class Recorded:
 
 
 def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
-    """The numbers and texts of a row of JSON; nested names are joined by '/', the rest is left out.
+    """The numbers and texts of a row of JSON; nested names are joined by '/'. null is not recorded.
 
-    A mapping with a `_type` is one of wandb's media (a histogram, a table), not metrics.
+    true, false and lists are texts, so that a metric of them is told with its line. A mapping with a
+    `_type` is one of wandb's media (a histogram, a table), not metrics.
     """
     levels = [("", iter(row.items()))]  # no recursion: a row may be nested as deep as JSON's reader goes
     while levels:
@@ -92,7 +96,9 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
                 if "_type" not in value:
                     levels.append((f"{prefix}{key}/", iter(value.items())))
                     break
-            elif isinstance(value, int | float) and not isinstance(value, bool):
+            elif isinstance(value, bool | list):
+                yield prefix + key, "[...]" if isinstance(value, list) else str(value).lower()
+            elif isinstance(value, int | float):
                 yield prefix + key, _as_float(value)
             elif isinstance(value, str):
                 yield prefix + key, float(value) if value in WORDS else value[:LONGEST_TEXT]
@@ -119,6 +125,7 @@ def series_of(
     `columns`: all that the file names; `lines`: where each row stands in it, for messages. Raises StoreError
     where no column is the step, or where a step is not a whole number.
     """
+    cells, splits = _by_split(cells, step_column)
     rows, texts = _numbers(cells, step_column)
     places = [f"line {line}" for line in lines] or [f"row {number}" for number in range(1, len(rows) + 1)]
     unread = {name: unread_cell(place, places[of[0][0]], name, of[0][1]) for name, of in texts.items()}
@@ -155,7 +162,7 @@ def series_of(
         for step, row in zip(steps, rows, strict=True)
         if step is not None and not row.keys() <= NOT_METRICS
     )
-    notes = [*_on_texts(texts, metrics, places), *left_out(num_replaced)]
+    notes = [*splits, *_on_texts(texts, metrics, places), *left_out(num_replaced)]
     if lacking:
         notes.append(f"{lacking} of {len(filled)} rows have no {column} and were left out")
     return Recorded(
@@ -168,6 +175,41 @@ def series_of(
 
 
 # --- cells ---
+
+
+def _by_split(cells: Sequence[Cells], step_column: str | None) -> tuple[Sequence[Cells], list[str]]:
+    """Rows whose metrics are named after a word in them, such as `split`: train/reward and eval/reward.
+
+    Only where rows of different words alternate and record the same metric at the same step, so that the
+    one would replace the other. Also a sentence that says so.
+    """
+    for column in [name for name, cell in (cells[0] if cells else {}).items() if isinstance(cell, str)]:
+        words = [str(row.get(column, "")) for row in cells]
+        if not (1 < len({*words}) <= MOST_SPLITS and all(re.fullmatch(SPLIT, word) for word in {*words})):
+            continue
+        num_blocks = 1 + sum(one != following for one, following in pairwise(words))
+        step_of = [tuple(cell for name, cell in row.items() if _is_step(name, step_column)) for row in cells]
+        held: dict[tuple[object, str], str] = {}
+        if num_blocks > len({*words}) and any(
+            held.setdefault((step, name), word) != word
+            for row, step, word in zip(cells, step_of, words, strict=True)
+            for name in row
+            if name != column and not _is_step(name, step_column)
+        ):
+            renamed = [
+                {
+                    name if _is_step(name, step_column) else f"{word}/{name}": cell
+                    for name, cell in row.items()
+                }
+                for row, word in zip(cells, words, strict=True)
+            ]
+            said = f"metrics named after column {printable(column)}: {listed(sorted({*words}), MOST_SPLITS)}"
+            return renamed, [said]
+    return cells, []
+
+
+def _is_step(name: str, step_column: str | None) -> bool:
+    return name == step_column or name.lower() in STEP_COLUMNS or name in NOT_METRICS
 
 
 def _numbers(
@@ -282,13 +324,22 @@ def unread_cell(place: str, at: str, column: str, text: str) -> str:
 def _step_column(
     rows: Sequence[Mapping[str, float]], names: Sequence[str], texts: Mapping[str, object]
 ) -> str | None:
-    """The first of STEP_COLUMNS that most rows have as a number, or else as text."""
+    """The first of STEP_COLUMNS that most rows have as a number, or else as text.
+
+    Not one that begins anew with each epoch, where another counts on.
+    """
     called = {name.lower(): name for name in reversed([*names, *texts])}
     called |= {name: name for name in (*texts, *names)}  # as it is written before any other case
     columns = [called[column] for column in STEP_COLUMNS if column in called]
     there = {name: sum(name in row for row in rows) for name in columns}
     most = max(there.values(), default=0)
-    return next((name for name, count in there.items() if count == most), None)
+    fullest = [name for name, count in there.items() if count == most]
+    counted = {name: [row[name] for row in rows if name in row] for name in fullest if name != "_step"}
+    falls = {name: sum(b < a for a, b in pairwise(steps)) for name, steps in counted.items()}
+    num_steps = {name: len({*steps}) for name, steps in counted.items()}
+    best = max(num_steps.values(), default=0)
+    of_epoch = {name for name in counted if falls[name] > 1 and 2 * num_steps[name] <= best}
+    return next((name for name in fullest if name not in of_epoch), None)
 
 
 def check_number_of_metrics(number: int, place: str) -> None:

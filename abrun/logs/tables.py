@@ -55,11 +55,7 @@ def csv_rows(path: Path, lines: Sequence[Line]) -> tuple[list[str], list[tuple[i
     _refuse_columns_twice(path, header)
     rows = [(number, cells) for number, cells in lines[1:] if not _is_comment(cells, header)]
     for number, cells in rows:
-        if len(cells) != len(header):
-            raise StoreError(
-                f"{_shown(path)}, line {number}: got {len(cells)} cells; the header names {len(header)}: "
-                "mend the line or write the file again"
-            )
+        _refuse_other_length(path, number, cells, header)
     return header, [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
 
 
@@ -74,8 +70,7 @@ def rows_log(
     lines, cells = [], []
     for line, row in rows:
         lines.append(line)
-        # A resumed writer may write the header again.
-        cells.append({name: cell for name, cell in row.items() if cell != name})
+        cells.append(row)
     return _log(path, series_of(cells, _shown(path), step_column, columns, lines), notes)
 
 
@@ -100,8 +95,43 @@ def csv_lines(path: Path) -> tuple[list[Line], bool]:
             f"{_shown(path)}, line {above + ended + 1}: not readable as CSV: {_one_line(error)}"
         ) from None
     if lines and not content.endswith((b"\n", b"\r")):
-        return lines[:-1], True
-    return lines, torn
+        lines, torn = lines[:-1], True
+    return _under_one_header(path, lines), torn
+
+
+def _under_one_header(path: Path, lines: list[Line]) -> list[Line]:
+    """The lines below the first header, though a resumed writer wrote another, of other columns or order."""
+    first = lines[0][1] if lines else []
+    places = [place for place, (_, cells) in enumerate(lines) if place and _is_header(cells, first)]
+    if not places:
+        return lines
+    header, rows = [name.strip() for name in first], []
+    columns = dict.fromkeys(header)
+    for place, (number, cells) in enumerate(lines[1:], 1):
+        if place in places:
+            header = [name.removeprefix(COMMENT).strip() for name in cells]
+            _refuse_columns_twice(path, header)
+            columns |= dict.fromkeys(header)
+        elif not _is_comment(cells, header):
+            _refuse_other_length(path, number, cells, header)
+            rows.append((number, dict(zip(header, cells, strict=True))))
+    return [(lines[0][0], [*columns]), *((n, [row.get(name, "") for name in columns]) for n, row in rows)]
+
+
+def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
+    """Return True for a line that names half of the columns again, or more, and holds no number."""
+    names = [name.removeprefix(COMMENT).strip() for name in cells]
+    common = {name for name in names if name} & {name.strip() for name in header}
+    has_number = any(re.match(r"[-+.]?\d", name) for name in names)
+    return cells == header or (2 * len(common) >= len(header) and not has_number)
+
+
+def _refuse_other_length(path: Path, number: int, cells: Sequence[str], header: Sequence[str]) -> None:
+    if len(cells) != len(header):
+        raise StoreError(
+            f"{_shown(path)}, line {number}: got {len(cells)} cells; the header names {len(header)}: "
+            "mend the line or write the file again"
+        )
 
 
 def _below_comments(text: str) -> tuple[str, int, str]:

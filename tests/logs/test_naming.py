@@ -7,6 +7,7 @@ from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log
 from abrun.logs.aliases import FRAMEWORKS, TOLD_BY, apply, apply_to_all, parse
+from abrun.logs.guessing import guess_baseline, guess_runs
 from abrun.logs.naming import DEFAULT_PATTERNS, name_runs, name_seeds
 from abrun.series import Series
 
@@ -192,3 +193,34 @@ def test_aliases_that_are_none(text: str) -> None:
 def test_one_of_our_names_for_two_of_theirs() -> None:
     with pytest.raises(ComparisonError, match="--alias: got 'x' twice"):
         parse(["x=a", "x=b"])
+
+
+def test_names_of_hydra_are_divided_at_commas() -> None:
+    names = [
+        f"2024-11-24/10-00-00/arm={arm},seed={seed}/log.csv" for arm in ("new", "old") for seed in (0, 1)
+    ]
+    guess = guess_runs([Log(name=name, place=name, metrics={}) for name in names])
+    assert guess is not None
+    assert [str(name) for name in guess.names] == [
+        "arm-new/seed-0",
+        "arm-new/seed-1",
+        "arm-old/seed-0",
+        "arm-old/seed-1",
+    ]
+    assert guess_baseline(["arm-new", "arm-old"]) == "arm-old"
+
+
+def test_arms_of_a_sweep_are_the_settings_that_differ() -> None:
+    words = ("dandy", "icy", "red", "dim")
+    logs = [
+        log(f"{word}-sweep-{n + 1}", config={"lr": (1e-5, 1e-6)[n % 2], "seed": n // 2, "run_name": word})
+        for n, word in enumerate(words)
+    ]
+    guess = guess_runs(logs)
+    assert guess is not None and guess.paired
+    assert [str(name) for name in guess.names] == [
+        "lr=1e-05/seed-0",
+        "lr=1e-06/seed-0",
+        "lr=1e-05/seed-1",
+        "lr=1e-06/seed-1",
+    ]

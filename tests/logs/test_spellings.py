@@ -347,3 +347,83 @@ def test_ray_tune(tmp_path: Path) -> None:
     assert values(log, "episode_reward_mean") == {1: 2.5, 2: 2.5}
     assert sorted(log.metrics) == ["config/lr", "episode_reward_mean"]  # one that changes is no configuration
     assert log.config == {"seed": 7, "env": "Cart"}
+
+
+# --- what is not read, and names ---
+
+
+def test_true_false_and_lists_are_told_where_they_stand(tmp_path: Path) -> None:
+    rows = [{"step": 1, "solved": True, "reward": 0.1}, {"step": 2, "solved": False, "reward": [0.2]}]
+    log = one(written(tmp_path / "a.jsonl", lines_of_json(rows)))
+    assert log.unread["solved"].startswith(f"{tmp_path}/a.jsonl, line 1, column solved: got 'true'")
+    assert values(log, "reward") == {1: 0.1} and log.dropped["reward"] == (2,)
+
+
+def test_a_rotated_log_that_is_not_read_is_named(tmp_path: Path) -> None:
+    written(tmp_path / "seed0/log.jsonl", lines_of_json(ROWS[20:]))
+    written(tmp_path / "seed0/log.jsonl.1", lines_of_json(ROWS[:20]))
+    assert "not read: 'seed0/log.jsonl.1'" in guesses(read_logs(str(tmp_path)))
+
+
+def test_files_below_a_folder_without_runs_are_named(tmp_path: Path) -> None:
+    written(tmp_path / "seed0/log_1718000000.txt", "Step 1 | loss:2.3\n")
+    with pytest.raises(StoreError, match=r"no runs there.*it holds 'seed0/log_1718000000.txt'"):
+        read_logs(str(tmp_path))
+
+
+def test_a_link_to_a_file_of_the_folder_is_no_second_run(tmp_path: Path) -> None:
+    written(tmp_path / "seed3.jsonl", lines_of_json(ROWS))
+    (tmp_path / "latest.jsonl").symlink_to("seed3.jsonl")
+    assert [log.name for log in read_logs(str(tmp_path))] == ["seed3.jsonl"]
+
+
+@pytest.mark.parametrize("runs", [["old - s0", "old - s1"], ["old-s0", "old-s1"]])
+@pytest.mark.parametrize("metric", ["train/reward", "pass - at 1"])
+def test_dashes_in_the_names_of_a_chart_of_wandb(tmp_path: Path, runs: list[str], metric: str) -> None:
+    header = ",".join(f'"{run} - {metric}"' for run in runs)
+    path = written(tmp_path / "a.csv", f"Step,{header}\n1,0.1,0.2\n2,0.3,0.4\n")
+    if " - " in runs[0] and " - " in metric:
+        return  # nothing tells the two apart
+    logs = read_logs(str(path))
+    assert [(log.name, [*log.metrics]) for log in logs] == [(run, [metric]) for run in runs]
+
+
+# --- rows of several splits, and steps within an epoch ---
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_splits_of_the_same_metric_are_two_metrics(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        {"step": step, "split": split, "reward": step / 10 + 0.5 * (split == "eval")}
+        for step in (1, 2, 3)
+        for split in ("train", "eval")
+    ]
+    content = table(rows) if suffix == "csv" else lines_of_json(rows)
+    log = one(written(tmp_path / f"a.{suffix}", content))
+    assert values(log, "train/reward") == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert values(log, "eval/reward") == {1: 0.6, 2: 0.7, 3: 0.8}
+    assert log.notes == ("metrics named after column split: 'eval', 'train'",)
+    assert "reward" not in log.metrics
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3, 2, 3, 4), (1, 2, 3, 4, 5, 6)])
+def test_words_that_divide_no_metric_change_no_name(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    hosts = ("a", "a", "a", "b", "b", "b") if steps[3] == 2 else ("a", "b") * 3
+    rows = [{"step": step, "host": host, "reward": 1} for step, host in zip(steps, hosts, strict=True)]
+    assert [*one(written(tmp_path / "a.jsonl", lines_of_json(rows))).metrics] == ["reward"]
+
+
+def test_a_step_within_the_epoch_is_not_the_step(tmp_path: Path) -> None:
+    rows = [{"epoch": n // 3, "step": n % 3, "global_step": n + 1, "reward": n} for n in range(12)]
+    log = one(written(tmp_path / "a.jsonl", lines_of_json(rows)))
+    assert [*values(log, "reward")] == [*range(1, 13)] and not log.metrics["reward"].recounted
+
+
+def test_train_and_eval_files_of_a_run_are_one_run(tmp_path: Path) -> None:
+    written(tmp_path / "seed0/train.jsonl", lines_of_json(ROWS))
+    written(
+        tmp_path / "seed0/eval.jsonl", lines_of_json([{"step": 10, "reward": "10%"}, {"step": 20, "acc": 1}])
+    )
+    log = one(tmp_path)
+    assert log.name == "seed0" and len(log.metrics["reward"]) == len(ROWS)
+    assert values(log, "acc") == {20: 1} and log.dropped == {"eval/reward": (10,)}

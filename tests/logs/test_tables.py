@@ -89,6 +89,25 @@ def test_a_header_written_again_by_a_resumed_run(tmp_path: Path) -> None:
     assert values(one(path), "loss") == {1: 0.75, 2: 0.25}
 
 
+@pytest.mark.parametrize("header", ["step,loss,reward", "step,kl,loss,reward", "# step,loss,reward"])
+def test_a_header_written_again_in_another_order_or_with_more_columns(tmp_path: Path, header: str) -> None:
+    kl = "9," if "kl" in header else ""
+    path = tmp_path / "a.csv"
+    path.write_text(f"step,reward,loss\n1,0.1,2.5\n{header}\n2,{kl}2.4,0.2\n3,{kl}2.3,0.3\n")
+    log = one(path)
+    assert values(log, "reward") == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert values(log, "loss") == {1: 2.5, 2: 2.4, 3: 2.3}
+    assert not log.notes and (values(log, "kl") == {2: 9, 3: 9} if kl else "kl" not in log.metrics)
+
+
+def test_a_long_table_that_was_appended_to_with_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    head, rows = "arm,seed,step,reward\n", "".join(f"old,{s},{i},0.{i}\n" for s in (0, 1) for i in (1, 2))
+    path.write_text(head + rows + head + rows.replace("old", "new"))
+    logs = read_logs(str(path))
+    assert [str(log.identity) for log in logs] == ["new/seed-0", "new/seed-1", "old/seed-0", "old/seed-1"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

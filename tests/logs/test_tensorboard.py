@@ -180,3 +180,24 @@ def test_reading_imports_neither_tensorflow_nor_torch(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_train_and_validation_folders_of_keras_are_one_run(tmp_path: Path) -> None:
+    for run in ("old-s0", "old-s1"):
+        write(tmp_path / run / "train", [0.1, 0.2, 0.3], tag="epoch_loss")
+        write(tmp_path / run / "validation", [0.5, 0.6, 0.7], tag="epoch_loss")
+    logs = read_logs(str(tmp_path))
+    assert [log.name for log in logs] == ["old-s0", "old-s1"]
+    assert logs[0].metrics["epoch_loss"].values.tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert logs[0].metrics["validation/epoch_loss"].values.tolist() == pytest.approx([0.5, 0.6, 0.7])
+    assert logs[0].place.endswith("old-s0/train")
+
+
+def test_folders_of_add_scalars_are_of_their_run(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path / "s0")) as writer:
+        for step in (1, 2):
+            writer.add_scalar("train/reward", step, step)
+            writer.add_scalars("losses/all", {"policy": 2 * step, "value": 3 * step}, step)
+    (log,) = read_logs(str(tmp_path))
+    assert log.metrics["losses/all/policy"].values.tolist() == [2, 4]
+    assert log.metrics["losses/all/value"].values.tolist() == [3, 6]

@@ -13,6 +13,7 @@ from abrun.compare.read.ledger import Ledger
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
 from abrun.layout import RunName
+from abrun.logs.log import listed
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
 from abrun.series import NO_SERIES, Array, Series, Steps
@@ -367,6 +368,6 @@ def claims_on_recorded(experiment: Experiment, primaries: Sequence[Primary]) -> 
                     f"--primary: got metric {primary.metric!r}, which no run recorded as numbers: {unread[0]}"
                 )
             close = difflib.get_close_matches(primary.metric, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"recorded are: {', '.join(known)}"
+            hint = f"did you mean {close[0]!r}? " * bool(close) + f"recorded are: {listed(list(known), 12)}"
             raise ComparisonError(f"--primary: got metric {primary.metric!r}, which no run recorded; {hint}")
     return found
