@@ -74,7 +74,7 @@ class Follower:
                 shown = ", ".join(self._logged[:MOST_NAMED]) + ", ..." * (len(self._logged) > MOST_NAMED)
                 return (
                     f"trainer.aliases: {ours}: no metric {theirs!r} in {ALIASES_BY} logged steps; "
-                    f"logged: {shown}{hint} (a mended alias needs another --name)"
+                    f"logged: {shown}{hint}"
                 )
         return None
 

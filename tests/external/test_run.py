@@ -206,6 +206,18 @@ def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path
     assert 20 <= max(row["step"] for row in rows(run.path)) < 1000 and len(run.attempts()) == 1
 
 
+def test_a_mended_alias_is_resumed_until_a_run_has_finished(tmp_path: Path) -> None:
+    steps = ("steps=30", "trainer.parameters.step_s=0.1", "seeds=[0, 1]")
+    assert launch(tmp_path, "trainer.aliases={train/reward: scores}", *steps).exit_code == 1
+    mended = plan_of("trainer.aliases={train/reward: score}", *steps)
+    assert supervisor.launch(mended, tmp_path, resume=True, observer=Silent()).exit_code == 0
+    for found in (tmp_path / "foreign").glob("*/seed-*"):
+        assert len([row for row in rows(found) if "train/reward" in row]) == 30
+    other = plan_of("trainer.aliases={train/loss: score}", *steps)
+    with pytest.raises(LaunchError, match=r"trainer.aliases.* is .* there and"):
+        supervisor.launch(other, tmp_path, resume=True, observer=Silent())
+
+
 def test_memory_profile_refuses_a_command() -> None:
     with pytest.raises(LaunchError, match=r"arms.baseline: trainer.type: got 'command'.*own tools"):
         Variant(recipe=load_recipe(FOREIGN, [SCRIPT])).configs()
