@@ -58,8 +58,8 @@ function banner() {
       ? ["unpaired runs", bothSizes(Object.values(content.arms)[0].num_runs)]
       : [
           "pairs",
-          content.spent && content.spent.decided_at
-            ? `${content.num_pairs} finished, of at most ${Math.max(...planned)}`
+          Object.values(content.arms || {}).some((arm) => (arm.looks || []).length)
+            ? `${content.num_pairs} compared, of ${Math.max(...planned)} planned`
             : planned.length
               ? `${content.num_pairs} of ${Math.max(...planned)} finished`
               : String(content.num_pairs),
@@ -252,7 +252,7 @@ function primaries() {
     el(
       "p",
       { class: "intro" },
-      `${comparedText()} Each claim says that the arms agree on a metric within a margin, or keep a limit. The certified bound is the smallest margin that would have passed. Claims are tested at 95\u00a0% confidence: 5\u00a0% lie beyond each end of a 90\u00a0% interval.`,
+      `${comparedText()} Each claim says that the arms agree on a metric within a margin, or keep a limit. The certified bound is the smallest margin that would have passed.${testedText(claims)}`,
     ),
     forest(claims),
     table(
@@ -290,6 +290,15 @@ function primaries() {
       key("claim", "mean and its interval"),
     ),
   );
+}
+
+// As the other reports say it: with looks, at the level of the look.
+function testedText(claims) {
+  const levels = claims.filter((one) => one.test !== "exact").map((one) => one.alpha ?? 0.05);
+  if (!levels.length) return "";
+  const level = Math.max(...levels);
+  const share = (value) => `${number(100 * value, 3)}\u00a0%`;
+  return ` Claims are tested at ${share(1 - level)} confidence: ${share(level)} lie beyond each end of a ${confidence(level)} interval.`;
 }
 
 // What the column of means holds: a limit is of a level or a ratio, and not of a difference.
