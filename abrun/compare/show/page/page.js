@@ -276,7 +276,7 @@ function primaries() {
         marginText(one),
         [
           el("b", {}, boundText(one.certified_bound)),
-          one.margin_unit === "sigma" ? muted(`${boundText(one.certified_number)} sigma`) : null,
+          typeof one.certified_number === "number" ? muted(certifiedText(one)) : null,
         ],
         [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
         one.num_runs ? bothSizes(one.num_runs) : String(one.num_pairs),
@@ -290,6 +290,13 @@ function primaries() {
       key("claim", "mean and its interval"),
     ),
   );
+}
+
+// The bound in the unit of a measured margin, as the other reports give it.
+function certifiedText(claim) {
+  if (claim.margin_unit === "sigma") return `${boundText(claim.certified_number)} sigma`;
+  if (claim.margin_unit !== "level" && claim.margin_unit !== "climb") return "";
+  return `${boundText(100 * claim.certified_number)}%${claim.margin_unit === "climb" ? " of climb" : ""}`;
 }
 
 // As the other reports say it: with looks, at the level of the look.
@@ -664,7 +671,7 @@ function divergence() {
     ),
     unknown ? el("p", {}, `Noise floor unknown: there are no A/A reruns${asked("controls.aa_reruns")}.`) : null,
     list.some((one) => one.noise_floor === "zero")
-      ? el("p", {}, "No ratio is given where reruns of the baseline are identical to it: the noise floor is 0.")
+      ? el("p", {}, "No ratio is given where reruns of the baseline repeat it exactly: the noise floor is 0.")
       : null,
     list.length
       ? table(
