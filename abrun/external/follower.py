@@ -13,7 +13,7 @@ from abrun.errors import AbrunError, StoreError
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, apply
 from abrun.recipe import MetricsLog
-from abrun.store import NOT_METRICS, RunDir
+from abrun.store import NOT_METRICS, RunDir, TextValues
 
 Row = dict[str, float]
 
@@ -43,6 +43,7 @@ class Follower:
         self.problem: str | None = None  # why the log could not be read the last time
         self.notes: tuple[str, ...] = ()  # what reading it had to decide
         self.never_logged: list[str] = []  # what an alias given by hand names, and the log does not have
+        self.text_values: dict[str, TextValues] = {}  # metric -> its values that are text
         self._logged: list[str] = []
 
     def skip(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -73,7 +74,7 @@ class Follower:
                 shown = ", ".join(self._logged[:MOST_NAMED]) + ", ..." * (len(self._logged) > MOST_NAMED)
                 return (
                     f"trainer.aliases: {ours}: no metric {theirs!r} in {ALIASES_BY} logged steps; "
-                    f"logged: {shown}{hint} (a mended alias needs another --name)"
+                    f"logged: {shown}{hint}"
                 )
         return None
 
@@ -112,6 +113,11 @@ class Follower:
     def _read(self) -> dict[int, Row]:
         log = read_log(self._path, self._log.format, step_column=self._log.step_column)
         self.notes = tuple(log.notes)
+        self.text_values = {
+            name: TextValues(at=log.unread[theirs], steps=log.dropped[theirs])
+            for name, theirs in _our_names(log.dropped, self._aliases).items()
+            if theirs in log.unread and name not in NOT_METRICS
+        }
         self._logged = sorted(log.metrics)
         self.never_logged = sorted(set(self._given.values()) - set(log.metrics))
         rows: dict[int, Row] = {}
@@ -121,6 +127,13 @@ class Follower:
             for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
                 rows.setdefault(step, {})[name] = value
         return rows
+
+
+def _our_names(columns: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Map the name that each column gets in the run directory to the column."""
+    return {column: column for column in columns if column not in aliases.values()} | {
+        ours: theirs for ours, theirs in aliases.items() if theirs in columns
+    }
 
 
 def _same(row: Row, written: Row) -> bool:

@@ -6,6 +6,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from abrun.capture import capped
@@ -191,7 +192,9 @@ class _Run:
         notes = [f"no metric {name!r}, which aliases name" for name in self._follower.never_logged]
         if step < self._config.steps:
             notes.append(f"the metrics end at step {step} of {self._config.steps}")
-        self._writer.finish(step, **({"message": "; ".join(notes)} if notes else {}))
+        texts = {metric: asdict(values) for metric, values in self._follower.text_values.items()}
+        content = {"text_values": texts} if texts else None
+        self._writer.finish(step, content, **({"message": "; ".join(notes)} if notes else {}))
         return 0
 
     def _problem(self, status: int) -> str | None:

@@ -18,7 +18,7 @@ from abrun.launch.engine import queued_jobs
 from abrun.launch.notes import notes
 from abrun.launch.requirements import refuse_unset_variables
 from abrun.plan import Plan, RunName, compare_hash, config_diff, decisions
-from abrun.recipe import NAME, RunConfig, stored_run
+from abrun.recipe import NAME, CommandRunConfig, RunConfig, stored_run
 from abrun.redaction import in_yaml
 from abrun.store import RunDir, RunRecord
 
@@ -152,18 +152,21 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
                     warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
                     write_run(directory, experiment_dir.name, run.name, run.config, warm_start)
                 elif not here.finished:
-                    _update_limits(here, run.config)
+                    _update_record(here, run.config)
         except StoreError:
             if not resume:
                 raise  # else it is one failed run, once it is its turn
 
 
-def _update_limits(run: RunDir, config: RunConfig) -> None:
-    """What a run may take is what the recipe says now: one that was ended by it may need more."""
-    record = run.record()
-    limits = config.model_dump(mode="json", include={"limits"})
-    if record.config.get("limits") != limits["limits"]:
-        run.write_record(replace(record, config={**record.config, **limits}))
+def _update_record(run: RunDir, config: RunConfig) -> None:
+    """Give an unfinished run the limits and aliases of the recipe: those that it has may have ended it."""
+    record, content = run.record(), config.model_dump(mode="json")
+    changed = {"limits": content["limits"]}
+    if isinstance(config, CommandRunConfig):
+        aliases = content["trainer"]["aliases"]
+        changed["trainer"] = {**record.config["trainer"], "aliases": aliases}
+    if any(record.config.get(key) != value for key, value in changed.items()):
+        run.write_record(replace(record, config={**record.config, **changed}))
 
 
 def _refuse_queued(experiment_dir: Path) -> None:
@@ -189,8 +192,9 @@ def _check_same(plan: Plan, experiment_dir: Path) -> None:
     One that cannot be read is let be: `Job.claim` refuses that run alone.
     """
     planned = {run.name: run for run in plan.runs}
-    for name in store.planned_runs(experiment_dir):
-        run = RunDir(store.run_dir(experiment_dir, name))
+    runs = {name: RunDir(store.run_dir(experiment_dir, name)) for name in store.planned_runs(experiment_dir)}
+    may_rename = not any(map(_may_have_finished, runs.values()))
+    for name, run in runs.items():
         if name not in planned:
             raise LaunchError(
                 f"{experiment_dir}: --resume: the recipe has no run {name}, which is here; "
@@ -198,12 +202,20 @@ def _check_same(plan: Plan, experiment_dir: Path) -> None:
             )
         difference = None
         with contextlib.suppress(StoreError), store.readable(run.path):
-            difference = _difference(run, planned[name].config) if run.exists else None
+            if run.exists:
+                difference = _difference(run, planned[name].config, may_rename=may_rename)
         if difference:
             raise LaunchError(
                 f"{run.path}: --resume: the run directory of another experiment: {difference}; "
                 "restore the recipe, or give this one another --name"
             )
+
+
+def _may_have_finished(run: RunDir) -> bool:
+    """True where a run has finished, or cannot be read."""
+    with contextlib.suppress(StoreError), store.readable(run.path):
+        return run.finished
+    return True
 
 
 def _check_warm_starts(plan: Plan, experiment_dir: Path) -> None:
@@ -228,13 +240,20 @@ def _check_warm_starts(plan: Plan, experiment_dir: Path) -> None:
             )
 
 
-def _difference(run: RunDir, config: RunConfig) -> str | None:
-    """The first value in which a run directory's configuration is not the planned one; limits may change."""
+def _difference(run: RunDir, config: RunConfig, *, may_rename: bool) -> str | None:
+    """The first value in which a run directory's configuration is not the planned one.
+
+    Limits may change; `may_rename`: aliases too, as long as no run has finished with the old ones.
+    """
     try:
         there = stored_run(run.record().config)
     except RecipeError:
         return "its record does not hold a configuration of this abrun"
-    differences = config_diff(there.model_copy(update={"limits": config.limits}), config)
+    there = there.model_copy(update={"limits": config.limits})
+    if may_rename and isinstance(there, CommandRunConfig) and isinstance(config, CommandRunConfig):
+        trainer = there.trainer.model_copy(update={"aliases": config.trainer.aliases})
+        there = there.model_copy(update={"trainer": trainer})
+    differences = config_diff(there, config)
     for key, (has, wants) in differences.items():
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         return f"{key} is {in_yaml(has)} there and {in_yaml(wants)} in the recipe{more}"

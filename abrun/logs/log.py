@@ -26,6 +26,7 @@ class Log:
     failure: str = ""  # how it ended, where it failed
     config: Mapping[str, Any] | None = None  # dotted keys; None: the source does not say
     environment: Mapping[str, Any] | None = None  # python, versions, devices, hosts, as far as it says
+    code: tuple[str, ...] = ()  # commit and changes that its attempts ran, in order; empty: not known
     group: str | None = None  # wandb's
     job_type: str | None = None  # wandb's
     run_id: str | None = None  # wandb's: a resumed run is several files of one id
@@ -50,6 +51,7 @@ def cleaned(log: Log) -> Log:
         config=log.config and shown_tree(log.config),
         environment=log.environment and shown_tree(log.environment),
         metrics={shown(name): series for name, series in log.metrics.items()},
+        code=tuple(map(shown, log.code)),
         job_type=printable(log.job_type) if log.job_type else None,
         group=printable(log.group) if log.group else None,
         guesses=tuple(printable(guess) for guess in log.guesses),

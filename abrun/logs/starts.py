@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from abrun.logs.log import Log, printable
-from abrun.series import Series, by_step
+from abrun.series import NO_SERIES, Series, Steps, by_step
 
 # A folder that is named by its start alone: a restarted run has several, side by side.
 START = re.compile(
@@ -89,12 +89,18 @@ def _joined(ordered: Sequence[Log], run: str, spans: Sequence[tuple[int, int]]) 
     unread = {name: where for log in reversed(ordered) for name, where in log.unread.items()}
     guesses = dict.fromkeys([*(guess for log in ordered for guess in log.guesses), guess])
     left_out = tuple(line for log in ordered for line in log.left_out)
-    dropped = {
-        metric: tuple(step for log in ordered for step in log.dropped.get(metric, ()))
-        for metric in dict.fromkeys(metric for log in ordered for metric in log.dropped)
-    }
+    dropped: dict[str, tuple[int, ...]] = {}
+    for log in ordered:  # what a later start repeats as a number, counts
+        kept = {metric: np.setdiff1d(steps, _steps(log, metric)) for metric, steps in dropped.items()}
+        dropped = {metric: (*map(int, steps),) for metric, steps in kept.items() if len(steps)}
+        for metric, steps in log.dropped.items():
+            dropped[metric] = tuple(sorted({*dropped.get(metric, ()), *steps}))
     joined = replace(last, metrics=metrics, guesses=tuple(guesses), left_out=left_out)
     return replace(joined, unread=unread, dropped=dropped)
+
+
+def _steps(log: Log, metric: str) -> Steps:
+    return log.metrics[metric].steps if metric in log.metrics else NO_SERIES.steps
 
 
 def _concatenated(series: Sequence[Series]) -> Series:

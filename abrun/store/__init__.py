@@ -84,6 +84,7 @@ from abrun.store.records import (
     RunState,
     SilentRank,
     Status,
+    TextValues,
     code_name,
     started_after,
 )
@@ -121,6 +122,7 @@ __all__ = [
     "SilentRank",
     "Status",
     "TakenOverError",
+    "TextValues",
     "can_fork",
     "code_name",
     "damage",

@@ -4,7 +4,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -46,6 +46,21 @@ class Attempt(Owner):
     started_s: float | None = None
     ended_s: float | None = None
     exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextValues:
+    """The values of a metric that a command's log holds as text, and that no row therefore has."""
+
+    at: str  # the first text, where it stands, and what to write there
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What `result.json` says besides the weights: of a finished run."""
+
+    text_values: Mapping[str, TextValues] = field(default_factory=dict)  # by metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,11 @@ from abrun.store.records import (
     Launch,
     Launches,
     Node,
+    Result,
     RunRecord,
     RunState,
     Status,
+    TextValues,
     attempt_file,
     attempt_numbers,
     code_name,
@@ -442,6 +444,11 @@ class RunDir:
         """Of what was trained; None of a run that has not finished, or did not say."""
         found = read_json_or_empty(self.path / layout.RESULT).get("final_weights_hash")
         return found if isinstance(found, str) else None
+
+    @property
+    def text_values(self) -> Mapping[str, TextValues]:
+        """By metric, the values that a command's log holds as text; empty until the run has finished."""
+        return read_as(Result, self.path / layout.RESULT).text_values
 
     def final_sketch(self) -> "dict[str, Array]":
         """Sketches of the final weights, float64, by tensor; none where there are none that read."""

@@ -96,14 +96,15 @@ class RunWriter:
         self.check_fence()
         write_file(self.path / layout.FINAL_SKETCH, content)
 
-    def finish(self, step: int, weights: Mapping[str, Any] | None = None, /, **details: Any) -> None:
+    def finish(self, step: int, content: Mapping[str, Any] | None = None, /, **details: Any) -> None:
         """Write result.json: from now on the run is finished.
 
-        `weights`: the `final_weights_hash` of what was trained, a `fingerprint` by file of `final_weights`.
+        `content`: the `final_weights_hash` of what was trained, a `fingerprint` by file of `final_weights`;
+        of a command's run the `text_values` of its log.
         """
         self.event("finished", step=step, **details)
         self.sync()
-        result = {"step": step, "attempt": self.attempt, **(weights or {})}
+        result = {"step": step, "attempt": self.attempt, **(content or {})}
         write_json(self.path / layout.RESULT, result)
         self._end_attempt("finished", None, 0)
 

@@ -1,5 +1,7 @@
 """Metrics that move in steps (an accuracy over few prompts), and copied runs: ties are no certainty."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from abrun.compare.judge.claims import WIDE_STEPS
 from abrun.compare.judge.summaries import resolution
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun
+from abrun.compare.show.levels import levels
 from abrun.equivalence import limit_test, paired_tost, pairs_needed, runs_needed, welch_tost
 from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
@@ -236,3 +239,15 @@ def test_a_margin_in_sigmas_says_that_the_baseline_s_seeds_are_skewed():
             Primary(metric=REWARD, margin=margin), REWARD, baseline=left, treatment=right
         ).primaries
         assert ("the baseline's runs are skewed" in (found.warning or "")) == said
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_an_interval_that_allows_for_steps_is_explained(paired):
+    """Differences of 0 beside an interval of some width."""
+    baseline, treatment = accuracies(np.random.default_rng(0), 4, 64, 0.0)
+    baseline[:, -1] = treatment[:, -1] = 0.75
+    claim = Primary(metric=ACCURACY, margin=0.2, climbs=False)
+    (result,) = verdict(claim, ACCURACY, paired, baseline=baseline, treatment=treatment).primaries
+    assert result.mean_difference == 0 and result.interval is not None and result.interval[1] > 0
+    (text,) = [one.text for one in levels({"baseline": "baseline", "primaries": [asdict(result)]})]
+    assert "(90 % interval, which allows for the steps in which the metric moves)" in text

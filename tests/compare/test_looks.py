@@ -147,3 +147,9 @@ def test_rising_looks_are_declared_and_judged_at_their_levels(simulated, judged)
     assert first.alpha_difference == pytest.approx(0.6 * last.alpha_difference)
     assert first.alpha < equal.content.arms["treatment"].looks[0].alpha < last.alpha < 0.05
     assert rising.content.primaries[0].alpha == first.alpha and not rising.content.post_hoc
+
+
+def test_pairs_after_the_look_that_decided_are_not_said_to_be_unfinished(simulated, judged):
+    experiment_dir = simulated(compare=LOOKS)
+    assert judged(experiment_dir).content.num_pairs == 3
+    assert "**pairs**: 3 compared, of 5 planned;" in (experiment_dir / "report/report.md").read_text()

@@ -418,3 +418,20 @@ def test_many_arms_with_long_names_leave_the_bar_its_verdict(opened, width):
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         inside = "all => all.every(one => one.scrollWidth <= one.parentElement.clientWidth)"
         assert page.locator(".bar-row").evaluate_all(inside)
+
+
+def test_the_level_of_a_look_stands_with_its_claims(opened):
+    looks = [{"num_pairs": 3, "alpha": 0.0278, "verdict": "MATCH"}]
+    content = verdict([claim(alpha=0.0278)])
+    content["arms"]["treatment"] |= {"looks": looks, "num_planned_pairs": 6}
+    with opened(render_page(experiment(learning()), content)) as page:
+        intro = page.locator("#claims .intro").inner_text().replace("\u00a0", " ")
+        assert "tested at 97.2 % confidence: 2.78 % lie beyond each end of a 94.4 % interval" in intro
+        assert "3 compared, of 6 planned" in page.locator(".banner").inner_text()
+
+
+@pytest.mark.parametrize(("unit", "text"), [("level", "4.57%"), ("climb", "4.57% of climb")])
+def test_a_certified_bound_is_given_in_the_unit_of_its_margin(opened, unit, text):
+    content = verdict([claim(margin_unit=unit, margin_number=0.1, certified_number=0.0457)])
+    with opened(render_page(experiment(learning()), content)) as page:
+        assert text in page.locator("#claims").inner_text()

@@ -105,6 +105,15 @@ def test_windows_and_margins_that_were_tried_are_counted(here: Path) -> None:
     assert found.content.readings[0].false_match is None
 
 
+def test_a_comparison_that_tested_no_claim_is_not_counted(here: Path) -> None:
+    """One pair is described, and can be no match that somebody picks."""
+    write_runs(here / "r", range(1))
+    assert compared().content.readings == []
+    write_runs(here / "r", range(4))
+    (counted,) = compared().content.readings
+    assert counted.num_pairs == [4] and counted.false_match is None
+
+
 def test_other_runs_are_not_counted(here: Path) -> None:
     write_runs(here / "r", range(8))
     compared(seeds=(0, 1, 2, 3))

@@ -259,3 +259,11 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
         [str(experiment_dir)], Reading(), primaries=asked, formats=["json"], output=chosen
     )
     assert found.files == [chosen / "verdict.json"] and "what was declared" not in shown(found)
+
+
+def test_the_metrics_of_a_claim_on_memory_are_not_among_the_others(simulated, judged):
+    claims = [{"metric": "memory", "window": "all", "below": "0.8x"}]
+    (line,) = [
+        one for one in judged(simulated(compare={"primary": claims})).content.not_tested if "other" in one
+    ]
+    assert line == "6 other metrics: recorded, without a claim"

@@ -142,3 +142,22 @@ def test_a_run_of_the_same_name_that_cannot_be_read_is_invalid(tmp_path: Path) -
     assert found.verdict == "INVALID"
     assert "new/seed-3 cannot be read" in found.content.reasons[0]
     assert "line 41, column step: got '4000 (resumed)' as the step" in found.content.reasons[0]
+
+
+@pytest.mark.parametrize("in_later_start", [False, True])
+def test_text_that_a_later_start_repeats_as_a_number_is_left_out_no_more(
+    tmp_path: Path, in_later_start: bool
+) -> None:
+    """Steps 41-60 are logged by both starts of a run, and step 55 as text by one of them."""
+    for arm in ("old", "new"):
+        for seed in (1, 2, 3):
+            found = list(rows(arm, seed, collapses=False))
+            starts = {"20261120-0900": found[:58], "20261120-1100": found[40:]}
+            odd = "20261120-1100" if in_later_start else "20261120-0900"
+            starts[odd] = [row | ({"reward": "n/a"} if row["step"] == "5500" else {}) for row in starts[odd]]
+            for name, lines in starts.items():
+                path = tmp_path / arm / f"seed{seed}" / f"{name}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    found = described([str(tmp_path / "old"), str(tmp_path / "new")], tmp_path / "out", CLAIM)
+    assert found.verdict == ("INVALID" if in_later_start else "MATCH"), found.content.reasons

@@ -37,7 +37,7 @@ class Log:
         if args.format == "csv":
             self.table.writerow(["step", "score", "objective/loss"])
 
-    def write(self, step: int, **values: float) -> None:
+    def write(self, step: int, **values: float | str) -> None:
         if args.format == "csv":
             self.table.writerow([step, values["score"], values.get("loss", "")])
         else:
@@ -79,7 +79,8 @@ for step in range(1, args.steps + 1):
     score = 1 - math.exp(-args.lr * (step - 1)) + 0.01 * noise.random()
     if step < first:
         continue
-    log.write(step, score=score, loss=float("nan") if args.behaviour == "nan" and step == 2 else 1 - score)
+    shown = "n/a" if args.behaviour == "text" and step >= args.steps - 1 else score
+    log.write(step, score=shown, loss=float("nan") if args.behaviour == "nan" and step == 2 else 1 - score)
     while args.behaviour == "babbles" and step == 3:  # works on nothing any more
         print("Root Cause " * 1000, flush=True)
         time.sleep(0.001)

@@ -15,6 +15,10 @@ import pytest
 import yaml
 
 from abrun import store
+from abrun.compare.judge.code import code_notes
+from abrun.compare.judge.validity import invalid_reasons
+from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.stored import load_experiment
 from abrun.errors import LaunchError
 from abrun.external import run as external_run
 from abrun.external.follower import Follower
@@ -25,7 +29,8 @@ from abrun.launch.experiment import write_run
 from abrun.memory.sweep import Variant
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Awake, below, processes_of
-from abrun.recipe import BASELINE, MetricsLog, load_recipe
+from abrun.recipe import BASELINE, Compare, MetricsLog, load_recipe
+from abrun.recipe.claims import parse_primary
 from abrun.recipe.reading import Loader
 from abrun.watch import ExperimentReader
 from tests.launch.fakes import FAKE, Silent
@@ -155,6 +160,39 @@ def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
     assert last["event"] == "finished" and last["message"] == "no metric 'entropie', which aliases name"
 
 
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str) -> None:
+    """Both arms drop the same steps, so that no run lacks one of another's; read as folders too."""
+    chosen = (f"trainer.metrics.format={form}", f"trainer.parameters.format={form}")
+    assert launch(tmp_path, *chosen, "trainer.parameters.behaviour=text", "steps=10").exit_code == 0
+    directory = tmp_path / "foreign"
+    arms = [f"{arm}={directory / arm}" for arm in ("baseline", "treatment")]
+    claim = Compare(primary=[parse_primary("train/reward:last 40%:0.05")])
+    for experiment in (load_experiment(directory), load_foreign(arms, compare=claim)):
+        reasons = invalid_reasons(experiment, "treatment", 3, experiment.compare.primary)
+        texts = [reason for reason in reasons if "left out as text" in reason]
+        assert len(texts) == 6 and len(reasons) == 6
+        assert texts[0].startswith("baseline/seed-0: 2 values of train/reward in steps 5-10, from step 9 on")
+        assert "got 'n/a'" in texts[0]
+
+
+def test_the_commit_of_run_folders_is_read(tmp_path: Path) -> None:
+    for arm, sha in (("baseline", "a" * 40), ("treatment", "b" * 40)):
+        for seed in (0, 1):
+            directory = tmp_path / arm / f"seed-{seed}"
+            write_run(directory, "by-hand", RunName(arm=arm, seed=seed), load_recipe(FOREIGN).run_config(arm))
+            run = store.RunDir(directory)
+            run.begin_launch([], {"sha": sha, "dirty": False, "diff": None})
+            writer = run.begin_attempt()
+            writer.metrics(1, {"train/reward": 0.1 + seed})
+            writer.finish(1)
+    experiment = load_foreign([str(tmp_path / arm) for arm in ("baseline", "treatment")], compare=Compare())
+    assert list(code_notes(experiment)) == [
+        "the arms ran different code: baseline aaaaaaa, treatment bbbbbbb; the difference between them "
+        "includes that of the code"
+    ]
+
+
 def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path) -> None:
     slow = ("steps=2000", "trainer.parameters.step_s=0.05", "seeds=[0, 1, 2]")
     outcome = launch(tmp_path, "trainer.aliases={train/reward: scores, validation/reward: held}", *slow)
@@ -166,6 +204,18 @@ def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path
         "score; did you mean 'score'?"
     )
     assert 20 <= max(row["step"] for row in rows(run.path)) < 1000 and len(run.attempts()) == 1
+
+
+def test_a_mended_alias_is_resumed_until_a_run_has_finished(tmp_path: Path) -> None:
+    steps = ("steps=30", "trainer.parameters.step_s=0.1", "seeds=[0, 1]")
+    assert launch(tmp_path, "trainer.aliases={train/reward: scores}", *steps).exit_code == 1
+    mended = plan_of("trainer.aliases={train/reward: score}", *steps)
+    assert supervisor.launch(mended, tmp_path, resume=True, observer=Silent()).exit_code == 0
+    for found in (tmp_path / "foreign").glob("*/seed-*"):
+        assert len([row for row in rows(found) if "train/reward" in row]) == 30
+    other = plan_of("trainer.aliases={train/loss: score}", *steps)
+    with pytest.raises(LaunchError, match=r"trainer.aliases.* is .* there and"):
+        supervisor.launch(other, tmp_path, resume=True, observer=Silent())
 
 
 def test_memory_profile_refuses_a_command() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.code import code_untested
 from abrun.compare.judge.divergence import Divergence
+from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
 from abrun.compare.judge.machines import INITIAL_WEIGHTS, other_machine
 from abrun.compare.judge.step_one import (
     RAISED_BY_ROUNDING,
@@ -17,7 +18,7 @@ from abrun.compare.judge.step_one import (
 )
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.metric_names import MEMORY_PEAK, TOKEN_MULT_PROB_ERROR
 from abrun.recipe import ONE_ULP, Primary
 
 
@@ -51,6 +52,14 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     )
 
 
+def _claimed_metrics(sides: Sides, primaries: Sequence[Primary]) -> set[str]:
+    """Return the metrics that claims are on; one on `memory` is on the peaks of all phases."""
+    claimed = {primary.metric for primary in primaries}
+    runs = sides.finished.runs
+    counter = shared_peak_counter(runs) if MEMORY_PEAK in claimed else None
+    return claimed | {*(shared_memory_metrics(runs, counter) if counter else ())}
+
+
 def not_tested(
     experiment: Experiment,
     sides: Sides,
@@ -63,7 +72,7 @@ def not_tested(
     begun = [run for run in sides.runs if run.status != "pending"]
     runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
-    others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
+    others = len({*experiment.metrics()} - _claimed_metrics(sides, primaries))
     unsettled = [one for one in first_steps if one.result == "not tested"]
     sentences = [*experiment.left_out]
     sentences += [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]

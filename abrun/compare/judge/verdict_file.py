@@ -157,8 +157,12 @@ def verdict_file(
 
 
 def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
-    """The treatments whose claims were tested: of an INVALID one nothing is shown."""
-    return [arm for arm in arms if arm.primaries and arm.verdict != "INVALID"]
+    """The treatments of which a claim was tested: of an INVALID one nothing is shown."""
+    return [
+        arm
+        for arm in arms
+        if arm.verdict != "INVALID" and any(one.result != "not tested" for one in arm.primaries)
+    ]
 
 
 def _reading_notes(

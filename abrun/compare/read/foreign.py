@@ -120,6 +120,7 @@ def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
         config=log.config,
         environment=log.environment,
         metrics=log.metrics,
+        code=log.code,
         notes=(*log.notes, f"numbered, its seed is not known: {log.place}") if numbered else log.notes,
         unread=log.unread,
         dropped=log.dropped,

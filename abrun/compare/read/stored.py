@@ -93,6 +93,8 @@ def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> Reco
         environment=shown_tree(run.environment()),
         metrics={shown(metric): series for metric, series in metrics.items()},
         code=tuple(map(shown, run.code())),
+        unread={shown(metric): shown(text.at) for metric, text in run.text_values.items()},
+        dropped={shown(metric): text.steps for metric, text in run.text_values.items()},
         final_weights_hash=run.final_weights_hash,
         wandb=_address(run),
         final_sketch=run.final_sketch,

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from abrun.compare.judge.step_one import share_of_scale
+from abrun.compare.read.reference import ARM as REFERENCE
 from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.levels import levels
 from abrun.compare.show.planted import sentence
@@ -24,15 +25,12 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
         yield from ((f"{mark}levels", text) for text in of_arm[:MOST_LEVELS])
         if section["treatment_diff"]:
             yield f"{mark}treatment", _differences(section["treatment_diff"])
-        shared, everything = section["coverage"]["shared_steps"], section["coverage"]["all_steps"]
+        shared = _shared_steps(content, section["coverage"])
         if section["num_runs"]:
             both = f"{section['num_runs'][0]} of {content['baseline']} and {section['num_runs'][1]} of {arm}"
-            yield f"{mark}runs", f"{both}, unpaired; {shared} of {everything} steps shared"
+            yield f"{mark}runs", f"{both}, unpaired; {shared}"
         else:
-            pairs = f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
-            if content["spent"] and content["spent"]["decided_at"]:
-                pairs = f"{section['num_pairs']} finished, of at most {section['num_planned_pairs']}"
-            yield f"{mark}pairs", f"{pairs}; {shared} of {everything} steps shared"
+            yield f"{mark}pairs", f"{_pairs(section)}; {shared}"
             yield f"{mark}step one", _step_one([one for one in content["step_one"] if one["arm"] == arm])
         if section["num_metrics"] and content["post_hoc"]:
             yield f"{mark}metrics", _metrics(content["descriptions"], arm, section["num_metrics"])
@@ -67,6 +65,20 @@ def evidence(content: Content) -> Iterator[tuple[str, str]]:
     if content["notes"]:
         more = f"; and {len(content['notes']) - 3} more" if len(content["notes"]) > 3 else ""
         yield "notes", "; ".join(content["notes"][:3]) + more
+
+
+def _shared_steps(content: Content, coverage: Mapping[str, int]) -> str:
+    shared, everything = coverage["shared_steps"], coverage["all_steps"]
+    is_thinned = content["reference"] and content["baseline"] == REFERENCE and shared < everything
+    why = " (a reference keeps every step of its claims' windows, and fewer outside)"
+    return f"{shared} of {everything} steps shared{why * bool(is_thinned)}"
+
+
+def _pairs(section: Content) -> str:
+    """Return how many pairs the verdict is over: with looks, those of the last one taken."""
+    if section["looks"]:
+        return f"{section['num_pairs']} compared, of {section['num_planned_pairs']} planned"
+    return f"{section['num_pairs']} of {section['num_planned_pairs']} finished"
 
 
 def _metrics(described: Sequence[Content], arm: str, counts: Sequence[int]) -> str:

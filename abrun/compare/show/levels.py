@@ -49,13 +49,27 @@ def _means(claim: Mapping[str, Any], baseline: str) -> str | None:
     confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
     if claim["transform"] == "identity":
         of = "difference" if claim["num_runs"] else "paired difference"
-        apart = f"{difference_text(difference, interval)} ({confidence} interval)"
+        if claim.get("unused_seeds"):
+            of = f"paired difference {treatment - base:+.3g}, with the reference's other seeds"
+        apart = f"{difference_text(difference, interval)} ({confidence} interval{_wider(claim)})"
         return f"{baseline} {base:.4g}, {claim['arm']} {treatment:.4g}; {of} {apart}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
     both = f"{baseline} {_level(base, claim)}, {claim['arm']} {_level(treatment, claim)}"
     of = " of the excess over 1" if claim["transform"] == "log_excess" else ""
     return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
+
+
+def _wider(claim: Mapping[str, Any]) -> str:
+    """Say where the steps in which a metric moves make an interval wider than its differences do."""
+    error, sds, sizes = claim["standard_error"], [claim["sd_difference"]], [claim["num_pairs"]]
+    if claim["num_runs"]:
+        sds, sizes = [claim["baseline_sd"], claim.get("treatment_sd")], claim["num_runs"]
+    if error is None or None in sds or claim.get("unused_seeds"):
+        return ""
+    of_spread = math.hypot(*(sd / math.sqrt(size) for sd, size in zip(sds, sizes, strict=True)))
+    is_wider = error > (1 + 1e-9) * of_spread
+    return ", which allows for the steps in which the metric moves" if is_wider else ""
 
 
 def _level(mean: float, claim: Mapping[str, Any]) -> str:

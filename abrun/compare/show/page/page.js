@@ -58,8 +58,8 @@ function banner() {
       ? ["unpaired runs", bothSizes(Object.values(content.arms)[0].num_runs)]
       : [
           "pairs",
-          content.spent && content.spent.decided_at
-            ? `${content.num_pairs} finished, of at most ${Math.max(...planned)}`
+          Object.values(content.arms || {}).some((arm) => (arm.looks || []).length)
+            ? `${content.num_pairs} compared, of ${Math.max(...planned)} planned`
             : planned.length
               ? `${content.num_pairs} of ${Math.max(...planned)} finished`
               : String(content.num_pairs),
@@ -252,7 +252,7 @@ function primaries() {
     el(
       "p",
       { class: "intro" },
-      `${comparedText()} Each claim says that the arms agree on a metric within a margin, or keep a limit. The certified bound is the smallest margin that would have passed. Claims are tested at 95\u00a0% confidence: 5\u00a0% lie beyond each end of a 90\u00a0% interval.`,
+      `${comparedText()} Each claim says that the arms agree on a metric within a margin, or keep a limit. The certified bound is the smallest margin that would have passed.${testedText(claims)}`,
     ),
     forest(claims),
     table(
@@ -276,7 +276,7 @@ function primaries() {
         marginText(one),
         [
           el("b", {}, boundText(one.certified_bound)),
-          one.margin_unit === "sigma" ? muted(`${boundText(one.certified_number)} sigma`) : null,
+          typeof one.certified_number === "number" ? muted(certifiedText(one)) : null,
         ],
         [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
         one.num_runs ? bothSizes(one.num_runs) : String(one.num_pairs),
@@ -290,6 +290,22 @@ function primaries() {
       key("claim", "mean and its interval"),
     ),
   );
+}
+
+// The bound in the unit of a measured margin, as the other reports give it.
+function certifiedText(claim) {
+  if (claim.margin_unit === "sigma") return `${boundText(claim.certified_number)} sigma`;
+  if (claim.margin_unit !== "level" && claim.margin_unit !== "climb") return "";
+  return `${boundText(100 * claim.certified_number)}%${claim.margin_unit === "climb" ? " of climb" : ""}`;
+}
+
+// As the other reports say it: with looks, at the level of the look.
+function testedText(claims) {
+  const levels = claims.filter((one) => one.test !== "exact").map((one) => one.alpha ?? 0.05);
+  if (!levels.length) return "";
+  const level = Math.max(...levels);
+  const share = (value) => `${number(100 * value, 3)}\u00a0%`;
+  return ` Claims are tested at ${share(1 - level)} confidence: ${share(level)} lie beyond each end of a ${confidence(level)} interval.`;
 }
 
 // What the column of means holds: a limit is of a level or a ratio, and not of a difference.
