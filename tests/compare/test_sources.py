@@ -121,7 +121,7 @@ def test_seeds_apply_before_anything_is_refused_and_the_report_says_what_they_le
     with pytest.raises(ComparisonError, match=r"new/seed-2: got two runs of that name.*--exclude"):
         judged(sources, tmp_path / "report")
     found = judged(sources, tmp_path / "report", seeds=(1, 3))
-    said = "left out by --seeds: 2 (new/seed-2 ends at step 25 of 60)"
+    said = "left out by --seeds: seed 2 (new/seed-2 ends at step 25 of 60)"
     assert found.verdict == "MATCH" and found.content.num_pairs == 2
     assert said in found.content.reasons and found.content.not_tested[0] == said
     assert said in found.as_json()["reasons"]
@@ -150,7 +150,7 @@ def test_a_frozen_arm_leaves_out_what_it_is_told(tmp_path: Path) -> None:
         app, ["freeze", str(tmp_path / "runs"), "--exclude", "new/*", "--seeds", "1,3", "-o", file]
     )
     assert frozen.exit_code == 0 and "2 seeds of old" in frozen.output, frozen.output
-    assert "left out by --seeds: 2" in frozen.output
+    assert "left out by --seeds: seed 2" in frozen.output
 
 
 # --- a counter that begins anew ---

@@ -134,11 +134,15 @@ def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
         both = f"{experiment.baseline} ({_seeds(baseline)}) and {arm} ({_seeds(treatment)})"
         yield f"no seed is in both {both}{apart}"
         return
-    for seed in sorted(baseline.keys() ^ treatment.keys()):
-        lacking = arm if seed in baseline else experiment.baseline
-        if experiment.regression and lacking == arm:
+    for without, seeds in (
+        (arm, sorted(baseline.keys() - treatment.keys())),
+        (experiment.baseline, sorted(treatment.keys() - baseline.keys())),
+    ):
+        if not seeds or (experiment.regression and without == arm):
             continue  # a later run may have fewer seeds than the reference
-        yield f"unpaired seed {seed}: {lacking} has no run of it; every seed needs both arms{apart}"
+        noun, them = ("seed", "it") if len(seeds) == 1 else ("seeds", "them")
+        listed = ", ".join(map(str, seeds))
+        yield f"unpaired {noun} {listed}: {without} has no run of {them}; every seed needs both arms{apart}"
 
 
 def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[str]:

@@ -95,7 +95,8 @@ class Selection:
         ]
         more = f" and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
         endings = f" ({', '.join(broken[:MAX_LISTED])}{more})" if broken else ""
-        return [f"left out by --seeds: {', '.join(map(str, seeds))}{endings}"]
+        noun = "seed" if len(seeds) == 1 else "seeds"
+        return [f"left out by --seeds: {noun} {', '.join(map(str, seeds))}{endings}"]
 
     def _refuse_unmatched(self, runs: Sequence[RunName], excluded: Sequence[Log]) -> None:
         for pattern in self.exclude:
