@@ -1,6 +1,7 @@
 """Runs that were interrupted, left out, dated, restarted, or made by two versions of a stack."""
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -292,3 +293,52 @@ def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> No
     within = run(versions_differ=True, odd="0.15")
     assert within.verdict == "INVALID" and "new/seed-1 and new/seed-2" in within.content.reasons[0]
     assert "--versions-differ" not in run(versions_differ=False, odd="0.15").next_steps[0].command
+
+
+def test_what_holds_for_all_runs_or_arms_is_said_once(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
+    shutil.copytree(tmp_path / "new", tmp_path / "newer")
+    for path in tmp_path.glob("new/*.csv"):  # the last step once more
+        path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n")
+    sources = [str(tmp_path / arm) for arm in ("old", "new", "newer")]
+    content = compare_sources(sources, Reading(), output=tmp_path / "out", formats=("json",)).content
+    again = "3 points were recorded again at the same step; the last counts"
+    assert content.notes == [f"new/seed-1, new/seed-2, new/seed-3: {again}"]
+    assert [one.split(":")[0] for one in content.reasons if "no verdict" in one] == ["no verdict"]
+
+
+def test_seeds_to_compare_are_those_of_all_arms(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
+    shutil.copytree(tmp_path / "new", tmp_path / "newer")
+    (tmp_path / "newer/seed-3.csv").unlink()
+    comparison = judged([tmp_path / arm for arm in ("old", "new", "newer")], tmp_path / "out")
+    assert comparison.verdict == "INVALID"
+    assert comparison.next_steps[0].command.endswith("--seeds 1,2")
+
+
+def test_looks_do_not_wait_for_a_claim_that_no_pairs_can_show(tmp_path: Path) -> None:
+    """A margin wider than what the baseline learns stays so, however many seeds there are."""
+    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
+    comparison = compare_sources(
+        [str(tmp_path / "old"), str(tmp_path / "new")],
+        Reading(looks=(3, 6)),
+        primaries=[parse_primary("train/reward:last 20%:50")],
+        output=tmp_path / "out",
+        formats=("json",),
+    )
+    first, second = comparison.next_steps
+    assert first.text.startswith("Claim what these runs can show")
+    assert "A declared look is still to come: train both arms on seeds 4,5,6" in second.text
+
+
+def test_a_difference_that_no_seeds_bring_within_the_margin_may_be_shown_by_fresh_ones(
+    tmp_path: Path,
+) -> None:
+    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
+    for seed, shift in zip(SEEDS, (0.06, 0.09, 0.12), strict=True):
+        lower = [{**row, "reward": row["reward"] - shift * (row["step"] > 1)} for row in rows("new", seed)]
+        write_csv(tmp_path / f"new/seed-{seed}.csv", lower)
+    comparison = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "out")
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert "No number of pairs shows this margin" in comparison.next_steps[0].text
+    assert comparison.next_steps[1].text.startswith("Or see whether fresh seeds show a mismatch")

@@ -105,11 +105,16 @@ def verdict_file(
     `earlier`: the comparisons that reports beside this one were written for.
     """
     verdict = worst([arm.verdict for arm in arms])
+    shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
     reasons = [
-        f"{arm.arm}: {reason}" if len(arms) > 1 else reason
-        for arm in arms
-        if arm.verdict == verdict
-        for reason in arm.reasons
+        *(
+            f"{arm.arm}: {reason}"
+            for arm in arms
+            if arm.verdict == verdict
+            for reason in arm.reasons
+            if reason not in shared
+        ),
+        *shared,
     ]
     other_code = list(code_notes(experiment))
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested(arms)]

@@ -164,7 +164,7 @@ def _repeats(divergences: Sequence[Content]) -> str:
             len(divergences) > 1
         )
     of = f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0]['metric']}"
-    return f"reruns of the baseline are identical{of}; {treatment}"
+    return f"reruns of the baseline repeat it exactly{of}; {treatment}"
 
 
 def _against_noise(one: Content) -> str:

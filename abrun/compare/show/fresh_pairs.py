@@ -38,7 +38,7 @@ def with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = 
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
     fresh = f"{first}-{first + count - 1}"
     if experiment.regression:
-        file = shlex.quote(f"{experiment.name}-fresh.json")
+        file = shlex.quote(f"{experiment.name.replace(' ', '-')}-fresh.json")
         return NextStep(
             text=f"{text}: of those the reference has none; train its arm on seeds {fresh} and freeze it",
             command=f"abrun freeze NEW{claim_options(experiment)} --output {file}",

@@ -294,6 +294,8 @@ def _fresh_pairs_of_others(experiment: Experiment, content: Content) -> Iterator
         yield NextStep(
             text=f"{text}: see in what else the arms differ", command=f"abrun compare RUNS{WITHOUT_CLAIMS}"
         )
+        if any(map(beyond_margin, undecided)):
+            yield with_fresh_seeds(experiment, "Or see whether fresh seeds show a mismatch")
         return
     fresh = with_fresh_seeds(experiment, text, count)
     yield fresh
