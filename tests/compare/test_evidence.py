@@ -356,7 +356,10 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged):
     one = divergence(comparison)
     assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
     said = dict(evidence(as_json(comparison.content)))["divergence"]
-    assert "repeats bit for bit in 3 metrics, the arms part from step 1 on (train/loss);" in said
+    assert (
+        "reruns of the baseline repeat it exactly in 3 metrics; the arms differ from step 1 on (train/loss);"
+        in said
+    )
     assert said.endswith("; mean |difference| of train/reward 1.1 of its spread over seeds")
 
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.compare import Comparison, compare, compare_sources
 from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.selection import last_step
 from abrun.compare.read.sources import Reading
 from abrun.errors import ComparisonError
 from abrun.logs import Log
@@ -342,3 +344,24 @@ def test_a_difference_that_no_seeds_bring_within_the_margin_may_be_shown_by_fres
     assert comparison.verdict == "INCONCLUSIVE"
     assert "No number of pairs shows this margin" in comparison.next_steps[0].text
     assert comparison.next_steps[1].text.startswith("Or see whether fresh seeds show a mismatch")
+
+
+def test_a_run_ends_at_the_last_step_of_its_training_metrics() -> None:
+    """TRL's timers in wandb begin at step 0, and end one earlier."""
+    reward, _ = by_step(list(range(1, 61)), [1.0] * 60)
+    timer, _ = by_step(list(range(60)), [1.0] * 60)
+    run = Log(name="x", place="x", metrics={"profiling/x": timer, "train/reward": reward})
+    assert last_step(run) == 60
+
+
+def test_one_run_read_from_two_logs_is_a_copy(tmp_path: Path) -> None:
+    """TensorBoard rounds to float32, and holds the same run as wandb, here up to an earlier step."""
+    for seed in SEEDS:
+        timed = [{**row, "step_time": 1 + 0.1 * np.sin(seed + row["step"])} for row in rows("old", seed)]
+        write_csv(tmp_path / f"old/seed-{seed}.csv", timed)
+        single = [{key: float(np.float32(value)) for key, value in row.items()} for row in timed]
+        whole = [{**row, "step": int(row["step"])} for row in single]
+        write_csv(tmp_path / f"new/seed-{seed}.csv", whole[: 58 + seed])
+    comparison = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "out")
+    assert comparison.verdict == "INVALID"
+    assert any("new/seed-1 is a copy of old/seed-1" in reason for reason in comparison.content.reasons)

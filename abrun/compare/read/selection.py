@@ -11,6 +11,7 @@ from abrun.logs import Log
 from abrun.logs.log import listed, printable
 from abrun.logs.starts import join_starts
 from abrun.metric_names import STEP_ONE
+from abrun.series import Series
 
 MAX_LISTED = 4
 
@@ -135,13 +136,18 @@ def _whole(run: RunName, logs: Sequence[Log]) -> Log:
 
 def recounted_steps(log: Log) -> int:
     """Return how many steps a counter that begins anew gave twice, by the metrics of the first step."""
-    read = [log.metrics[metric] for metric in STEP_ONE if metric in log.metrics] or log.metrics.values()
-    return max((series.recounted for series in read), default=0)
+    return max((series.recounted for series in _training_series(log)), default=0)
+
+
+def _training_series(log: Log) -> list[Series]:
+    """Return the metrics of the first step, or else all: timers may have steps of their own."""
+    known = [log.metrics[metric] for metric in STEP_ONE if metric in log.metrics]
+    return known or [*log.metrics.values()]
 
 
 def last_step(log: Log) -> int:
-    """Return the last step of the metric that was recorded most often."""
-    longest = max(log.metrics.values(), key=len, default=None)
+    """Return the last step of the training metric that was recorded most often."""
+    longest = max(_training_series(log), key=len, default=None)
     return int(longest.steps[-1]) if longest is not None and len(longest) else 0
 
 
