@@ -75,7 +75,7 @@ def test_what_the_machine_s_own_reruns_do_is_tolerated(simulated, judged, treatm
         edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step("train/grad_norm", 1.0))
     edit_rows(experiment_dir / "treatment/seed-1", first_step("train/grad_norm", treatment))
     one = check(judged(experiment_dir), "train/grad_norm")
-    factor = factor_of_maxima(5, 10, 0.01 / 3 / len(STEP_ONE_METRICS))
+    factor = factor_of_maxima(5, 10, 0.01 / 4 / len(STEP_ONE_METRICS))
     assert one.aa_deviation == pytest.approx(0.01) and 2 < factor < 4
     assert one.tolerance == pytest.approx(0.01 * factor)
     assert one.tolerance_from == f"{factor:.3g}x the largest A/A deviation of 10"
@@ -356,10 +356,7 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged):
     one = divergence(comparison)
     assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
     said = dict(evidence(as_json(comparison.content)))["divergence"]
-    assert (
-        "reruns of the baseline repeat it exactly in 3 metrics; the arms differ from step 1 on (train/loss);"
-        in said
-    )
+    assert "repeat it bit for bit in 3 metrics; the arms differ from step 1 on (train/loss);" in said
     assert said.endswith("; mean |difference| of train/reward 1.1 of its spread over seeds")
 
 

@@ -310,7 +310,7 @@ def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typ
     assert left.command == f"abrun launch {recipe} --seeds 0,1,2 --name later --resume && {again}"
     (more,) = proposed(seeds=[0, 1, 2], noise=0.05)
     assert "train its arm on seeds 3-5 and freeze it" in more.text
-    named = "--output 'later'\"'\"'s-arm-'\"'\"'treatment'\"'\"'-against-simulated-fresh.json'"
+    named = "--output later-s-arm-treatment-against-simulated-fresh.json"
     assert more.command == f"abrun freeze NEW --primary 'train/reward:last 20%:0.02' {named}"
 
 

@@ -108,7 +108,7 @@ def test_runs_are_compared_on_the_steps_that_all_have(
 ) -> None:
     found = described(arms(tmp_path, change), tmp_path / "out", f"train/reward:{window}:0.05")
     assert found.verdict == "MATCH" and found.content.primaries[0].steps == steps
-    (line,) = [one for one in found.content.not_tested if one.startswith("train/reward: ")]
+    (line,) = [one for one in found.content.reasons if "compared on" in one]
     assert note in line
     worse = described(arms(tmp_path, change, worse=0.2), tmp_path / "out", f"train/reward:{window}:0.05")
     assert worse.verdict == "MISMATCH"

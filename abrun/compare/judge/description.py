@@ -205,7 +205,7 @@ def description_sentences(described: Sequence[Description], baseline: str) -> li
     apart = [f"{one.metric} {one.difference:+.3g}" for one in others if one.detected]
     alike = [one.metric for one in others if one.interval is not None and not one.detected]
     if apart:
-        words.append(f"also apart: {', '.join(apart)}")
+        words.append(f"also apart, each at 90 % (one metric in ten is so by chance): {', '.join(apart)}")
     if alike:
         words.append(f"no difference detected: {', '.join(alike)}")
     return [words[0], *(["; ".join(words[1:])] if words[1:] else [])]

@@ -1,12 +1,12 @@
 """Where the runs of a comparison recorded a metric: which steps they share, and which one of them lacks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
 
 import numpy as np
 
 from abrun.compare.read.experiment import Experiment, RecordedRun, stack, union
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.recipe import Primary
 from abrun.series import Steps, window_bounds
 
@@ -111,6 +111,18 @@ def _lacking_sentence(metric: str, faults: Sequence[tuple[RecordedRun, Steps]], 
     more = f"; {len(faults) - 1} more run{'s' * (len(faults) > 2)} likewise" if len(faults) > 1 else ""
     unread = f": {run.unread[metric]}" if metric in run.unread else ""
     return f"step grids differ: {how}{more}{unread}"
+
+
+def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[str]:
+    """A line for each claimed metric, or else one of step one, that some arm recorded at other steps."""
+    claimed = [primary.metric for primary in experiment.compare.primary]
+    notes = []
+    for arm in arms:
+        sides = experiment.sides(arm).finished
+        recorded = [one for one in claimed or STEP_ONE if any(len(run.series(one)) for run in sides.runs)]
+        metrics = dict.fromkeys(recorded if claimed else recorded[:1])
+        notes += [grid_note((sides.baselines, sides.treatments), metric) for metric in metrics]
+    return [note for note in dict.fromkeys(notes) if note]
 
 
 def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> str | None:

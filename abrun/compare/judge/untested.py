@@ -7,7 +7,6 @@ import numpy as np
 from abrun.compare.judge.assay import learning_metrics
 from abrun.compare.judge.code import code_untested
 from abrun.compare.judge.divergence import Divergence
-from abrun.compare.judge.grids import grid_note
 from abrun.compare.judge.machines import INITIAL_WEIGHTS, other_machine
 from abrun.compare.judge.step_one import (
     RAISED_BY_ROUNDING,
@@ -18,7 +17,7 @@ from abrun.compare.judge.step_one import (
 )
 from abrun.compare.read.experiment import Experiment, RecordedRun, Sides
 from abrun.equivalence import ALPHA
-from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.recipe import ONE_ULP, Primary
 
 
@@ -66,7 +65,7 @@ def not_tested(
     steps = experiment.all_steps()
     others = len({*experiment.metrics()} - {primary.metric for primary in primaries})
     unsettled = [one for one in first_steps if one.result == "not tested"]
-    sentences = [*experiment.left_out, *_unshared_steps(sides.finished, primaries)]
+    sentences = [*experiment.left_out]
     sentences += [_step_one_open(one, has_recipe=experiment.has_recipe) for one in unsettled]
     sentences += [*_unsaid(runs, sides), *code_untested(experiment)]
     if step_one_unread:
@@ -115,15 +114,6 @@ def _unclaimed(primaries: Sequence[Primary]) -> Iterator[str]:
     if unlearned:
         declared = ", ".join(unlearned)
         yield f"whether the baseline learned anything: `climbs: false` is declared for {declared}"
-
-
-def _unshared_steps(sides: Sides, primaries: Sequence[Primary]) -> list[str]:
-    """A line for each claimed metric, or else that of step one, that the arms recorded at different steps."""
-    claimed = [primary.metric for primary in primaries]
-    recorded = [one for one in claimed or STEP_ONE if any(len(run.series(one)) for run in sides.runs)]
-    metrics = dict.fromkeys(recorded if claimed else recorded[:1])
-    notes = (grid_note((sides.baselines, sides.treatments), metric) for metric in metrics)
-    return [note for note in notes if note]
 
 
 def _unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from abrun.compare.judge.code import MOST_NAMED, code_notes
 from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
+from abrun.compare.judge.grids import grid_notes
 from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.ledger import ledger_notes
 from abrun.compare.judge.placement import placement_notes, precision_notes
@@ -21,7 +22,7 @@ from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, w
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.readings import Reading
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
@@ -128,6 +129,7 @@ def verdict_file(
         reasons=[
             *reasons,
             *experiment.left_out,
+            *grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"]),
             *([f"post hoc: {post_hoc}"] if post_hoc else []),
             *notes,
             *other_code[:MOST_IN_BOX],

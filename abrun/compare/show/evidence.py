@@ -155,7 +155,7 @@ def _against_ulp(one: Content) -> str:
 def _repeats(divergences: Sequence[Content]) -> str:
     """Said once of all metrics of which reruns of the baseline are no distance away."""
     apart = [one for one in divergences if one["first_step_apart"] is not None]
-    treatment = "so is the treatment"
+    treatment = "so does the treatment"
     if apart:
         first = min(one["first_step_apart"] for one in apart)
         earliest = [one["metric"] for one in apart if one["first_step_apart"] == first]
@@ -164,7 +164,7 @@ def _repeats(divergences: Sequence[Content]) -> str:
             len(divergences) > 1
         )
     of = f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0]['metric']}"
-    return f"reruns of the baseline repeat it exactly{of}; {treatment}"
+    return f"reruns of the baseline repeat it bit for bit{of}; {treatment}"
 
 
 def _against_noise(one: Content) -> str:

@@ -1,6 +1,7 @@
 """More runs for a claim that is open: how many fresh ones decide it, and the next declared look."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ def with_fresh_seeds(experiment: Experiment, text: str, num_pairs: int | None = 
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
     fresh = f"{first}-{first + count - 1}"
     if experiment.regression:
-        file = shlex.quote(f"{experiment.name.replace(' ', '-')}-fresh.json")
+        file = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', experiment.name).strip('-')}-fresh.json"
         return NextStep(
             text=f"{text}: of those the reference has none; train its arm on seeds {fresh} and freeze it",
             command=f"abrun freeze NEW{claim_options(experiment)} --output {file}",

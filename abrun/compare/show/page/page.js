@@ -655,7 +655,7 @@ function divergence() {
     ),
     unknown ? el("p", {}, `Noise floor unknown: there are no A/A reruns${asked("controls.aa_reruns")}.`) : null,
     list.some((one) => one.noise_floor === "zero")
-      ? el("p", {}, "No ratio is given where reruns of the baseline are identical to it: the noise floor is 0.")
+      ? el("p", {}, "No ratio is given where reruns of the baseline repeat it bit for bit: the noise floor is 0.")
       : null,
     list.length
       ? table(
