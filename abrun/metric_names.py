@@ -290,6 +290,8 @@ def direction(name: str, *, policy_gradient: bool) -> Literal[1, -1] | None:
     """
     of_mean = r"([/_](mean|avg)(@\d+)?|_before_kl)?"
     better = r"rewards?|rewards/margin|accuracy|acc|score|success_rate|pass(_rate|@\d+)"
+    if is_clock(name):  # TRL's `profiling/Time taken: GRPOTrainer._calculate_rewards`
+        return None
     if re.search(rf"(^|[/_])({better}){of_mean}$", name):
         return 1
     falls = re.search(r"(^|[/_])(loss|nll|perplexity|ppl)([/_](mean|avg))?$", name)
@@ -300,7 +302,7 @@ def is_clock(name: str) -> bool:
     """Whether it is read off a clock or the machine, of which no two runs get the same numbers."""
     words = "time|timing|timestamp|runtime|walltime|elapsed|duration|latency|seconds?|s|ms|throughput"
     words += "|clock|wallclock|tps|tgs|mfu|hfu|t?flops|utili[sz]ation"
-    return bool(re.search(rf"(^|[/_])({words}|per_sec(ond)?)([/_]|$)", name))
+    return bool(re.search(rf"(^|[/_ ])({words}|per[_ ]sec(ond)?)([/_ :]|$)", name, re.IGNORECASE))
 
 
 def _pattern(key: str) -> str:

@@ -12,6 +12,7 @@ from abrun.metric_names import (
     METRICS,
     STEP_ONE,
     default_transform,
+    direction,
     find,
     is_clock,
     phase_of,
@@ -117,3 +118,5 @@ def test_clocks_are_known_in_other_trainers_words():
         )
     )
     assert not any(map(is_clock, ["train/reward", "train/loss", "epoch", "timesteps", "critic/score/mean"]))
+    trl = "profiling/Time taken: GRPOTrainer._calculate_rewards"
+    assert is_clock(trl) and direction(trl, policy_gradient=False) is None

@@ -306,10 +306,17 @@ class RunDir:
         return read_as(Launches, self.path / layout.LAUNCH).git
 
     def code(self) -> tuple[str, ...]:
-        """The code of each attempt in order, without repetitions; empty where launches do not say."""
+        """Return the code of each attempt in order, without repetitions; empty where launches do not say.
+
+        An attempt is of the last launch that started before it.
+        """
         told = read_as(Launches, self.path / layout.LAUNCH)
-        launched = {one.attempts: one.git for one in told.launches if one.attempts < self.last_attempt}
-        known = [git for _, git in sorted(launched.items()) if git] or ([told.git] if told.git else [])
+        known = []
+        for attempt in self.attempts():
+            begun_s = time.time() if attempt.started_s is None else attempt.started_s
+            before = [launch.git for launch in told.launches if launch.started_s <= begun_s]
+            known += [git for git in before[-1:] if git]
+        known = known or ([told.git] if told.git else [])
         return tuple(dict.fromkeys(map(code_name, known)))
 
     def heartbeat(self) -> Heartbeat:

@@ -1,16 +1,19 @@
 """Runs that were interrupted, left out, dated, restarted, or made by two versions of a stack."""
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.compare import Comparison, compare, compare_sources
 from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.selection import last_step
 from abrun.compare.read.sources import Reading
 from abrun.errors import ComparisonError
 from abrun.logs import Log
@@ -121,7 +124,7 @@ def test_seeds_apply_before_anything_is_refused_and_the_report_says_what_they_le
     with pytest.raises(ComparisonError, match=r"new/seed-2: got two runs of that name.*--exclude"):
         judged(sources, tmp_path / "report")
     found = judged(sources, tmp_path / "report", seeds=(1, 3))
-    said = "left out by --seeds: 2 (new/seed-2 ends at step 25 of 60)"
+    said = "left out by --seeds: seed 2 (new/seed-2 ends at step 25 of 60)"
     assert found.verdict == "MATCH" and found.content.num_pairs == 2
     assert said in found.content.reasons and found.content.not_tested[0] == said
     assert said in found.as_json()["reasons"]
@@ -150,7 +153,7 @@ def test_a_frozen_arm_leaves_out_what_it_is_told(tmp_path: Path) -> None:
         app, ["freeze", str(tmp_path / "runs"), "--exclude", "new/*", "--seeds", "1,3", "-o", file]
     )
     assert frozen.exit_code == 0 and "2 seeds of old" in frozen.output, frozen.output
-    assert "left out by --seeds: 2" in frozen.output
+    assert "left out by --seeds: seed 2" in frozen.output
 
 
 # --- a counter that begins anew ---
@@ -292,3 +295,73 @@ def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> No
     within = run(versions_differ=True, odd="0.15")
     assert within.verdict == "INVALID" and "new/seed-1 and new/seed-2" in within.content.reasons[0]
     assert "--versions-differ" not in run(versions_differ=False, odd="0.15").next_steps[0].command
+
+
+def test_what_holds_for_all_runs_or_arms_is_said_once(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
+    shutil.copytree(tmp_path / "new", tmp_path / "newer")
+    for path in tmp_path.glob("new/*.csv"):  # the last step once more
+        path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n")
+    sources = [str(tmp_path / arm) for arm in ("old", "new", "newer")]
+    content = compare_sources(sources, Reading(), output=tmp_path / "out", formats=("json",)).content
+    again = "3 points were recorded again at the same step; the last counts"
+    assert content.notes == [f"new/seed-1, new/seed-2, new/seed-3: {again}"]
+    assert [one.split(":")[0] for one in content.reasons if "no verdict" in one] == ["no verdict"]
+
+
+def test_seeds_to_compare_are_those_of_all_arms(tmp_path: Path) -> None:
+    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
+    shutil.copytree(tmp_path / "new", tmp_path / "newer")
+    (tmp_path / "newer/seed-3.csv").unlink()
+    comparison = judged([tmp_path / arm for arm in ("old", "new", "newer")], tmp_path / "out")
+    assert comparison.verdict == "INVALID"
+    assert comparison.next_steps[0].command.endswith("--seeds 1,2")
+
+
+def test_looks_do_not_wait_for_a_claim_that_no_pairs_can_show(tmp_path: Path) -> None:
+    """A margin wider than what the baseline learns stays so, however many seeds there are."""
+    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
+    comparison = compare_sources(
+        [str(tmp_path / "old"), str(tmp_path / "new")],
+        Reading(looks=(3, 6)),
+        primaries=[parse_primary("train/reward:last 20%:50")],
+        output=tmp_path / "out",
+        formats=("json",),
+    )
+    first, second = comparison.next_steps
+    assert first.text.startswith("Claim what these runs can show")
+    assert "A declared look is still to come: train both arms on seeds 4,5,6" in second.text
+
+
+def test_a_difference_that_no_seeds_bring_within_the_margin_may_be_shown_by_fresh_ones(
+    tmp_path: Path,
+) -> None:
+    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
+    for seed, shift in zip(SEEDS, (0.06, 0.09, 0.12), strict=True):
+        lower = [{**row, "reward": row["reward"] - shift * (row["step"] > 1)} for row in rows("new", seed)]
+        write_csv(tmp_path / f"new/seed-{seed}.csv", lower)
+    comparison = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "out")
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert "No number of pairs shows this margin" in comparison.next_steps[0].text
+    assert comparison.next_steps[1].text.startswith("Or see whether fresh seeds show a mismatch")
+
+
+def test_a_run_ends_at_the_last_step_of_its_training_metrics() -> None:
+    """TRL's timers in wandb begin at step 0, and end one earlier."""
+    reward, _ = by_step(list(range(1, 61)), [1.0] * 60)
+    timer, _ = by_step(list(range(60)), [1.0] * 60)
+    run = Log(name="x", place="x", metrics={"profiling/x": timer, "train/reward": reward})
+    assert last_step(run) == 60
+
+
+def test_one_run_read_from_two_logs_is_a_copy(tmp_path: Path) -> None:
+    """TensorBoard rounds to float32, and holds the same run as wandb, here up to an earlier step."""
+    for seed in SEEDS:
+        timed = [{**row, "step_time": 1 + 0.1 * np.sin(seed + row["step"])} for row in rows("old", seed)]
+        write_csv(tmp_path / f"old/seed-{seed}.csv", timed)
+        single = [{key: float(np.float32(value)) for key, value in row.items()} for row in timed]
+        whole = [{**row, "step": int(row["step"])} for row in single]
+        write_csv(tmp_path / f"new/seed-{seed}.csv", whole[: 58 + seed])
+    comparison = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "out")
+    assert comparison.verdict == "INVALID"
+    assert any("new/seed-1 is a copy of old/seed-1" in reason for reason in comparison.content.reasons)

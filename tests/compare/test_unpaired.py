@@ -129,7 +129,9 @@ def test_a_run_that_is_in_both_arms_is_no_match(tmp_path, compared):
 def test_a_baseline_that_learned_nothing_is_no_match(tmp_path, compared):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
     found = compared(*arms, margin="0.7")
-    assert found.verdict == "INCONCLUSIVE" and "the baseline climbs by" in found.content.reasons[0]
+    assert (
+        found.verdict == "INCONCLUSIVE" and "the baseline is not shown to climb" in found.content.reasons[0]
+    )
 
 
 def test_guards_hold_independent_runs_against_every_baseline_run(tmp_path, compared):

@@ -361,7 +361,7 @@ def test_another_model_has_other_initial_weights(simulated, judged):
             edit(path, lambda content, hash=recorded: content.update(initial_weights_hash=hash))
         comparison = judged(experiment_dir)
         assert comparison.verdict == "MATCH"
-        unsaid = "whether both arms began with the same weights: the runs do not say"
+        unsaid = "the runs do not say: their initial weights"
         assert (unsaid in comparison.content.not_tested) == (recorded is None)
 
 

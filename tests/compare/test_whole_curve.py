@@ -161,7 +161,7 @@ def test_running_means_are_said_and_raw_curves_are_not() -> None:
         [smoothed(one, 0.99) for one in raw],
         [one.cumsum(axis=1) / np.arange(1, STEPS + 1) for one in raw],
     ):
-        assert any("as a running mean's do" in one for one in warnings_of(kind))
+        assert any("as those of a running mean do" in one for one in warnings_of(kind))
     coefficients = [smoothness(learning(rng, 5, persistence=0.9)) or 0.0 for _ in range(100)]
     assert max(coefficients) < 0.9
 

@@ -83,9 +83,10 @@ def not_learned(baselines: Sequence[RecordedRun], primary: Primary, last: int, m
             )
         mean = float(np.mean(climbs(baselines, primary, last)))
         return (
-            f"up to step {last} the baseline climbs by {mean:.3g} (lower 95 % bound {low:.3g}), not by more "
-            f"than the margin of {margin:.3g}, so that arms that learn nothing would agree as well: train "
-            "longer, claim a smaller margin, or declare `climbs: false` where it need not climb"
+            f"the baseline is not shown to climb by more than the margin of {margin:.3g} up to step {last} "
+            f"(it climbs by {mean:.3g}, lower 95 % bound {low:.3g}), so that arms that learn nothing would "
+            f"agree as well: train {'more seeds' if mean > margin else 'longer'}, claim a smaller margin, or "
+            "declare `climbs: false` in a recipe where it need not climb"
         )
     learners = learning_metrics(baselines)
     # Any of them will do: each at its share of the 5 %, or flat ones would pass by their number (Bonferroni).
@@ -94,7 +95,8 @@ def not_learned(baselines: Sequence[RecordedRun], primary: Primary, last: int, m
         return None
     return (
         f"no climb of the baseline is shown up to step {last} ({', '.join(bounds)}: lower 95 % bound "
-        f"{max(bounds.values()):.3g}): train longer, or declare `climbs: false` where nothing need be learned"
+        f"{max(bounds.values()):.3g}): train longer, or declare `climbs: false` in a recipe where nothing "
+        "need be learned"
     )
 
 

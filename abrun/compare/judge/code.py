@@ -4,7 +4,7 @@ Other code is no ground for INVALID: an edit of a plot changes no number. But a 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
 
@@ -17,12 +17,11 @@ def code_notes(experiment: Experiment) -> Iterator[str]:
     A reference was made from other code by intention.
     """
     runs = [run for run in experiment.runs.values() if run.code and not run.thinned]
-    for run in runs:
-        if len(run.code) > 1:
-            yield f"{run} was trained by several versions of the code: {', then '.join(run.code)}"
+    for code, names in _by_code(run for run in runs if len(run.code) > 1):
+        yield f"{names}: trained by several versions of the code: {', then '.join(code)}"
     alike = [run for run in runs if len(run.code) == 1]
     baseline = [run for run in alike if run.name.arm == experiment.baseline]
-    common = _most_common(baseline)
+    mixed = list(baseline)  # the baseline, and the arms that share code with it
     for arm in experiment.treatments:
         treated = [run for run in alike if run.name.arm == arm]
         if baseline and treated and not {run.code for run in baseline} & {run.code for run in treated}:
@@ -31,24 +30,30 @@ def code_notes(experiment: Experiment) -> Iterator[str]:
                 f"{_names(treated)}; the difference between them includes that of the code"
             )
         else:
-            yield from _outliers(treated, common or _most_common(treated))
-    yield from _outliers(baseline, common)
+            mixed += treated
+    yield from _outliers(mixed, _most_common(baseline or mixed))
 
 
 def code_untested(experiment: Experiment) -> list[str]:
     """Return what the comparison does not show where runs are of different code."""
-    notes = list(code_notes(experiment))
-    return [f"whether the code of the runs changes their numbers: {'; '.join(notes)}"] if notes else []
+    differs = any(True for _ in code_notes(experiment))
+    return ["whether the different code of the runs changes their numbers"] if differs else []
 
 
 def _outliers(runs: Sequence[RecordedRun], common: tuple[str, ...] | None) -> Iterator[str]:
-    if common is None:
-        return
-    for code in dict.fromkeys(run.code for run in runs if run.code != common):
-        names = [str(run) for run in runs if run.code == code]
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        shown = f"{', '.join(names[:MOST_NAMED])}{more}"
-        yield f"{shown}: trained by the code {code[0]}, other runs by {common[0]}"
+    for code, names in _by_code(run for run in runs if common and run.code != common):
+        assert common
+        yield f"{names}: trained by the code {code[0]}, other runs by {common[0]}"
+
+
+def _by_code(runs: Iterable[RecordedRun]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each code with the names of its runs."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        names.setdefault(run.code, []).append(str(run))
+    for code, trained in names.items():
+        more = f" and {len(trained) - MOST_NAMED} more" if len(trained) > MOST_NAMED else ""
+        yield code, f"{', '.join(trained[:MOST_NAMED])}{more}"
 
 
 def _most_common(runs: Sequence[RecordedRun]) -> tuple[str, ...] | None:

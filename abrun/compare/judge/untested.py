@@ -99,10 +99,8 @@ def not_tested(
     if clean and clean == len(sides.treatments):
         most = 1 - ALPHA ** (1 / clean)
         of = "seed" if sides.paired else "treated run"
-        sentences.append(
-            f"rare failures: none of {counted(clean, of)} failed, which still allows a failure rate of up to "
-            f"{100 * most:.0f} % (95 % bound)"
-        )
+        rate = f"a failure rate of up to {100 * most:.0f} % (95 % bound)"
+        sentences.append(f"rare failures: {counted(clean, of)} can miss {rate}")
     sentences += _unclaimed(primaries)
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
     if primaries and launched and all(planted.name == ONE_ULP for planted in experiment.planted.values()):
@@ -174,18 +172,18 @@ def _how_to_rerun(*, has_recipe: bool) -> str:
 
 def _unsaid(runs: Sequence[RecordedRun], sides: Sides) -> list[str]:
     unknown = {
-        "whether the runs finished": any(run.status == "unknown" for run in runs),
-        "resolved configurations": any(run.config is None for run in runs),
+        "how they ended": any(run.status == "unknown" for run in runs),
+        "their configurations": any(run.config is None for run in runs),
         "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
     }
     if sides.paired:
         for what, key in (
-            ("saw the same prompts", "prompts_sha256"),
-            ("began with the same weights", INITIAL_WEIGHTS),
+            ("prompts", "prompts_sha256"),
+            ("initial weights", INITIAL_WEIGHTS),
         ):
-            unknown[f"whether both arms {what}"] = any(not (run.environment or {}).get(key) for run in runs)
+            unknown[f"their {what}"] = any(not (run.environment or {}).get(key) for run in runs)
     silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
-    return [f"{', '.join(silent)}: the runs do not say"] if silent else []
+    return [f"the runs do not say: {', '.join(silent)}"] if silent else []
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,6 +1,5 @@
 """INVALID comes first: what must hold before two arms are comparable at all (verdict.md, rule 3)."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -139,11 +138,15 @@ def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
         both = f"{experiment.baseline} ({_seeds(baseline)}) and {arm} ({_seeds(treatment)})"
         yield f"no seed is in both {both}{apart}"
         return
-    for seed in sorted(baseline.keys() ^ treatment.keys()):
-        lacking = arm if seed in baseline else experiment.baseline
-        if experiment.regression and lacking == arm:
+    for without, seeds in (
+        (arm, sorted(baseline.keys() - treatment.keys())),
+        (experiment.baseline, sorted(treatment.keys() - baseline.keys())),
+    ):
+        if not seeds or (experiment.regression and without == arm):
             continue  # a later run may have fewer seeds than the reference
-        yield f"unpaired seed {seed}: {lacking} has no run of it; every seed needs both arms{apart}"
+        noun, them = ("seed", "it") if len(seeds) == 1 else ("seeds", "them")
+        listed = ", ".join(map(str, seeds))
+        yield f"unpaired {noun} {listed}: {without} has no run of {them}; every seed needs both arms{apart}"
 
 
 def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[str]:
@@ -180,18 +183,28 @@ def _mistaken(runs: Sequence[RecordedRun]) -> Iterator[str]:
 
 def _copies(runs: Sequence[RecordedRun]) -> Iterator[str]:
     """Runs may repeat each other's numbers, but not their seconds. (A reference is a copy by intention.)"""
-    first_of: dict[bytes, RecordedRun] = {}
+    earlier: list[RecordedRun] = []
     for run in runs:
-        timed = [series for metric, series in run.metrics.items() if is_clock(metric) and len(series)]
-        if run.thinned or not any(np.ptp(series.values) > 0 for series in timed):
+        if run.thinned:
             continue
-        content = hashlib.sha256()
-        for metric in sorted(run.metrics):
-            series = run.metrics[metric]
-            content.update(metric.encode() + series.steps.tobytes() + series.values.tobytes())
-        original = first_of.setdefault(content.digest(), run)
-        if original is not run:
+        original = next((other for other in earlier if _repeats(run, other)), None)
+        if original:
             yield f"{run} is a copy of {original}: every number is the same, seconds included"
+        earlier.append(run)
+
+
+def _repeats(run: RecordedRun, other: RecordedRun) -> bool:
+    """Whether all metrics of both agree where both have them, to float32 (TensorBoard's; wandb has more)."""
+    metrics = run.metrics.keys() & other.metrics.keys()
+    is_timed = False
+    for metric in sorted(metrics, key=is_clock, reverse=True):
+        one, two = run.metrics[metric], other.metrics[metric]
+        _, left, right = np.intersect1d(one.steps, two.steps, assume_unique=True, return_indices=True)
+        values = one.values[left]
+        if not np.allclose(values, two.values[right], rtol=1e-6, atol=0.0, equal_nan=True):
+            return False
+        is_timed |= is_clock(metric) and len(values) > 0 and bool(np.ptp(values) > 0)
+    return is_timed
 
 
 def _config_differences(

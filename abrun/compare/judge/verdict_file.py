@@ -1,12 +1,12 @@
 """What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.claims import PrimaryResult
-from abrun.compare.judge.code import code_notes
+from abrun.compare.judge.code import MOST_NAMED, code_notes
 from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
@@ -106,11 +106,16 @@ def verdict_file(
     `earlier`: the comparisons that reports beside this one were written for.
     """
     verdict = worst([arm.verdict for arm in arms])
+    shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
     reasons = [
-        f"{arm.arm}: {reason}" if len(arms) > 1 else reason
-        for arm in arms
-        if arm.verdict == verdict
-        for reason in arm.reasons
+        *(
+            f"{arm.arm}: {reason}"
+            for arm in arms
+            if arm.verdict == verdict
+            for reason in arm.reasons
+            if reason not in shared
+        ),
+        *shared,
     ]
     other_code = list(code_notes(experiment))
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested(arms)]
@@ -147,13 +152,24 @@ def verdict_file(
             *ledger_notes(experiment.reference),
             *placement_notes(experiment),
             *precision_notes(experiment),
-            *(f"{run}: {note}" for run in experiment.runs.values() for note in run.notes),
+            *_notes_of_runs(experiment),
         ],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
         environments=_environments(experiment),
         sensitivity=sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
     )
+
+
+def _notes_of_runs(experiment: Experiment) -> Iterator[str]:
+    """Yield each note of the runs' logs once, with the runs that it is on."""
+    names: dict[str, list[str]] = {}
+    for run in experiment.runs.values():
+        for note in run.notes:
+            names.setdefault(note, []).append(str(run))
+    for note, runs in names.items():
+        more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
+        yield f"{', '.join(runs[:MOST_NAMED])}{more}: {note}"
 
 
 def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:

@@ -84,8 +84,9 @@ def curve_warnings(
     smooth = smoothness(values)
     if smooth is not None and smooth > SMOOTHED:
         yield (
-            f"changes of {metric} from step to step correlate by {smooth:.2f} with the previous ones, as a "
-            "running mean's do, which shows a change late: compare the raw log"
+            f"changes of {metric} from step to step correlate by {smooth:.2f} with the previous ones, as "
+            "those of a running mean do, or of a curve almost without noise; if it is a running mean, which "
+            "shows a change late, compare the raw log"
         )
     if not holds or len(steps) < 2 * NUM_BLOCKS:
         return

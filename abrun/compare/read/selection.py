@@ -12,6 +12,8 @@ from abrun.layout import RunName
 from abrun.logs import Log
 from abrun.logs.log import listed, printable
 from abrun.logs.starts import join_starts
+from abrun.metric_names import STEP_ONE
+from abrun.series import Series
 
 MAX_LISTED = 4
 
@@ -143,7 +145,8 @@ class Selection:
         ]
         more = f" and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
         endings = f" ({', '.join(broken[:MAX_LISTED])}{more})" if broken else ""
-        return [f"left out by --seeds: {', '.join(map(str, seeds))}{endings}"]
+        noun = "seed" if len(seeds) == 1 else "seeds"
+        return [f"left out by --seeds: {noun} {', '.join(map(str, seeds))}{endings}"]
 
     def _refuse_unmatched(self, runs: Sequence[RunName], excluded: Sequence[Log]) -> None:
         for pattern in self.exclude:
@@ -157,7 +160,7 @@ class Selection:
 
 def restarted(runs: Mapping[RunName, Log]) -> list[str]:
     """Return a sentence on the runs whose step counter begins anew, or none."""
-    found = [(run, log, count) for run, log in runs.items() if (count := repeated_steps(log.metrics))]
+    found = [(run, log, count) for run, log in runs.items() if (count := repeated_steps(_training(log)))]
     if not found:
         return []
     run, log, count = found[0]
@@ -177,9 +180,15 @@ def _whole(run: RunName, logs: Sequence[Log]) -> Log:
     return join_starts(logs, str(run)) or logs[-1]
 
 
+def _training(log: Log) -> dict[str, Series]:
+    """Return the metrics of the first step, or else all: timers may have steps of their own."""
+    known = {metric: log.metrics[metric] for metric in STEP_ONE if metric in log.metrics}
+    return known or dict(log.metrics)
+
+
 def _last_step(log: Log) -> int:
-    """Return the last step of the metric that was recorded most often."""
-    longest = max(log.metrics.values(), key=len, default=None)
+    """Return the last step of the training metric that was recorded most often."""
+    longest = max(_training(log).values(), key=len, default=None)
     return int(longest.steps[-1]) if longest is not None and len(longest) else 0
 
 

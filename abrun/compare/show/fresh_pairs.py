@@ -114,8 +114,9 @@ def next_look(experiment: Experiment) -> NextStep:
     looks = experiment.compare.looks
     missing = next(look for look in looks if look > len(seeds)) - len(seeds)
     new = range(max(seeds) + 1, max(seeds) + 1 + missing)
+    noun = "seed" if len(new) == 1 else "seeds"
     return NextStep(
-        text=f"A declared look is still to come: train both arms on seed {_listed(new)}",
+        text=f"A declared look is still to come: train both arms on {noun} {_listed(new)}",
         command=f"abrun compare RUNS --seeds {_listed([*seeds, *new])} --looks {_listed(looks)}",
     )
 

@@ -258,6 +258,9 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
     """Of runs that abrun did not launch."""
     described = content["descriptions"]
     yield from _open_of_others(content)
+    problems = any(one["problem"] for one in content["primaries"])
+    if problems and not described:
+        yield from _other_claims(experiment, content)
     open_arms = [one for one in content["arms"].values() if one["verdict"] == "INCONCLUSIVE"]
     if any(look["verdict"] is None for one in open_arms for look in one["looks"]):
         yield next_look(experiment)
@@ -277,8 +280,7 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
         yield NextStep(
             text="Say which metrics are the same", command="abrun compare RUNS --alias train/reward=NAME"
         )
-    elif any(one["problem"] for one in content["primaries"]):
-        yield from _other_claims(experiment, content)
+    elif problems:
         yield NextStep(text=MEND, command="abrun compare RUNS")
     else:
         yield from _fresh_pairs_of_others(experiment, content)
@@ -292,6 +294,8 @@ def _fresh_pairs_of_others(experiment: Experiment, content: Content) -> Iterator
         yield NextStep(
             text=f"{text}: see in what else the arms differ", command=f"abrun compare RUNS{WITHOUT_CLAIMS}"
         )
+        if any(map(beyond_margin, undecided)):
+            yield with_fresh_seeds(experiment, "Or see whether fresh seeds show a mismatch")
         return
     fresh = with_fresh_seeds(experiment, text, count)
     yield fresh
@@ -400,10 +404,11 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         if versions_follow_arms(experiment):
             text = "If the versions are what you compare, say that they are the treatment"
             yield NextStep(text=text, command="abrun compare RUNS --versions-differ")
-        shared = [str(pair.seed) for arm in experiment.treatments for pair in experiment.pairs(arm)]
+        of_arms = [{pair.seed for pair in experiment.pairs(arm)} for arm in experiment.treatments]
+        shared = sorted(set.intersection(*of_arms)) if of_arms else []
         apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
         if apart and shared:
-            seeds = ",".join(dict.fromkeys(shared))
+            seeds = ",".join(map(str, shared))
             yield NextStep(
                 text="Compare the seeds that both arms have", command=f"abrun compare RUNS --seeds {seeds}"
             )
@@ -433,8 +438,9 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
     else:
         missing = any("(primary)" in reason for reason in content["reasons"])
         if missing and not experiment.regression:
-            yield from _read_with_another_alias(experiment)
-            yield from _other_claims(experiment, content)
+            reread = [*_read_with_another_alias(experiment)]
+            # A launch with the wrong alias would end its runs again
+            yield from reread or _other_claims(experiment, content)
         yield NextStep(
             text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",

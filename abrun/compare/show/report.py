@@ -464,7 +464,8 @@ def terminal_summary(
         parts += [table, Text("")]
     facts = Table.grid(padding=(0, 2))
     for label, text in evidence(content):
-        facts.add_row(Text(shown(label), style="bold"), Text(shown(text)))
+        lines = content["not_tested"] if label == "not tested" else [text]
+        facts.add_row(Text(shown(label), style="bold"), Text("\n").join(Text(shown(one)) for one in lines))
     for step in next_steps:
         facts.add_row(Text("next", style="bold"), Text(shown(f"{step.text}: {step.command}")))
     parts.append(facts)
