@@ -13,7 +13,8 @@ from scipy import special
 from abrun.equivalence import ALPHA, Tost, paired_tost, tost_of
 
 CORRELATION = 0.5  # of paired runs, assumed: c is fixed before the runs, or it would cost its own error
-MOST_FREEDOM = 1.25  # times n - 1: Satterthwaite's freedom is itself estimated, from two of three pairs
+MOST_FREEDOM = 1.1  # times n - 1: Satterthwaite's freedom is itself estimated, from two of three pairs
+NARROWER, WIDENED = 0.5, 1.5  # a pairs' standard error below that share replaces the other, times that
 
 Array = NDArray[np.float64]
 
@@ -24,7 +25,9 @@ def estimate(
     """Return mean difference, standard error and freedom, of pairs [..., n] and unused seeds [..., m].
 
     `correlation` of the arms over seeds makes the best c: n/N + m/N correlation. The freedom is
-    Satterthwaite's of both variances, at most MOST_FREEDOM (n - 1).
+    Satterthwaite's of both variances, at most MOST_FREEDOM (n - 1). Arms that correlate more closely than
+    assumed are better compared by their pairs alone. That is seen only by the pairs' small standard error,
+    which is wider then: one that is chosen for being small is too small.
     """
     num, others = baseline.shape[-1], unused.shape[-1]
     total = num + others
@@ -37,7 +40,15 @@ def estimate(
     variance = np.maximum(of_pairs + of_unused, 1e-300)
     share = of_pairs / variance
     freedom = 1 / (share**2 / (num - 1) + (1 - share) ** 2 / (total - 1))
-    return mean, np.sqrt(variance), np.minimum(freedom, MOST_FREEDOM * (num - 1))
+    freedom, error = np.minimum(freedom, MOST_FREEDOM * (num - 1)), np.sqrt(variance)
+    differences = treatment - baseline
+    of_differences = differences.std(axis=-1, ddof=1) / np.sqrt(num)
+    pairs = (of_differences < NARROWER * error) & (num > 2)  # the spread of two says too little
+    return (
+        np.where(pairs, differences.mean(axis=-1), mean),
+        np.where(pairs, np.maximum(WIDENED * of_differences, 1e-150), error),
+        np.where(pairs, num - 1.0, freedom),
+    )
 
 
 def control_variate_tost(

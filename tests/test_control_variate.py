@@ -54,6 +54,16 @@ def test_unused_seeds_add_power(num_pairs, more):
         assert after > before + more, (correlation, before, after)
 
 
+@pytest.mark.parametrize(("num_pairs", "most"), [(3, 0.20), (5, 0.24), (8, 0.05)])
+def test_arms_that_correlate_closely_keep_most_of_their_power(num_pairs, most):
+    for correlation, margin in ((0.95, 0.6), (0.99, 0.6)):
+        data = simulated(num_pairs, correlation)
+        before, after = paired_passes(*data[:2], margin).mean(), passes(*estimate(*data), margin).mean()
+        assert after > before - most, (correlation, before, after)
+        at_margin = simulated(num_pairs, correlation, shift=9.0)
+        assert passes(*estimate(*at_margin), 9.0).mean() < 0.05 + CHANCE
+
+
 @pytest.mark.parametrize("num_pairs", [3, 5])
 def test_skewed_seeds_err_no_more_often_than_pairs_do_at_their_worst(num_pairs):
     rates = []
@@ -89,9 +99,18 @@ def test_one_estimate_by_hand():
     variances = adjusted.var(ddof=1) / 3, (1 - c) ** 2 * reference.var(ddof=1) / 2
     assert tost.standard_error == pytest.approx(np.sqrt(sum(variances)))
     assert tost.freedom == pytest.approx(
-        min(2.5, sum(variances) ** 2 / (variances[0] ** 2 / 2 + variances[1] ** 2 / 4))
+        min(2.2, sum(variances) ** 2 / (variances[0] ** 2 / 2 + variances[1] ** 2 / 4))
     )
     reach = stats.t.ppf(0.95, tost.freedom) * tost.standard_error
     assert tost.certified_bound == pytest.approx(abs(tost.mean_difference) + reach)
     assert tost.sd_difference == paired_tost(baseline, treatment, 4.0).sd_difference
     assert tost.equivalent == (tost.certified_bound < 4.0)
+
+
+def test_close_pairs_are_taken_alone_with_a_wider_error():
+    baseline, unused = np.array([1.0, 2.0, 4.0]), np.array([3.0, 5.0])
+    differences = np.array([0.1, 0.2, 0.15])
+    tost = control_variate_tost(baseline, baseline + differences, unused, margin=4.0)
+    assert tost.mean_difference == pytest.approx(differences.mean())
+    assert tost.standard_error == pytest.approx(1.5 * differences.std(ddof=1) / np.sqrt(3))
+    assert tost.freedom == 2

@@ -101,6 +101,18 @@ def guards_of(baseline, treatment, limits, metric=ERROR, paired=True):
     return {one.guard: one.result for one in found}
 
 
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize(("num_runs", "result"), [(2, "open"), (3, "fail")])
+def test_two_runs_of_an_arm_fail_no_test(num_runs, result, paired):
+    """Where a machine slows down half of all runs, two pairs of equal arms look alike in one of eight."""
+    rng = np.random.default_rng(num_runs)
+    curves = 1.01 * (1 + 1e-4 * rng.standard_normal((num_runs, 60)))
+    of_time = guards_of(curves, 2 * curves, Guards(step_time_ratio=1.1), metric=STEP_TIME, paired=paired)
+    assert of_time["step_time_ratio"] == result
+    broken = np.where(np.arange(60) > 0, np.nan, curves)
+    assert guards_of(curves, broken, Guards(), paired=paired)["token_mult_prob_error_median"] == result
+
+
 @pytest.mark.parametrize("num_pairs", [3, 5, 10])
 @pytest.mark.parametrize("share", [0.015, 0.03])
 def test_spikes_in_equal_arms_alarm_in_no_more_than_the_guards_share(num_pairs, share):

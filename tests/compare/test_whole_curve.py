@@ -128,7 +128,15 @@ def test_copies_of_a_discrete_metric_show_in_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("num_steps", "sd", "jump"),
-    [(10, 0.02, 0.0), (10, 0.002, 0.0), (32, 0.002, 1.0), (64, 0.02, 1.0), (64, 0.002, 0.0)],
+    [
+        (10, 0.02, 0.0),
+        (10, 0.002, 0.0),
+        (10, 0.02, 1.0),
+        (10, 0.002, 1.0),
+        (32, 0.002, 1.0),
+        (64, 0.02, 1.0),
+        (64, 0.002, 0.0),
+    ],
 )
 def test_seeds_that_follow_one_trend_are_not_one_run(num_steps: int, sd: float, jump: float) -> None:
     """A steep common trend, or one common jump, moves all seeds alike; their noise does not."""
@@ -141,6 +149,27 @@ def test_seeds_that_follow_one_trend_are_not_one_run(num_steps: int, sd: float, 
         for _ in range(70)
     )
     assert found == 0
+
+
+@pytest.mark.parametrize("num_steps", [10, 20, 64])
+@pytest.mark.parametrize("num_pairs", PAIRS)
+def test_seeds_that_see_the_same_batches_are_not_one_run(num_pairs: int, num_steps: int) -> None:
+    """Step noise of the batches, ten times that of a seed, moves all runs alike, and a treatment its arm."""
+    rng = np.random.default_rng(num_pairs)
+    found = 0
+    for _ in range(50):
+        batches = 0.1 * rng.standard_normal(num_steps)
+        of_arms = 0.005 * np.repeat(rng.standard_normal((2, num_steps)), num_pairs, axis=0)
+        curves = batches + of_arms + 0.01 * rng.standard_normal((2 * num_pairs, num_steps))
+        found += bool(copied(curves)[np.triu_indices(2 * num_pairs, 1)].any())
+    assert found <= 1
+
+
+def test_every_run_a_repeat_of_one_is_one_run() -> None:
+    """As where the seed never reaches the trainer, and the arms hardly differ."""
+    rng = np.random.default_rng(4)
+    curves = learning(rng, 1) + 1e-5 * rng.standard_normal((6, STEPS))
+    assert repeated(curves[:3], curves[3:])
 
 
 # --- running means ---

@@ -20,6 +20,7 @@ from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.control_variate import CORRELATION, control_variate_tost
 from abrun.equivalence import (
     ALPHA,
+    MIN_FOR_MISMATCH,
     Tost,
     holm,
     mean_and_sd,
@@ -138,7 +139,6 @@ def setting_text(result: PrimaryResult, *, has_recipe: bool) -> str:
 
 
 WIDE_STEPS = "the metric moves in steps that are wide for so few pairs, and the interval allows for one"
-MIN_FOR_MISMATCH = 3  # pairs, or runs of each arm
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 

@@ -13,7 +13,7 @@ from scipy import special
 
 from abrun.compare.judge.summaries import EXCESS_OFFSET
 from abrun.compare.read.experiment import Pair, RecordedRun, Sides
-from abrun.equivalence import ALPHA, p_above, paired, welch
+from abrun.equivalence import ALPHA, MIN_FOR_MISMATCH, p_above, paired, welch
 from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, phase_of
 from abrun.recipe import Compare, Guards
 from abrun.series import Array, Series
@@ -360,8 +360,10 @@ def _errors(run: RecordedRun, start: int = 0) -> Array:
 
 
 def _p_worse(left: Array, right: Array, least_error: float = 0.0, *, paired_by_seed: bool) -> float:
-    """One-sided t-test of treatment above baseline; 1 for fewer than two pairs, or runs of an arm."""
-    if min(len(left), len(right)) < 2:
+    """One-sided t-test of treatment above baseline; 1 for fewer pairs, or runs of an arm, than a mismatch
+    takes.
+    """
+    if min(len(left), len(right)) < MIN_FOR_MISMATCH:
         return 1.0
     mean, error, freedom = paired(right - left) if paired_by_seed else welch(left, right)
     return p_above(mean, max(error, least_error), freedom)
@@ -417,10 +419,10 @@ def _ratio(
     text = f"{quantity}: not recorded in finished runs of both arms"
     if saving is not None:
         value = saving.ratio
-        p = 1.0
-        if saving.log_error is not None and saving.freedom is not None:
+        p, enough = 1.0, min(saving.num_runs or (saving.num_pairs,)) >= MIN_FOR_MISMATCH
+        if enough and saving.log_error is not None and saving.freedom is not None:
             p = p_above(math.log(value) - math.log(limit), saving.log_error, saving.freedom)
-        result = "fail" if p < alpha else "open" if saving.log_error is None and value > limit else "pass"
+        result = "fail" if p < alpha else "open" if value > limit and not enough else "pass"
         text = f"{quantity}: treatment / baseline is {value:.3g} (limit {limit:g}"
         text += f"; p = {p:.2g} of no more, level {alpha:.2g})" if value > limit else ")"
     yield Guard(arm=arm, guard=guard, limit=limit, value=value, result=result, text=text)

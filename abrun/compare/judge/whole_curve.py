@@ -16,6 +16,7 @@ from abrun.metric_names import Transform, find
 from abrun.series import Array, Steps
 
 COPIED = 0.99  # correlation of two runs' step changes; distinct seeds of the evidence reach 0.76
+REPEATED = 0.9999  # the same where every run moves alike: noise below 1 % of what they share
 SMOOTHED = 0.9  # correlation of a run's step changes with its previous ones
 MIN_STEPS = 10  # and as many distinct values: of fewer, chance gives equal changes
 NUM_BLOCKS = 8
@@ -24,18 +25,33 @@ _ORDERS = (1, 2, 3)  # of differences: a trend that all seeds follow is gone fro
 
 
 def copied(values: Array) -> NDArray[np.bool_]:
-    """Return which two curves of [R, S] are one run but for noise [R, R]: changes of every order agree."""
+    """Return which two curves of [R, S] are one run but for noise [R, R]: changes of every order agree.
+
+    Seeds that see the same batches agree as well, in all runs. So changes must agree after removing the mean
+    change of all runs, too, unless almost nothing but that mean is left.
+    """
     num_runs, known = len(values), has_detail(values)
     if not known.any():
         return np.zeros((num_runs, num_runs), bool)
-    smallest = np.ones((num_runs, num_runs))
+    whole, residual = np.ones((num_runs, num_runs)), np.ones((num_runs, num_runs))
     for order in _ORDERS:
-        changes = _clipped_changes(values, order)
+        changes = _clipped_changes(values[known], order)
         changes -= changes.mean(axis=-1, keepdims=True)
-        norms = np.sqrt((changes**2).sum(axis=-1))
-        scaled = changes / np.where(norms > 0, norms, np.inf)[:, None]
-        smallest = np.minimum(smallest, scaled @ scaled.T)
-    return (smallest > COPIED) & known[:, None] & known[None, :]
+        shared = changes.mean(axis=0)
+        squares = float(shared @ shared)
+        loadings = changes @ shared / squares if squares else np.zeros(len(changes))
+        inside = np.ix_(known, known)
+        whole[inside] = np.minimum(whole[inside], _cosines(changes))
+        residual[inside] = np.minimum(residual[inside], _cosines(changes - np.outer(loadings, shared)))
+    alike = ((whole > COPIED) & (residual > COPIED)) | (whole > REPEATED)
+    return alike & known[:, None] & known[None, :]
+
+
+def _cosines(changes: Array) -> Array:
+    """Return the cosines [R, R] of the angles between rows [R, S]; 0 for a row of zeros."""
+    norms = np.sqrt((changes**2).sum(axis=-1))
+    scaled = changes / np.where(norms > 0, norms, np.inf)[:, None]
+    return scaled @ scaled.T
 
 
 def has_detail(values: Array) -> NDArray[Any]:
