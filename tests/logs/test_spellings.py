@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def table(rows: list[dict[str, object]], between: str = ",") -> str:
     return "".join(between.join(map(str, line)) + "\n" for line in lines)
 
 
-def lines_of_json(rows: list[dict[str, object]]) -> str:
+def lines_of_json(rows: Sequence[Mapping[str, object]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 

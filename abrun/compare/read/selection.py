@@ -112,7 +112,7 @@ class Selection:
         if not selected:
             self.refuse_nothing(logs_of.keys())
         runs = {run: _whole(run, logs) for run, logs in selected.items()}
-        end = max(map(_last_step, [*runs.values(), *(log for _, log in named)]), default=0)
+        end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         lines = [*self._left_out_by_seeds(logs_of, end)]
         out = [f"{_called(log)}{_ending(log, end)}" for log in excluded]
         out += [f"{run}{_ending(_whole(run, logs_of[run]), end)}" for run in by_name]
@@ -186,7 +186,7 @@ def _training(log: Log) -> dict[str, Series]:
     return known or dict(log.metrics)
 
 
-def _last_step(log: Log) -> int:
+def last_step(log: Log) -> int:
     """Return the last step of the training metric that was recorded most often."""
     longest = max(_training(log).values(), key=len, default=None)
     return int(longest.steps[-1]) if longest is not None and len(longest) else 0
@@ -194,7 +194,7 @@ def _last_step(log: Log) -> int:
 
 def _ending(log: Log, end: int) -> str:
     """Return how a run ended, where it did not reach the last step or failed."""
-    last = _last_step(log)
+    last = last_step(log)
     early = f" ends at step {last} of {end}" if last < end else ""
     failed = f" failed: {log.failure}" if log.status == "failed" else ""
     return printable(f"{early},{failed}" if early and failed else f"{early}{failed}")
