@@ -23,7 +23,7 @@ def lacking(run: RecordedRun, metric: str, expected: Steps, *, strict: bool = Fa
     absent = np.setdiff1d(expected, grid)
     if strict or not len(grid) or not len(absent):
         return absent
-    usual = int(np.median(np.diff(grid))) if len(grid) > 1 else 0
+    usual = _distance(grid) if len(grid) > 1 else 0
     after = np.searchsorted(grid, absent)
     before = np.where(after > 0, grid[after - 1], absent)
     following = np.where(after < len(grid), grid[np.minimum(after, len(grid) - 1)], absent)
@@ -147,7 +147,8 @@ def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> str | None:
     if len({grid.tobytes() for grid in of_arm.values()}) < 2:
         odd = next(run for run in runs if not np.array_equal(run.series(metric).steps, of_arm[run.name.arm]))
         described = f"{odd} {_grid_text(odd.series(metric).steps)}, others {_grid_text(of_arm[odd.name.arm])}"
-    return f"{metric}: recorded at different steps ({described}); {on}"
+    averaged = "; who logs less often may log averages" if len({*map(_distance, of_arm.values())}) > 1 else ""
+    return f"{metric}: recorded at different steps ({described}); {on}{averaged}"
 
 
 def _counted_from(of_arm: dict[str, Steps]) -> str | None:
@@ -166,9 +167,13 @@ def _counted_from(of_arm: dict[str, Steps]) -> str | None:
     )
 
 
+def _distance(steps: Steps) -> int:
+    """Return the usual distance of two steps."""
+    return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+
+
 def _grid_text(steps: Steps) -> str:
-    apart = np.diff(steps)
-    often = int(np.median(apart)) if len(apart) else 1
+    often = _distance(steps)
     return f"{steps[0]}-{steps[-1]}" + (f" every {often}" if often > 1 else "")
 
 
