@@ -202,8 +202,9 @@ def test_where_no_number_of_pairs_shows_it_none_is_asked_for(here: Path) -> None
     write_runs(here / "r", range(8), shift=0.05, noise=0.02)
     found = compared(claim="reward:last 20%:0.04")
     assert "no number of pairs shows equivalence" in found.content.reasons[0]
-    (step,) = found.next_steps
+    step, fresh = found.next_steps
     assert "seeds" not in step.text and step.command == "abrun compare r/old r/new"
+    assert "fresh seeds show a mismatch" in fresh.text and fresh.command.endswith("--seeds 8-15")
 
 
 def test_a_stored_experiment_is_not_asked_for_pairs_that_show_nothing(here: Path) -> None:
@@ -236,7 +237,7 @@ def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Pa
     first = compared(looks=(3, 5, 8))
     assert first.content.primaries[0].alpha == level_of_a_look((3, 5, 8))
     (step,) = first.next_steps
-    assert step.text.endswith("train both arms on seed 3,4")
+    assert step.text.endswith("train both arms on seeds 3,4")
     assert step.command.endswith("--seeds 0,1,2,3,4 --looks 3,5,8")
     write_runs(here / "r", range(5))
     second = compared(looks=(3, 5, 8))

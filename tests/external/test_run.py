@@ -18,6 +18,7 @@ from abrun import store
 from abrun.compare.judge.code import code_notes
 from abrun.compare.judge.validity import invalid_reasons
 from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.selection import Reading
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import LaunchError
 from abrun.external import run as external_run
@@ -168,8 +169,8 @@ def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str) -> 
     directory = tmp_path / "foreign"
     arms = [f"{arm}={directory / arm}" for arm in ("baseline", "treatment")]
     claim = Compare(primary=[parse_primary("train/reward:last 40%:0.05")])
-    for experiment in (load_experiment(directory), load_foreign(arms, compare=claim)):
-        reasons = invalid_reasons(experiment, "treatment", 3, experiment.compare.primary)
+    for experiment in (load_experiment(directory), load_foreign(arms, Reading())):
+        reasons = invalid_reasons(experiment, "treatment", 3, claim.primary)
         texts = [reason for reason in reasons if "left out as text" in reason]
         assert len(texts) == 6 and len(reasons) == 6
         assert texts[0].startswith("baseline/seed-0: 2 values of train/reward in steps 5-10, from step 9 on")
@@ -186,7 +187,7 @@ def test_the_commit_of_run_folders_is_read(tmp_path: Path) -> None:
             writer = run.begin_attempt()
             writer.metrics(1, {"train/reward": 0.1 + seed})
             writer.finish(1)
-    experiment = load_foreign([str(tmp_path / arm) for arm in ("baseline", "treatment")], compare=Compare())
+    experiment = load_foreign([str(tmp_path / arm) for arm in ("baseline", "treatment")], Reading())
     assert list(code_notes(experiment)) == [
         "the arms ran different code: baseline aaaaaaa, treatment bbbbbbb; the difference between them "
         "includes that of the code"
