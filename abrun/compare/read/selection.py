@@ -13,7 +13,6 @@ from abrun.logs import Log
 from abrun.logs.log import listed, printable
 from abrun.logs.starts import join_starts
 from abrun.metric_names import STEP_ONE
-from abrun.series import Series
 
 MAX_LISTED = 4
 
@@ -160,7 +159,7 @@ class Selection:
 
 def restarted(runs: Mapping[RunName, Log]) -> list[str]:
     """Return a sentence on the runs whose step counter begins anew, or none."""
-    found = [(run, log, count) for run, log in runs.items() if (count := repeated_steps(_training(log)))]
+    found = [(run, log, count) for run, log in runs.items() if (count := repeated_steps(log.metrics))]
     if not found:
         return []
     run, log, count = found[0]
@@ -180,15 +179,10 @@ def _whole(run: RunName, logs: Sequence[Log]) -> Log:
     return join_starts(logs, str(run)) or logs[-1]
 
 
-def _training(log: Log) -> dict[str, Series]:
-    """Return the metrics of the first step, or else all: timers may have steps of their own."""
-    known = {metric: log.metrics[metric] for metric in STEP_ONE if metric in log.metrics}
-    return known or dict(log.metrics)
-
-
 def last_step(log: Log) -> int:
-    """Return the last step of the training metric that was recorded most often."""
-    longest = max(_training(log).values(), key=len, default=None)
+    """Return the last step of the training: timers may have steps of their own."""
+    trained = [log.metrics[metric] for metric in STEP_ONE if metric in log.metrics]
+    longest = max(trained or log.metrics.values(), key=len, default=None)
     return int(longest.steps[-1]) if longest is not None and len(longest) else 0
 
 
