@@ -343,7 +343,7 @@ def test_a_difference_that_no_seeds_bring_within_the_margin_may_be_shown_by_fres
     comparison = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "out")
     assert comparison.verdict == "INCONCLUSIVE"
     assert "No number of pairs shows this margin" in comparison.next_steps[0].text
-    assert comparison.next_steps[1].text.startswith("Or see whether fresh seeds show a mismatch")
+    assert comparison.next_steps[1].text.startswith("See whether fresh seeds show a mismatch")
 
 
 def test_a_run_ends_at_the_last_step_of_its_training_metrics() -> None:

@@ -295,7 +295,7 @@ def _fresh_pairs_of_others(experiment: Experiment, content: Content) -> Iterator
             text=f"{text}: see in what else the arms differ", command=f"abrun compare RUNS{WITHOUT_CLAIMS}"
         )
         if any(map(beyond_margin, undecided)):
-            yield with_fresh_seeds(experiment, "Or see whether fresh seeds show a mismatch")
+            yield with_fresh_seeds(experiment, "See whether fresh seeds show a mismatch")
         return
     fresh = with_fresh_seeds(experiment, text, count)
     yield fresh
