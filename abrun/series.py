@@ -33,6 +33,10 @@ class Series:
         found = index < len(self.steps) and self.steps[index] == step
         return float(self.values[index]) if found else None
 
+    def values_at(self, steps: Steps) -> Array:
+        """Return the values at steps that are all recorded."""
+        return self.values if len(steps) == len(self) else self.values[np.searchsorted(self.steps, steps)]
+
 
 NO_SERIES = Series(np.empty(0, np.int64), np.empty(0))
 
