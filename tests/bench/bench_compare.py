@@ -4,13 +4,14 @@
     python tests/bench/bench_compare.py --runs 200 --steps 2000 --metrics 40 [--nan]
 
 Writes each experiment to a temporary folder, then runs the command as a user does: a fresh process each time,
-all formats of the report. Prints seconds (wall clock) and the peak of the proportional set size, summed over
-the processes of the command. Fails where a comparison takes a minute or 2 GB.
+all formats of the report. Prints seconds (wall clock, and of the processor), and the peak of the proportional
+set size, summed over the processes of the command. Fails where a comparison takes a minute or 2 GB.
 """
 
 import argparse
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -45,8 +46,8 @@ def main() -> None:
     shapes = [SHAPES[name] for name in options.shapes or SHAPES]
     if options.runs:
         shapes = [(options.runs, options.steps, options.metrics)]
-    print("| runs | steps | metrics | metrics.jsonl | command | seconds | peak memory | page |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| runs | steps | metrics | metrics.jsonl | command | seconds | CPU seconds | peak memory | page |")
+    print("|---|---|---|---|---|---|---|---|---|")
     exceeded = [measure(*shape, nan=options.nan) for shape in shapes]
     sys.exit(any(exceeded))
 
@@ -60,11 +61,16 @@ def measure(runs: int, steps: int, metrics: int, *, nan: bool) -> bool:
         shape = f"| {runs} | {steps:,} | {metrics:,} | {size / 2**20:,.0f} MiB"
         measured = {}
         for command in ("compare", "status"):
-            seconds, peak, code = timed([sys.executable, "-m", "abrun", command, str(experiment_dir)])
+            seconds, cpu_seconds, peak, code = timed(
+                [sys.executable, "-m", "abrun", command, str(experiment_dir)]
+            )
             page = experiment_dir / "report" / "report.html"
             drawn = f"{page.stat().st_size / 2**20:.1f} MiB" if command == "compare" else ""
             label = command if code == 0 else f"{command}: exit code {code}"
-            print(f"{shape} | {label} | {seconds:.1f} | {peak / 1e9:.2f} GB | {drawn} |", flush=True)
+            print(
+                f"{shape} | {label} | {seconds:.1f} | {cpu_seconds:.1f} | {peak / 1e9:.2f} GB | {drawn} |",
+                flush=True,
+            )
             measured[command] = seconds, peak
     seconds, peak = measured["compare"]
     return seconds > MAX_SECONDS or peak > MAX_BYTES
@@ -101,14 +107,21 @@ def set_steps(path: Path, steps: int) -> None:
     path.write_text(path.read_text().replace('"steps": 1,', f'"steps": {steps},'))
 
 
-def timed(command: list[str]) -> tuple[float, int, int]:
-    """Return seconds, peak bytes of all processes, and exit code of a command."""
-    start, peak = time.perf_counter(), 0
+def timed(command: list[str]) -> tuple[float, float, int, int]:
+    """Return seconds, CPU seconds, peak bytes of all processes, and exit code of a command."""
+    start, before, peak = time.perf_counter(), cpu_seconds_of_children(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         peak = max(peak, memory_of(process.pid))
         time.sleep(SAMPLED_EVERY_S)
-    return time.perf_counter() - start, peak, process.returncode
+    cpu_seconds = cpu_seconds_of_children() - before
+    return time.perf_counter() - start, cpu_seconds, peak, process.returncode
+
+
+def cpu_seconds_of_children() -> float:
+    """Return what all processes that have ended below this one have used."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def memory_of(pid: int) -> int:
