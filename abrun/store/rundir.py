@@ -25,7 +25,6 @@ from abrun.store.files import (
     explained,
     make_folder,
     read_json,
-    read_json_or_empty,
     sync_folder,
     write_json,
 )
@@ -44,6 +43,7 @@ from abrun.store.records import (
     LARGEST_ATTEMPT,
     SCHEMA_VERSION,
     Attempt,
+    Environment,
     Heartbeat,
     Launch,
     Launches,
@@ -58,14 +58,13 @@ from abrun.store.records import (
     code_name,
     ending_of,
     last_attempt,
-    read_as,
     read_attempt,
-    record_in,
-    refuse_other_schema,
     silence,
     started_after,
+    stored_config,
 )
 from abrun.store.samples import Sample, read_samples
+from abrun.store.schemas import checked, read_as
 from abrun.store.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -121,8 +120,8 @@ class RunDir:
     @property
     def initial_weights(self) -> Path | None:
         """The folder of the weights that the run starts from, where those are not its model's."""
-        weights = read_json_or_empty(self.path / layout.CONFIG).get("initial_weights")
-        return self.path / weights if weights and isinstance(weights, str) else None
+        weights = stored_config(self.path / layout.CONFIG).initial_weights
+        return self.path / weights if weights else None
 
     def is_own(self, path: Path) -> bool:
         """Whether a path leads to this folder, or to one of abrun's files in it, by whatever links."""
@@ -144,14 +143,17 @@ class RunDir:
             started_s=time.time(),
             devices=tuple(devices),
             attempts=self.last_attempt,
-            git=dict(git) if git else None,
             **this_machine(),
         )
-        before: list[Launch] = []
-        with contextlib.suppress(StoreError):  # what launchers said is no reason not to start again
-            before = self.launches()
-        launches = [asdict(each) for each in (*before, launch)]
+        launches = [*map(asdict, self._earlier_launches().launches), {**asdict(launch), "git": git}]
         write_json(self.path / layout.LAUNCH, {"git": git, "launches": launches})
+
+    def _earlier_launches(self) -> Launches:
+        """Return what launchers have written, and nothing where it is damaged: that ends no launch."""
+        try:
+            return read_as(Launches, self.path / layout.LAUNCH)
+        except StoreError:
+            return Launches()
 
     @contextlib.contextmanager
     def open_log(self) -> Iterator[int]:
@@ -168,16 +170,19 @@ class RunDir:
 
     def update_launch(self, **values: Any) -> None:
         """Replace fields of the last launch."""
-        content = read_json(self.path / layout.LAUNCH)
         if "pid" in values:
             values |= process(values["pid"])
-        content["launches"][-1].update(values)
-        write_json(self.path / layout.LAUNCH, content)
+        written = self._earlier_launches()
+        last = written.launches[-1] if written.launches else Launch(started_s=time.time(), **this_machine())
+        launches = [*map(asdict, written.launches[:-1]), {**asdict(last), **values}]
+        write_json(self.path / layout.LAUNCH, {**asdict(written), "launches": launches})
 
     def end_launch(self, status: Status, message: str | None, **seen: Any) -> None:
         """How the job ended as the launcher saw it: `seen` are exit_code and signal."""
         # Of the job's own attempt alone: a newer one, which has fenced it, may be at work.
-        attempts = min(self.last_attempt, self.launches()[-1].attempts + 1)
+        attempts = self.last_attempt
+        for launch in self._earlier_launches().launches[-1:]:
+            attempts = min(attempts, launch.attempts + 1)
         message = message and told(message)
         ending = {"status": status, "message": message, "ended_s": time.time(), "attempts": attempts}
         self.update_launch(**ending, **seen)
@@ -254,7 +259,9 @@ class RunDir:
     def record(self) -> RunRecord:
         """Raises StoreError where the directory holds no run, or a record of another form."""
         path = self.path / layout.CONFIG
-        record = record_in(read_json(path, MOST_RECORD), path)
+        if not path.is_file():
+            read_json(path)
+        record = stored_config(path, MOST_RECORD).record()
         if record is None:
             raise StoreError(f"{path}: does not say arm, seed, rerun and config; launch the run again")
         return record
@@ -263,23 +270,21 @@ class RunDir:
         """None where the directory holds no run of abrun; StoreError where what it says is none."""
         path = self.path / layout.CONFIG
         try:
-            content = read_json(path)
+            read_json(path)
         except StoreError:
             return None
-        return record_in(content, path)
+        return stored_config(path).record()
 
     def identity(self) -> str:
         """Which run this is, so that nothing of another is taken for its own: name and hash of its config.
 
         Limits are not counted in: they change how long it may take, not what it computes.
         """
-        content = read_json_or_empty(self.path / layout.CONFIG)
-        config = content.get("config")
-        does = {key: config[key] for key in config if key != "limits"} if isinstance(config, dict) else None
+        stored = stored_config(self.path / layout.CONFIG)
+        config = stored.config
+        does = None if config is None else {key: config[key] for key in config if key != "limits"}
         digest = hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
-        name = RunName(
-            arm=str(content.get("arm")), seed=content.get("seed", 0), rerun=content.get("rerun", 0)
-        )
+        name = RunName(arm=str(stored.arm), seed=stored.seed or 0, rerun=stored.rerun or 0)
         return f"{name} {digest[:16]}"
 
     def attempts(self) -> list[Attempt]:
@@ -303,7 +308,8 @@ class RunDir:
 
     def git(self) -> dict[str, Any] | None:
         """Commit and uncommitted changes of the folder that the run was launched from."""
-        return read_as(Launches, self.path / layout.LAUNCH).git
+        git = read_as(Launches, self.path / layout.LAUNCH).git
+        return git and asdict(git)
 
     def code(self) -> tuple[str, ...]:
         """Return the code of each attempt in order, without repetitions; empty where launches do not say.
@@ -317,7 +323,7 @@ class RunDir:
             before = [launch.git for launch in told.launches if launch.started_s <= begun_s]
             known += [git for git in before[-1:] if git]
         known = known or ([told.git] if told.git else [])
-        return tuple(dict.fromkeys(map(code_name, known)))
+        return tuple(dict.fromkeys(code_name(asdict(git)) for git in known))
 
     def heartbeat(self) -> Heartbeat:
         """The last sign of life; none where the file does not read, as after a loss of power."""
@@ -337,15 +343,21 @@ class RunDir:
     def environment(self) -> dict[str, Any] | None:
         """Versions, devices, prompts, initial weights of the last attempt; None before they are recorded."""
         path = self.path / layout.ENVIRONMENT
-        return read_json(path, MOST_RECORD) if path.is_file() else None
+        if not path.is_file():
+            return None
+        content = read_json(path, MOST_RECORD)
+        checked(Environment, content, path)
+        return content
 
     def events(self) -> list[dict[str, Any]]:
         return read_lines(self.path / layout.EVENTS)
 
     def wandb(self) -> dict[str, str]:
         """What `note_wandb` has kept; nothing where the file does not read."""
-        content = read_json_or_empty(self.path / layout.WANDB)
-        return {key: text for key, text in content.items() if isinstance(text, str)}
+        try:
+            return dict(read_as(Mapping[str, str], self.path / layout.WANDB))
+        except StoreError:
+            return {}
 
     def rows(self) -> LineReader:
         """The rows of metrics as they were written, to be followed."""
@@ -397,10 +409,7 @@ class RunDir:
         status, message, started_s = told.status, told.message, process.started_s
         if gone:
             status, message = "failed", "its process is gone and left no word, as on a full disk"
-        record = read_json_or_empty(self.path / layout.CONFIG)
-        refuse_other_schema(record, self.path / layout.CONFIG)
-        config = record.get("config")
-        num_steps = config.get("steps") if isinstance(config, dict) else None
+        num_steps = stored_config(self.path / layout.CONFIG).num_steps
         if self.finished:
             status = "finished"
         elif status == "finished":
@@ -414,7 +423,7 @@ class RunDir:
             status=status,
             step=heartbeat.step,
             started_s=started_s,
-            num_steps=num_steps if type(num_steps) is int else 0,
+            num_steps=num_steps,
             message=message if status in ("failed", "interrupted", "stalled") else None,
             ending=ending_of(told),
         )
@@ -449,8 +458,7 @@ class RunDir:
     @property
     def final_weights_hash(self) -> str | None:
         """Of what was trained; None of a run that has not finished, or did not say."""
-        found = read_json_or_empty(self.path / layout.RESULT).get("final_weights_hash")
-        return found if isinstance(found, str) else None
+        return read_as(Result, self.path / layout.RESULT).final_weights_hash
 
     @property
     def text_values(self) -> Mapping[str, TextValues]:
@@ -492,8 +500,8 @@ class RunDir:
         """What is wrong with the trained model of a finished run that was to keep it; None: nothing."""
         if not self.final_weights.is_dir():
             return f"{self.final_weights} is missing"
-        files = read_json_or_empty(self.path / layout.RESULT).get("final_weights")
-        for name, recorded in files.items() if isinstance(files, dict) else ():
+        files = read_as(Result, self.path / layout.RESULT).final_weights
+        for name, recorded in (files or {}).items():
             wrong = damage(self.final_weights / name, recorded)
             if wrong:
                 return f"{self.final_weights / name} {wrong}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import FailFast, Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from abrun.errors import StoreError
@@ -19,12 +19,15 @@ from abrun.store.files import MAX_RECORD_BYTES, read_json_or_empty
 T = TypeVar("T")
 LATEST_S = 1e11  # a date that datetime takes, in seconds since 1970
 
-Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+MAX_COUNT = 2**53
+
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
 Flag = Annotated[bool, Field(strict=True)]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=LATEST_S, allow_inf_nan=False)]
 ProcessId = Annotated[int, Field(strict=True, gt=0, lt=2**31)]  # others address groups of processes
 ExitCode = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**32)]
-Texts = Annotated[tuple[str, ...], FailFast()]
+Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
+Texts = Items[str]
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -54,12 +57,12 @@ PathText = Annotated[str, PlainValidator(_path_text)]
 
 
 def read_as(kind: type[T], path: Path, max_bytes: int = MAX_RECORD_BYTES) -> T:
-    """Return a dataclass of a file's fields, of an empty mapping where there is no file. Raises StoreError."""
+    """Return a dataclass of the fields of a file, which may be missing. Raises StoreError."""
     return checked(kind, read_json_or_empty(path, max_bytes), path)
 
 
 def checked(kind: type[T], content: Mapping[str, Any], path: Path) -> T:
-    """Return a dataclass of what was read from a file. Raises StoreError for the first field that is wrong."""
+    """Return a dataclass of what a file holds. Raises StoreError for the first field that is wrong."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
