@@ -56,6 +56,7 @@ from abrun.store.files import (
     leftovers,
     make_folder,
     read_json,
+    read_json_or_empty,
     readable,
     sync_file,
     sync_folder,
@@ -78,6 +79,8 @@ from abrun.store.records import (
     NODE_EVERY_S,
     NODE_LOST_S,
     Attempt,
+    Environment,
+    Git,
     Launch,
     Node,
     RunRecord,
@@ -92,6 +95,7 @@ from abrun.store.rundir import SCHEMA_VERSION, RunDir
 from abrun.store.samples import Sample
 from abrun.store.saved import STATE as SAVED_STATE
 from abrun.store.saved import SavedState, saved_state
+from abrun.store.schemas import Count, Flag, Items, Seconds, Texts, checked, read_as
 from abrun.store.writer import STOPPED, FencedError, RunWriter
 
 __all__ = [
@@ -106,7 +110,12 @@ __all__ = [
     "STOPPED",
     "WARM_STARTS",
     "Attempt",
+    "Count",
+    "Environment",
     "FencedError",
+    "Flag",
+    "Git",
+    "Items",
     "Launch",
     "Lease",
     "LineReader",
@@ -119,11 +128,14 @@ __all__ = [
     "RunWriter",
     "Sample",
     "SavedState",
+    "Seconds",
     "SilentRank",
     "Status",
     "TakenOverError",
     "TextValues",
+    "Texts",
     "can_fork",
+    "checked",
     "code_name",
     "damage",
     "decode",
@@ -143,7 +155,9 @@ __all__ = [
     "open_experiment",
     "owner_of",
     "planned_runs",
+    "read_as",
     "read_json",
+    "read_json_or_empty",
     "read_lines",
     "readable",
     "run_dir",

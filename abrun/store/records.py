@@ -40,6 +40,12 @@ class RunRecord:
     initial_weights: str | None  # a folder, relative to the run directory
     config: dict[str, Any]  # resolved; abrun.recipe.stored_run reads it
 
+    @property
+    def num_steps(self) -> int:
+        """The steps that are planned; 0 where the configuration does not say."""
+        steps = self.config.get("steps")
+        return steps if type(steps) is int and 0 <= steps <= MAX_COUNT else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(Owner):
@@ -223,39 +229,33 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredConfig:
-    """The fields of `config.json`. None of the first four may be missing from a run of abrun."""
+class _StoredRecord:
+    """The fields of `config.json`."""
 
-    arm: str | None = None
-    seed: Count | None = None
-    rerun: Count | None = None
-    config: dict[str, Any] | None = None
     experiment: str | None = None
+    arm: str
+    seed: Count
+    rerun: Count
     initial_weights: PathText | None = None
-
-    @property
-    def num_steps(self) -> int:
-        """The steps that are planned; 0 where the configuration does not say."""
-        steps = (self.config or {}).get("steps")
-        return steps if type(steps) is int and 0 <= steps <= MAX_COUNT else 0
-
-    def record(self) -> RunRecord | None:
-        """Return which run this is; None where fields are missing that every run has."""
-        if self.arm is None or self.seed is None or self.rerun is None or self.config is None:
-            return None
-        return RunRecord(
-            experiment=str(self.experiment),
-            name=RunName(arm=self.arm, seed=self.seed, rerun=self.rerun),
-            initial_weights=self.initial_weights,
-            config=self.config,
-        )
+    config: dict[str, Any]
 
 
-def stored_config(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> StoredConfig:
-    """Read `config.json`, which may be missing. Raises StoreError where its form is another one."""
+def stored_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> RunRecord | None:
+    """Read `config.json`. Return None where it is missing, or lacks what every run of abrun has.
+
+    Raises StoreError where it does not read, or is of another form.
+    """
     content = read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)
-    return checked(StoredConfig, content, path)
+    if not {"arm", "seed", "rerun", "config"} <= content.keys():
+        return None
+    stored = checked(_StoredRecord, content, path)
+    return RunRecord(
+        experiment=str(stored.experiment),
+        name=RunName(arm=stored.arm, seed=stored.seed, rerun=stored.rerun),
+        initial_weights=stored.initial_weights,
+        config=stored.config,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
