@@ -16,12 +16,11 @@ from typing import Any
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import open_regular, read_regular
+from abrun.regular_files import MAX_FILE_BYTES, open_regular, read_regular
 
 PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
 FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
 PARTIAL = ".partial"
-MAX_RECORD_BYTES = 1 << 26  # of a file that is read whole
 MAX_DEPTH = 64  # of mappings and lists in each other: whoever walks through them may recurse
 
 
@@ -123,7 +122,7 @@ def damage(path: Path, recorded: Any) -> str | None:
         return f"cannot be read: {error.strerror or error}"
 
 
-def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """A JSON file of the store. Raises StoreError where it is missing, too large or not a JSON object."""
     try:
         text = read_regular(path, max_bytes)
@@ -141,7 +140,7 @@ def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
     return content
 
 
-def read_json_or_empty(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
     if path.exists() and not path.is_file():
         raise StoreError(f"{path}: not a file: move it away")

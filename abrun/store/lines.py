@@ -13,8 +13,8 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import open_regular, read_regular
-from abrun.store.files import PRIVATE, decode, encode, explained, make_folder, sync_folder
+from abrun.regular_files import MAX_LINE_BYTES, lines_of, open_regular
+from abrun.store.files import PRIVATE, decode, encode, explained, is_too_deep, make_folder, sync_folder
 from abrun.store.records import LARGEST_ATTEMPT
 
 NUM_LAST = 10  # rows at the end of a file that skimming it leaves none out of
@@ -76,7 +76,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def sound_lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file, without the lines that are none; no row of one that cannot be read."""
     try:
-        lines = read_regular(path).split(b"\n")[:-1]
+        with open_regular(path) as file:
+            lines = [line for line in lines_of(file) if line.endswith(b"\n")]
     except OSError:
         return []
     rows = []
@@ -115,7 +116,8 @@ def is_row(line: bytes) -> bool:
 def bad_lines(path: Path, is_sound: Callable[[bytes], bool]) -> dict[int, tuple[int, int]]:
     """Start and length of the lines that are not sound, by number; none of a file that cannot be read."""
     try:
-        lines = read_regular(path).split(b"\n")[:-1]
+        with open_regular(path) as file:
+            lines = [line[:-1] for line in lines_of(file) if line.endswith(b"\n")]
     except OSError:
         return {}
     starts = accumulate((len(line) + 1 for line in lines), initial=0)
@@ -154,15 +156,14 @@ class LineReader:
         try:
             with open_regular(self.path) as file:
                 file.seek(self._offset)
-                content = file.read()
+                lines = [line for line in lines_of(file) if line.endswith(b"\n")]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from None
-        *lines, torn = content.split(b"\n")
         numbered = enumerate(lines, self._num_lines + 1)
-        rows = [self._parse(line, f"line {number}") for number, line in numbered if line.strip()]
-        self._offset += len(content) - len(torn)
+        rows = [self._parse(line[:-1], f"line {number}") for number, line in numbered if line.strip()]
+        self._offset += sum(map(len, lines))
         self._num_lines += len(lines)
         return rows
 
@@ -178,14 +179,16 @@ class LineReader:
                 size = os.fstat(file.fileno()).st_size
                 for index in range(num_rows):
                     file.seek(size * index // num_rows)
+                    lines = lines_of(file)
                     if index:
-                        file.readline()
+                        next(lines, b"")
                     start = file.tell()
-                    found[start] = file.readline()
+                    found[start] = next(lines, b"")
                 file.seek(max(0, size - max(1 << 14, 4 * len(found[0]))))
-                file.readline()
+                lines = lines_of(file)
+                next(lines, b"")
                 start = file.tell()
-                for line in file.read(size - start).splitlines(keepends=True):
+                for line in file.read(min(MAX_LINE_BYTES, size - start)).splitlines(keepends=True):
                     last.append((start, line))
                     start += len(line)
                 found |= dict(last)
@@ -202,7 +205,7 @@ class LineReader:
             row = orjson.loads(line)
         except ValueError:
             row = None
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) or is_too_deep(line, row):
             shown = line[:40].decode(errors="replace")
             raise StoreError(
                 f"{self.path}, {place}: got {shown!r}; a JSON object is expected: "

@@ -14,7 +14,7 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import open_regular, read_regular
+from abrun.regular_files import lines_of, open_regular, read_regular
 from abrun.series import Array, Series, Steps, from_rows
 from abrun.store.files import write_file
 from abrun.store.lines import LARGEST_STEP, NOT_METRICS, problem_of, read_lines
@@ -45,7 +45,8 @@ def read_metrics(path: Path, cache: Path, *, finished: bool) -> dict[str, Series
         metrics = _cached(cache, path) if finished else None
         if metrics is not None:
             return metrics
-        content = read_regular(path)
+        with open_regular(path) as file:
+            content = b"".join(lines_of(file))
     except FileNotFoundError:
         return {}
     except OSError as error:

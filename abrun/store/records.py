@@ -10,7 +10,8 @@ from typing import Any, Literal
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
-from abrun.store.files import MAX_RECORD_BYTES, read_json_or_empty
+from abrun.regular_files import MAX_FILE_BYTES
+from abrun.store.files import read_json_or_empty
 from abrun.store.owner import Owner
 from abrun.store.schemas import (
     MAX_COUNT,
@@ -255,7 +256,7 @@ class StoredConfig:
         )
 
 
-def stored_config(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> StoredConfig:
+def stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
     """Read `config.json`, which may be missing. Raises StoreError where it is of another form."""
     content = read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)

@@ -17,6 +17,7 @@ from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.plan import Plan
 from abrun.recipe import Ray
+from abrun.regular_files import read_tail
 from abrun.store import RunState
 
 ASK_EVERY_S = 2.0
@@ -176,7 +177,8 @@ class RayJobs:
         if not self._said.get("compare"):
             return None
         with contextlib.suppress(OSError):
-            return (self._experiment_dir / record.FOLDER / record.COMPARED).read_text(errors="replace")
+            log = self._experiment_dir / record.FOLDER / record.COMPARED
+            return read_tail(log).decode(errors="replace")
         return ""
 
     def _of_a_job(self, state: RunState, known: client.Known) -> RunState:
