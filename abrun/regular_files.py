@@ -41,7 +41,7 @@ def read_tail(path: Path, num_bytes: int = 1 << 20) -> bytes:
 
 
 def lines_of(file: io.BufferedReader) -> Iterator[bytes]:
-    """Yield the lines from a file's position on, with their ends. Raises OSError for one of MAX_LINE_BYTES."""
+    """Yield the lines from here on, with their ends. Raises OSError for one of MAX_LINE_BYTES."""
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) == MAX_LINE_BYTES:
             raise OSError(errno.EFBIG, f"a line is longer than {MAX_LINE_BYTES} bytes", file.name)
