@@ -10,16 +10,23 @@ import hashlib
 import json
 import math
 import os
+import re
+import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
 from abrun.regular_files import open_regular, read_regular
+from abrun.store.owner import Owner
 
 PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
 FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
 PARTIAL = ".partial"
+ABANDONED_S = 3600.0
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, durable: bool = True) -> None:
@@ -27,32 +34,80 @@ def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, d
 
     One that is not `durable` is whole for every reader, but may be lost, or empty, after a loss of power.
     """
-    text = json.dumps(encode(content), indent=1, allow_nan=False) + "\n"
-    write_file(path, text.encode(), mode=mode, durable=durable)
+    write_file(path, json_text(content), mode=mode, durable=durable)
+
+
+def json_text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(encode(content), indent=1, allow_nan=False) + "\n").encode()
 
 
 def write_file(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
     """Write any file whole or not at all; see write_json."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with explained(path):
         make_folder(path.parent)
         refuse_link(path)
-        partial.unlink(missing_ok=True)  # of a killed process that had this one's id
-        try:
-            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-            try:
-                write_all(file, content)
-                if durable:
-                    os.fsync(file)
-            finally:
-                os.close(file)
+        with _partial(path, content, mode, durable) as partial:
             os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
         if durable:
             sync_folder(path.parent)
+
+
+def create_file(path: Path, content: bytes) -> None:
+    """Write a new file whole or not at all. Raises FileExistsError where the name is taken.
+
+    On a file system without hard links it is empty for a moment, and stays so after a kill in that moment.
+    """
+    with _partial(path, content, PRIVATE, durable=True) as partial:
+        try:
+            os.link(partial, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            os.close(os.open(path, NEW_FILE, PRIVATE))
+            os.replace(partial, path)
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _partial(path: Path, content: bytes, mode: int, durable: bool) -> Iterator[Path]:
+    """Write the content beside `path`, under a name that says by whom; removed after an error."""
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
+    partial.unlink(missing_ok=True)  # of a killed process that had this one's id
+    try:
+        file = os.open(partial, NEW_FILE, mode)
+        try:
+            write_all(file, content)
+            if durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        yield partial
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the partial files of killed writers from a folder and those in it.
+
+    Whether a writer on another host lives cannot be told: its file has to be an hour old.
+    """
+    for parent, _, names in os.walk(folder):
+        for name in leftovers(names):
+            path = Path(parent, name)
+            with contextlib.suppress(OSError):
+                if _is_abandoned(path):
+                    path.unlink()
+
+
+def _is_abandoned(partial: Path) -> bool:
+    host = socket.gethostname()
+    match = re.search(rf"\.{re.escape(host)}\.(\d+){re.escape(PARTIAL)}$", partial.name)
+    if match:
+        return Owner(host=host, pid=int(match[1])).is_gone
+    return time.time() - partial.stat().st_mtime > ABANDONED_S
 
 
 def write_all(file: int, content: bytes) -> None:

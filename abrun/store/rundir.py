@@ -21,11 +21,14 @@ from abrun.redaction import told
 from abrun.regular_files import open_regular, read_regular
 from abrun.store.files import (
     PRIVATE,
+    create_file,
     damage,
     explained,
+    json_text,
     make_folder,
     read_json,
     read_json_or_empty,
+    remove_leftovers,
     sync_folder,
     write_json,
 )
@@ -39,12 +42,13 @@ from abrun.store.lines import (
     read_lines,
     sound_lines,
 )
-from abrun.store.owner import process, this_machine, this_process
+from abrun.store.owner import Owner, process, this_machine, this_process
 from abrun.store.records import (
     LARGEST_ATTEMPT,
     SCHEMA_VERSION,
     Attempt,
     Heartbeat,
+    LastWord,
     Launch,
     Launches,
     Node,
@@ -58,12 +62,14 @@ from abrun.store.records import (
     code_name,
     ending_of,
     last_attempt,
+    last_word,
+    mend_attempts,
     read_as,
     read_attempt,
     record_in,
     refuse_other_schema,
-    silence,
     started_after,
+    why_stalled,
 )
 from abrun.store.samples import Sample, read_samples
 from abrun.store.writer import RunWriter
@@ -72,8 +78,6 @@ if TYPE_CHECKING:
     from abrun.series import Array, Series
     from abrun.store.metrics import ValidationRow
 
-STALLED_AFTER_S = 600.0
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 MOST_SKETCH = 1 << 28  # bytes
 MOST_RECORD = 1 << 21  # bytes of what a run was started with: all of it is shown
 
@@ -141,6 +145,7 @@ class RunDir:
     def begin_launch(self, devices: Sequence[str], git: Mapping[str, Any] | None) -> None:
         """Note, before there is a process, that one is about to be started."""
         launch = Launch(
+            launcher=Owner(**this_process()),
             started_s=time.time(),
             devices=tuple(devices),
             attempts=self.last_attempt,
@@ -214,11 +219,12 @@ class RunDir:
                 number += 1
                 if number > LARGEST_ATTEMPT:
                     raise OSError(f"there is an attempt {LARGEST_ATTEMPT}: remove its file")
+                attempt = Attempt(number=number, started_s=time.time(), **this_process())
                 with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
-                    os.close(os.open(attempt_file(folder, number), NEW_FILE, PRIVATE))
+                    create_file(attempt_file(folder, number), json_text(asdict(attempt)))
                     break
-        attempt = Attempt(number=number, started_s=time.time(), **this_process())
-        write_json(attempt_file(folder, number), asdict(attempt))
+        self.mend_attempts(before=number)
+        remove_leftovers(self.path)
         writer = RunWriter(self.path, attempt)
         bad = bad_lines(self.path / layout.METRICS, is_row)
         if bad:
@@ -226,6 +232,10 @@ class RunDir:
             words = f"{len(bad)} that are no rows are blank now, the first is line {min(bad)}"
             writer.event("repair", message=f"lines of {layout.METRICS}: {words}")
         return writer
+
+    def mend_attempts(self, before: int = LARGEST_ATTEMPT) -> None:
+        """Write the records of attempts anew that are empty or do not read; none of them may be at work."""
+        mend_attempts(self.path / layout.ATTEMPTS, before)
 
     def _attempts_that_wrote(self) -> Iterator[int]:
         for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
@@ -389,14 +399,15 @@ class RunDir:
 
         Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
         """
-        heartbeat, (told, process, attempt) = self.heartbeat(), self._heard()
-        while gone := told.status == "running" and process.is_gone:
-            before, (told, process, attempt) = told, self._heard()
-            if told == before:  # else it has ended with a word since its word was read
+        heartbeat, word = self.heartbeat(), self._last_word()
+        while gone := word.told.status == "running" and word.process.is_gone:
+            before, word = word, self._last_word()
+            if word == before:  # else it has ended with a word since its word was read
                 break
-        status, message, started_s = told.status, told.message, process.started_s
+        told, attempt, started_s = word.told, word.attempt, word.started_s
+        status, message = told.status, told.message
         if gone:
-            status, message = "failed", "its process is gone and left no word, as on a full disk"
+            status, message = word.without_end
         record = read_json_or_empty(self.path / layout.CONFIG)
         refuse_other_schema(record, self.path / layout.CONFIG)
         config = record.get("config")
@@ -406,7 +417,7 @@ class RunDir:
         elif status == "finished":
             status = "pending"  # its result was removed: it is to run again
         elif status == "running":
-            message = self._why_stalled(attempt, max(started_s or 0.0, heartbeat.time_s), heartbeat)
+            message = why_stalled(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
             status = "stalled" if message else "running"
         return RunState(
             name=name,
@@ -419,23 +430,8 @@ class RunDir:
             ending=ending_of(told),
         )
 
-    def _heard(self) -> tuple[Launch | Attempt, Launch | Attempt, int]:
-        """Which of launcher and job is believed, whose process tells if it lives, and the newest attempt."""
-        last, attempt = (self.launches() or [None])[-1], self.attempt()
-        told = last if last and last.attempts >= attempt.number else attempt
-        launched = last and attempt.number <= last.attempts + (last.ended_s is None)
-        # Of a launch under way the first process tells, which outlives the others
-        return told, last if last and launched else attempt, attempt.number
-
-    def _why_stalled(self, attempt: int, since_s: float, heartbeat: Heartbeat) -> str | None:
-        """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
-        now, nodes = time.time(), self.nodes(attempt)
-        if nodes:
-            return silence(nodes, now)
-        if now - since_s <= (heartbeat.patience_s or STALLED_AFTER_S):
-            return None
-        step = f"no step after step {heartbeat.step}" if heartbeat.step else "no sign of life"
-        return f"{step} for {now - since_s:.0f} s"
+    def _last_word(self) -> LastWord:
+        return last_word((self.launches() or [None])[-1], self.attempt())
 
     def step_attempts(self) -> dict[int, int]:
         """By step, the newest attempt that recorded it; of a file that is damaged, what can be read."""
