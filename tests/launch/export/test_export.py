@@ -61,7 +61,7 @@ def test_a_pair_is_a_jobset_whose_arms_have_pods_that_know_their_first_one(tmp_p
         first = f"small-pair-seed-0-{arm}-0-0.small-pair-seed-0:29400"
         run = f"/runs/small {arm}/seed-0"
         assert container["command"][2] == (
-            f'exec python -m abrun.launch.export.member {run} "$JOB_COMPLETION_INDEX" "{first}" 110\n'
+            f'exec python -P -m abrun.launch.export.member {run} "$JOB_COMPLETION_INDEX" "{first}" 110\n'
         )
         volumes = {volume["name"]: volume for volume in job["template"]["spec"]["volumes"]}
         assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "rl"}
