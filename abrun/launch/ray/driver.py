@@ -23,6 +23,7 @@ from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
+from abrun.processes import MODULE
 from abrun.recipe import Ray, stored_recipe, validated
 from abrun.store import Lease, Locked
 
@@ -86,7 +87,7 @@ def _run(experiment_dir: Path, job: str, said: dict[str, Any]) -> int:
         lease.close()
     if stopped_by is None and said.get("compare"):
         with (experiment_dir / record.FOLDER / record.COMPARED).open("wb") as output:
-            argv = [sys.executable, "-m", "abrun", "compare", str(experiment_dir)]
+            argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
     observer.say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
     return 0 if all(each.status == "finished" for each in queue.jobs) else 1
