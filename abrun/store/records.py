@@ -13,11 +13,14 @@ from pydantic import TypeAdapter, ValidationError
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
+from abrun.store.access import unreadable
 from abrun.store.files import read_json_or_empty
 from abrun.store.owner import Owner
 
 SCHEMA_VERSION = 1
-Status = Literal["pending", "waiting", "running", "stalled", "finished", "failed", "interrupted"]
+Status = Literal[
+    "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
+]
 T = TypeVar("T")
 NODE_EVERY_S, NODE_LOST_S = 15.0, 60.0  # how often a node's agent says that it is there, and when it is lost
 LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
@@ -164,6 +167,8 @@ def attempt_file(folder: Path, number: int) -> Path:
 def attempt_numbers(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)  # not a look at single names, of which a file server's client may not know
+    except PermissionError:
+        raise unreadable(folder) from None
     except OSError:
         return []
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))

@@ -19,11 +19,13 @@ from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import told
 from abrun.regular_files import open_regular, read_regular
+from abrun.store.access import UnreadableError, refuse_closed
 from abrun.store.files import (
-    PRIVATE,
     damage,
     explained,
     make_folder,
+    open_in_place,
+    open_to_change,
     read_json,
     read_json_or_empty,
     sync_folder,
@@ -73,7 +75,6 @@ if TYPE_CHECKING:
     from abrun.store.metrics import ValidationRow
 
 STALLED_AFTER_S = 600.0
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 MOST_SKETCH = 1 << 28  # bytes
 MOST_RECORD = 1 << 21  # bytes of what a run was started with: all of it is shown
 
@@ -156,12 +157,9 @@ class RunDir:
     @contextlib.contextmanager
     def open_log(self) -> Iterator[int]:
         """What the job is to print into, as a file descriptor. Raises StoreError."""
-        # Not waited for, where it is a pipe that nobody reads
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         with explained(self.log):
-            file = os.open(self.log, flags, PRIVATE)
+            file = open_to_change(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.set_blocking(file, True)
             yield file
         finally:
             os.close(file)
@@ -215,7 +213,8 @@ class RunDir:
                 if number > LARGEST_ATTEMPT:
                     raise OSError(f"there is an attempt {LARGEST_ATTEMPT}: remove its file")
                 with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
-                    os.close(os.open(attempt_file(folder, number), NEW_FILE, PRIVATE))
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                    os.close(open_in_place(attempt_file(folder, number), flags))
                     break
         attempt = Attempt(number=number, started_s=time.time(), **this_process())
         write_json(attempt_file(folder, number), asdict(attempt))
@@ -264,6 +263,8 @@ class RunDir:
         path = self.path / layout.CONFIG
         try:
             content = read_json(path)
+        except UnreadableError:
+            raise
         except StoreError:
             return None
         return record_in(content, path)
@@ -323,15 +324,22 @@ class RunDir:
         """The last sign of life; none where the file does not read, as after a loss of power."""
         try:
             return read_as(Heartbeat, self.path / layout.HEARTBEAT)
+        except UnreadableError:
+            raise
         except StoreError:
             return Heartbeat()
 
     def nodes(self, attempt: int) -> list[Node]:
         """What the agents of an attempt's nodes said last."""
         found = []
+        refuse_closed(self.path / layout.NODES)
         for path in sorted((self.path / layout.NODES).glob("*.json")):
-            with contextlib.suppress(StoreError):  # as after a loss of power
+            try:
                 found.append(read_as(Node, path))
+            except UnreadableError:
+                raise
+            except StoreError:  # as after a loss of power
+                continue
         return [node for node in found if node.attempt == attempt]
 
     def environment(self) -> dict[str, Any] | None:
@@ -389,6 +397,7 @@ class RunDir:
 
         Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
         """
+        refuse_closed(self.path)
         heartbeat, (told, process, attempt) = self.heartbeat(), self._heard()
         while gone := told.status == "running" and process.is_gone:
             before, (told, process, attempt) = told, self._heard()

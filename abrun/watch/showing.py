@@ -20,7 +20,7 @@ from abrun.watch.reading import WatchedRun, time_left_s
 WIDE = 104  # columns from which the table has full headings, two spaces between them, and elapsed times
 VERY_WIDE = 132  # and tokens per second
 COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "dim", "waiting": "dim"}
-COLOURS |= {"starting": "blue"}
+COLOURS |= {"starting": "blue", "unreadable": "red"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 TO_COME = "·"  # where a curve will be
 
@@ -98,6 +98,7 @@ def _most_telling(runs: Sequence[WatchedRun], room: int | None) -> list[WatchedR
         "stalled": 0,
         "failed": 1,
         "interrupted": 1,
+        "unreadable": 1,
         "finished": 2,
         "waiting": 3,
         "pending": 4,
