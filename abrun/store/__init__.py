@@ -30,7 +30,7 @@ any host of a shared file system, at any moment, sees whole files and at most on
 the disk before the checkpoint or result.json that builds on them, files before the names they get.
 """
 
-from abrun.store.access import UnreadableError, read_error, share_new_folder
+from abrun.store.access import UnreadableError, is_allowed, read_error, share_new_folder, unreadable
 from abrun.store.experiment import (
     EXPERIMENT,
     REFERENCE,
@@ -141,6 +141,7 @@ __all__ = [
     "find_experiment",
     "fingerprint",
     "folder_lock",
+    "is_allowed",
     "is_experiment",
     "launcher_lock",
     "launcher_of",
@@ -164,6 +165,7 @@ __all__ = [
     "started_after",
     "sync_file",
     "sync_folder",
+    "unreadable",
     "warm_start_states",
     "write_diff",
     "write_experiment",

@@ -7,7 +7,6 @@ but the owner ever gains the right to write.
 """
 
 import contextlib
-import grp
 import os
 import pwd
 import shlex
@@ -102,23 +101,21 @@ def share_new_folder(path: Path, *, private: bool = False) -> int:
 
 
 def unreadable(path: Path) -> UnreadableError:
-    """Return the one line for a path that this user may not read: which file, whose, and how to share it."""
+    """Return the one line for a path that this user may not read: which file, its owner, how to share it."""
     closed = next((each for each in reversed(path.parents) if _is_closed(each)), path)
     whole = _shared_folder(closed)
+    problem = f"{closed}: cannot be read: Permission denied"
     try:
         there = os.lstat(closed)
     except OSError:
-        return UnreadableError(f"{path}: cannot be read: Permission denied; ask its owner to share it")
+        return UnreadableError(f"{problem}; ask its owner to share it")
     if there.st_uid == os.geteuid():
-        fix = f"allow it with: chmod -R u+rX {whole}"
-    else:
-        own = there.st_gid in (os.getegid(), *os.getgroups())
-        change_group = "" if own else f"chgrp -R GROUP {whole} && "
-        fix = f"ask {_user(there.st_uid)} for: {change_group}chmod -R g+rX {whole}"
-        if not own:
-            fix += " (a GROUP that you are in)"
-    owner = f"it belongs to {_user(there.st_uid)}, group {_group(there.st_gid)}"
-    return UnreadableError(f"{closed}: cannot be read: Permission denied, {owner}; {fix}")
+        return UnreadableError(f"{problem}; allow it with: chmod -R u+rX {whole}")
+    is_own_group = there.st_gid in (os.getegid(), *os.getgroups())
+    change_group = "" if is_own_group else f"chgrp -R GROUP {whole} && "
+    what_group = "" if is_own_group else " (GROUP: one that you are in)"
+    fix = f"ask its owner {_user(there.st_uid)} for: {change_group}chmod -R g+rX {whole}{what_group}"
+    return UnreadableError(f"{problem}; {fix}")
 
 
 def read_error(path: Path, error: OSError) -> StoreError:
@@ -140,8 +137,13 @@ def refuse_closed(folder: Path) -> None:
         raise unreadable(folder)
 
 
+def is_allowed(path: Path | str, mode: int) -> bool:
+    """Return whether this process may read (os.R_OK) or enter (os.X_OK) what is there."""
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
 def _is_closed(folder: Path) -> bool:
-    return os.path.isdir(folder) and not os.access(folder, os.X_OK, effective_ids=True)
+    return os.path.isdir(folder) and not is_allowed(folder, os.X_OK)
 
 
 def _shared_folder(path: Path) -> str:
@@ -158,10 +160,3 @@ def _user(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"user {number}"
-
-
-def _group(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
