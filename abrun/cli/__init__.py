@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -44,6 +45,11 @@ def _run() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # such as a path that is too long, or a folder that may not be read
+        if isinstance(error, PermissionError) and isinstance(error.filename, str):
+            from abrun.store import is_allowed, unreadable
+
+            if not is_allowed(error.filename, os.R_OK):
+                return complain(str(unreadable(Path(error.filename))))
         where = error.filename or "what is written to, perhaps the standard output"
         return complain(f"{where}: {error.strerror or error}")
 

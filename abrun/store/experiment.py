@@ -15,6 +15,7 @@ from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import EXPERIMENT, NAME, RunName
 from abrun.redaction import shortened
+from abrun.store.access import UnreadableError, refuse_closed
 from abrun.store.files import read_json, readable, write_file, write_json
 from abrun.store.records import SCHEMA_VERSION, RunState, refuse_other_schema
 from abrun.store.rundir import RunDir
@@ -28,7 +29,20 @@ WORTH_A_PROCESS = 1 << 26  # bytes of JSON lines that are quicker read by severa
 
 
 def is_experiment(directory: Path) -> bool:
-    return (directory / EXPERIMENT).is_file()
+    with readable(directory / EXPERIMENT):
+        return (directory / EXPERIMENT).is_file()
+
+
+def closed_folders(runs_dir: Path) -> list[UnreadableError]:
+    """Return a line for each folder of `runs_dir` that this user may not enter, of an experiment or not."""
+    errors: list[UnreadableError] = []
+    refuse_closed(runs_dir)
+    for folder in sorted(path for path in runs_dir.iterdir() if path.is_dir()):
+        try:
+            refuse_closed(folder)
+        except UnreadableError as error:
+            errors.append(error)
+    return errors
 
 
 def experiments_in(runs_dir: Path) -> list[Path]:
@@ -127,7 +141,9 @@ def run_dir(experiment_dir: Path, name: RunName) -> Path:
 
 
 def run_state(experiment_dir: Path, name: RunName) -> RunState:
-    """What one run is doing; one whose files cannot be read has failed, and its message says why.
+    """What one run is doing; one whose files are damaged has failed, and its message says why.
+
+    A run whose files this user may not read is `unreadable`: nothing is known of it.
 
     Of one whose directory was removed, the steps are the recipe's.
     """
@@ -168,7 +184,7 @@ def _state(run: RunDir, name: RunName) -> RunState:
         return RunState(
             name=name,
             directory=run.path,
-            status="failed",
+            status="unreadable" if isinstance(error, UnreadableError) else "failed",
             step=0,
             num_steps=0,
             started_s=None,

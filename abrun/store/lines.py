@@ -14,7 +14,8 @@ import orjson
 from abrun.errors import StoreError
 from abrun.redaction import shortened
 from abrun.regular_files import open_regular, read_regular
-from abrun.store.files import PRIVATE, decode, encode, explained, make_folder, sync_folder
+from abrun.store.access import read_error
+from abrun.store.files import decode, encode, explained, make_folder, open_to_change, sync_folder
 from abrun.store.records import LARGEST_ATTEMPT
 
 NUM_LAST = 10  # rows at the end of a file that skimming it leaves none out of
@@ -32,8 +33,7 @@ class LineWriter:
         with explained(path):
             make_folder(path.parent)
             # Appending: the last row of an older attempt, on its way now, must not overwrite one of a newer
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-            self._file = os.open(path, flags, PRIVATE)
+            self._file = open_to_change(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 self._drop_torn_line()
                 sync_folder(path.parent)
@@ -129,7 +129,7 @@ def bad_lines(path: Path, is_sound: Callable[[bytes], bool]) -> dict[int, tuple[
 def blank_lines(path: Path, places: Iterable[tuple[int, int]]) -> None:
     """Overwrite lines by spaces: no place in the file moves, for those who follow it or write it still."""
     with explained(path):
-        file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        file = open_to_change(path, os.O_WRONLY)
         try:
             for start, length in places:
                 os.pwrite(file, b" " * length, start)
@@ -158,7 +158,7 @@ class LineReader:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from None
+            raise read_error(self.path, error) from None
         *lines, torn = content.split(b"\n")
         numbered = enumerate(lines, self._num_lines + 1)
         rows = [self._parse(line, f"line {number}") for number, line in numbered if line.strip()]
@@ -192,7 +192,7 @@ class LineReader:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from None
+            raise read_error(self.path, error) from None
         whole = {start: line for start, line in sorted(found.items()) if line.endswith(b"\n")}
         self._offset = max((start + len(line) for start, line in whole.items()), default=0)
         return [self._parse(line, f"byte {start}") for start, line in whole.items() if line.strip()]

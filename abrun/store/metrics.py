@@ -16,6 +16,7 @@ from abrun.errors import StoreError
 from abrun.redaction import shortened
 from abrun.regular_files import open_regular, read_regular
 from abrun.series import Array, Series, Steps, from_rows
+from abrun.store.access import read_error
 from abrun.store.files import write_file
 from abrun.store.lines import LARGEST_STEP, NOT_METRICS, problem_of, read_lines
 from abrun.store.records import LARGEST_ATTEMPT
@@ -49,7 +50,7 @@ def read_metrics(path: Path, cache: Path, *, finished: bool) -> dict[str, Series
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from None
+        raise read_error(path, error) from None
     # without the torn last line of a writer at work, or killed
     whole = content[: content.rfind(b"\n") + 1]
     metrics = _rows_of_numbers(whole) or _rows_of_anything(path)

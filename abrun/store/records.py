@@ -14,11 +14,14 @@ from pydantic import TypeAdapter, ValidationError
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
+from abrun.store.access import unreadable
 from abrun.store.files import read_json_or_empty, write_json
 from abrun.store.owner import Owner
 
 SCHEMA_VERSION = 1
-Status = Literal["pending", "waiting", "running", "stalled", "finished", "failed", "interrupted"]
+Status = Literal[
+    "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
+]
 T = TypeVar("T")
 STALLED_AFTER_S = 600.0
 LOST_RECORD = "its record was damaged: how it ended is not known"
@@ -209,6 +212,8 @@ def attempt_file(folder: Path, number: int) -> Path:
 def attempt_numbers(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)  # not a look at single names, of which a file server's client may not know
+    except PermissionError:
+        raise unreadable(folder) from None
     except OSError:
         return []
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))

@@ -19,13 +19,14 @@ from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import told
 from abrun.regular_files import open_regular, read_regular
+from abrun.store.access import UnreadableError, refuse_closed
 from abrun.store.files import (
-    PRIVATE,
     create_file,
     damage,
     explained,
     json_text,
     make_folder,
+    open_to_change,
     read_json,
     read_json_or_empty,
     remove_leftovers,
@@ -161,12 +162,9 @@ class RunDir:
     @contextlib.contextmanager
     def open_log(self) -> Iterator[int]:
         """What the job is to print into, as a file descriptor. Raises StoreError."""
-        # Not waited for, where it is a pipe that nobody reads
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         with explained(self.log):
-            file = os.open(self.log, flags, PRIVATE)
+            file = open_to_change(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.set_blocking(file, True)
             yield file
         finally:
             os.close(file)
@@ -274,6 +272,8 @@ class RunDir:
         path = self.path / layout.CONFIG
         try:
             content = read_json(path)
+        except UnreadableError:
+            raise
         except StoreError:
             return None
         return record_in(content, path)
@@ -333,15 +333,22 @@ class RunDir:
         """The last sign of life; none where the file does not read, as after a loss of power."""
         try:
             return read_as(Heartbeat, self.path / layout.HEARTBEAT)
+        except UnreadableError:
+            raise
         except StoreError:
             return Heartbeat()
 
     def nodes(self, attempt: int) -> list[Node]:
         """What the agents of an attempt's nodes said last."""
         found = []
+        refuse_closed(self.path / layout.NODES)
         for path in sorted((self.path / layout.NODES).glob("*.json")):
-            with contextlib.suppress(StoreError):  # as after a loss of power
+            try:
                 found.append(read_as(Node, path))
+            except UnreadableError:
+                raise
+            except StoreError:  # as after a loss of power
+                continue
         return [node for node in found if node.attempt == attempt]
 
     def environment(self) -> dict[str, Any] | None:
@@ -399,6 +406,7 @@ class RunDir:
 
         Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
         """
+        refuse_closed(self.path)
         heartbeat, word = self.heartbeat(), self._last_word()
         while gone := word.told.status == "running" and word.process.is_gone:
             before, word = word, self._last_word()
