@@ -156,10 +156,11 @@ def test_a_launch_that_cannot_print_ends_as_any_other(
     assert (launched.returncode, verdict) == (5, "INVALID")  # as without the fault
     assert (experiment_dir / "report" / "report.html").is_file()
     assert output is None or 1 in numbers or "INVALID" in output
-    assert errors is None or "Traceback" not in errors and "Exception ignored" not in errors
+    assert errors is None or ("Traceback" not in errors and "Exception ignored" not in errors)
 
 
 @linux
+@pytest.mark.usefixtures("heard_signals")
 def test_a_closed_terminal_stops_the_runs_and_is_told_by_the_exit_code(tmp_path: Path, recipe: Path) -> None:
     master, slave = pty.openpty()
     options = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
@@ -173,6 +174,27 @@ def test_a_closed_terminal_stops_the_runs_and_is_told_by_the_exit_code(tmp_path:
     os.close(master)  # the kernel sends SIGHUP, and every write fails
     assert launched.wait(60) == 128 + signal.SIGHUP
     assert set(statuses(tmp_path / "tiny")) <= {"interrupted", "pending"}
+
+
+@linux
+def test_an_ignored_signal_stays_ignored_and_the_runs_hear_it(tmp_path: Path, recipe: Path) -> None:
+    """As under nohup, or behind a script's `&`: SIGTERM alone stops the launch."""
+    ignored = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+    launched = abrun(
+        *("launch", recipe, "--runs-dir", tmp_path, "--set", "trainer.parameters.step_s=0.5", "--jobs", "1"),
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
+    )
+    until(lambda: any(path.stat().st_size for path in tmp_path.rglob("log.jsonl")))
+    for number in ignored:
+        launched.send_signal(number)
+    log = store.run_dir(tmp_path / "tiny", store.planned_runs(tmp_path / "tiny")[0]) / "log.jsonl"
+    until(lambda: len(log.read_bytes().splitlines()) > 4)
+    assert launched.poll() is None and "running" in statuses(tmp_path / "tiny")
+    launched.terminate()
+    launched.communicate(timeout=60)
+    assert launched.returncode == 128 + signal.SIGTERM
+    printed = (log.parent / "stdout.log").read_text()
+    assert "ignored:\n" in printed, "the command's own process ignores none"
 
 
 @linux
