@@ -28,6 +28,7 @@ from typing import Any
 from abrun import progress
 from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError, StoreError
+from abrun.output import outlive_output
 from abrun.processes import (
     MODULE,
     PYTHON_ERROR,
@@ -489,4 +490,5 @@ def is_waiting(place: str) -> bool:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

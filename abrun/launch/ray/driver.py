@@ -22,6 +22,7 @@ from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Printed, Supervisor
+from abrun.output import outlive_output
 from abrun.plan import make_plan
 from abrun.processes import MODULE
 from abrun.recipe import Ray, stored_recipe, validated
@@ -139,4 +140,5 @@ def _cluster() -> Any:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -27,6 +27,7 @@ from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release, slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Printed, Supervisor
+from abrun.output import outlive_output
 from abrun.plan import make_plan
 from abrun.processes import MODULE
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
@@ -226,4 +227,5 @@ def _this_node() -> str:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())
