@@ -65,6 +65,14 @@ def recounted_steps(steps: Steps) -> int:
     return distinct - len(np.unique(steps))
 
 
+def shared_steps(first: Steps, *others: Steps) -> Steps:
+    """Return the steps that all of some ascending grids hold."""
+    for steps in others:
+        if not np.array_equal(steps, first):
+            first = np.intersect1d(first, steps, assume_unique=True)
+    return first
+
+
 def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, Series], int]:
     """A series a key of (step, row) pairs, and how many points a later one replaced; None is no value."""
     points: dict[str, tuple[list[int], list[float]]] = {}

@@ -21,13 +21,13 @@
         events.jsonl      started, resumed, checkpoint, failed, ...  appended by the job
         validation.jsonl  one line a validation, prompt by prompt    appended by the job
         samples.jsonl     some completions of some steps             appended by the job
-        metrics.npz       a cache of metrics.jsonl                   written by whoever compares
         stdout.log, checkpoints/
     runs/warm-starts/<hash>/                  a run directory too: steps shared by all arms and seeds
 
 One writer per file. Everything is a temporary file and a rename, or one append a line, so that a reader on
 any host of a shared file system, at any moment, sees whole files and at most one torn last line. Lines are on
-the disk before the checkpoint or result.json that builds on them, files before the names they get.
+the disk before the checkpoint or result.json that builds on them, files before the names they get. The last
+key of a line, `crc32`, is a checksum of what stands before it.
 """
 
 from abrun.store.access import UnreadableError, is_allowed, read_error, share_new_folder, unreadable

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import EXPERIMENT, NAME, RunName
 from abrun.redaction import shortened
@@ -198,19 +197,11 @@ def metrics_of(runs: Sequence[RunDir]) -> "list[dict[str, Series] | StoreError]"
 
     On all cores where files are large and this process has no threads.
     """
-    num_bytes = sum(map(_bytes_to_parse, runs))
+    num_bytes = sum(run.num_metric_bytes for run in runs)
     if num_bytes <= WORTH_A_PROCESS or not can_fork():
         return [_metrics_or_error(run) for run in runs]
     with multiprocessing.get_context("fork").Pool(min(len(runs), os.cpu_count() or 1)) as pool:
         return pool.map(_metrics_or_error, runs, chunksize=1)
-
-
-def _bytes_to_parse(run: RunDir) -> int:
-    try:
-        cached = (run.path / layout.METRICS_CACHE).is_file()
-    except OSError:
-        return 0
-    return 0 if cached else run.num_metric_bytes
 
 
 def _metrics_or_error(run: RunDir) -> "dict[str, Series] | StoreError":

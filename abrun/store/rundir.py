@@ -36,9 +36,8 @@ from abrun.store.files import (
 from abrun.store.lines import (
     LineReader,
     LineWriter,
-    bad_lines,
+    bad_rows,
     blank_lines,
-    is_row,
     problem_of,
     read_lines,
     sound_lines,
@@ -224,7 +223,7 @@ class RunDir:
         self.mend_attempts(before=number)
         remove_leftovers(self.path)
         writer = RunWriter(self.path, attempt)
-        bad = bad_lines(self.path / layout.METRICS, is_row)
+        bad = bad_rows(self.path / layout.METRICS)
         if bad:
             blank_lines(self.path / layout.METRICS, bad.values())
             words = f"{len(bad)} that are no rows are blank now, the first is line {min(bad)}"
@@ -372,8 +371,7 @@ class RunDir:
         """Every metric by step; see abrun.store.metrics."""
         from abrun.store.metrics import read_metrics  # numpy, which status does without
 
-        paths = self.path / layout.METRICS, self.path / layout.METRICS_CACHE
-        return read_metrics(*paths, finished=self.finished)
+        return read_metrics(self.path / layout.METRICS, finished=self.finished)
 
     def validations(self) -> "dict[int, ValidationRow]":
         """The validations by step, ascending; of several attempts the last one counts."""
@@ -488,7 +486,7 @@ class RunDir:
         recorded, planned = self.step_attempts(), range(self.first_step + 1, num_steps + 1)
         missing = [step for step in planned if step not in recorded]
         if not missing:
-            bad = bad_lines(self.path / layout.METRICS, is_row)
+            bad = bad_rows(self.path / layout.METRICS)
             return f"{layout.METRICS}, line {min(bad)}: is no row" if bad else None
         return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
 

@@ -30,7 +30,7 @@ from abrun.metric_names import (
 )
 from abrun.recipe import Primary, can_change_numbers
 from abrun.redaction import in_yaml
-from abrun.series import Steps, window_bounds
+from abrun.series import Steps, shared_steps, window_bounds
 
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
 MOST_NAMED = 12
@@ -125,9 +125,7 @@ def coverage(sides: Sides) -> dict[str, int]:
     """How many steps the finished pairs, or runs, share, of those that any of them has."""
     finished = sides.finished.runs
     everything = union(run.steps for run in finished)
-    shared = everything
-    for run in finished:
-        shared = np.intersect1d(shared, run.steps, assume_unique=True)
+    shared = shared_steps(everything, *(run.steps for run in finished))
     return {"shared_steps": len(shared), "all_steps": len(everything)}
 
 
@@ -438,7 +436,7 @@ def _missing_metrics(
             if not len(grid):
                 yield f"missing metric: {run} did not record {metric} ({role}){run.unread_text(metric)}"
             elif role == "guard" and not run.thinned:
-                absent = lacking(run, metric, np.intersect1d(everything, run.steps))
+                absent = lacking(run, metric, shared_steps(everything, run.steps))
                 if len(absent):
                     at = f"at step {absent[0]}{run.unread_text(metric)}"
                     yield f"missing metric: {run} did not record {metric} ({role}) {at}"
