@@ -1,5 +1,6 @@
 """The command line: parse, call one function, print."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any

@@ -123,6 +123,8 @@ def compare_sources(
     declared = None
     if directory and _changed(asked.compare, experiment.compare):
         declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
+    if output is None and default.is_symlink():  # a stranger's could lead anywhere
+        raise ComparisonError(f"{default}: got a symbolic link; remove it, or choose a folder with --output")
     comparison = compare(
         experiment,
         output=output or default,
