@@ -60,6 +60,7 @@ from abrun.store.files import (
     make_private_folder,
     open_log,
     read_json,
+    read_json_or_empty,
     readable,
     remove_leftovers,
     share_written,
@@ -84,6 +85,8 @@ from abrun.store.records import (
     NODE_EVERY_S,
     NODE_LOST_S,
     Attempt,
+    Environment,
+    Git,
     Launch,
     Node,
     RunRecord,
@@ -98,6 +101,7 @@ from abrun.store.rundir import SCHEMA_VERSION, RunDir
 from abrun.store.samples import Sample
 from abrun.store.saved import STATE as SAVED_STATE
 from abrun.store.saved import SavedState, saved_state
+from abrun.store.schemas import Count, Flag, Items, Seconds, Texts, checked, read_as
 from abrun.store.writer import STOPPED, FencedError, RunWriter
 
 __all__ = [
@@ -112,7 +116,12 @@ __all__ = [
     "STOPPED",
     "WARM_STARTS",
     "Attempt",
+    "Count",
+    "Environment",
     "FencedError",
+    "Flag",
+    "Git",
+    "Items",
     "Launch",
     "Lease",
     "LineReader",
@@ -125,12 +134,15 @@ __all__ = [
     "RunWriter",
     "Sample",
     "SavedState",
+    "Seconds",
     "SilentRank",
     "Status",
     "TakenOverError",
     "TextValues",
+    "Texts",
     "UnreadableError",
     "can_fork",
+    "checked",
     "closed_folders",
     "code_name",
     "damage",
@@ -154,8 +166,10 @@ __all__ = [
     "open_log",
     "owner_of",
     "planned_runs",
+    "read_as",
     "read_error",
     "read_json",
+    "read_json_or_empty",
     "read_lines",
     "readable",
     "remove_leftovers",

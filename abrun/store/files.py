@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from abrun.errors import StoreError
+from abrun.redaction import shortened
 from abrun.regular_files import open_regular, read_regular
 from abrun.store.access import (
     PRIVATE,
@@ -39,6 +40,8 @@ PARTIAL = ".partial"
 ABANDONED_S = 3600.0
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+MAX_RECORD_BYTES = 1 << 26  # of a file that is read whole
+MAX_DEPTH = 64  # of mappings and lists in each other: whoever walks through them may recurse
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, durable: bool = True) -> None:
@@ -273,27 +276,49 @@ def damage(path: Path, recorded: Any) -> str | None:
         return f"cannot be read: {error.strerror or error}"
 
 
-def read_json(path: Path, most_bytes: int | None = None) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
     """A JSON file of the store. Raises StoreError where it is missing, too large or not a JSON object."""
     try:
-        content = json.loads(read_regular(path, most_bytes).decode("utf-8"))
+        text = read_regular(path, max_bytes)
+        content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise StoreError(f"{path}: no such file; is this a run directory of abrun?") from None
     except PermissionError:
         raise unreadable(path) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise StoreError(f"{path}: got {type(content).__name__}; a JSON object is expected")
+    if is_too_deep(text, content):
+        raise StoreError(f"{path}: got {shortened(content)}, nested more than {MAX_DEPTH} deep: restore it")
     return content
 
 
-def read_json_or_empty(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
     """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
     with readable(path):
         if path.exists() and not path.is_file():
             raise StoreError(f"{path}: not a file: move it away")
-        return read_json(path) if path.is_file() else {}
+        return read_json(path, max_bytes) if path.is_file() else {}
+
+
+def is_too_deep(text: bytes, content: Any) -> bool:
+    """Whether mappings and lists are nested more than MAX_DEPTH deep in what a text was read as."""
+    if text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
+        return False
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 @contextlib.contextmanager
