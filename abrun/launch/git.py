@@ -1,6 +1,7 @@
 """Which code a launch was started from: the commit of the working directory, and what was not committed."""
 
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from abrun import store
-from abrun.redaction import redacted_code
+from abrun.redaction import redacted
 
-MOST_DIFF = 1 << 18  # bytes
+MOST_DIFF = 1 << 18  # bytes that are kept
+MOST_HASHED = 1 << 26  # bytes
+MOST_FILES = 20  # names that are kept
+MOST_NAMES = 1 << 16  # bytes
 LIMIT_S = 20.0
 DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
 
@@ -20,21 +24,32 @@ def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | Non
     """Commit of the working directory and whether it was changed since; None where it is no git checkout.
 
     Whether it was changed is None, too, where git takes too long to find out.
-    With `diff` the changes go, without the secrets in them, into a file of the experiment, which is named
-    after its content: all runs and launches of the same checkout have one. Raises StoreError where it cannot
-    be written.
+    `changes` is the start of a hash of the uncommitted changes of tracked files, `files` the names of those and
+    of untracked files. With `diff` the changes themselves go into a file of the experiment, which is named
+    after that hash. Raises StoreError where it cannot be written.
     """
     sha, _ = _first_bytes(100, "rev-parse", "HEAD")
-    status, cut = _first_bytes(1, "status", "--porcelain")
+    status, cut = _first_bytes(MOST_NAMES, "status", "--porcelain", "-z", "--no-renames")
     if not sha or status is None:
         return None
     dirty = None if cut and not status else bool(status)
-    content, cut = _first_bytes(MOST_DIFF, *DIFF) if diff and status else (b"", None)
-    text = redacted_code((content or b"").decode(errors="replace"))
-    if cut:  # by whole lines: the start of a token is not known for one
-        text = f"{text.rpartition(chr(10))[0]}\n[cut here: {cut}]\n"
-    file = store.write_diff(experiment_dir, text) if text else None
-    return {"sha": sha.decode().strip(), "dirty": dirty, "diff": file}
+    # Of `-z`: two letters, a blank and a name each; the last may be cut
+    names = [redacted(entry[3:]) for entry in status.decode(errors="replace").split("\0")[:-1]]
+    content, late = _first_bytes(MOST_HASHED, *DIFF) if status else (None, None)
+    # What git had no time to print has no hash; of a larger diff all launches hash the same start
+    known = content if late is None or len(content or b"") == MOST_HASHED else None
+    changes = hashlib.sha256(known).hexdigest()[:8] if known else None
+    files = names[:MOST_FILES] + [f"and {len(names) - MOST_FILES} more"] * (len(names) > MOST_FILES)
+    file = _write_diff(experiment_dir, changes, content, late) if diff and changes and content else None
+    return {"sha": sha.decode().strip(), "dirty": dirty, "changes": changes, "files": files, "diff": file}
+
+
+def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut: str | None) -> str:
+    """Write the start of a diff in whole lines, without tokens of a known shape; return the file's name."""
+    text = redacted(content[:MOST_DIFF].decode(errors="replace"))
+    if len(content) > MOST_DIFF or cut:
+        text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MOST_DIFF} bytes of it]\n"
+    return store.write_diff(experiment_dir, changes, text)
 
 
 def _first_bytes(most: int, *arguments: str) -> tuple[bytes | None, str | None]:
