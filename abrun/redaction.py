@@ -54,7 +54,7 @@ _IN_A_URL = r"(?<=:/)(?P<user>/?[^\s/:@'\"]{0,200}):(?P<password>(?!\$?\{|<secre
 _TOKEN = re.compile("|".join((*_SHAPES, _IN_A_URL)))
 
 # Within a word of a name: names are often written without separators (`PGPASSWORD`, `AWSSECRETKEY`)
-_SECRET = re.compile(r"passw(?:or)?d|passphrase|passcode|secret|credential|apikey")
+_SECRET = re.compile(r"passw(?:or)?d|passphrase|passcode|secret(?!ar|ion|ly)|credential|apikey")
 _SECRET_AT_THE_END = re.compile(r".*(?:pwd|token)|pw|psw|creds|auth|authorization|cookies?|dsn|pat")
 _PASSWORD_AT_THE_END = re.compile(r".*(?:passw(?:or)?d|passphrase|passcode|pwd)")
 _ABOUT_A_SECRET = ("file", "path", "dir", "name", "mode", "type", "policy", "length", "version", "enabled")

@@ -24,9 +24,9 @@ def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | Non
     """Commit of the working directory and whether it was changed since; None where it is no git checkout.
 
     Whether it was changed is None, too, where git takes too long to find out.
-    `changes` is the start of a hash of the uncommitted changes of tracked files, `files` the names of those and
-    of untracked files. With `diff` the changes themselves go into a file of the experiment, which is named
-    after that hash. Raises StoreError where it cannot be written.
+    `changes` is the start of a hash of the uncommitted changes of tracked files, `files` the names of these
+    and of untracked files. With `diff` the changes themselves go into a file of the experiment, which is
+    named after that hash. Raises StoreError where it cannot be written.
     """
     sha, _ = _first_bytes(100, "rev-parse", "HEAD")
     status, cut = _first_bytes(MOST_NAMES, "status", "--porcelain", "-z", "--no-renames")

@@ -95,13 +95,13 @@ def secret_in_words(words: list[str]) -> str | None:
             return option[2]
         elif (previous in short and is_secret("password", word)) or (previous in logins and _is_login(word)):
             return previous
-        if (proxy := PROXY.fullmatch(word)) and is_secret("password", proxy[1]):
-            return "a URL"
     return None
 
 
-def _assigned_in(word: str) -> str | None:
+def _assigned_in(word: str, depth: int = 1) -> str | None:
     """Return the name in `--name=value` or `Name: value` where the value is a secret."""
+    if (proxy := PROXY.fullmatch(word)) and is_secret("password", proxy[1]):
+        return "a URL"
     option, header = OPTION.fullmatch(word), HEADER.fullmatch(word)
     if header and is_secret(header[1], header[2]):
         return header[1]
@@ -111,7 +111,7 @@ def _assigned_in(word: str) -> str | None:
         return option[2]
     if option[1] + option[2] in LOGINS and _is_login(option[3]):
         return option[2]
-    return _assigned_in(option[3]) if "=" in option[3] else None
+    return _assigned_in(option[3], depth - 1) if depth else None  # as in `--env=NAME=value`
 
 
 def _is_login(word: str) -> bool:

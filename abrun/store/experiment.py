@@ -1,7 +1,6 @@
 """An experiment's directory: what was planned and declared, and what its runs are doing."""
 
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import re
@@ -99,7 +98,7 @@ def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
-    """Keep uncommitted changes of code in an experiment, once, under the start of their hash; returns the name of the file."""
+    """Keep uncommitted changes of code, once, under the start of their hash; return the file's name."""
     path = experiment_dir / f"git-{changes}.diff"
     if not path.is_file():
         write_file(path, diff.encode())

@@ -91,12 +91,8 @@ def code_name(git: Mapping[str, Any]) -> str:
 
     Older launches name the file of their diff instead, whose own hash that name holds.
     """
-    hashed = git.get("changes")
-    changes = (
-        f"changes {hashed}"
-        if hashed
-        else git.get("diff") or ("uncommitted changes" if git.get("dirty") else None)
-    )
+    uncommitted = "uncommitted changes" if git.get("dirty") else None
+    changes = f"changes {git['changes']}" if git.get("changes") else git.get("diff") or uncommitted
     return f"{str(git.get('sha'))[:7]}{f' with {changes}' if changes else ''}"
 
 
