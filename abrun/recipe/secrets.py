@@ -34,6 +34,7 @@ def refuse_secrets(raw: Mapping[str, Any], source: str) -> None:
     }
     for names, words in _lists(raw, ()):
         filled = [_filled(word, parameters) for word in words if isinstance(word, str)]
+        filled = [word for word in filled if not holds_token(word)]  # whose own field is named below
         if names[-1] == "argv" and (where := secret_in_words(filled)):
             raise RecipeError(f"{source}: {'.'.join(names)}: {where} is given a secret; {_INSTEAD}")
     for names, value in _texts(raw, ()):
