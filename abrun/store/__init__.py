@@ -3,7 +3,7 @@
     runs/<experiment>/experiment.json         resolved recipe, planned runs, hash of the compare block
     runs/<experiment>/reference.json          a copy of the frozen ensemble that the recipe names, if any
     runs/<experiment>/launcher.lock           who launches it now
-    runs/<experiment>/git-<hash>.diff         uncommitted changes of the code it was launched from
+    runs/<experiment>/git-<hash>.diff         uncommitted changes of its code (record_diff)
     runs/<experiment>/<arm>/seed-<k>[-aa<j>]/
         config.json       {experiment, arm, seed, rerun,             written by the launcher, once
                            initial_weights, config: resolved}

@@ -1,7 +1,6 @@
 """An experiment's directory: what was planned and declared, and what its runs are doing."""
 
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import threading
@@ -118,12 +117,11 @@ def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
     write_json(experiment_dir / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **content})
 
 
-def write_diff(experiment_dir: Path, diff: str) -> str:
-    """Keep uncommitted changes of code in an experiment, once; returns the name of the file."""
-    content = diff.encode()
-    path = experiment_dir / f"git-{hashlib.sha256(content).hexdigest()[:8]}.diff"
+def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
+    """Keep uncommitted changes of code, once, under the start of their hash; return the file's name."""
+    path = experiment_dir / f"git-{changes}.diff"
     if not path.is_file():
-        write_file(path, content)
+        write_file(path, diff.encode())
     return path.name
 
 

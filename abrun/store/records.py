@@ -149,8 +149,12 @@ class Launches:
 
 
 def code_name(git: Mapping[str, Any]) -> str:
-    """Return a commit and the file of its uncommitted changes: `939ca1c with git-527da590.diff`."""
-    changes = git.get("diff") or ("uncommitted changes" if git.get("dirty") else None)
+    """Return a commit and a hash of its uncommitted changes: `939ca1c with changes 527da590`.
+
+    Older launches name the file of their diff instead, whose own hash that name holds.
+    """
+    uncommitted = "uncommitted changes" if git.get("dirty") else None
+    changes = f"changes {git['changes']}" if git.get("changes") else git.get("diff") or uncommitted
     return f"{str(git.get('sha'))[:7]}{f' with {changes}' if changes else ''}"
 
 
