@@ -6,6 +6,7 @@ declared before the runs. `load_recipe` resolves `defaults:` inheritance and `--
 is one `RecipeError` line.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -449,9 +450,9 @@ def _beside(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         ]
         raw = raw | {"trainer": trainer | {"argv": argv}}
     reference = compare.get("reference") if isinstance(compare, dict) else None
-    if isinstance(reference, str) and not Path(reference).expanduser().is_file():
-        beside = folder / reference
-        raw = raw | {"compare": {**raw["compare"], "reference": str(beside)}} if beside.is_file() else raw
+    if isinstance(reference, str) and not os.path.isfile(os.path.expanduser(reference)):
+        beside = str(folder / reference)
+        raw = raw | {"compare": {**raw["compare"], "reference": beside}} if os.path.isfile(beside) else raw
     return raw
 
 
