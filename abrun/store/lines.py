@@ -36,6 +36,7 @@ class LineWriter:
             self._file = os.open(path, flags, PRIVATE)
             try:
                 self._drop_torn_line()
+                self._end = os.fstat(self._file).st_size
                 sync_folder(path.parent)
             except BaseException:
                 os.close(self._file)
@@ -43,8 +44,7 @@ class LineWriter:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. A line that the disk cannot take whole is removed before StoreError is raised."""
-        text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
-        line = text.encode(errors="replace") + b"\n"  # of a path, say: half a surrogate is no text
+        line = json_line(row)
         with explained(self.path):
             self._drop_torn_line()
             self._torn = True
@@ -52,6 +52,16 @@ class LineWriter:
                 self._drop_torn_line()
                 raise OSError("no space for the whole line")
             self._torn = False
+            self._end = os.lseek(self._file, 0, os.SEEK_CUR)
+
+    @property
+    def in_place(self) -> bool:
+        """True while the path leads to this file, and nobody has cut it short."""
+        try:
+            there, here = self.path.lstat(), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, here) and here.st_size >= self._end
 
     def sync(self) -> None:
         """Bring what was written to the disk: from now on it outlives a loss of power."""
@@ -66,6 +76,11 @@ class LineWriter:
         if self._torn:
             os.ftruncate(self._file, _end_of_last_line(self._file))
             self._torn = False
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
+    return text.encode(errors="replace") + b"\n"  # of a path, say: half a surrogate is no text
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
