@@ -169,6 +169,8 @@ class _Run:
 
     def _copy_metrics(self, *, ended: bool = False) -> None:
         self._writer.check_fence()
+        if self._writer.has_lost_rows:
+            self._writer.metrics_anew(self._follower.rows)
         for step, row in self._follower.new_rows(ended=ended):
             self._writer.metrics(step, row)
         step = self._follower.last_step

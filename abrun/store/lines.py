@@ -40,6 +40,7 @@ class LineWriter:
             self._file = open_to_change(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 self._drop_torn_line()
+                self._end = os.fstat(self._file).st_size
                 sync_folder(path.parent)
             except BaseException:
                 os.close(self._file)
@@ -47,9 +48,7 @@ class LineWriter:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. A line that the disk cannot take whole is removed before StoreError is raised."""
-        text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
-        content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
-        line = content + _checksum(content) + b"\n"
+        line = json_line(row)
         with explained(self.path):
             self._drop_torn_line()
             self._torn = True
@@ -57,6 +56,16 @@ class LineWriter:
                 self._drop_torn_line()
                 raise OSError("no space for the whole line")
             self._torn = False
+            self._end = os.lseek(self._file, 0, os.SEEK_CUR)
+
+    @property
+    def in_place(self) -> bool:
+        """True while the path leads to this file, and nobody has cut it short."""
+        try:
+            there, here = self.path.lstat(), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, here) and here.st_size >= self._end
 
     def sync(self) -> None:
         """Bring what was written to the disk: from now on it outlives a loss of power."""
@@ -107,6 +116,13 @@ class LineParser:
 def _checksum(content: bytes) -> bytes:
     """Return the end of a line that begins with `content`."""
     return b'%s%08x"}' % (_BEFORE_CHECKSUM, zlib.crc32(content))
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line with its checksum."""
+    text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
+    content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
+    return content + _checksum(content) + b"\n"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -80,6 +80,7 @@ class TextValues:
 class Result:
     """What a finished run leaves: `result.json`."""
 
+    step: Count = 0  # the last one
     final_weights_hash: str | None = None
     final_weights: Mapping[PathText, dict[str, Any]] | None = None  # by file, each a fingerprint
     text_values: Mapping[str, TextValues] = field(default_factory=dict)  # by metric
@@ -129,8 +130,9 @@ class LastWord:
         return "failed", "its process is gone and left no word, as on a full disk"
 
 
-def last_word(last: Launch | None, attempt: Attempt) -> LastWord:
+def last_word(launches: Sequence[Launch], attempt: Attempt) -> LastWord:
     """Choose between the last launch and the newest attempt: the attempt where it is later."""
+    last = launches[-1] if launches else None
     told = last if last and last.attempts >= attempt.number else attempt
     if last is None or attempt.number > last.attempts + (last.ended_s is None):
         return LastWord(told, attempt, None, attempt.started_s, attempt.number)

@@ -48,7 +48,6 @@ from abrun.store.records import (
     Attempt,
     Environment,
     Heartbeat,
-    LastWord,
     Launch,
     Launches,
     Node,
@@ -415,9 +414,9 @@ class RunDir:
         Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
         """
         refuse_closed(self.path)
-        heartbeat, word = self.heartbeat(), self._last_word()
+        heartbeat, word = self.heartbeat(), last_word(self.launches(), self.attempt())
         while gone := word.told.status == "running" and word.process.is_gone:
-            before, word = word, self._last_word()
+            before, word = word, last_word(self.launches(), self.attempt())
             if word == before:  # else it has ended with a word since its word was read
                 break
         told, attempt, started_s = word.told, word.attempt, word.started_s
@@ -442,9 +441,6 @@ class RunDir:
             message=message if status in ("failed", "interrupted", "stalled") else None,
             ending=ending_of(told),
         )
-
-    def _last_word(self) -> LastWord:
-        return last_word((self.launches() or [None])[-1], self.attempt())
 
     def step_attempts(self) -> dict[int, int]:
         """By step, the newest attempt that recorded it; of a file that is damaged, what can be read."""
@@ -495,6 +491,11 @@ class RunDir:
             bad = bad_rows(self.path / layout.METRICS)
             return f"{layout.METRICS}, line {min(bad)}: is no row" if bad else None
         return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
+
+    def missing_last_step(self) -> str | None:
+        """Why the metrics of a finished command cannot be whole: their last step, or all, is gone."""
+        last = read_as(Result, self.path / layout.RESULT).step
+        return f"{layout.METRICS} lacks step {last}, the last" if last not in self.step_attempts() else None
 
     def final_weights_damage(self) -> str | None:
         """What is wrong with the trained model of a finished run that was to keep it; None: nothing."""
