@@ -46,12 +46,6 @@ class RunRecord:
     initial_weights: str | None  # a folder, relative to the run directory
     config: dict[str, Any]  # resolved; abrun.recipe.stored_run reads it
 
-    @property
-    def num_steps(self) -> int:
-        """The steps that are planned; 0 where the configuration does not say."""
-        steps = self.config.get("steps")
-        return steps if type(steps) is int and 0 <= steps <= MAX_COUNT else 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(Owner):
@@ -303,33 +297,43 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredRecord:
-    """The fields of `config.json`."""
+class StoredConfig:
+    """The fields of `config.json`; a missing name has the arm "", a missing number is -1."""
 
     experiment: str | None = None
-    arm: str
-    seed: Count
-    rerun: Count
+    arm: str = ""
+    seed: Count = -1
+    rerun: Count = -1
     initial_weights: PathText | None = None
-    config: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that are planned; 0 where the configuration does not say."""
+        steps = self.config.get("steps")
+        return steps if type(steps) is int and 0 <= steps <= MAX_COUNT else 0
+
+    @property
+    def name(self) -> RunName:
+        return RunName(arm=self.arm, seed=self.seed, rerun=self.rerun)
+
+    def record(self) -> RunRecord | None:
+        """Return which run this is; None where it lacks what every run of abrun has."""
+        if not (self.arm and self.seed >= 0 and self.rerun >= 0 and self.config):
+            return None
+        return RunRecord(
+            experiment=str(self.experiment),
+            name=self.name,
+            initial_weights=self.initial_weights,
+            config=self.config,
+        )
 
 
-def stored_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> RunRecord | None:
-    """Read `config.json`. Return None where it is missing, or lacks what every run of abrun has.
-
-    Raises StoreError where it does not read, or is of another form.
-    """
+def stored_config(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> StoredConfig:
+    """Read `config.json`, which may be missing. Raises StoreError where it is of another form."""
     content = read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)
-    if not {"arm", "seed", "rerun", "config"} <= content.keys():
-        return None
-    stored = checked(_StoredRecord, content, path)
-    return RunRecord(
-        experiment=str(stored.experiment),
-        name=RunName(arm=stored.arm, seed=stored.seed, rerun=stored.rerun),
-        initial_weights=stored.initial_weights,
-        config=stored.config,
-    )
+    return checked(StoredConfig, content, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

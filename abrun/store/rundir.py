@@ -65,7 +65,7 @@ from abrun.store.records import (
     mend_attempts,
     read_attempt,
     started_after,
-    stored_record,
+    stored_config,
     why_stalled,
 )
 from abrun.store.samples import Sample, read_samples
@@ -123,8 +123,8 @@ class RunDir:
     @property
     def initial_weights(self) -> Path | None:
         """The folder of the weights that the run starts from, where those are not its model's."""
-        record = stored_record(self.path / layout.CONFIG)
-        return self.path / record.initial_weights if record and record.initial_weights else None
+        weights = stored_config(self.path / layout.CONFIG).initial_weights
+        return self.path / weights if weights else None
 
     def is_own(self, path: Path) -> bool:
         """Whether a path leads to this folder, or to one of abrun's files in it, by whatever links."""
@@ -267,7 +267,7 @@ class RunDir:
         path = self.path / layout.CONFIG
         if not path.is_file():
             read_json(path)
-        record = stored_record(path, MOST_RECORD)
+        record = stored_config(path, MOST_RECORD).record()
         if record is None:
             raise StoreError(f"{path}: does not say arm, seed, rerun and config; launch the run again")
         return record
@@ -276,22 +276,22 @@ class RunDir:
         """None where the directory holds no run of abrun; StoreError where what it says is none."""
         path = self.path / layout.CONFIG
         try:
-            read_json(path)
+            is_run = read_json(path).keys() >= {"arm", "seed", "rerun", "config"}
         except UnreadableError:
             raise
         except StoreError:
             return None
-        return stored_record(path)
+        return stored_config(path).record() if is_run else None
 
     def identity(self) -> str:
         """Which run this is, so that nothing of another is taken for its own: name and hash of its config.
 
         Limits are not counted in: they change how long it may take, not what it computes.
         """
-        record = self.record()
-        does = {key: value for key, value in record.config.items() if key != "limits"}
+        stored = stored_config(self.path / layout.CONFIG)
+        does = {key: value for key, value in stored.config.items() if key != "limits"}
         digest = hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
-        return f"{record.name} {digest[:16]}"
+        return f"{stored.name} {digest[:16]}"
 
     def attempts(self) -> list[Attempt]:
         """Every start of the job, oldest first."""
@@ -423,7 +423,7 @@ class RunDir:
         status, message = told.status, told.message
         if gone:
             status, message = word.without_end
-        record = stored_record(self.path / layout.CONFIG)
+        num_steps = stored_config(self.path / layout.CONFIG).num_steps
         if self.finished:
             status = "finished"
         elif status == "finished":
@@ -437,7 +437,7 @@ class RunDir:
             status=status,
             step=heartbeat.step,
             started_s=started_s,
-            num_steps=record.num_steps if record else 0,
+            num_steps=num_steps,
             message=message if status in ("failed", "interrupted", "stalled") else None,
             ending=ending_of(told),
         )
