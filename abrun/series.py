@@ -38,6 +38,10 @@ class Series:
         found = index < len(self.steps) and self.steps[index] == step
         return float(self.values[index]) if found else None
 
+    def values_at(self, steps: Steps) -> Array:
+        """Return the values at steps that are all recorded."""
+        return self.values if len(steps) == len(self) else self.values[np.searchsorted(self.steps, steps)]
+
 
 def beyond_float32_as_infinite(values: Array) -> Array:
     """Return the values themselves where float32 can hold them, else a copy with infinities."""

@@ -25,7 +25,7 @@ from tests.compare.simulate import write_experiment
 
 SHAPES = {  # runs, steps, metrics
     "long": (2, 1_500_000, 12),
-    "many": (500, 2_000, 40),
+    "many": (500, 2_000, 20),
     "wide": (2, 2_000, 5_000),
     "usual": (20, 10_000, 40),
 }

@@ -332,10 +332,7 @@ def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
     if not series:
         return NO_SERIES.steps, np.empty((0, 0))
     shared = shared_steps(*(one.steps for one in series))
-    rows = [
-        one.values if len(one) == len(shared) else one.values[np.searchsorted(one.steps, shared)]
-        for one in series
-    ]
+    rows = [one.values_at(shared) for one in series]
     return shared, np.array(rows).reshape(len(runs), len(shared))
 
 
