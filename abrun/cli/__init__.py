@@ -10,6 +10,7 @@ from typer.exceptions import TyperException
 from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
 from abrun.cli.app import app, complain, finish_help
 from abrun.errors import AbrunError
+from abrun.redaction import hide_secrets_of
 
 __all__ = [
     "bisecting",
@@ -32,6 +33,7 @@ def main() -> None:
 def _run() -> int:
     if sys.stdout is None:  # closed by the shell, as in `abrun status >&-`
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    hide_secrets_of(os.environ)
     try:
         return app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
     except TyperException as error:
