@@ -12,6 +12,7 @@ from abrun.cli import starting, experiments, judging, controls, measuring, bisec
 from abrun.cli.app import app, complain, finish_help
 from abrun.errors import AbrunError
 from abrun.output import standard_streams
+from abrun.redaction import hide_secrets_of
 
 __all__ = [
     "bisecting",
@@ -34,6 +35,7 @@ def main() -> None:
 
 
 def _run() -> int:
+    hide_secrets_of(os.environ)
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
         sys.stdout.flush()
