@@ -34,6 +34,7 @@ from abrun.store.access import (
     unreadable,
 )
 from abrun.store.owner import Owner
+from abrun.store.schemas import T, checked
 
 FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
 PARTIAL = ".partial"
@@ -302,6 +303,11 @@ def read_json_or_empty(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[st
         if path.exists() and not path.is_file():
             raise StoreError(f"{path}: not a file: move it away")
         return read_json(path, max_bytes) if path.is_file() else {}
+
+
+def read_as(kind: type[T], path: Path, max_bytes: int = MAX_RECORD_BYTES) -> T:
+    """Return a dataclass of the fields of a file, which may be missing. Raises StoreError."""
+    return checked(kind, read_json_or_empty(path, max_bytes), path)
 
 
 def is_too_deep(text: bytes, content: Any) -> bool:

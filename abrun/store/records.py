@@ -12,7 +12,7 @@ from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
 from abrun.store.access import unreadable
-from abrun.store.files import MAX_RECORD_BYTES, read_json_or_empty, write_json
+from abrun.store.files import MAX_RECORD_BYTES, read_as, read_json_or_empty, write_json
 from abrun.store.owner import Owner
 from abrun.store.schemas import (
     MAX_COUNT,
@@ -24,7 +24,6 @@ from abrun.store.schemas import (
     Seconds,
     Texts,
     checked,
-    read_as,
 )
 
 SCHEMA_VERSION = 1

@@ -292,7 +292,7 @@ def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(tmp_path: Pa
         ("heartbeat.json", lambda: writer.heartbeat(1)),
         ("result.json", lambda: writer.finish(1)),
     ):
-        writer.attempt = run.last_attempt
+        writer = run.begin_attempt()
         content = (run.path / name).read_bytes() if (run.path / name).exists() else None
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(target)
