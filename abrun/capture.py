@@ -14,12 +14,13 @@ def capped(log: Path, most_bytes: int) -> Iterator[None]:
 
     Elsewhere, as on a terminal, nothing changes. A disk that is full loses lines, but blocks nobody.
     """
-    if not _prints_into(log):
+    log_file = _opened_output(log)
+    if log_file is None:
         yield
         return
     reading, writing = os.pipe()
     printed = os.dup(1), os.dup(2)
-    pump = threading.Thread(target=_pump, args=(reading, log, most_bytes), daemon=True)
+    pump = threading.Thread(target=_pump, args=(reading, log_file, most_bytes), daemon=True)
     pump.start()
     _redirect(writing, writing)
     os.close(writing)
@@ -32,11 +33,16 @@ def capped(log: Path, most_bytes: int) -> Iterator[None]:
             os.close(number)
 
 
-def _prints_into(log: Path) -> bool:
+def _opened_output(log: Path) -> int | None:
+    """Open the log to read and change it, where stdout goes into it."""
     try:
-        return os.path.samestat(os.fstat(1), log.stat())
+        file = os.open(log, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return False
+        return None
+    if os.path.samestat(os.fstat(1), os.fstat(file)):
+        return file
+    os.close(file)
+    return None
 
 
 def _redirect(stdout: int, stderr: int) -> None:
@@ -46,11 +52,11 @@ def _redirect(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
 
 
-def _pump(reading: int, log: Path, most_bytes: int) -> None:
+def _pump(reading: int, log_file: int, most_bytes: int) -> None:
     head, num_cut = 0, 0
-    with os.fdopen(reading, "rb", buffering=0) as pipe:
+    with os.fdopen(reading, "rb", buffering=0) as pipe, os.fdopen(log_file, "r+b", buffering=0) as file:
         while content := pipe.read(1 << 16):
-            with contextlib.suppress(OSError), log.open("r+b", buffering=0) as file:
+            with contextlib.suppress(OSError):
                 size = file.seek(0, os.SEEK_END) + file.write(content)
                 if size > most_bytes:
                     head = head or os.pread(file.fileno(), most_bytes // 4, 0).rfind(b"\n") + 1

@@ -191,6 +191,10 @@ def test_resume_asks_for_the_variables_of_unfinished_runs_alone(recipe, tmp_path
 # --- the checkout ---
 
 
+# A case of a shell script that stands in for git: the settings that it was given
+CONFIGURATION = r"*--show-scope*) printf 'command\0core.hookspath\n/dev/null\0';;"
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "checkout"
@@ -231,7 +235,7 @@ def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> No
     endless = tmp_path / "bin" / "git"
     endless.parent.mkdir()
     endless.write_text(
-        '#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; status) echo " M code.py";; '
+        f'#!/bin/sh\ncase "$*" in {CONFIGURATION} *rev-parse*) echo 0123;; *status*) echo " M code.py";; '
         f'*) echo $$ > {tmp_path}/pid; exec yes "+a line {TOKEN}";; esac\n'
     )
     endless.chmod(0o755)
@@ -247,13 +251,17 @@ def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> No
 def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch) -> None:
     hanging = tmp_path / "bin" / "git"
     hanging.parent.mkdir()
-    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) echo x; sleep 3600;; esac\n')
+    hanging.write_text(
+        f'#!/bin/sh\ncase "$*" in {CONFIGURATION} *rev-parse*) echo 0123;; *) echo x; sleep 3600;; esac\n'
+    )
     hanging.chmod(0o755)
     monkeypatch.setenv("PATH", f"{hanging.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(git, "LIMIT_S", 1.0)  # in which a shell has printed its line
     state = git.record_checkout(tmp_path, diff=True)
     assert state and state["dirty"]
     assert "git took over" in (tmp_path / state["diff"]).read_text()
-    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) sleep 3600;; esac\n')
+    hanging.write_text(
+        f'#!/bin/sh\ncase "$*" in {CONFIGURATION} *rev-parse*) echo 0123;; *) sleep 3600;; esac\n'
+    )
     state = git.record_checkout(tmp_path, diff=True)
     assert state == {"sha": "0123", "dirty": None, "diff": None}, "nobody knows that nothing was changed"

@@ -1,10 +1,15 @@
-"""Which code a launch was started from: the commit of the working directory, and what was not committed."""
+"""Calls of git, and the code that a launch starts from: the commit of the working directory and its changes.
+
+A repository may come from anybody, and its configuration names programs that git starts. None of them is
+started here: `git_environment` turns them off for every call of git.
+"""
 
 import contextlib
 import os
 import signal
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,24 @@ from abrun import store
 from abrun.redaction import redacted_code
 
 MOST_DIFF = 1 << 18  # bytes
+MAX_CONFIGURATION = 1 << 20  # bytes
 LIMIT_S = 20.0
-DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
+GIT = ("git", "--no-pager")
+STATUS = ("status", "--porcelain", "--ignore-submodules=dirty")
+DIFF = (
+    *("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short"),
+    *("--ignore-submodules=dirty", "HEAD"),
+)
+PROGRAMS_OFF = {  # the monitor of files, hooks, checks of signatures, submodules with their configurations
+    "core.fsmonitor": "",
+    "core.hookspath": "/dev/null",
+    "log.showsignature": "false",
+    "submodule.recurse": "false",
+}
+# Git writes no index, and fetches no missing object, for which it would start the programs of a remote
+VARIABLES = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
+FILTERS_AND_CHECK = r"^(filter\..*\.(clean|smudge|process|required)|core\.hookspath)$"
+REPOSITORY_SCOPES = ("local", "worktree")  # as git config names them; the others are the user's
 
 
 def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | None:
@@ -24,12 +45,15 @@ def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | Non
     after its content: all runs and launches of the same checkout have one. Raises StoreError where it cannot
     be written.
     """
-    sha, _ = _first_bytes(100, "rev-parse", "HEAD")
-    status, cut = _first_bytes(1, "status", "--porcelain")
+    environment = git_environment(Path.cwd())
+    if environment is None:
+        return None
+    sha, _ = _first_bytes(100, environment, "rev-parse", "HEAD")
+    status, cut = _first_bytes(1, environment, *STATUS)
     if not sha or status is None:
         return None
     dirty = None if cut and not status else bool(status)
-    content, cut = _first_bytes(MOST_DIFF, *DIFF) if diff and status else (b"", None)
+    content, cut = _first_bytes(MOST_DIFF, environment, *DIFF) if diff and status else (b"", None)
     text = redacted_code((content or b"").decode(errors="replace"))
     if cut:  # by whole lines: the start of a token is not known for one
         text = f"{text.rpartition(chr(10))[0]}\n[cut here: {cut}]\n"
@@ -37,15 +61,61 @@ def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | Non
     return {"sha": sha.decode().strip(), "dirty": dirty, "diff": file}
 
 
-def _first_bytes(most: int, *arguments: str) -> tuple[bytes | None, str | None]:
+def git_environment(repo: Path) -> dict[str, str] | None:
+    """Return the environment for calls of git in `repo`; None where git does not read its configuration.
+
+    A filter that the repository's configuration defines is off, or as the user's own configuration has it.
+    """
+    environment = {**os.environ, **VARIABLES, **_configuration(PROGRAMS_OFF)}
+    question = ("config", "--null", "--show-scope", "--get-regexp", FILTERS_AND_CHECK)
+    answer, cut = _first_bytes(MAX_CONFIGURATION, environment, "-C", str(repo), *question)
+    fields = os.fsdecode(answer or b"").split("\0")
+    settings = [
+        (scope, *text.partition("\n")) for scope, text in zip(fields[::2], fields[1::2], strict=False)
+    ]
+    if cut or ("command", "core.hookspath", "\n", "/dev/null") not in settings:  # nor does git before 2.31
+        return None
+    users, changed = dict[str, str](), set[str]()
+    for scope, key, equals, value in settings:
+        if scope not in REPOSITORY_SCOPES:
+            users[key] = value if equals else "true"
+        elif key not in PROGRAMS_OFF:
+            changed.add(key)
+    filters = {key: users.get(key, "false" if key.endswith(".required") else "") for key in sorted(changed)}
+    return {**environment, **_configuration({**PROGRAMS_OFF, **filters})}
+
+
+def git_output(repo: Path, *arguments: str) -> str | None:
+    """Return what git prints; None where it fails, or is not here."""
+    environment = git_environment(repo)
+    if environment is None:
+        return None
+    command = [*GIT, "-C", str(repo), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _configuration(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which git takes settings, after those that the environment has already."""
+    count = os.environ.get("GIT_CONFIG_COUNT", "")
+    first = int(count) if count.isdecimal() else 0
+    variables = {"GIT_CONFIG_COUNT": str(first + len(settings))}
+    for index, (key, value) in enumerate(settings.items(), first):
+        variables |= {f"GIT_CONFIG_KEY_{index}": key, f"GIT_CONFIG_VALUE_{index}": value}
+    return variables
+
+
+def _first_bytes(
+    most: int, environment: Mapping[str, str], *arguments: str
+) -> tuple[bytes | None, str | None]:
     """The start of what git prints, and why it is not all; None where git fails, or is not here.
 
     Git is ended where it goes on after that, or takes long: a diff can have any size.
     """
-    command = ["git", "--no-pager", *arguments]
     try:
         process = subprocess.Popen(
-            command,
+            [*GIT, *arguments],
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -57,7 +127,7 @@ def _first_bytes(most: int, *arguments: str) -> tuple[bytes | None, str | None]:
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # filters of git among them
+            os.killpg(process.pid, signal.SIGKILL)  # filters that it has started among them
 
     def give_up() -> None:
         late.set()

@@ -133,7 +133,7 @@ def refuse_impossible(plan: Plan, refusals: list[str], shown_by: str = ": --dry-
 
 
 class _Quiet:
-    """An observer that nobody hears any more is not heard: no error of its output ends a run."""
+    """Wraps an observer: no I/O error of what it reads or prints ends a run."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer

@@ -28,7 +28,9 @@ from typing import Any
 from abrun import progress
 from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError, StoreError
+from abrun.output import outlive_output
 from abrun.processes import (
+    MODULE,
     PYTHON_ERROR,
     RUN_DIR,
     Awake,
@@ -71,7 +73,7 @@ StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
     """A process of its own, in a session: whoever signals the agent's group asks the agent alone (_Watch)."""
-    command = [sys.executable, "-u", "-m", *words]
+    command = [sys.executable, "-u", *MODULE, *words]
     return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
@@ -488,4 +490,5 @@ def is_waiting(place: str) -> bool:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -11,6 +11,7 @@ import runpy
 import socket
 import sys
 
+from abrun.output import outlive_output
 from abrun.processes import forks
 from abrun.train import agent
 
@@ -25,6 +26,7 @@ def main() -> None:
     atexit.register(gc.unfreeze)
     words = forks.serve(socket.socket(fileno=int(asked)), _may_fork)
     # From here on this is a copy.
+    outlive_output()
     sys.argv = words
     spares: list[forks.Spare] = []
     for _ in range(agent.asked_for().ranks):

@@ -30,7 +30,7 @@ from abrun.metric_names import (
 )
 from abrun.recipe import Primary, can_change_numbers
 from abrun.redaction import in_yaml
-from abrun.series import Steps, window_bounds
+from abrun.series import Steps, shared_steps, window_bounds
 
 UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
 MOST_NAMED = 12
@@ -125,9 +125,7 @@ def coverage(sides: Sides) -> dict[str, int]:
     """How many steps the finished pairs, or runs, share, of those that any of them has."""
     finished = sides.finished.runs
     everything = union(run.steps for run in finished)
-    shared = everything
-    for run in finished:
-        shared = np.intersect1d(shared, run.steps, assume_unique=True)
+    shared = shared_steps(everything, *(run.steps for run in finished))
     return {"shared_steps": len(shared), "all_steps": len(everything)}
 
 
@@ -167,7 +165,8 @@ def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedR
         yield f"{runs[0]}{more} failed ({failure}): {cost}; mend the cause and launch with --resume"
     for run in [*baselines, *treatments]:
         if run.status == "unreadable":
-            yield f"{run} cannot be read ({run.failure}): mend or remove what is damaged there"
+            advice = "" if run.forbidden else ": mend or remove what is damaged there"
+            yield f"{run} cannot be read ({run.failure}){advice}"
         elif not run.finished and run.status != "failed":
             state = "its directory is missing" if run.status == "missing" else run.status
             yield f"{run} is not finished ({state}): launch with --resume"
@@ -437,7 +436,7 @@ def _missing_metrics(
             if not len(grid):
                 yield f"missing metric: {run} did not record {metric} ({role}){run.unread_text(metric)}"
             elif role == "guard" and not run.thinned:
-                absent = lacking(run, metric, np.intersect1d(everything, run.steps))
+                absent = lacking(run, metric, shared_steps(everything, run.steps))
                 if len(absent):
                     at = f"at step {absent[0]}{run.unread_text(metric)}"
                     yield f"missing metric: {run} did not record {metric} ({role}) {at}"

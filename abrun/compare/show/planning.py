@@ -168,7 +168,7 @@ def plan_report(
         if expected:
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
-            table.add_row(claim.metric, margin, *cells, _needed(expected, counted))
+            table.add_row(Text(claim.metric), margin, *cells, _needed(expected, counted))
     if powers:
         by_number = f"\nP(match) if the arms are truly equal, by number of {counted}"
         lines += [Text(by_number, style="bold"), table]

@@ -18,6 +18,7 @@ from abrun.launch.experiment import owned_experiment, warm_start_dir, write_run
 from abrun.launch.export.parts import RECIPE, recipe_in
 from abrun.launch.node import FAILED, agent_of
 from abrun.launch.slurm.jobs import WARM_START
+from abrun.output import outlive_output
 from abrun.plan import Plan, RunName, make_plan
 from abrun.store import WARM_STARTS, Locked, RunDir
 
@@ -99,4 +100,5 @@ def wait_for(run: RunDir) -> None:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())
