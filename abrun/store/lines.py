@@ -82,6 +82,13 @@ class LineWriter:
             self._torn = False
 
 
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line that ends with its checksum."""
+    text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
+    content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
+    return content + _checksum(content) + b"\n"
+
+
 class LineParser:
     """Parses the lines of one file in order, checking the checksum that LineWriter appends to each.
 
@@ -116,13 +123,6 @@ class LineParser:
 def _checksum(content: bytes) -> bytes:
     """Return the end of a line that begins with `content`."""
     return b'%s%08x"}' % (_BEFORE_CHECKSUM, zlib.crc32(content))
-
-
-def json_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line with its checksum."""
-    text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
-    content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
-    return content + _checksum(content) + b"\n"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

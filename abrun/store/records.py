@@ -85,6 +85,8 @@ class Git:
 
     sha: str | None = None
     dirty: Flag | None = None  # None: not known
+    changes: str | None = None  # the start of a hash of them
+    files: Texts = ()  # the names of changed and of untracked files
     diff: PathText | None = None  # the file of the changes, in the experiment's folder
 
 
