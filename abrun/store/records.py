@@ -11,8 +11,9 @@ from typing import Any, Literal
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
+from abrun.regular_files import MAX_FILE_BYTES
 from abrun.store.access import unreadable
-from abrun.store.files import MAX_RECORD_BYTES, read_as, read_json_or_empty, write_json
+from abrun.store.files import read_as, read_json_or_empty, write_json
 from abrun.store.owner import Owner
 from abrun.store.schemas import (
     MAX_COUNT,
@@ -330,7 +331,7 @@ class StoredConfig:
         )
 
 
-def stored_config(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> StoredConfig:
+def stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
     """Read `config.json`, which may be missing. Raises StoreError where it is of another form."""
     content = read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)
