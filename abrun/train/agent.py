@@ -28,7 +28,6 @@ from typing import Any
 from abrun import progress
 from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError, StoreError
-from abrun.output import outlive_output
 from abrun.processes import (
     PYTHON_ERROR,
     RUN_DIR,
@@ -51,6 +50,7 @@ from abrun.processes import (
     stopping_signals,
     wait,
 )
+from abrun.processes.output import outlive_output
 from abrun.store import NODE_EVERY_S, NODE_LOST_S, Node, RunDir, SilentRank
 
 GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
