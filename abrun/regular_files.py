@@ -20,7 +20,10 @@ def open_regular(path: Path) -> io.BufferedReader:
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     """What is in a file. Raises OSError like open_regular, and for one that is larger than it may be."""
     with open_regular(path) as file:
-        content = file.read() if most_bytes is None else file.read(most_bytes + 1)
-    if most_bytes is not None and len(content) > most_bytes:
+        if most_bytes is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size  # a file that claims to be huge is not begun
+        content = b"" if size > most_bytes else file.read(most_bytes + 1)
+    if max(size, len(content)) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
     return content

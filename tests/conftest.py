@@ -10,11 +10,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from abrun import redaction
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # this process has read its environment
+
+
+@pytest.fixture(autouse=True)
+def no_hidden_values():
+    """A launch within a test hides values for as long as its process lives."""
+    yield
+    redaction.show_values()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,8 @@
 """The command line: parse, call one function, print."""
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -10,6 +12,7 @@ from abrun.cli import starting, experiments, judging, controls, measuring, bisec
 from abrun.cli.app import app, complain, finish_help
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
+from abrun.redaction import hide_secrets_of
 
 __all__ = [
     "bisecting",
@@ -32,6 +35,7 @@ def main() -> None:
 
 
 def _run() -> int:
+    hide_secrets_of(os.environ)
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
         sys.stdout.flush()
@@ -45,6 +49,11 @@ def _run() -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `abrun status | head`
         return 1
     except OSError as error:  # such as a path that is too long, or a folder that may not be read
+        if isinstance(error, PermissionError) and isinstance(error.filename, str):
+            from abrun.store import is_allowed, unreadable
+
+            if not is_allowed(error.filename, os.R_OK):
+                return complain(str(unreadable(Path(error.filename))))
         where = error.filename or "what is written to, perhaps the standard output"
         return complain(f"{where}: {error.strerror or error}")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 
 from abrun.cli.app import RUN, app, complain, console, outlives_output, print_json
 from abrun.cli.arguments import (
@@ -251,6 +250,8 @@ def _warn_of_memory(screen: "Terminal", plan: "Plan", asked: str | None, *, here
 
     Of arms that were predicted to decide what the recipe leaves open, the decision tells.
     """
+    from rich.text import Text
+
     from abrun.memory.predict import device_memory, fit_of
 
     if asked is None and not here:
@@ -259,7 +260,7 @@ def _warn_of_memory(screen: "Terminal", plan: "Plan", asked: str | None, *, here
     if device_bytes is not None:
         told = {arm for one in plan.decided.values() for of in one["candidates"] for arm in of["peaks"]}
         for line in fit_of(plan.recipe, device_bytes, traced=asked is not None, besides=told):
-            screen.print(f"[bold]Memory:[/] {escape(shown(line))}", soft_wrap=True)
+            screen.print(Text.assemble(("Memory: ", "bold"), shown(line)), soft_wrap=True)
 
 
 def _failing(fail_on: str | None, *, no_compare: bool) -> dict[str | None, int]:

@@ -27,6 +27,7 @@ STARVED = (
     ", when memory ran out (the machine's, not a GPU's): run fewer at once (--jobs), ask Slurm for more "
     "(launcher.sbatch.mem), or use smaller batches"
 )
+MODULE = ("-P", "-m")  # of our own processes: a module of the working directory must not shadow any
 STARTER = Path(__file__).with_name("starter.py")
 Popen = subprocess.Popen[bytes]
 # The last line of a traceback, but not of torchrun's own

@@ -105,7 +105,7 @@ def test_every_run_is_done_in_order_and_recorded(tmp_path: Path) -> None:
     # One at a time, in launch order
     assert all(ended(a[0]) <= b[0].started_s for a, b in itertools.pairwise(attempts))
     git = store.RunDir(tmp_path / "small" / names[0]).git()
-    assert git is None or set(git) == {"sha", "dirty", "diff"}
+    assert git is None or set(git) == {"sha", "dirty", "changes", "files", "diff"}
     assert "CUDA_VISIBLE_DEVICES=''" in (tmp_path / "small" / names[0] / "stdout.log").read_text()
 
 

@@ -373,6 +373,8 @@ def on_two_ranks(rank: int, world_size: int, directory: Path) -> list[Any]:
         checkpoint.save(run.checkpoints, trained, ranks, step=2, keep=2, writer=writer)
     except StoreError as error:
         found.append(str(error))
+    ranks.barrier()
+    found.append(sorted(os.listdir(run.checkpoints)))
     return found
 
 
@@ -380,6 +382,7 @@ def test_all_ranks_agree_on_what_is_sound_and_fail_together(tmp_path: Path) -> N
     first, second = run_ranks(on_two_ranks, 2, tmp_path / "run")
     assert first[:2] == [1, [10.0] * 3] and second[:2] == [1, [11.0] * 3]
     assert first[2] == second[2] and "cannot be written" in first[2], "and neither waits for the other"
+    assert first[3] == ["step-000001", "step-000002"], "and the other rank's shard goes at once"
     ((step, reason),) = told(RunDir(tmp_path / "run"), "checkpoint_damaged")
     assert step == 2 and reason.startswith("rank-1.safetensors does not have")
 
