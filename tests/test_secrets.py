@@ -307,7 +307,7 @@ def test_a_hash_and_names_of_the_changes_are_recorded_and_with_record_diff_the_c
     (diff,) = (runs_dir / "with").glob("git-*.diff")
     assert recorded["diff"] == diff.name and stat.S_IMODE(diff.stat().st_mode) == 0o600
     assert "+lr = 2" in diff.read_text() and diff.name == f"git-{recorded['changes']}.diff"
-    assert recorded["files"] == ["code.py", "new.py"]
+    assert list(recorded["files"]) == ["code.py", "new.py"]
     assert "lr = 2" not in (runs_dir / "with" / "baseline" / "seed-0" / "launch.json").read_text()
     assert not list((runs_dir / "without").glob("git-*"))
     bare = store.RunDir(runs_dir / "without" / "baseline" / "seed-0").git()
