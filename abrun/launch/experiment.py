@@ -72,6 +72,7 @@ def owned_experiment(
     made = [path for path in (experiment_dir, *experiment_dir.parents) if not os.path.lexists(path)]
     try:
         with store.launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
+            store.remove_leftovers(experiment_dir)
             if resume:
                 _refuse_queued(experiment_dir)  # again: a faster launcher may have handed it over meanwhile
                 _check_same(plan, experiment_dir)
@@ -79,7 +80,6 @@ def owned_experiment(
                 queued = queued_jobs(experiment_dir)
                 if queued:  # they have ended
                     queued.forget()
-                store.remove_leftovers(experiment_dir)
                 _write(plan, experiment_dir, resume=True)
             else:
                 refuse_existing(experiment_dir)  # again: a faster launcher may have made it meanwhile

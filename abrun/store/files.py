@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import stat
@@ -39,6 +38,7 @@ from abrun.store.schemas import T, checked
 FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
 PARTIAL = ".partial"
 ABANDONED_S = 3600.0
+LEVELS = 3  # of folders in an experiment's: arm, run, attempts
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 MAX_DEPTH = 64  # of mappings and lists in each other: whoever walks through them may recurse
@@ -120,23 +120,25 @@ def _partial(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the partial files of killed writers from a folder and those in it.
+    """Remove the partial files of killed writers from the folder of an experiment, or of a run.
 
     Whether a writer on another host lives cannot be told: its file has to be an hour old.
     """
-    for parent, _, names in os.walk(folder):
-        for name in leftovers(names):
-            path = Path(parent, name)
+    for parent, folders, names in os.walk(folder):
+        if len(Path(parent).relative_to(folder).parts) >= LEVELS:  # what a trainer keeps there may be large
+            folders.clear()
+        for path in (Path(parent, name) for name in leftovers(names)):
             with contextlib.suppress(OSError):
                 if _is_abandoned(path):
                     path.unlink()
 
 
 def _is_abandoned(partial: Path) -> bool:
-    host = socket.gethostname()
-    match = re.search(rf"\.{re.escape(host)}\.(\d+){re.escape(PARTIAL)}$", partial.name)
-    if match:
-        return Owner(host=host, pid=int(match[1])).is_gone
+    host, _, number = partial.name.removesuffix(PARTIAL).rpartition(".")
+    if not number.isdecimal():  # a trainer's file, perhaps
+        return False
+    if host.endswith(f".{socket.gethostname()}"):
+        return Owner(host=socket.gethostname(), pid=int(number)).is_gone
     return time.time() - partial.stat().st_mtime > ABANDONED_S
 
 

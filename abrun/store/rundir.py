@@ -185,9 +185,8 @@ class RunDir:
         attempts = self.last_attempt
         for launch in self._earlier_launches().launches[-1:]:
             attempts = min(attempts, launch.attempts + 1)
-        message = message and told(message)
-        ending = {"status": status, "message": message, "ended_s": time.time(), "attempts": attempts}
-        self.update_launch(**ending, **seen)
+        ending = {"status": status, "message": message and told(message), "ended_s": time.time()}
+        self.update_launch(**ending, attempts=attempts, **seen)
 
     def reopen(self, reason: str) -> None:
         """Take back that the run is finished, for something of it is gone; no job may be at work here."""

@@ -24,6 +24,7 @@ from abrun.processes import Process, below, children, processes_of
 from abrun.recipe import load_recipe
 from abrun.store import LOCK, RunDir, RunState, is_experiment, owner_of, planned_runs, run_state
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
+from tests.store.faulty import killed_at
 
 pytestmark = [
     pytest.mark.slow,
@@ -233,6 +234,31 @@ def test_nothing_lives_on_and_a_resume_ends_where_none_was_killed(
             if "time" not in key:
                 assert np.array_equal(values, expected[key]), f"{by}: {key}"
         check_whole(experiment, by)
+
+
+def test_a_launcher_killed_before_any_of_its_writes(
+    tmp_path: Path, others: frozenset[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the experiment's first file to its end, whose order a random moment would rarely meet."""
+    recipe = (OWN[0], ("compare.primary=[]", ONE_RUN, "steps=3"))
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"step_s": 0.01}))
+    every = max(1, 200 // ROUNDS)
+    last, seen = 1 + SEED % every, set[str]()
+    while True:
+        runs_dir = tmp_path / str(last)
+        runs_dir.mkdir()
+        experiment = runs_dir / "small"
+        killed = killed_at(last, runs_dir, lambda runs_dir=runs_dir: launch(recipe, runs_dir))
+        check_killed(runs_dir, experiment, f"launcher, call {last}", others)
+        if not killed:
+            break
+        if is_experiment(experiment):
+            seen |= {state.status for state in states(experiment).values()}
+        assert launch(recipe, runs_dir, resume=is_experiment(experiment)).exit_code == 0, f"call {last}"
+        check_whole(experiment, f"call {last}")
+        last += every
+    check_whole(experiment, "undisturbed")
+    assert seen >= {"pending", "interrupted"} and last > 40
 
 
 def after_steps(run: Path, num_steps: int) -> None:

@@ -138,6 +138,7 @@ def gone() -> int:
         (lambda: ".result.json.elsewhere.7.partial", True, True),
         (lambda: f".result.json.{gone()}.partial", True, True),  # of an older version
         (lambda: "my.partial", True, False),
+        (lambda: ".weights.safetensors.partial", True, False),  # a trainer's
     ],
 )
 def test_partial_files_of_dead_writers_are_removed(
