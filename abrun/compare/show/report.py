@@ -26,7 +26,15 @@ from abrun.extras import lacking
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.recipe import units
 from abrun.redaction import shown
-from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
+from abrun.store import (
+    can_fork,
+    damage,
+    fingerprint,
+    read_json,
+    share_new_folder,
+    write_file,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,6 +90,7 @@ def write_report(
     stamp = output / STAMP
     try:
         output.mkdir(parents=True, exist_ok=True)
+        share_new_folder(output)
         figures = _figures_of(stamp, drawn)
         if figures is None:
             kept = {*readings, *claim_tests_in(output)}
