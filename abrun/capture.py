@@ -6,11 +6,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
+
+
+class BytesMask(Protocol):
+    def hide_bytes(self, content: bytes, *, more: bool) -> tuple[bytes, bytes]:
+        """Return `content` masked and, with `more` to come, the end that may be the start of a secret."""
+        ...
 
 
 @contextlib.contextmanager
-def capped(log: Path, most_bytes: int) -> Iterator[None]:
-    """Where stdout goes into `log`, it and stderr go there through this process, which cuts out the middle.
+def capped(log: Path, most_bytes: int, mask: BytesMask) -> Iterator[None]:
+    """Where stdout goes into `log`, it and stderr go there through this process.
+
+    It masks secrets, and cuts out the middle.
 
     Elsewhere, as on a terminal, nothing changes. A disk that is full loses lines, but blocks nobody.
     """
@@ -20,7 +29,7 @@ def capped(log: Path, most_bytes: int) -> Iterator[None]:
         return
     reading, writing = os.pipe()
     printed = os.dup(1), os.dup(2)
-    pump = threading.Thread(target=_pump, args=(reading, log_file, most_bytes), daemon=True)
+    pump = threading.Thread(target=_pump, args=(reading, log_file, most_bytes, mask), daemon=True)
     pump.start()
     _redirect(writing, writing)
     os.close(writing)
@@ -52,10 +61,12 @@ def _redirect(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
 
 
-def _pump(reading: int, log_file: int, most_bytes: int) -> None:
-    head, num_cut = 0, 0
+def _pump(reading: int, log_file: int, most_bytes: int, mask: BytesMask) -> None:
+    head, num_cut, rest, read = 0, 0, b"", b"_"
     with os.fdopen(reading, "rb", buffering=0) as pipe, os.fdopen(log_file, "r+b", buffering=0) as file:
-        while content := pipe.read(1 << 16):
+        while read:
+            read = pipe.read(1 << 16) or b""
+            content, rest = mask.hide_bytes(rest + read, more=bool(read))
             with contextlib.suppress(OSError):
                 size = file.seek(0, os.SEEK_END) + file.write(content)
                 if size > most_bytes:

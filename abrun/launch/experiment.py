@@ -79,6 +79,7 @@ def owned_experiment(
                 queued = queued_jobs(experiment_dir)
                 if queued:  # they have ended
                     queued.forget()
+                store.remove_leftovers(experiment_dir)
                 _write(plan, experiment_dir, resume=True)
             else:
                 refuse_existing(experiment_dir)  # again: a faster launcher may have made it meanwhile
@@ -151,7 +152,9 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
                 if not here.exists:
                     warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
                     write_run(directory, experiment_dir.name, run.name, run.config, warm_start)
-                elif not here.finished:
+                elif here.finished:
+                    here.mend_attempts()
+                else:
                     _update_record(here, run.config)
         except StoreError:
             if not resume:

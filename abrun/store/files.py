@@ -11,16 +11,21 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
+import socket
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from abrun.errors import StoreError
-from abrun.regular_files import open_regular, read_regular
+from abrun.redaction import shortened
+from abrun.regular_files import MAX_FILE_BYTES, open_regular, read_regular
 from abrun.store.access import (
     PRIVATE,
+    Access,
     access_of,
     grant,
     read_error,
@@ -28,9 +33,15 @@ from abrun.store.access import (
     share_new_folder,
     unreadable,
 )
+from abrun.store.owner import Owner
+from abrun.store.schemas import T, checked
 
 FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
 PARTIAL = ".partial"
+ABANDONED_S = 3600.0
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+MAX_DEPTH = 64  # of mappings and lists in each other: whoever walks through them may recurse
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, durable: bool = True) -> None:
@@ -38,8 +49,11 @@ def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, d
 
     One that is not `durable` is whole for every reader, but may be lost, or empty, after a loss of power.
     """
-    text = json.dumps(encode(content), indent=1, allow_nan=False) + "\n"
-    write_file(path, text.encode(), mode=mode, durable=durable)
+    write_file(path, json_text(content), mode=mode, durable=durable)
+
+
+def json_text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(encode(content), indent=1, allow_nan=False) + "\n").encode()
 
 
 def write_file(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
@@ -49,28 +63,81 @@ def write_file(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool
 
 def _replace(path: Path, write: Callable[[int], None], mode: int, durable: bool = True) -> None:
     """Give a name to what `write` puts into an open file; its readers are those of the file before."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with explained(path):
         make_folder(path.parent)
         refuse_link(path)
-        access = access_of(path, mode)
-        partial.unlink(missing_ok=True)  # of a killed process that had this one's id
-        try:
-            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-            try:
-                grant(file, access) if access else share_new_file(file, path)
-                write(file)
-                if durable:
-                    os.fsync(file)
-            finally:
-                os.close(file)
+        with _partial(path, write, mode, durable, access_of(path, mode)) as partial:
             os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
         if durable:
             sync_folder(path.parent)
+
+
+def create_file(path: Path, content: bytes) -> None:
+    """Write a new file whole or not at all. Raises FileExistsError where the name is taken.
+
+    On a file system without hard links it is empty for a moment, and stays so after a kill in that moment.
+    """
+    with _partial(path, lambda file: write_all(file, content), PRIVATE, durable=True) as partial:
+        try:
+            os.link(partial, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            os.close(os.open(path, NEW_FILE, PRIVATE))
+            os.replace(partial, path)
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _partial(
+    path: Path,
+    write: Callable[[int], None],
+    mode: int,
+    durable: bool,
+    access: Access | None = None,
+) -> Iterator[Path]:
+    """Write a file beside `path`, under a name that says by whom; removed after an error.
+
+    `access`: of the file that it will replace; without, its readers are those of the folder.
+    """
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
+    partial.unlink(missing_ok=True)  # of a killed process that had this one's id
+    try:
+        file = os.open(partial, NEW_FILE, mode)
+        try:
+            grant(file, access) if access else share_new_file(file, path)
+            write(file)
+            if durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        yield partial
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the partial files of killed writers from a folder and those in it.
+
+    Whether a writer on another host lives cannot be told: its file has to be an hour old.
+    """
+    for parent, _, names in os.walk(folder):
+        for name in leftovers(names):
+            path = Path(parent, name)
+            with contextlib.suppress(OSError):
+                if _is_abandoned(path):
+                    path.unlink()
+
+
+def _is_abandoned(partial: Path) -> bool:
+    host = socket.gethostname()
+    match = re.search(rf"\.{re.escape(host)}\.(\d+){re.escape(PARTIAL)}$", partial.name)
+    if match:
+        return Owner(host=host, pid=int(match[1])).is_gone
+    return time.time() - partial.stat().st_mtime > ABANDONED_S
 
 
 def write_all(file: int, content: bytes) -> None:
@@ -209,27 +276,54 @@ def damage(path: Path, recorded: Any) -> str | None:
         return f"cannot be read: {error.strerror or error}"
 
 
-def read_json(path: Path, most_bytes: int | None = None) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """A JSON file of the store. Raises StoreError where it is missing, too large or not a JSON object."""
     try:
-        content = json.loads(read_regular(path, most_bytes).decode("utf-8"))
+        text = read_regular(path, max_bytes)
+        content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise StoreError(f"{path}: no such file; is this a run directory of abrun?") from None
     except PermissionError:
         raise unreadable(path) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise StoreError(f"{path}: got {type(content).__name__}; a JSON object is expected")
+    if is_too_deep(text, content):
+        raise StoreError(f"{path}: got {shortened(content)}, nested more than {MAX_DEPTH} deep: restore it")
     return content
 
 
-def read_json_or_empty(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
     with readable(path):
         if path.exists() and not path.is_file():
             raise StoreError(f"{path}: not a file: move it away")
-        return read_json(path) if path.is_file() else {}
+        return read_json(path, max_bytes) if path.is_file() else {}
+
+
+def read_as(kind: type[T], path: Path, max_bytes: int = MAX_FILE_BYTES) -> T:
+    """Return a dataclass of the fields of a file, which may be missing. Raises StoreError."""
+    return checked(kind, read_json_or_empty(path, max_bytes), path)
+
+
+def is_too_deep(text: bytes, content: Any) -> bool:
+    """Whether mappings and lists are nested more than MAX_DEPTH deep in what a text was read as."""
+    if text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
+        return False
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 @contextlib.contextmanager

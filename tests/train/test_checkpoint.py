@@ -223,9 +223,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a state": (lambda path: (path / "state.json").write_text("{"), "state.json not readable as JSON"),
     "an older form": (
         lambda path: store.write_json(path / "state.json", {"step": 7, "num_ranks": 1}),
-        "run: got",
+        "run: missing",
     ),
-    "another kind": (lambda path: edit_state(path, files=[1]), r"files: got '\[1\]'"),
+    "another kind": (lambda path: edit_state(path, files=[1]), r"files: got \[1\]; a mapping"),
     "no checksum": (lambda path: edit_state(path, files={"rank-0.safetensors": {}}), "None were written"),
     "other files": (lambda path: edit_state(path, files={"x": {}}), "files: got 1 for 1 ranks"),
     "num_ranks": (lambda path: edit_state(path, num_ranks=3), "files: got 1 for 3 ranks"),

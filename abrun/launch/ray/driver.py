@@ -23,6 +23,8 @@ from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
+from abrun.processes import MODULE
+from abrun.processes.output import outlive_output
 from abrun.recipe import Ray, stored_recipe, validated
 from abrun.store import Lease, Locked, open_log
 
@@ -87,7 +89,7 @@ def _run(experiment_dir: Path, job: str, said: dict[str, Any]) -> int:
     if stopped_by is None and said.get("compare"):
         with open_log(experiment_dir / record.FOLDER / record.COMPARED) as output:
             output.truncate(0)
-            argv = [sys.executable, "-m", "abrun", "compare", str(experiment_dir)]
+            argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
     observer.say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
     return 0 if all(each.status == "finished" for each in queue.jobs) else 1
@@ -138,4 +140,5 @@ def _cluster() -> Any:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -25,7 +25,7 @@ from abrun.backends import Backend
 from abrun.errors import LaunchError
 from abrun.layout import engine_log
 from abrun.models import Text
-from abrun.processes import RUN_DIR, Awake, below, end_all, ending_of, oom_kills, start
+from abrun.processes import MODULE, RUN_DIR, Awake, below, end_all, ending_of, oom_kills, start
 from abrun.recipe import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
@@ -200,7 +200,7 @@ class Process:
         with theirs, open_log(self._log) as log:
             self._printed_before = log.tell()
             self._process = start(
-                [sys.executable, "-u", "-m", "abrun.rollout.vllm.server", str(theirs.fileno())],
+                [sys.executable, "-u", *MODULE, "abrun.rollout.vllm.server", str(theirs.fileno())],
                 {**os.environ, **variables},
                 dies_by=signal.SIGKILL,
                 pass_fds=(theirs.fileno(),),
