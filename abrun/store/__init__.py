@@ -59,6 +59,7 @@ from abrun.store.files import (
     make_folder,
     make_private_folder,
     open_log,
+    read_as,
     read_json,
     read_json_or_empty,
     readable,
@@ -101,7 +102,7 @@ from abrun.store.rundir import SCHEMA_VERSION, RunDir
 from abrun.store.samples import Sample
 from abrun.store.saved import STATE as SAVED_STATE
 from abrun.store.saved import SavedState, saved_state
-from abrun.store.schemas import Count, Flag, Items, Seconds, Texts, checked, read_as
+from abrun.store.schemas import Count, Flag, Items, Seconds, Texts, checked
 from abrun.store.writer import STOPPED, FencedError, RunWriter
 
 __all__ = [

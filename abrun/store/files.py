@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import open_regular, read_regular
+from abrun.regular_files import MAX_FILE_BYTES, open_regular, read_regular
 from abrun.store.access import (
     PRIVATE,
     Access,
@@ -34,13 +34,13 @@ from abrun.store.access import (
     unreadable,
 )
 from abrun.store.owner import Owner
+from abrun.store.schemas import T, checked
 
 FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
 PARTIAL = ".partial"
 ABANDONED_S = 3600.0
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-MAX_RECORD_BYTES = 1 << 26  # of a file that is read whole
 MAX_DEPTH = 64  # of mappings and lists in each other: whoever walks through them may recurse
 
 
@@ -276,7 +276,7 @@ def damage(path: Path, recorded: Any) -> str | None:
         return f"cannot be read: {error.strerror or error}"
 
 
-def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """A JSON file of the store. Raises StoreError where it is missing, too large or not a JSON object."""
     try:
         text = read_regular(path, max_bytes)
@@ -296,12 +296,17 @@ def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
     return content
 
 
-def read_json_or_empty(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
     with readable(path):
         if path.exists() and not path.is_file():
             raise StoreError(f"{path}: not a file: move it away")
         return read_json(path, max_bytes) if path.is_file() else {}
+
+
+def read_as(kind: type[T], path: Path, max_bytes: int = MAX_FILE_BYTES) -> T:
+    """Return a dataclass of the fields of a file, which may be missing. Raises StoreError."""
+    return checked(kind, read_json_or_empty(path, max_bytes), path)
 
 
 def is_too_deep(text: bytes, content: Any) -> bool:

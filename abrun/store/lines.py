@@ -13,9 +13,9 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import open_regular
+from abrun.regular_files import MAX_LINE_BYTES, lines_of, open_regular
 from abrun.store.access import read_error
-from abrun.store.files import decode, encode, explained, make_folder, open_to_change, sync_folder
+from abrun.store.files import decode, encode, explained, is_too_deep, make_folder, open_to_change, sync_folder
 from abrun.store.records import LARGEST_ATTEMPT
 
 NUM_LAST = 10  # rows at the end of a file that skimming it leaves none out of
@@ -82,6 +82,13 @@ class LineWriter:
             self._torn = False
 
 
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line that ends with its checksum."""
+    text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
+    content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
+    return content + _checksum(content) + b"\n"
+
+
 class LineParser:
     """Parses the lines of one file in order, checking the checksum that LineWriter appends to each.
 
@@ -97,7 +104,7 @@ class LineParser:
         if not self.is_intact(line):
             raise ValueError(MISMATCH)
         row = orjson.loads(line)
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) or is_too_deep(line, row):
             raise ValueError("a JSON object is expected")
         row.pop(CHECKSUM, None)
         if b'"NaN"' in line or b'Infinity"' in line:
@@ -118,13 +125,6 @@ def _checksum(content: bytes) -> bytes:
     return b'%s%08x"}' % (_BEFORE_CHECKSUM, zlib.crc32(content))
 
 
-def json_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line with its checksum."""
-    text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
-    content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
-    return content + _checksum(content) + b"\n"
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All rows of a JSON-lines file; see LineReader."""
     return LineReader(path).read()
@@ -142,7 +142,7 @@ def sound_lines(path: Path) -> Iterator[dict[str, Any]]:
 def whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file without their ends, but not a torn last line. Raises OSError."""
     with open_regular(path) as file:
-        for line in file:
+        for line in lines_of(file):
             if line.endswith(b"\n"):
                 yield line[:-1]
 
@@ -224,15 +224,14 @@ class LineReader:
         try:
             with open_regular(self.path) as file:
                 file.seek(self._offset)
-                content = file.read()
+                lines = [line for line in lines_of(file) if line.endswith(b"\n")]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise read_error(self.path, error) from None
-        *lines, torn = content.split(b"\n")
         numbered = enumerate(lines, self._num_lines + 1)
-        rows = [self._parse(line, f"line {number}") for number, line in numbered if line.strip()]
-        self._offset += len(content) - len(torn)
+        rows = [self._parse(line[:-1], f"line {number}") for number, line in numbered if line.strip()]
+        self._offset += sum(map(len, lines))
         self._num_lines += len(lines)
         return rows
 
@@ -248,14 +247,16 @@ class LineReader:
                 size = os.fstat(file.fileno()).st_size
                 for index in range(num_rows):
                     file.seek(size * index // num_rows)
+                    lines = lines_of(file)
                     if index:
-                        file.readline()
+                        next(lines, b"")
                     start = file.tell()
-                    found[start] = file.readline()
+                    found[start] = next(lines, b"")
                 file.seek(max(0, size - max(1 << 14, 4 * len(found[0]))))
-                file.readline()
+                lines = lines_of(file)
+                next(lines, b"")
                 start = file.tell()
-                for line in file.read(size - start).splitlines(keepends=True):
+                for line in file.read(min(MAX_LINE_BYTES, size - start)).splitlines(keepends=True):
                     last.append((start, line))
                     start += len(line)
                 found |= dict(last)

@@ -11,8 +11,9 @@ from typing import Any, Literal
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
+from abrun.regular_files import MAX_FILE_BYTES
 from abrun.store.access import unreadable
-from abrun.store.files import MAX_RECORD_BYTES, read_json_or_empty, write_json
+from abrun.store.files import read_as, read_json_or_empty, write_json
 from abrun.store.owner import Owner
 from abrun.store.schemas import (
     MAX_COUNT,
@@ -24,7 +25,6 @@ from abrun.store.schemas import (
     Seconds,
     Texts,
     checked,
-    read_as,
 )
 
 SCHEMA_VERSION = 1
@@ -86,6 +86,8 @@ class Git:
 
     sha: str | None = None
     dirty: Flag | None = None  # None: not known
+    changes: str | None = None  # the start of a hash of them
+    files: Texts = ()  # the names of changed and of untracked files
     diff: PathText | None = None  # the file of the changes, in the experiment's folder
 
 
@@ -329,7 +331,7 @@ class StoredConfig:
         )
 
 
-def stored_config(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> StoredConfig:
+def stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
     """Read `config.json`, which may be missing. Raises StoreError where it is of another form."""
     content = read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)

@@ -18,7 +18,7 @@ from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import told
-from abrun.regular_files import open_regular, read_regular
+from abrun.regular_files import open_regular
 from abrun.store.access import UnreadableError, refuse_closed
 from abrun.store.files import (
     create_file,
@@ -27,6 +27,7 @@ from abrun.store.files import (
     json_text,
     make_folder,
     open_to_change,
+    read_as,
     read_json,
     remove_leftovers,
     sync_folder,
@@ -69,14 +70,14 @@ from abrun.store.records import (
     why_stalled,
 )
 from abrun.store.samples import Sample, read_samples
-from abrun.store.schemas import checked, read_as
+from abrun.store.schemas import checked
+from abrun.store.sketches import read_sketch
 from abrun.store.writer import RunWriter
 
 if TYPE_CHECKING:
     from abrun.series import Array, Series
     from abrun.store.metrics import ValidationRow
 
-MOST_SKETCH = 1 << 28  # bytes
 MOST_RECORD = 1 << 21  # bytes of what a run was started with: all of it is shown
 
 
@@ -463,20 +464,11 @@ class RunDir:
 
     def final_sketch(self) -> "dict[str, Array]":
         """Sketches of the final weights, float64, by tensor; none where there are none that read."""
-        return self._sketch(layout.FINAL_SKETCH)
+        return read_sketch(self.path / layout.FINAL_SKETCH)
 
     def initial_sketch(self) -> "dict[str, Array]":
         """Sketches of the initial weights."""
-        return self._sketch(layout.INITIAL_SKETCH)
-
-    def _sketch(self, file: str) -> "dict[str, Array]":
-        from safetensors import SafetensorError, numpy  # and numpy itself, which status does without
-
-        try:
-            sketch = numpy.load(read_regular(self.path / file, MOST_SKETCH))
-        except (OSError, ValueError, KeyError, SafetensorError):
-            return {}
-        return {name: values for name, values in sketch.items() if values.dtype == "float64"}
+        return read_sketch(self.path / layout.INITIAL_SKETCH)
 
     @property
     def first_step(self) -> int:

@@ -56,7 +56,7 @@ ROWS = [  # of files that hold rows of several kinds
         {"step": 1, "attempt": 2, "x": 5.0},
         {"step": 2, "attempt": 1, "y": 2.0},
     ],
-    [{"attempt": 2, "x": 1.0}, {"step": 1, "attempt": 1, "y": 1.0}, {"step": -3, "x": 0.0}, {"x": 1e300}],
+    [{"attempt": 2, "x": 1.0}, {"step": 1, "attempt": 1, "y": 1.0}, {"step": -3, "x": 0.0}, {"x": 1e30}],
     [{"x": float(step % 3)} | ({"y": 1.0} if step % 7 == 0 else {}) for step in range(50)],
 ]
 
