@@ -96,7 +96,8 @@ class Figure {
         },
         { "aria-pressed": String(this[name]) },
       );
-    this.toggles = { seeds: toggle("seeds", "Seeds"), smooth: toggle("smooth", "Smooth") };
+    this.toggles = { smooth: toggle("smooth", "Smooth") };
+    if (!data.means) this.toggles = { seeds: toggle("seeds", "Seeds"), ...this.toggles };
     const tools = el(
       "div",
       { class: "tools" },
