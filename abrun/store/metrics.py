@@ -1,5 +1,6 @@
 """Rows of metrics.jsonl as series; rows of validation.jsonl."""
 
+import contextlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from abrun.errors import StoreError
 from abrun.redaction import shortened
 from abrun.regular_files import lines_of, open_regular
 from abrun.series import Array, Series, Steps
-from abrun.store.access import read_error
-from abrun.store.lines import LineParser, damaged_line, problem_of, problem_of_step, read_lines
+from abrun.store.files import readable
+from abrun.store.lines import LineParser, damaged_line, problem_of, problem_of_step
 from abrun.store.records import LARGEST_ATTEMPT
 
 
@@ -34,25 +35,20 @@ def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
     a row is damaged, or torn though the run is `finished`.
     """
     tables: dict[tuple[str, ...], _Table] = {}
-    try:
-        for number, row in _numbered_rows(path, finished=finished):
-            problem = _add(tables, number, row)
-            if problem:
-                raise StoreError(f"{path}, line {number}: {problem}")
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise read_error(path, error) from None
+    for number, row in _numbered_rows(path, finished=finished):
+        problem = _add(tables, number, row)
+        if problem:
+            raise StoreError(f"{path}, line {number}: {problem}")
     return _series(list(tables.values()))
 
 
-def read_validation(path: Path) -> dict[int, ValidationRow]:
+def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
     """The validations of one run by step, ascending; of several attempts the last one counts.
 
     Raises StoreError naming file and line where a row is corrupt.
     """
     found: dict[int, tuple[int, ValidationRow]] = {}
-    for number, row in enumerate(read_lines(path), 1):
+    for number, row in _numbered_rows(path, finished=finished):
         try:
             step, attempt = row["step"], row["attempt"]
             if type(step) is not int or type(attempt) is not int or attempt >= LARGEST_ATTEMPT:
@@ -76,9 +72,9 @@ def read_validation(path: Path) -> dict[int, ValidationRow]:
 
 
 def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a file, each with its line. Raises OSError, and StoreError for a damaged line."""
+    """Yield the rows of a file, each with its line. Raises StoreError for a damaged line."""
     parser = LineParser()
-    with open_regular(path) as file:
+    with readable(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         for number, line in enumerate(lines_of(file), 1):
             is_whole = line.endswith(b"\n")
             if line.isspace() or not (is_whole or finished):

@@ -376,7 +376,7 @@ class RunDir:
         """The validations by step, ascending; of several attempts the last one counts."""
         from abrun.store.metrics import read_validation
 
-        return read_validation(self.path / layout.VALIDATION)
+        return read_validation(self.path / layout.VALIDATION, finished=self.finished)
 
     def samples(self) -> dict[int, tuple[Sample, ...]]:
         """Completions that were kept, by step, ascending; of several attempts the last one counts."""
