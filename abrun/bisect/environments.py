@@ -16,7 +16,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.launch.git import GIT, git_environment, git_output
 from abrun.recipe import CommandRecipe
 from abrun.redaction import shown
-from abrun.store import launcher_lock, make_folder, write_json
+from abrun.store import launcher_lock, make_folder, open_log, write_json
 
 FOLDER = ".environments"  # under the runs directory; no experiment can have that name
 MADE, LOG = "made.json", "setup.log"
@@ -150,7 +150,7 @@ def _literal(path: Path) -> str:
 
 
 def _run(argv: list[str], log: Path, directory: Path | None, env: dict[str, str] | None) -> None:
-    with log.open("ab") as file:
+    with open_log(log) as file:
         try:
             program = (
                 argv if env is None else [shutil.which(argv[0], path=env.get("PATH")) or argv[0], *argv[1:]]

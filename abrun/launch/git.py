@@ -5,6 +5,7 @@ started here: `git_environment` turns them off for every call of git.
 """
 
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from abrun import store
-from abrun.redaction import redacted_code
+from abrun.redaction import redacted
 
-MOST_DIFF = 1 << 18  # bytes
 MAX_CONFIGURATION = 1 << 20  # bytes
+MOST_DIFF = 1 << 18  # bytes that are kept
+MOST_HASHED = 1 << 26  # bytes
+MOST_FILES = 20  # names that are kept
+MOST_NAMES = 1 << 16  # bytes
 LIMIT_S = 20.0
 GIT = ("git", "--no-pager")
-STATUS = ("status", "--porcelain", "--ignore-submodules=dirty")
+STATUS = ("status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
 DIFF = (
     *("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short"),
     *("--ignore-submodules=dirty", "HEAD"),
@@ -41,24 +45,35 @@ def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | Non
     """Commit of the working directory and whether it was changed since; None where it is no git checkout.
 
     Whether it was changed is None, too, where git takes too long to find out.
-    With `diff` the changes go, without the secrets in them, into a file of the experiment, which is named
-    after its content: all runs and launches of the same checkout have one. Raises StoreError where it cannot
-    be written.
+    `changes` is the start of a hash of the uncommitted changes of tracked files, `files` the names of these
+    and of untracked files. With `diff` the changes themselves go into a file of the experiment, which is
+    named after that hash. Raises StoreError where it cannot be written.
     """
     environment = git_environment(Path.cwd())
     if environment is None:
         return None
     sha, _ = _first_bytes(100, environment, "rev-parse", "HEAD")
-    status, cut = _first_bytes(1, environment, *STATUS)
+    status, cut = _first_bytes(MOST_NAMES, environment, *STATUS)
     if not sha or status is None:
         return None
     dirty = None if cut and not status else bool(status)
-    content, cut = _first_bytes(MOST_DIFF, environment, *DIFF) if diff and status else (b"", None)
-    text = redacted_code((content or b"").decode(errors="replace"))
-    if cut:  # by whole lines: the start of a token is not known for one
-        text = f"{text.rpartition(chr(10))[0]}\n[cut here: {cut}]\n"
-    file = store.write_diff(experiment_dir, text) if text else None
-    return {"sha": sha.decode().strip(), "dirty": dirty, "diff": file}
+    # Of `-z`: two letters, a blank and a name each; the last may be cut
+    names = [redacted(entry[3:]) for entry in status.decode(errors="replace").split("\0")[:-1]]
+    content, late = _first_bytes(MOST_HASHED, environment, *DIFF) if status else (None, None)
+    # What git had no time to print has no hash; of a larger diff all launches hash the same start
+    known = content if late is None or len(content or b"") == MOST_HASHED else None
+    changes = hashlib.sha256(known).hexdigest()[:8] if known else None
+    files = names[:MOST_FILES] + [f"and {len(names) - MOST_FILES} more"] * (len(names) > MOST_FILES)
+    file = _write_diff(experiment_dir, changes, content, late) if diff and changes and content else None
+    return {"sha": sha.decode().strip(), "dirty": dirty, "changes": changes, "files": files, "diff": file}
+
+
+def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut: str | None) -> str:
+    """Write the start of a diff in whole lines, without tokens of a known shape; return the file's name."""
+    text = redacted(content[:MOST_DIFF].decode(errors="replace"))
+    if len(content) > MOST_DIFF or cut:
+        text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MOST_DIFF} bytes of it]\n"
+    return store.write_diff(experiment_dir, changes, text)
 
 
 def git_environment(repo: Path) -> dict[str, str] | None:

@@ -127,7 +127,8 @@ def _row_files(directory: Path) -> list[Path]:
 def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | None = None) -> int:
     """The exit status; however this ends, no process is left."""
     log = directory / LOG
-    with store.explained(log), log.open("wb") as output:
+    with store.explained(log), store.open_log(log) as output:
+        output.truncate(0)
         process = start(
             argv,
             env,

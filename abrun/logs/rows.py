@@ -12,6 +12,7 @@ from abrun.errors import StoreError
 from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
 from abrun.logs.log import left_out, listed, printable
 from abrun.series import Series, from_rows
+from abrun.store.lines import CHECKSUM
 
 # In this order, the first that every row has, in any case. Trainers that log their own step come before
 # wandb's `_step`, which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
@@ -32,8 +33,9 @@ STEP_COLUMNS = (
     "update",
     "training_iteration",
 )
-# wandb's own columns, TensorBoard's, and those that count as steps do, or are read off a clock
+# wandb's own columns, TensorBoard's, those that count as steps do, or are read off a clock, and our checksums
 NOT_METRICS = {
+    CHECKSUM,
     "_step",
     "_runtime",
     "_timestamp",

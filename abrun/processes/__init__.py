@@ -55,6 +55,7 @@ class Child(Protocol):
 def start(argv: Sequence[str], env: Mapping[str, str], *, dies_by: int, **options: Any) -> Popen:
     """A process that gets the signal `dies_by` when this one dies, however soon (on Linux).
 
+    In a session or group of its own it ignores no signal to stop, whatever this process ignores.
     `options` are those of `subprocess.Popen`. Raises OSError where it cannot be started.
     """
     options |= {"env": dict(env), "stdin": subprocess.DEVNULL}
@@ -161,7 +162,10 @@ class StopRequests:
 
 @contextlib.contextmanager
 def stopping_signals() -> Iterator[StopRequests]:
-    """Signals to stop are noted instead of obeyed. One that is ignored already, as under nohup, stays so."""
+    """Signals to stop are noted instead of obeyed. One that is ignored already, as under nohup, stays so.
+
+    SIGINT is, in a process that a shell script has started with `&`.
+    """
     requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
         yield requests

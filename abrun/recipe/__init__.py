@@ -35,8 +35,8 @@ from abrun.recipe.command import (
     Invocation,
     MetricsLog,
     invocation,
-    secrets_of,
     unset_variables,
+    values_of,
 )
 from abrun.recipe.dtensor import PLAIN_DECODERS, dtensor_misfit, heads_misfit
 from abrun.recipe.exported import Exported, JobSet, SkyPilot
@@ -201,7 +201,6 @@ __all__ = [
     "not_built",
     "parse_primary",
     "primary_option",
-    "secrets_of",
     "stored_recipe",
     "stored_run",
     "stream_misfit",
@@ -209,6 +208,7 @@ __all__ = [
     "units",
     "unset_variables",
     "validated",
+    "values_of",
     "vllm_misfit",
     "vllm_refusal",
     "what_it_takes",
@@ -247,7 +247,7 @@ class Declared(Section):
     controls: Controls = Controls()
     compare: Compare = Compare()
     launcher: Annotated[LauncherSettings, Field(discriminator="type")] | None = None  # default: local
-    record_diff: bool = True  # keep the uncommitted changes of the checkout, without secrets, in git-*.diff
+    record_diff: bool = False  # keep the uncommitted changes of the checkout, passwords too, in git-*.diff
 
     @field_validator("name")
     @classmethod

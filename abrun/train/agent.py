@@ -51,6 +51,8 @@ from abrun.processes import (
     stopping_signals,
     wait,
 )
+from abrun.processes.output import outlive_output
+from abrun.redaction import current_mask, hide_secrets_of
 from abrun.store import NODE_EVERY_S, NODE_LOST_S, Node, RunDir, SilentRank
 
 GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
@@ -83,7 +85,8 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
     os.environ[progress.AGENT] = str(os.getpid())
     adopt_orphans()
     run = RunDir(asked.directory)
-    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20)):
+    hide_secrets_of(os.environ)
+    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20), current_mask()):
         known = run.last_attempt
         try:
             with _scratch(_ranks_here(asked)) as (scratch, lines):
@@ -489,4 +492,5 @@ def is_waiting(place: str) -> bool:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -98,7 +98,7 @@ def test_nothing_of_a_repository_is_executed(tmp_path, monkeypatch) -> None:
     run_git("-C", folder, "commit", "-qm", "second")
     first, last = run_git("-C", folder, "rev-list", "--reverse", "HEAD").split()
     monkeypatch.chdir(folder)
-    expected = {"sha": last, "dirty": False, "diff": None}
+    expected = {"sha": last, "dirty": False, "changes": None, "files": [], "diff": None}
     assert record_checkout(tmp_path, diff=True) == expected
     arm(folder, tmp_path)
     for name in ("core.fsmonitor", "filter.f.clean"):  # a submodule has a configuration of its own

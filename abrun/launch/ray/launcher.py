@@ -18,6 +18,7 @@ from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.plan import Plan
 from abrun.processes import MODULE
 from abrun.recipe import Ray
+from abrun.regular_files import read_tail
 from abrun.store import RunState
 
 ASK_EVERY_S = 2.0
@@ -177,7 +178,8 @@ class RayJobs:
         if not self._said.get("compare"):
             return None
         with contextlib.suppress(OSError):
-            return (self._experiment_dir / record.FOLDER / record.COMPARED).read_text(errors="replace")
+            log = self._experiment_dir / record.FOLDER / record.COMPARED
+            return read_tail(log).decode(errors="replace")
         return ""
 
     def _of_a_job(self, state: RunState, known: client.Known) -> RunState:

@@ -29,6 +29,7 @@ from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
 from abrun.processes import MODULE
+from abrun.processes.output import outlive_output
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
 from abrun.store import Lease, RunDir
 
@@ -226,4 +227,5 @@ def _this_node() -> str:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

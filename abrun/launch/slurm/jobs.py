@@ -4,12 +4,13 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from abrun import store
-from abrun.errors import StoreError
 from abrun.plan import PlannedRun, pairs
 from abrun.processes import MODULE
 from abrun.recipe import RunConfig, Slurm
@@ -149,6 +150,23 @@ def script_path(experiment_dir: Path, name: str) -> str:
     return os.path.realpath(experiment_dir / FOLDER / f"{name}.sh")
 
 
+JobId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # which is no option of scancel
+Tasks = store.Items[store.Texts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Submitted:
+    """The fields of the record."""
+
+    jobs: Mapping[JobId, Tasks] = field(default_factory=dict)
+    submitting: Mapping[str, Tasks] = field(default_factory=dict)
+    compare: JobId | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    git: store.Git | None = None
+    user: str = ""
+    cancelled: store.Flag = False
+
+
 def write_record(experiment_dir: Path, content: Mapping[str, Any]) -> None:
     store.write_json(experiment_dir / FOLDER / RECORD, content)
 
@@ -160,9 +178,6 @@ def read_record(experiment_dir: Path) -> dict[str, Any]:
     Empty where nothing was submitted. Raises StoreError where it does not read.
     """
     path = experiment_dir / FOLDER / RECORD
-    content = store.read_json(path) if path.is_file() else {}
-    jobs = content.get("jobs", {})
-    listed = [*jobs.values()] if isinstance(jobs, dict) else [None]
-    if not all(isinstance(tasks, list) for tasks in listed):
-        raise StoreError(f"{path}: jobs: got another form than this abrun's; restore the file, or remove it")
+    content = store.read_json_or_empty(path)
+    store.checked(_Submitted, content, path)
     return content

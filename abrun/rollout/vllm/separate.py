@@ -32,6 +32,7 @@ from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.server import ALIVE, FAILED, Setup
 from abrun.rollout.vllm.starting import MOST_LINES, quoted
 from abrun.rollout.vllm.transfer import Transfer, chunks, described
+from abrun.store import open_log
 
 POLL_S = 1.0
 PATIENCE = 0.9  # of the time after which the run would count as hanging itself
@@ -196,7 +197,7 @@ class Process:
             "WORLD_SIZE": str(size),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         }
-        with theirs, self._log.open("ab") as log:
+        with theirs, open_log(self._log) as log:
             self._printed_before = log.tell()
             self._process = start(
                 [sys.executable, "-u", *MODULE, "abrun.rollout.vllm.server", str(theirs.fileno())],
