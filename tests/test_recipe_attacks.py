@@ -207,7 +207,7 @@ def campaign(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copytree(path.parent, "recipes", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         Path("recipes", path.name).write_bytes(content)
         command = draw.choice(COMMANDS)
-        more = [*(LAUNCHERS[command[2] == "skypilot"],), *overrides] if command[0] == "export" else overrides
+        more = [*(LAUNCHERS[command[-1] == "skypilot"],), *overrides] if command[0] == "export" else overrides
         argv = [command[0], f"recipes/{path.name}", *command[1:], *(f"--set={each}" for each in more)]
         argv += ["-o", f"out-{round_}"] if command[0] == "export" else []
         try:

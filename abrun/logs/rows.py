@@ -205,7 +205,8 @@ def _by_split(cells: Sequence[Cells], step_column: str | None) -> tuple[Sequence
                 }
                 for row, word in zip(cells, words, strict=True)
             ]
-            said = f"metrics named after column {printable(column[:80])}: {listed(sorted({*words}), MOST_SPLITS)}"
+            splits = listed(sorted({*words}), MOST_SPLITS)
+            said = f"metrics named after column {printable(column[:80])}: {splits}"
             return renamed, [said]
     return cells, []
 
@@ -257,8 +258,8 @@ def _refuse_unreadable_steps(
         others = (cell for name, cell in cells[index].items() if name != column and isinstance(cell, str))
         if not rows[index].keys() <= NOT_METRICS or any(re.search(r"\d", cell) for cell in others):
             raise StoreError(
-                f"{places[index]}, column {printable(column[:80])}: got '{printable(text[:40])}' as the step; "
-                f"{MEND_STEP}"
+                f"{places[index]}, column {printable(column[:80])}: "
+                f"got '{printable(text[:40])}' as the step; {MEND_STEP}"
             )
 
 

@@ -117,7 +117,7 @@ def test_every_module_is_started_without_the_working_directory() -> None:
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.List | ast.Tuple):
-                words = tuple(each.value for each in node.elts if isinstance(each, ast.Constant))
+                words = tuple(str(each.value) for each in node.elts if isinstance(each, ast.Constant))
                 names = {ast.unparse(each) for each in node.elts}
                 if "-m" in words or ("-c" in words and "sys.executable" in names):
                     starts.add((path.relative_to(root).as_posix(), words))

@@ -22,8 +22,11 @@ from abrun import cli
 from abrun.errors import AbrunError
 from abrun.logs import read_logs
 from tests.fuzzing import SEED, bounded, check_line, rounds
-from tests.logs.test_fuzz import Event, Summary, messages, tensorboard_file, wandb_file
+from tests.logs import test_fuzz
+from tests.logs.test_fuzz import messages, tensorboard_file, wandb_file
 
+Event: Any = test_fuzz.Event
+Summary: Any = test_fuzz.Summary
 MOST_MIB = 600  # that one log of a few kB may take
 VALUES: list[Any] = [
     None, True, False, 0, -1, 2**31, 2**63, -(2**63), 10**40, 10**400, 0.5, 1e308, -1e308, 5e-324, 1e17,
