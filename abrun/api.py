@@ -179,7 +179,7 @@ def launch(
     """
     from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
     from abrun.memory.open_values import planned
-    from abrun.output import UnfailingOutput
+    from abrun.processes.output import UnfailingOutput
     from abrun.recipe import launcher_settings, load_recipe
     from abrun.start.shipped import find_recipe
     from abrun.terminal import terminal

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import pytest
 
 from abrun import store
-from abrun.output import MOST_BYTES, UnfailingOutput
+from abrun.processes.output import MOST_BYTES, UnfailingOutput
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full and /proc")
 SLOW = pytest.mark.slow
@@ -209,6 +209,24 @@ def test_a_command_that_only_prints_ends_with_its_output(tmp_path: Path) -> None
         printing = abrun(*words, stdout=writing)
         os.close(writing)
         assert printing.communicate()[1] == "" and printing.returncode == 1
+
+
+@linux
+def test_from_python_too_no_output_stops_a_launch_and_a_comparison_keeps_its_code(
+    tmp_path: Path, recipe: Path
+) -> None:
+    script = (
+        "import sys; from abrun.api import launch; sys.exit(launch(*sys.argv[1:2], runs_dir='r') is None)"
+    )
+    with closed_pipe() as number:
+        launched = subprocess.Popen([sys.executable, "-c", script, recipe], cwd=tmp_path, stdout=number)
+        assert launched.wait(120) == 0
+    assert statuses(tmp_path / "r" / "tiny") == ["finished"] * 4
+    for options, code in (((), 5), (("--json",), 2)):
+        with full_disk() as number:
+            comparing = abrun("compare", tmp_path / "r" / "tiny", *options, stdout=number)
+            errors = comparing.communicate()[1]
+        assert (comparing.returncode, errors.count("\n")) == (code, 1) and "No space left" in errors
 
 
 # --- the stream ---

@@ -1,4 +1,4 @@
-"""Stored files of another shape: every reader does its work, or refuses in one line that names file and field."""
+"""Stored files of another shape: every reader works, or refuses in one line that names file and field."""
 
 import copy
 import json
@@ -85,7 +85,10 @@ def recorded(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
         state = {"run": RunDir(run).identity(), "step": 5, "num_ranks": 1, "attempt": 1, "files": files}
         write(run / "checkpoints" / "step-000005" / "state.json", state)
         (run / "checkpoints" / "final").mkdir()
-        edit(run / "result.json", lambda result: result.update(final_weights={"model.safetensors": files}))
+        edit(
+            run / "result.json",
+            lambda result, files=files: result.update(final_weights={"model.safetensors": files}),
+        )
     compare(load_experiment(directory), output=directory / "report", formats=("json", "markdown"))
     freeze(load_experiment(directory), "baseline", directory / store.REFERENCE)
     return directory

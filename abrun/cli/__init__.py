@@ -11,7 +11,7 @@ from typer.exceptions import TyperException
 from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
 from abrun.cli.app import app, complain, finish_help
 from abrun.errors import AbrunError
-from abrun.output import standard_streams
+from abrun.processes.output import standard_streams
 from abrun.redaction import hide_secrets_of
 
 __all__ = [

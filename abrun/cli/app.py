@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from abrun.output import outlive_output
+from abrun.processes.output import outlive_output
 from abrun.redaction import shown
 
 if TYPE_CHECKING:

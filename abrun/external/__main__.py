@@ -5,7 +5,7 @@ from pathlib import Path
 
 from abrun.errors import AbrunError
 from abrun.external.run import run
-from abrun.output import outlive_output
+from abrun.processes.output import outlive_output
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import os
 import pwd
 import shlex
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,6 +124,17 @@ def read_error(path: Path, error: OSError) -> StoreError:
     if isinstance(error, PermissionError):
         return unreadable(path)
     return StoreError(f"{path}: cannot be read: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def ignore_damage() -> Iterator[None]:
+    """Suppress StoreError for a file that is missing or damaged, but not for one that may not be read."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except StoreError:
+        pass
 
 
 def refuse_closed(folder: Path) -> None:

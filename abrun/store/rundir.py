@@ -19,7 +19,7 @@ from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import told
 from abrun.regular_files import open_regular
-from abrun.store.access import UnreadableError, refuse_closed
+from abrun.store.access import ignore_damage, refuse_closed
 from abrun.store.files import (
     create_file,
     damage,
@@ -275,12 +275,9 @@ class RunDir:
     def find_record(self) -> RunRecord | None:
         """None where the directory holds no run of abrun; StoreError where what it says is none."""
         path = self.path / layout.CONFIG
-        try:
+        is_run = False
+        with ignore_damage():
             is_run = read_json(path).keys() >= {"arm", "seed", "rerun", "config"}
-        except UnreadableError:
-            raise
-        except StoreError:
-            return None
         return stored_config(path).record() if is_run else None
 
     def identity(self) -> str:
@@ -333,24 +330,17 @@ class RunDir:
 
     def heartbeat(self) -> Heartbeat:
         """The last sign of life; none where the file does not read, as after a loss of power."""
-        try:
+        with ignore_damage():
             return read_as(Heartbeat, self.path / layout.HEARTBEAT)
-        except UnreadableError:
-            raise
-        except StoreError:
-            return Heartbeat()
+        return Heartbeat()
 
     def nodes(self, attempt: int) -> list[Node]:
         """What the agents of an attempt's nodes said last."""
         found = []
         refuse_closed(self.path / layout.NODES)
         for path in sorted((self.path / layout.NODES).glob("*.json")):
-            try:
+            with ignore_damage():  # as after a loss of power
                 found.append(read_as(Node, path))
-            except UnreadableError:
-                raise
-            except StoreError:  # as after a loss of power
-                continue
         return [node for node in found if node.attempt == attempt]
 
     def environment(self) -> dict[str, Any] | None:

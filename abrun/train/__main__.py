@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from abrun import progress
-from abrun.output import outlive_output
+from abrun.processes.output import outlive_output
 from abrun.train import early
 
 FAILED, INTERRUPTED = 2, 3  # exit codes

@@ -28,7 +28,6 @@ from typing import Any
 from abrun import progress
 from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError, StoreError
-from abrun.output import outlive_output
 from abrun.processes import (
     MODULE,
     PYTHON_ERROR,
@@ -52,6 +51,7 @@ from abrun.processes import (
     stopping_signals,
     wait,
 )
+from abrun.processes.output import outlive_output
 from abrun.redaction import current_mask, hide_secrets_of
 from abrun.store import NODE_EVERY_S, NODE_LOST_S, Node, RunDir, SilentRank
 

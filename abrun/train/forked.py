@@ -11,8 +11,8 @@ import runpy
 import socket
 import sys
 
-from abrun.output import outlive_output
 from abrun.processes import forks
+from abrun.processes.output import outlive_output
 from abrun.train import agent
 
 

@@ -18,8 +18,8 @@ from abrun.launch.experiment import owned_experiment, warm_start_dir, write_run
 from abrun.launch.export.parts import RECIPE, recipe_in
 from abrun.launch.node import FAILED, agent_of
 from abrun.launch.slurm.jobs import WARM_START
-from abrun.output import outlive_output
 from abrun.plan import Plan, RunName, make_plan
+from abrun.processes.output import outlive_output
 from abrun.store import WARM_STARTS, Locked, RunDir
 
 WAIT_S = 300.0  # for another run that makes the directory, and for the file system to show it

@@ -22,9 +22,9 @@ from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Printed, Supervisor
-from abrun.output import outlive_output
 from abrun.plan import make_plan
 from abrun.processes import MODULE
+from abrun.processes.output import outlive_output
 from abrun.recipe import Ray, stored_recipe, validated
 from abrun.store import Lease, Locked, open_log
 

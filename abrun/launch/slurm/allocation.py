@@ -27,9 +27,9 @@ from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release, slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Printed, Supervisor
-from abrun.output import outlive_output
 from abrun.plan import make_plan
 from abrun.processes import MODULE
+from abrun.processes.output import outlive_output
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
 from abrun.store import Lease, RunDir
 
