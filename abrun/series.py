@@ -38,6 +38,10 @@ class Series:
         found = index < len(self.steps) and self.steps[index] == step
         return float(self.values[index]) if found else None
 
+    def values_at(self, steps: Steps) -> Array:
+        """Return the values at steps that are all recorded."""
+        return self.values if len(steps) == len(self) else self.values[np.searchsorted(self.steps, steps)]
+
 
 def beyond_float32_as_infinite(values: Array) -> Array:
     """Return the values themselves where float32 can hold them, else a copy with infinities."""
@@ -75,6 +79,14 @@ def recounted_steps(steps: Steps) -> int:
     passes = np.split(steps, begins)
     distinct = sum(len(np.unique(one)) for one in passes)
     return distinct - len(np.unique(steps))
+
+
+def shared_steps(first: Steps, *others: Steps) -> Steps:
+    """Return the steps that all of some ascending grids hold."""
+    for steps in others:
+        if not np.array_equal(steps, first):
+            first = np.intersect1d(first, steps, assume_unique=True)
+    return first
 
 
 def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, Series], int]:

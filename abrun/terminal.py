@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -29,7 +29,12 @@ class Terminal(Console):
                 kept = (char if char.isprintable() or char == "\n" else "?" for char in segment.text)
                 yield Segment("".join(kept), segment.style)
 
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled; rich would end the process."""
+        raise
 
-def terminal() -> Terminal:
+
+def terminal(file: IO[str] | None = None) -> Terminal:
+    """Return a console that prints to `file`, or to what sys.stdout is by then."""
     fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Terminal(highlight=False, width=None if fixed else 120)
+    return Terminal(file=file, highlight=False, width=None if fixed else 120)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from abrun.cli.app import RUN, app, complain, console, print_json
+from abrun.cli.app import RUN, app, complain, console, outlives_output, print_json
 from abrun.cli.arguments import (
     Detach,
     DeviceMemory,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -117,6 +118,7 @@ def launch(
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
 def export(
     recipe: RecipeFile,
     to: Annotated[str, typer.Option(help="The engine: jobset (Kubernetes), skypilot.")],
@@ -192,6 +194,7 @@ def status(
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
 def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     """Stop an experiment: its runs save a checkpoint and end, its waiting jobs leave the queue.
 
@@ -229,6 +232,7 @@ def logs(
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
 def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     """Send wandb what it lacks of an experiment's runs, such as those recorded offline.
 

@@ -37,7 +37,7 @@ from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
-from abrun.store import RunDir, read_json, run_dir
+from abrun.store import RunDir, read_as, run_dir
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -144,12 +144,19 @@ def _sha256(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredVerdict:
+    """The field of verdict.json that a launch reads again."""
+
+    verdict: Verdict
+
+
 def verdict_in(experiment_dir: Path) -> str | None:
     """The verdict that the last report in an experiment's directory gives; None where there is none."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
         path = experiment_dir / folder / "verdict.json"
         if path.is_file():
-            return str(read_json(path)["verdict"])
+            return read_as(_StoredVerdict, path).verdict
     return None
 
 

@@ -135,6 +135,18 @@ def test_a_full_disk_leaves_the_report_before(experiment_dir: Path, monkeypatch,
     assert not [path for path in (experiment_dir / "report").iterdir() if path.name.endswith(".partial")]
 
 
+def test_the_report_of_a_shared_experiment_is_shared(experiment_dir: Path) -> None:
+    for path in (experiment_dir, *experiment_dir.rglob("*")):
+        path.chmod(0o750 if path.is_dir() else 0o640)
+    before = os.umask(0o077)
+    try:
+        compare(experiment_dir)
+    finally:
+        os.umask(before)
+    assert (experiment_dir / "report").stat().st_mode & 0o077 == 0o050
+    assert {path.stat().st_mode & 0o077 for path in (experiment_dir / "report").iterdir()} == {0o040}
+
+
 def test_no_link_is_followed(experiment_dir: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("not ours")

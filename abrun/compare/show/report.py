@@ -25,7 +25,7 @@ from abrun.extras import lacking
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.recipe import units
 from abrun.redaction import shown
-from abrun.store import can_fork, read_json, write_file, write_json
+from abrun.store import can_fork, read_json, share_new_folder, write_file, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,6 +74,7 @@ def write_report(
     images = [form for form in FIGURES if form in formats]
     try:
         output.mkdir(parents=True, exist_ok=True)
+        share_new_folder(output)
         figures = _draw(experiment, content, beside, output, images, page="html" in formats)
         history = sorted((test.as_json() for test in {*readings, *claim_tests_in(output)}), key=str)
         write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
