@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from abrun.external import run as external_run
 from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome, supervisor
+from abrun.launch.experiment import write_run
 from abrun.launch.local import FORKED
 from abrun.plan import Plan, make_plan
 from abrun.processes import Process, below, children, processes_of
@@ -259,6 +261,35 @@ def test_a_launcher_killed_before_any_of_its_writes(
         last += every
     check_whole(experiment, "undisturbed")
     assert seen >= {"pending", "interrupted"} and last > 40
+
+
+def test_a_follower_of_a_command_killed_before_any_of_its_writes(
+    tmp_path: Path, others: frozenset[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them those between the command's last row and the end of the run."""
+    monkeypatch.setattr(external_run, "below", lambda pid: below(pid) - others)
+    planned = plan_of((FOREIGN[0], ("steps=3", FOREIGN[1][-1]))).runs[0]
+    every = max(1, 150 // ROUNDS)
+    last, killed, before_end = 1 + SEED % every, True, 0
+    while killed:
+        experiment = tmp_path / str(last)
+        run = RunDir(experiment / str(planned.name))
+        write_run(run.path, "foreign", planned.name, planned.config)
+        killed = killed_at(last, run.path, lambda run=run: external_run.run(run.path))
+        deadline = time.monotonic() + 45
+        while processes_of(run.path):
+            assert time.monotonic() < deadline, f"call {last}: something lives on"
+            time.sleep(0.02)
+        before_end += len(run.rows().read()) == 3 and not run.finished
+        began = bool(run.attempts())
+        expected = "finished" if run.finished else "failed" if began else "pending"
+        assert run.state(planned.name).status == expected, f"call {last}"
+        if killed and not run.finished:
+            assert external_run.run(run.path) == 0, f"call {last}"
+            assert left_in(run.path) == [], f"call {last}"
+        assert run.metrics()["train/reward"].steps.tolist() == [1, 2, 3], f"call {last}"
+        last += every
+    assert before_end > 1
 
 
 def after_steps(run: Path, num_steps: int) -> None:
