@@ -27,7 +27,9 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
         if most_bytes is None:
             return file.read()
         size = os.fstat(file.fileno()).st_size  # a file that claims to be huge is not begun
-        content = b"" if size > most_bytes else file.read(most_bytes + 1)
+        content = b"" if size > most_bytes else file.read(size + 1)
+        if size < len(content):  # it grows, or its system tells no size
+            content += file.read(max(0, most_bytes + 1 - len(content)))
     if max(size, len(content)) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
     return content
