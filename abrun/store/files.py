@@ -35,7 +35,7 @@ from abrun.store.access import (
 from abrun.store.owner import Owner
 from abrun.store.schemas import T, checked
 
-FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
+FOLDER = 0o755  # at most, whatever the umask: who may write into it may say what a resume starts
 PARTIAL = ".partial"
 ABANDONED_S = 3600.0
 LEVELS = 3  # of folders in an experiment's: arm, run, attempts

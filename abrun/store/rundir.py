@@ -224,7 +224,7 @@ class RunDir:
                 with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
                     create_file(attempt_file(folder, number), json_text(asdict(attempt)))
                     break
-        self.mend_attempts(before=number)
+        mend_attempts(folder, number)
         remove_leftovers(self.path)
         writer = RunWriter(self.path, attempt)
         bad = bad_rows(self.path / layout.METRICS)
@@ -234,9 +234,13 @@ class RunDir:
             writer.event("repair", message=f"lines of {layout.METRICS}: {words}")
         return writer
 
-    def mend_attempts(self, before: int = LARGEST_ATTEMPT) -> None:
-        """Write the records of attempts anew that are empty or do not read; none of them may be at work."""
-        mend_attempts(self.path / layout.ATTEMPTS, before)
+    def mend_records(self) -> None:
+        """Write the records of launches and attempts anew that do not read; no attempt may be at work."""
+        mend_attempts(self.path / layout.ATTEMPTS, LARGEST_ATTEMPT)
+        with ignore_damage():
+            self.launches()
+            return
+        write_json(self.path / layout.LAUNCH, asdict(Launches()))
 
     def _attempts_that_wrote(self) -> Iterator[int]:
         for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):

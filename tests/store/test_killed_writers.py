@@ -116,11 +116,23 @@ def test_a_damaged_record_of_an_attempt_is_mended(tmp_path: Path, content: bytes
     writer.finish(2)
     damaged = run.path / "attempts" / "0002.json"
     damaged.write_bytes(content)
-    run.mend_attempts() if finished else run.begin_attempt()
+    run.mend_records() if finished else run.begin_attempt()
     attempts = run.attempts()
     assert [attempt.number for attempt in attempts] == [1, 2, 3] + [4] * (not finished)
     assert (attempts[1].status, attempts[1].ended_s) == ("failed", None)
     assert "its record was damaged" in str(attempts[1].message) and left_in(run.path) == []
+
+
+def test_a_damaged_record_of_a_finished_runs_launches_is_mended(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    launch(run)
+    intact = (run.path / "launch.json").read_bytes()
+    run.mend_records()
+    assert (run.path / "launch.json").read_bytes() == intact
+    for content in (b"", b'{"laun', b'{"launches": 3}'):
+        (run.path / "launch.json").write_bytes(content)
+        run.mend_records()
+        assert run.state(NAME).status == "finished" and run.launches() == [] and left_in(run.path) == []
 
 
 def gone() -> int:
