@@ -6,6 +6,7 @@ known shape. Other values are recognised only by a name that says what they are 
 """
 
 import base64
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -99,8 +100,10 @@ class Mask:
                 self._names.setdefault(form, name)
         forms = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, forms))) if forms else None
-        self._forms = [form.encode("utf-8", "surrogateescape") for form in forms]
-        self._bytes_pattern = re.compile(b"|".join(map(re.escape, self._forms))) if forms else None
+        in_bytes = [form.encode("utf-8", "surrogateescape") for form in forms]
+        self._bytes_pattern = re.compile(b"|".join(map(re.escape, in_bytes))) if forms else None
+        self._sorted_forms = sorted(in_bytes)
+        self._longest = max(map(len, in_bytes), default=0)
 
     def hide(self, text: str) -> str:
         """Return `text` with each value replaced by its reference."""
@@ -123,10 +126,10 @@ class Mask:
 
     def _start_of_partial(self, content: bytes, start: int) -> int:
         """Return where the longest end of `content` that a value begins with starts."""
-        longest = max(map(len, self._forms))
-        for begin in range(max(start, len(content) - longest + 1), len(content)):
+        for begin in range(max(start, len(content) - self._longest + 1), len(content)):
             end = content[begin:]
-            if any(len(form) > len(end) and form.startswith(end) for form in self._forms):
+            following = bisect.bisect_right(self._sorted_forms, end)  # longer forms that begin with it
+            if any(form.startswith(end) for form in self._sorted_forms[following : following + 1]):
                 return begin
         return len(content)
 
