@@ -15,7 +15,6 @@ RESULT = "result.json"
 INITIAL_SKETCH = "initial-sketch.safetensors"
 FINAL_SKETCH = "final-sketch.safetensors"
 METRICS = "metrics.jsonl"
-METRICS_CACHE = "metrics.npz"
 EVENTS = "events.jsonl"
 VALIDATION = "validation.jsonl"
 SAMPLES = "samples.jsonl"
@@ -34,7 +33,6 @@ RUN_FILES = (
     INITIAL_SKETCH,
     FINAL_SKETCH,
     METRICS,
-    METRICS_CACHE,
     EVENTS,
     VALIDATION,
     SAMPLES,

@@ -273,6 +273,7 @@ def default_reduction(name: str) -> Literal["mean", "median"]:
     return "median" if spiky else "mean"
 
 
+@cache
 def unit_of(name: str) -> str:
     """The unit in files; empty where there is none, or none is known."""
     found = find(name)
@@ -298,6 +299,7 @@ def direction(name: str, *, policy_gradient: bool) -> Literal[1, -1] | None:
     return -1 if falls and not policy_gradient and not re.search("critic|value|aux", name) else None
 
 
+@cache
 def is_clock(name: str) -> bool:
     """Whether it is read off a clock or the machine, of which no two runs get the same numbers."""
     words = "time|timing|timestamp|runtime|walltime|elapsed|duration|latency|seconds?|s|ms|throughput"

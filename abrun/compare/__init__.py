@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from abrun.compare.judge.ledger import new_ledger, next_entry
 from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
@@ -123,6 +125,8 @@ def compare_sources(
     declared = None
     if directory and _changed(asked.compare, experiment.compare):
         declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
+    if output is None and default.is_symlink():  # a stranger's could lead anywhere
+        raise ComparisonError(f"{default}: got a symbolic link; remove it, or choose a folder with --output")
     comparison = compare(
         experiment,
         output=output or default,
@@ -156,6 +160,7 @@ def verdict_in(experiment_dir: Path) -> str | None:
     return None
 
 
+@np.errstate(all="ignore")  # what overflows is judged as infinite
 def compare(
     experiment: Experiment,
     *,
@@ -214,6 +219,7 @@ def _asked(
     return replace(experiment, compare=experiment.compare.model_copy(update=changed))
 
 
+@np.errstate(all="ignore")
 def freeze_arm(
     experiment: Experiment,
     arm: str,
@@ -235,6 +241,7 @@ def freeze_arm(
     return freeze(experiment, arm, path, claims, ledger)
 
 
+@np.errstate(all="ignore")
 def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int) -> Reference:
     """Add an experiment's treatment to a reference's ledger; returns the reference with it.
 

@@ -16,6 +16,7 @@ from abrun.logs.contents import read_content
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
 from abrun.logs.rows import LONGEST_TEXT, STEP_COLUMNS, UNNAMED, Cells, Recorded, flat_cells, series_of
 from abrun.regular_files import open_regular
+from abrun.store.lines import LineParser, damaged_line
 
 TORN = "its last line is torn, or still being written, and was left out"
 NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
@@ -206,11 +207,13 @@ def json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
 
 def _objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
     last = max((index for index, line in enumerate(lines) if line.strip()), default=-1)
-    rows = []
+    rows, parser = [], LineParser()
     notes = [] if last >= 0 else [EMPTY]
     for index, line in enumerate(lines):
         if not line.strip():
             continue
+        if not parser.is_intact(line):
+            raise damaged_line(_shown(path), f"line {index + 1}", line)
         row = _object(line)
         if row is not None:
             rows.append((index + 1, row))

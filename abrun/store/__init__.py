@@ -3,7 +3,7 @@
     runs/<experiment>/experiment.json         resolved recipe, planned runs, hash of the compare block
     runs/<experiment>/reference.json          a copy of the frozen ensemble that the recipe names, if any
     runs/<experiment>/launcher.lock           who launches it now
-    runs/<experiment>/git-<hash>.diff         uncommitted changes of the code it was launched from
+    runs/<experiment>/git-<hash>.diff         uncommitted changes of its code (record_diff)
     runs/<experiment>/<arm>/seed-<k>[-aa<j>]/
         config.json       {experiment, arm, seed, rerun,             written by the launcher, once
                            initial_weights, config: resolved}
@@ -21,20 +21,22 @@
         events.jsonl      started, resumed, checkpoint, failed, ...  appended by the job
         validation.jsonl  one line a validation, prompt by prompt    appended by the job
         samples.jsonl     some completions of some steps             appended by the job
-        metrics.npz       a cache of metrics.jsonl                   written by whoever compares
         stdout.log, checkpoints/
     runs/warm-starts/<hash>/                  a run directory too: steps shared by all arms and seeds
 
 One writer per file. Everything is a temporary file and a rename, or one append a line, so that a reader on
 any host of a shared file system, at any moment, sees whole files and at most one torn last line. Lines are on
-the disk before the checkpoint or result.json that builds on them, files before the names they get.
+the disk before the checkpoint or result.json that builds on them, files before the names they get. The last
+key of a line, `crc32`, is a checksum of what stands before it.
 """
 
+from abrun.store.access import UnreadableError, is_allowed, read_error, share_new_folder, unreadable
 from abrun.store.experiment import (
     EXPERIMENT,
     REFERENCE,
     WARM_STARTS,
     can_fork,
+    closed_folders,
     experiments_in,
     find_experiment,
     is_experiment,
@@ -55,9 +57,14 @@ from abrun.store.files import (
     fingerprint,
     leftovers,
     make_folder,
+    make_private_folder,
+    open_log,
+    read_as,
     read_json,
     read_json_or_empty,
     readable,
+    remove_leftovers,
+    share_written,
     sync_file,
     sync_folder,
     write_file,
@@ -95,7 +102,7 @@ from abrun.store.rundir import SCHEMA_VERSION, RunDir
 from abrun.store.samples import Sample
 from abrun.store.saved import STATE as SAVED_STATE
 from abrun.store.saved import SavedState, saved_state
-from abrun.store.schemas import Count, Flag, Items, Seconds, Texts, checked, read_as
+from abrun.store.schemas import Count, Flag, Items, Seconds, Texts, checked
 from abrun.store.writer import STOPPED, FencedError, RunWriter
 
 __all__ = [
@@ -134,8 +141,10 @@ __all__ = [
     "TakenOverError",
     "TextValues",
     "Texts",
+    "UnreadableError",
     "can_fork",
     "checked",
+    "closed_folders",
     "code_name",
     "damage",
     "decode",
@@ -146,26 +155,34 @@ __all__ = [
     "find_experiment",
     "fingerprint",
     "folder_lock",
+    "is_allowed",
     "is_experiment",
     "launcher_lock",
     "launcher_of",
     "leftovers",
     "make_folder",
+    "make_private_folder",
     "metrics_of",
     "open_experiment",
+    "open_log",
     "owner_of",
     "planned_runs",
     "read_as",
+    "read_error",
     "read_json",
     "read_json_or_empty",
     "read_lines",
     "readable",
+    "remove_leftovers",
     "run_dir",
     "run_state",
     "saved_state",
+    "share_new_folder",
+    "share_written",
     "started_after",
     "sync_file",
     "sync_folder",
+    "unreadable",
     "warm_start_states",
     "write_diff",
     "write_experiment",

@@ -1,7 +1,6 @@
 """An experiment's directory: what was planned and declared, and what its runs are doing."""
 
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import threading
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import EXPERIMENT, NAME, RunName
+from abrun.store.access import UnreadableError, refuse_closed
 from abrun.store.files import read_json, readable, write_file, write_json
 from abrun.store.records import SCHEMA_VERSION, RunState, refuse_other_schema
 from abrun.store.rundir import RunDir
@@ -76,7 +75,20 @@ class _StoredExperiment:
 
 
 def is_experiment(directory: Path) -> bool:
-    return (directory / EXPERIMENT).is_file()
+    with readable(directory / EXPERIMENT):
+        return (directory / EXPERIMENT).is_file()
+
+
+def closed_folders(runs_dir: Path) -> list[UnreadableError]:
+    """Return a line for each folder of `runs_dir` that this user may not enter, of an experiment or not."""
+    errors: list[UnreadableError] = []
+    refuse_closed(runs_dir)
+    for folder in sorted(path for path in runs_dir.iterdir() if path.is_dir()):
+        try:
+            refuse_closed(folder)
+        except UnreadableError as error:
+            errors.append(error)
+    return errors
 
 
 def experiments_in(runs_dir: Path) -> list[Path]:
@@ -103,12 +115,11 @@ def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
     write_json(experiment_dir / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **content})
 
 
-def write_diff(experiment_dir: Path, diff: str) -> str:
-    """Keep uncommitted changes of code in an experiment, once; returns the name of the file."""
-    content = diff.encode()
-    path = experiment_dir / f"git-{hashlib.sha256(content).hexdigest()[:8]}.diff"
+def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
+    """Keep uncommitted changes of code, once, under the start of their hash; return the file's name."""
+    path = experiment_dir / f"git-{changes}.diff"
     if not path.is_file():
-        write_file(path, content)
+        write_file(path, diff.encode())
     return path.name
 
 
@@ -132,7 +143,9 @@ def run_dir(experiment_dir: Path, name: RunName) -> Path:
 
 
 def run_state(experiment_dir: Path, name: RunName) -> RunState:
-    """What one run is doing; one whose files cannot be read has failed, and its message says why.
+    """What one run is doing; one whose files are damaged has failed, and its message says why.
+
+    A run whose files this user may not read is `unreadable`: nothing is known of it.
 
     Of one whose directory was removed, the steps are the recipe's.
     """
@@ -168,7 +181,7 @@ def _state(run: RunDir, name: RunName) -> RunState:
         return RunState(
             name=name,
             directory=run.path,
-            status="failed",
+            status="unreadable" if isinstance(error, UnreadableError) else "failed",
             step=0,
             num_steps=0,
             started_s=None,
@@ -182,19 +195,11 @@ def metrics_of(runs: Sequence[RunDir]) -> "list[dict[str, Series] | StoreError]"
 
     On all cores where files are large and this process has no threads.
     """
-    num_bytes = sum(map(_bytes_to_parse, runs))
+    num_bytes = sum(run.num_metric_bytes for run in runs)
     if num_bytes <= WORTH_A_PROCESS or not can_fork():
         return [_metrics_or_error(run) for run in runs]
     with multiprocessing.get_context("fork").Pool(min(len(runs), os.cpu_count() or 1)) as pool:
         return pool.map(_metrics_or_error, runs, chunksize=1)
-
-
-def _bytes_to_parse(run: RunDir) -> int:
-    try:
-        cached = (run.path / layout.METRICS_CACHE).is_file()
-    except OSError:
-        return 0
-    return 0 if cached else run.num_metric_bytes
 
 
 def _metrics_or_error(run: RunDir) -> "dict[str, Series] | StoreError":

@@ -1,28 +1,22 @@
-"""Rows of metrics.jsonl as series, with a cache of the parsed numbers; rows of validation.jsonl."""
+"""Rows of metrics.jsonl as series; rows of validation.jsonl."""
 
 import contextlib
-import hashlib
-import io
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
+from numpy.typing import NDArray
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import lines_of, open_regular, read_regular
-from abrun.series import Array, Series, Steps, from_rows
-from abrun.store.files import write_file
-from abrun.store.lines import LARGEST_STEP, NOT_METRICS, problem_of, read_lines
+from abrun.regular_files import lines_of, open_regular
+from abrun.series import Array, Series, Steps
+from abrun.store.files import readable
+from abrun.store.lines import LineParser, damaged_line, problem_of, problem_of_step
 from abrun.store.records import LARGEST_ATTEMPT
-
-CACHE_VERSION = 2
-SEAL_BYTES = 32
-NOT_FINITE = (b'"NaN"', b'"Infinity"', b'"-Infinity"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,38 +28,27 @@ class ValidationRow:
     lengths: Array  # [P] tokens of the completions
 
 
-def read_metrics(path: Path, cache: Path, *, finished: bool) -> dict[str, Series]:
-    """The metrics of one run. Rows of one step and attempt add up; of several attempts the last one counts.
+def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
+    """Return the metrics of a run. Rows of one step and attempt add up; of several attempts the last counts.
 
-    Parsed numbers of a finished run are kept in `cache`, which may be deleted at any time, and counts only
-    while it is what was written there for these very lines. Raises StoreError naming file and line where a
-    row is corrupt.
+    A torn last line is left out, of a writer at work, or killed. Raises StoreError naming file and line where
+    a row is damaged, or torn though the run is `finished`.
     """
-    try:
-        metrics = _cached(cache, path) if finished else None
-        if metrics is not None:
-            return metrics
-        with open_regular(path) as file:
-            content = b"".join(lines_of(file))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from None
-    # without the torn last line of a writer at work, or killed
-    whole = content[: content.rfind(b"\n") + 1]
-    metrics = _rows_of_numbers(whole) or _rows_of_anything(path)
-    if finished:
-        _write_cache(cache, hashlib.sha256(content).digest(), metrics)
-    return metrics
+    tables: dict[tuple[str, ...], _Table] = {}
+    for number, row in _numbered_rows(path, finished=finished):
+        problem = _add(tables, number, row)
+        if problem:
+            raise StoreError(f"{path}, line {number}: {problem}")
+    return _series(list(tables.values()))
 
 
-def read_validation(path: Path) -> dict[int, ValidationRow]:
+def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
     """The validations of one run by step, ascending; of several attempts the last one counts.
 
     Raises StoreError naming file and line where a row is corrupt.
     """
     found: dict[int, tuple[int, ValidationRow]] = {}
-    for number, row in enumerate(read_lines(path), 1):
+    for number, row in _numbered_rows(path, finished=finished):
         try:
             step, attempt = row["step"], row["attempt"]
             if type(step) is not int or type(attempt) is not int or attempt >= LARGEST_ATTEMPT:
@@ -88,105 +71,99 @@ def read_validation(path: Path) -> dict[int, ValidationRow]:
     return {step: found[step][1] for step in sorted(found)}
 
 
-def _rows_of_numbers(content: bytes) -> dict[str, Series] | None:
-    """The usual file, quickly: every row has the same keys, holds numbers alone, and comes after the last."""
-    lines = content.splitlines()
+def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a file, each with its line. Raises StoreError for a damaged line."""
+    parser = LineParser()
+    with readable(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        for number, line in enumerate(lines_of(file), 1):
+            is_whole = line.endswith(b"\n")
+            if line.isspace() or not (is_whole or finished):
+                continue
+            try:
+                if not is_whole:
+                    raise ValueError("its end is missing")
+                yield number, parser.parse(line[:-1])
+            except ValueError as error:
+                raise damaged_line(path, f"line {number}", line, error) from None
+
+
+@dataclass(slots=True)
+class _Table:
+    """The rows of a file that hold the same metrics, in the order they were written."""
+
+    names: tuple[str, ...]
+    lines: "array[int]" = field(default_factory=lambda: array("q"))
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    attempts: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))  # row after row
+
+    def column(self, name: str) -> Array:
+        """Return the values of a metric, a view."""
+        rows = np.asarray(self.values, np.float64).reshape(len(self.steps), len(self.names))
+        return rows[:, self.names.index(name)]
+
+
+def _add(tables: dict[tuple[str, ...], _Table], number: int, row: dict[str, Any]) -> str | None:
+    """Put a row into the table of its metrics; return what is wrong with it, if anything is."""
+    step, attempt, _ = row.pop("step", None), row.pop("attempt", 1), row.pop("time_s", None)
+    if problem := problem_of_step(step, attempt):
+        return problem
+    names = tuple(row)
+    table = tables.get(names) or _Table(names)
+    num_values = len(table.values)
     try:
-        names = list(orjson.loads(lines[0]))
-        num_strings = content.count(b'"') // 2 - len(lines) * len(names)
-        if num_strings != (sum(content.count(word) for word in NOT_FINITE) if num_strings else 0):
-            return None
-        if "step" not in names:
-            return None
-        values = np.fromiter(chain.from_iterable(_values_of(lines, names)), np.float64)
-    except (ValueError, TypeError, IndexError):
-        return None
-    if np.isnan(values).any() and (not num_strings or b"null" in content):
-        return None  # null is no value, and NaN is one: the two must not be mixed up
-    values = values.reshape(len(lines), len(names)).T.copy()  # [M, S]
-    recorded = values[names.index("step")]
-    if not (np.abs(recorded) <= LARGEST_STEP).all():
-        return None
-    steps = recorded.astype(np.int64)
-    if (recorded != steps).any() or (np.diff(steps) <= 0).any():
-        return None
-    return {
-        name: Series(steps, row) for name, row in zip(names, values, strict=True) if name not in NOT_METRICS
-    }
+        table.values.extend(row.values())
+    except TypeError:  # null, which is no value, or no number
+        del table.values[num_values:]
+        recorded = {"step": step, "attempt": attempt}
+        recorded |= {name: value for name, value in row.items() if value is not None}
+        return problem_of(recorded) or _add(tables, number, recorded)
+    table.lines.append(number)
+    table.steps.append(step)
+    table.attempts.append(attempt)
+    tables[names] = table
+    return None
 
 
-def _values_of(lines: Iterable[bytes], names: list[str]) -> Iterator[Iterable[Any]]:
-    """Row by row, which is quicker than holding all; ValueError at other keys."""
-    for line in lines:
-        row = orjson.loads(line)
-        if list(row) != names:
-            raise ValueError("other keys")
-        yield row.values()
+def _series(tables: Sequence[_Table]) -> dict[str, Series]:
+    """Return every metric of the tables; metrics that the same tables hold share their steps."""
+    holding: dict[str, list[int]] = {}
+    for index, table in enumerate(tables):
+        for name in table.names:
+            holding.setdefault(name, []).append(index)
+    by_tables: dict[tuple[int, ...], list[str]] = {}
+    for name, indices in holding.items():
+        by_tables.setdefault(tuple(indices), []).append(name)
+    is_newest = _of_newest_attempts(tables)
+    series: dict[str, Series] = {}
+    for indices, names in by_tables.items():
+        held = [(tables[index], is_newest[index]) for index in indices]
+        steps = np.concatenate([np.asarray(table.steps, np.int64)[rows] for table, rows in held])
+        lines = np.concatenate([np.asarray(table.lines, np.int64)[rows] for table, rows in held])
+        last = _last_of_each_step(steps, lines)
+        steps = steps[last]
+        for name in names if len(steps) else ():
+            values = np.concatenate([table.column(name)[rows] for table, rows in held])
+            series[name] = Series(steps, values[last])
+    return series
 
 
-def _rows_of_anything(path: Path) -> dict[str, Series]:
-    rows: dict[int, dict[str, Any]] = {}
-    attempts: dict[int, int] = {}
-    for number, row in enumerate(read_lines(path), 1):
-        wrong = problem_of(row)
-        if wrong:
-            raise StoreError(f"{path}, line {number}: {wrong}")
-        step, attempt = row["step"], row.get("attempt", 1)
-        metrics = {key: value for key, value in row.items() if key not in NOT_METRICS}
-        if step not in rows or attempt > attempts[step]:
-            rows[step], attempts[step] = metrics, attempt
-        elif attempt == attempts[step]:
-            rows[step].update(metrics)
-    return from_rows(sorted(rows.items()))[0]
+def _of_newest_attempts(tables: Sequence[_Table]) -> list[NDArray[np.bool_] | slice]:
+    """Return, by table, which rows are of the newest attempt that recorded their step."""
+    attempts = [np.asarray(table.attempts, np.int64) for table in tables]
+    if len({*(value for each in attempts for value in (each.min(), each.max()))}) < 2:
+        return [slice(None)] * len(tables)
+    steps = [np.asarray(table.steps, np.int64) for table in tables]
+    distinct, place = np.unique(np.concatenate(steps), return_inverse=True)
+    newest = np.full(len(distinct), np.iinfo(np.int64).min)
+    np.maximum.at(newest, place, np.concatenate(attempts))
+    ends = np.cumsum([len(each) for each in steps])[:-1]
+    return [each == newest[where] for each, where in zip(attempts, np.split(place, ends), strict=True)]
 
 
-def _cached(cache: Path, path: Path) -> dict[str, Series] | None:
-    """What was kept of the lines of `path`; None where it is not whole, or of other lines."""
-    try:
-        content = read_regular(cache)
-    except OSError:
-        return None
-    with open_regular(path) as lines:
-        key = hashlib.file_digest(lines, "sha256").digest()
-    arrays, seal = memoryview(content)[:-SEAL_BYTES], content[-SEAL_BYTES:]
-    if seal != _seal(arrays, key):
-        return None
-    try:
-        with np.load(io.BytesIO(arrays), allow_pickle=False) as stored:
-            grids = [stored[f"steps-{index}"] for index in range(int(stored["num_grids"]))]
-            names = orjson.loads(stored["names"].tobytes())
-            values, start, metrics = stored["values"], 0, {}
-            for name, grid in zip(names, stored["grid_of"].tolist(), strict=True):
-                end = start + len(grids[grid])
-                metrics[name] = Series(grids[grid], values[start:end])
-                start = end
-            return metrics
-    except Exception:  # numpy, zipfile and zlib raise anything: the JSON lines are the truth
-        return None
-
-
-def _write_cache(cache: Path, key: bytes, metrics: Mapping[str, Series]) -> None:
-    grids: dict[bytes, tuple[int, Steps]] = {}
-    grid_of = []
-    for series in metrics.values():
-        grid, _ = grids.setdefault(series.steps.tobytes(), (len(grids), series.steps))
-        grid_of.append(grid)
-    arrays = {
-        "names": np.frombuffer(orjson.dumps(list(metrics)), np.uint8),  # which ends no name at a NUL
-        "grid_of": np.array(grid_of, dtype=np.int64),
-        "num_grids": np.array(len(grids)),
-        "values": np.concatenate([np.empty(0), *(series.values for series in metrics.values())]),
-        **{f"steps-{index}": steps for index, steps in grids.values()},
-    }
-    stored = io.BytesIO()
-    np.savez(stored, **arrays)
-    seal = _seal(stored.getbuffer(), key)
-    with contextlib.suppress(StoreError):  # a full disk, somebody else's folder: the next reader parses again
-        write_file(cache, stored.getvalue() + seal, durable=False)
-
-
-def _seal(arrays: memoryview, key: bytes) -> bytes:
-    """Stands behind the arrays, and changes with them, with the lines they were read from, and with us."""
-    return hashlib.sha256(
-        b"abrun metrics %d " % CACHE_VERSION + key + hashlib.sha256(arrays).digest()
-    ).digest()
+def _last_of_each_step(steps: Steps, lines: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """Return the place of the last line of every step, by ascending step."""
+    if (np.diff(steps) > 0).all():
+        return slice(None)
+    order = np.lexsort((lines, steps))
+    return order[np.append(np.diff(steps[order]) > 0, True)]

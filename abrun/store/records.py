@@ -1,9 +1,10 @@
 """What the small files of a run directory say, each as a dataclass. Keys of another version are let be."""
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,8 @@ from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
 from abrun.regular_files import MAX_FILE_BYTES
-from abrun.store.files import read_json_or_empty
+from abrun.store.access import unreadable
+from abrun.store.files import read_as, read_json_or_empty, write_json
 from abrun.store.owner import Owner
 from abrun.store.schemas import (
     MAX_COUNT,
@@ -23,11 +25,14 @@ from abrun.store.schemas import (
     Seconds,
     Texts,
     checked,
-    read_as,
 )
 
 SCHEMA_VERSION = 1
-Status = Literal["pending", "waiting", "running", "stalled", "finished", "failed", "interrupted"]
+Status = Literal[
+    "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
+]
+STALLED_AFTER_S = 600.0
+LOST_RECORD = "its record was damaged: how it ended is not known"
 NODE_EVERY_S, NODE_LOST_S = 15.0, 60.0  # how often a node's agent says that it is there, and when it is lost
 LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
 
@@ -69,6 +74,7 @@ class TextValues:
 class Result:
     """What a finished run leaves: `result.json`."""
 
+    step: Count = 0  # the last one
     final_weights_hash: str | None = None
     final_weights: Mapping[PathText, dict[str, Any]] | None = None  # by file, each a fingerprint
     text_values: Mapping[str, TextValues] = field(default_factory=dict)  # by metric
@@ -80,6 +86,8 @@ class Git:
 
     sha: str | None = None
     dirty: Flag | None = None  # None: not known
+    changes: str | None = None  # the start of a hash of them
+    files: Texts = ()  # the names of changed and of untracked files
     diff: PathText | None = None  # the file of the changes, in the experiment's folder
 
 
@@ -87,6 +95,7 @@ class Git:
 class Launch(Owner):
     """One start by a launcher, in the launcher's words: of `launch.json`."""
 
+    launcher: Owner | None = None  # the process that writes this; `pid` and the rest are of what it started
     started_s: Seconds = 0.0
     ended_s: Seconds | None = None
     devices: Texts = ()
@@ -98,6 +107,37 @@ class Launch(Owner):
     git: Git | None = None  # of this start's code, as `Launches.git` is of the last one's
 
 
+@dataclass(frozen=True, slots=True)
+class LastWord:
+    """The newest start of a run: who speaks of it, and whose life tells whether it goes on."""
+
+    told: Launch | Attempt
+    process: Owner
+    launcher: Owner | None  # None where no launcher of abrun started it, as far as is known
+    started_s: float | None
+    attempt: int  # the newest
+
+    @property
+    def without_end(self) -> tuple[Status, str]:
+        """Status and message where the process is gone and nobody has noted how it ended."""
+        if self.launcher and self.launcher.is_gone:
+            words = "it and its launcher are gone and left no word, as after a kill; continue with --resume"
+            return "interrupted", words
+        return "failed", "its process is gone and left no word, as on a full disk"
+
+
+def last_word(launches: Sequence[Launch], attempt: Attempt) -> LastWord:
+    """Choose between the last launch and the newest attempt: the attempt where it is later."""
+    last = launches[-1] if launches else None
+    told = last if last and last.attempts >= attempt.number else attempt
+    if last is None or attempt.number > last.attempts + (last.ended_s is None):
+        return LastWord(told, attempt, None, attempt.started_s, attempt.number)
+    process: Owner = last  # the run's first process, which outlives the others
+    if last.pid is None:  # its launcher has not noted it yet, or was killed before that
+        process = attempt if attempt.number > last.attempts else last.launcher or last
+    return LastWord(told, process, last.launcher, last.started_s, attempt.number)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
     """What launchers say of a run: `launch.json`."""
@@ -107,8 +147,12 @@ class Launches:
 
 
 def code_name(git: Mapping[str, Any]) -> str:
-    """Return a commit and the file of its uncommitted changes: `939ca1c with git-527da590.diff`."""
-    changes = git.get("diff") or ("uncommitted changes" if git.get("dirty") else None)
+    """Return a commit and a hash of its uncommitted changes: `939ca1c with changes 527da590`.
+
+    Older launches name the file of their diff instead, whose own hash that name holds.
+    """
+    uncommitted = "uncommitted changes" if git.get("dirty") else None
+    changes = f"changes {git['changes']}" if git.get("changes") else git.get("diff") or uncommitted
     return f"{str(git.get('sha'))[:7]}{f' with {changes}' if changes else ''}"
 
 
@@ -163,6 +207,17 @@ def silence(nodes: Sequence[Node], now: float) -> str | None:
     return f"no sign of life for {now - max(since):.0f} s: {'; '.join([*words, *more])}"
 
 
+def why_stalled(nodes: Sequence[Node], heartbeat: Heartbeat, started_s: float, now: float) -> str | None:
+    """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
+    if nodes:
+        return silence(nodes, now)
+    silent_s = now - max(started_s, heartbeat.time_s)
+    if silent_s <= (heartbeat.patience_s or STALLED_AFTER_S):
+        return None
+    step = f"no step after step {heartbeat.step}" if heartbeat.step else "no sign of life"
+    return f"{step} for {silent_s:.0f} s"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """What a run is doing, read from its directory."""
@@ -184,6 +239,8 @@ def attempt_file(folder: Path, number: int) -> Path:
 def attempt_numbers(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)  # not a look at single names, of which a file server's client may not know
+    except PermissionError:
+        raise unreadable(folder) from None
     except OSError:
         return []
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))
@@ -195,10 +252,28 @@ def last_attempt(folder: Path) -> int:
 
 
 def read_attempt(path: Path, number: int) -> Attempt:
-    """An attempt that begins just now, or whose process was killed as it did, has an empty file."""
+    """An attempt that begins just now has an empty file, on a file system without hard links."""
     known = path.stat() if path.is_file() else None
     begun = read_as(Attempt, path) if known and known.st_size else Attempt(started_s=known and known.st_mtime)
     return replace(begun, number=number)
+
+
+def mend_attempts(folder: Path, before: int) -> None:
+    """Write the records below a number anew that do not read, or are empty, as older versions left them."""
+    for number in attempt_numbers(folder):
+        path = attempt_file(folder, number)
+        with contextlib.suppress(StoreError, OSError):  # such as a folder, which resuming does without
+            if number < before and not _is_attempt(path):
+                began_s = path.stat().st_mtime
+                lost = Attempt(number=number, status="failed", message=LOST_RECORD, started_s=began_s)
+                write_json(path, asdict(lost))
+
+
+def _is_attempt(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0 and bool(read_as(Attempt, path))
+    except StoreError:
+        return False
 
 
 def ending_of(told: Launch | Attempt) -> str | None:

@@ -18,27 +18,31 @@ from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import told
-from abrun.regular_files import open_regular, read_regular
+from abrun.regular_files import open_regular
+from abrun.store.access import ignore_damage, refuse_closed
 from abrun.store.files import (
-    PRIVATE,
+    create_file,
     damage,
     explained,
+    json_text,
     make_folder,
+    open_to_change,
+    read_as,
     read_json,
+    remove_leftovers,
     sync_folder,
     write_json,
 )
 from abrun.store.lines import (
     LineReader,
     LineWriter,
-    bad_lines,
+    bad_rows,
     blank_lines,
-    is_row,
     problem_of,
     read_lines,
     sound_lines,
 )
-from abrun.store.owner import process, this_machine, this_process
+from abrun.store.owner import Owner, process, this_machine, this_process
 from abrun.store.records import (
     LARGEST_ATTEMPT,
     SCHEMA_VERSION,
@@ -58,22 +62,22 @@ from abrun.store.records import (
     code_name,
     ending_of,
     last_attempt,
+    last_word,
+    mend_attempts,
     read_attempt,
-    silence,
     started_after,
     stored_config,
+    why_stalled,
 )
 from abrun.store.samples import Sample, read_samples
-from abrun.store.schemas import checked, read_as
+from abrun.store.schemas import checked
+from abrun.store.sketches import read_sketch
 from abrun.store.writer import RunWriter
 
 if TYPE_CHECKING:
     from abrun.series import Array, Series
     from abrun.store.metrics import ValidationRow
 
-STALLED_AFTER_S = 600.0
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-MOST_SKETCH = 1 << 28  # bytes
 MOST_RECORD = 1 << 21  # bytes of what a run was started with: all of it is shown
 
 
@@ -140,6 +144,7 @@ class RunDir:
     def begin_launch(self, devices: Sequence[str], git: Mapping[str, Any] | None) -> None:
         """Note, before there is a process, that one is about to be started."""
         launch = Launch(
+            launcher=Owner(**this_process()),
             started_s=time.time(),
             devices=tuple(devices),
             attempts=self.last_attempt,
@@ -158,12 +163,9 @@ class RunDir:
     @contextlib.contextmanager
     def open_log(self) -> Iterator[int]:
         """What the job is to print into, as a file descriptor. Raises StoreError."""
-        # Not waited for, where it is a pipe that nobody reads
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         with explained(self.log):
-            file = os.open(self.log, flags, PRIVATE)
+            file = open_to_change(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.set_blocking(file, True)
             yield file
         finally:
             os.close(file)
@@ -183,9 +185,8 @@ class RunDir:
         attempts = self.last_attempt
         for launch in self._earlier_launches().launches[-1:]:
             attempts = min(attempts, launch.attempts + 1)
-        message = message and told(message)
-        ending = {"status": status, "message": message, "ended_s": time.time(), "attempts": attempts}
-        self.update_launch(**ending, **seen)
+        ending = {"status": status, "message": message and told(message), "ended_s": time.time()}
+        self.update_launch(**ending, attempts=attempts, **seen)
 
     def reopen(self, reason: str) -> None:
         """Take back that the run is finished, for something of it is gone; no job may be at work here."""
@@ -219,18 +220,27 @@ class RunDir:
                 number += 1
                 if number > LARGEST_ATTEMPT:
                     raise OSError(f"there is an attempt {LARGEST_ATTEMPT}: remove its file")
+                attempt = Attempt(number=number, started_s=time.time(), **this_process())
                 with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
-                    os.close(os.open(attempt_file(folder, number), NEW_FILE, PRIVATE))
+                    create_file(attempt_file(folder, number), json_text(asdict(attempt)))
                     break
-        attempt = Attempt(number=number, started_s=time.time(), **this_process())
-        write_json(attempt_file(folder, number), asdict(attempt))
+        mend_attempts(folder, number)
+        remove_leftovers(self.path)
         writer = RunWriter(self.path, attempt)
-        bad = bad_lines(self.path / layout.METRICS, is_row)
+        bad = bad_rows(self.path / layout.METRICS)
         if bad:
             blank_lines(self.path / layout.METRICS, bad.values())
             words = f"{len(bad)} that are no rows are blank now, the first is line {min(bad)}"
             writer.event("repair", message=f"lines of {layout.METRICS}: {words}")
         return writer
+
+    def mend_records(self) -> None:
+        """Write the records of launches and attempts anew that do not read; no attempt may be at work."""
+        mend_attempts(self.path / layout.ATTEMPTS, LARGEST_ATTEMPT)
+        with ignore_damage():
+            self.launches()
+            return
+        write_json(self.path / layout.LAUNCH, asdict(Launches()))
 
     def _attempts_that_wrote(self) -> Iterator[int]:
         for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
@@ -269,10 +279,9 @@ class RunDir:
     def find_record(self) -> RunRecord | None:
         """None where the directory holds no run of abrun; StoreError where what it says is none."""
         path = self.path / layout.CONFIG
-        try:
+        is_run = False
+        with ignore_damage():
             is_run = read_json(path).keys() >= {"arm", "seed", "rerun", "config"}
-        except StoreError:
-            return None
         return stored_config(path).record() if is_run else None
 
     def identity(self) -> str:
@@ -325,16 +334,16 @@ class RunDir:
 
     def heartbeat(self) -> Heartbeat:
         """The last sign of life; none where the file does not read, as after a loss of power."""
-        try:
+        with ignore_damage():
             return read_as(Heartbeat, self.path / layout.HEARTBEAT)
-        except StoreError:
-            return Heartbeat()
+        return Heartbeat()
 
     def nodes(self, attempt: int) -> list[Node]:
         """What the agents of an attempt's nodes said last."""
         found = []
+        refuse_closed(self.path / layout.NODES)
         for path in sorted((self.path / layout.NODES).glob("*.json")):
-            with contextlib.suppress(StoreError):  # as after a loss of power
+            with ignore_damage():  # as after a loss of power
                 found.append(read_as(Node, path))
         return [node for node in found if node.attempt == attempt]
 
@@ -365,14 +374,13 @@ class RunDir:
         """Every metric by step; see abrun.store.metrics."""
         from abrun.store.metrics import read_metrics  # numpy, which status does without
 
-        paths = self.path / layout.METRICS, self.path / layout.METRICS_CACHE
-        return read_metrics(*paths, finished=self.finished)
+        return read_metrics(self.path / layout.METRICS, finished=self.finished)
 
     def validations(self) -> "dict[int, ValidationRow]":
         """The validations by step, ascending; of several attempts the last one counts."""
         from abrun.store.metrics import read_validation
 
-        return read_validation(self.path / layout.VALIDATION)
+        return read_validation(self.path / layout.VALIDATION, finished=self.finished)
 
     def samples(self) -> dict[int, tuple[Sample, ...]]:
         """Completions that were kept, by step, ascending; of several attempts the last one counts."""
@@ -399,21 +407,23 @@ class RunDir:
 
         Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
         """
-        heartbeat, (told, process, attempt) = self.heartbeat(), self._heard()
-        while gone := told.status == "running" and process.is_gone:
-            before, (told, process, attempt) = told, self._heard()
-            if told == before:  # else it has ended with a word since its word was read
+        refuse_closed(self.path)
+        heartbeat, word = self.heartbeat(), last_word(self.launches(), self.attempt())
+        while gone := word.told.status == "running" and word.process.is_gone:
+            before, word = word, last_word(self.launches(), self.attempt())
+            if word == before:  # else it has ended with a word since its word was read
                 break
-        status, message, started_s = told.status, told.message, process.started_s
+        told, attempt, started_s = word.told, word.attempt, word.started_s
+        status, message = told.status, told.message
         if gone:
-            status, message = "failed", "its process is gone and left no word, as on a full disk"
+            status, message = word.without_end
         num_steps = stored_config(self.path / layout.CONFIG).num_steps
         if self.finished:
             status = "finished"
         elif status == "finished":
             status = "pending"  # its result was removed: it is to run again
         elif status == "running":
-            message = self._why_stalled(attempt, max(started_s or 0.0, heartbeat.time_s), heartbeat)
+            message = why_stalled(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
             status = "stalled" if message else "running"
         return RunState(
             name=name,
@@ -425,24 +435,6 @@ class RunDir:
             message=message if status in ("failed", "interrupted", "stalled") else None,
             ending=ending_of(told),
         )
-
-    def _heard(self) -> tuple[Launch | Attempt, Launch | Attempt, int]:
-        """Which of launcher and job is believed, whose process tells if it lives, and the newest attempt."""
-        last, attempt = (self.launches() or [None])[-1], self.attempt()
-        told = last if last and last.attempts >= attempt.number else attempt
-        launched = last and attempt.number <= last.attempts + (last.ended_s is None)
-        # Of a launch under way the first process tells, which outlives the others
-        return told, last if last and launched else attempt, attempt.number
-
-    def _why_stalled(self, attempt: int, since_s: float, heartbeat: Heartbeat) -> str | None:
-        """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
-        now, nodes = time.time(), self.nodes(attempt)
-        if nodes:
-            return silence(nodes, now)
-        if now - since_s <= (heartbeat.patience_s or STALLED_AFTER_S):
-            return None
-        step = f"no step after step {heartbeat.step}" if heartbeat.step else "no sign of life"
-        return f"{step} for {now - since_s:.0f} s"
 
     def step_attempts(self) -> dict[int, int]:
         """By step, the newest attempt that recorded it; of a file that is damaged, what can be read."""
@@ -465,20 +457,11 @@ class RunDir:
 
     def final_sketch(self) -> "dict[str, Array]":
         """Sketches of the final weights, float64, by tensor; none where there are none that read."""
-        return self._sketch(layout.FINAL_SKETCH)
+        return read_sketch(self.path / layout.FINAL_SKETCH)
 
     def initial_sketch(self) -> "dict[str, Array]":
         """Sketches of the initial weights."""
-        return self._sketch(layout.INITIAL_SKETCH)
-
-    def _sketch(self, file: str) -> "dict[str, Array]":
-        from safetensors import SafetensorError, numpy  # and numpy itself, which status does without
-
-        try:
-            sketch = numpy.load(read_regular(self.path / file, MOST_SKETCH))
-        except (OSError, ValueError, KeyError, SafetensorError):
-            return {}
-        return {name: values for name, values in sketch.items() if values.dtype == "float64"}
+        return read_sketch(self.path / layout.INITIAL_SKETCH)
 
     @property
     def first_step(self) -> int:
@@ -490,9 +473,14 @@ class RunDir:
         recorded, planned = self.step_attempts(), range(self.first_step + 1, num_steps + 1)
         missing = [step for step in planned if step not in recorded]
         if not missing:
-            bad = bad_lines(self.path / layout.METRICS, is_row)
+            bad = bad_rows(self.path / layout.METRICS)
             return f"{layout.METRICS}, line {min(bad)}: is no row" if bad else None
         return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
+
+    def missing_last_step(self) -> str | None:
+        """Why the metrics of a finished command cannot be whole: their last step, or all, is gone."""
+        last = read_as(Result, self.path / layout.RESULT).step
+        return f"{layout.METRICS} lacks step {last}, the last" if last not in self.step_attempts() else None
 
     def final_weights_damage(self) -> str | None:
         """What is wrong with the trained model of a finished run that was to keep it; None: nothing."""

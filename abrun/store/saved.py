@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.store.schemas import Count, PathText, read_as
+from abrun.store.files import read_as
+from abrun.store.schemas import Count, PathText
 
 STATE = "state.json"
 

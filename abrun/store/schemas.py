@@ -14,8 +14,6 @@ from pydantic_core import PydanticCustomError
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import MAX_FILE_BYTES
-from abrun.store.files import read_json_or_empty
 
 T = TypeVar("T")
 LATEST_S = 1e11  # a date that datetime takes, in seconds since 1970
@@ -55,11 +53,6 @@ def _path_text(value: object) -> str:
 
 
 PathText = Annotated[str, PlainValidator(_path_text)]
-
-
-def read_as(kind: type[T], path: Path, max_bytes: int = MAX_FILE_BYTES) -> T:
-    """Return a dataclass of the fields of a file, which may be missing. Raises StoreError."""
-    return checked(kind, read_json_or_empty(path, max_bytes), path)
 
 
 def checked(kind: type[T], content: Mapping[str, Any], path: Path) -> T:

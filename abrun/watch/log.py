@@ -8,7 +8,7 @@ from pathlib import Path
 from abrun.errors import StoreError
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
-from abrun.store import RunDir, RunState, is_experiment, launcher_of, planned_runs
+from abrun.store import RunDir, RunState, is_experiment, launcher_of, planned_runs, read_error
 from abrun.watch.reading import ExperimentReader, FindJobs
 
 POLL_S = 0.5
@@ -92,6 +92,8 @@ def _read(run: RunDir, position: int) -> tuple[int, bytes]:
             file.seek(min(position, run.log_size()))  # shorter: its middle was cut out
             content = file.read(READ_BYTES)
             return file.tell(), content
+    except PermissionError as error:
+        raise read_error(run.log, error) from None
     except OSError:
         return position, b""
 

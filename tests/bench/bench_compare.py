@@ -1,15 +1,15 @@
-"""How long `abrun compare` and `abrun status` take on a large experiment, and how much memory they need.
+"""Measure `abrun compare` and `abrun status` on large experiments: seconds, and memory of all processes.
 
-    python tests/bench/bench_compare.py [--runs 20] [--steps 10000] [--metrics 40] [--nan]
-    python tests/bench/bench_compare.py --runs 200 --steps 2000
+    python tests/bench/bench_compare.py [long] [many] [wide] [usual]
+    python tests/bench/bench_compare.py --runs 200 --steps 2000 --metrics 40 [--nan]
 
-Writes the experiment to a temporary folder, then runs the command as a user does: a fresh process each time,
-all formats of the report. First from JSON lines alone; then with the cache of their numbers and other claims,
-so that the report is new; then again, with nothing changed. Prints seconds (wall clock) and peak resident
-memory, the largest of its processes.
+Writes each experiment to a temporary folder, then runs the command as a user does: a fresh process each time,
+all formats of the report. Prints seconds (wall clock) and the peak of the proportional set size, summed over
+the processes of the command. Fails where a comparison takes a minute or 2 GB.
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,60 +20,107 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.compare.simulate import edit_rows, write_experiment
+from abrun.store import LineWriter
+from tests.compare.simulate import write_experiment
+
+SHAPES = {  # runs, steps, metrics
+    "long": (2, 1_500_000, 12),
+    "many": (500, 2_000, 20),
+    "wide": (2, 2_000, 5_000),
+    "usual": (20, 10_000, 40),
+}
+MAX_SECONDS = 60.0
+MAX_BYTES = 2e9
+SAMPLED_EVERY_S = 0.1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], help="all without an option")
+    parser.add_argument("--runs", type=int)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--metrics", type=int, default=40)
     parser.add_argument("--nan", action="store_true", help="one value of every run is NaN")
-    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    shapes = [SHAPES[name] for name in options.shapes or SHAPES]
+    if options.runs:
+        shapes = [(options.runs, options.steps, options.metrics)]
+    print("| runs | steps | metrics | metrics.jsonl | command | seconds | peak memory | page |")
+    print("|---|---|---|---|---|---|---|---|")
+    exceeded = [measure(*shape, nan=options.nan) for shape in shapes]
+    sys.exit(any(exceeded))
+
+
+def measure(runs: int, steps: int, metrics: int, *, nan: bool) -> bool:
+    """Print a line a command; return True where the comparison exceeds the bound."""
     with tempfile.TemporaryDirectory() as folder:
         experiment_dir = Path(folder) / "large"
-        write_large(experiment_dir, options)
+        write_large(experiment_dir, runs // 2, steps, metrics, nan=nan)
         size = sum(path.stat().st_size for path in experiment_dir.rglob("metrics.jsonl"))
-        print(
-            f"{options.runs} runs x {options.steps} steps x {options.metrics} metrics: {size / 2**20:.0f} MiB"
-        )
-        command = [sys.executable, "-m", "abrun", "compare", str(experiment_dir)]
-        status = [sys.executable, "-m", "abrun", "status", str(experiment_dir)]
-        for attempt in range(options.repeats):
-            for cache in (*experiment_dir.rglob("metrics.npz"), *experiment_dir.glob("report/*")):
-                cache.unlink()
-            other = ["--primary", f"train/reward:last 20%:0.0{attempt + 3}"]
-            cases = {"from JSON lines": command, "from the cache, other claims": [*command, *other]}
-            for label, case in (cases | {"again": [*command, *other], "status": status}).items():
-                seconds, peak, code = timed(case)
-                print(f"{label:29} {seconds:5.2f} s  {peak / 2**20:5.0f} MiB  exit code {code}")
-        page = experiment_dir / "report" / "report.html"
-        if page.is_file():
-            print(f"report.html: {page.stat().st_size / 2**20:.1f} MiB")
+        shape = f"| {runs} | {steps:,} | {metrics:,} | {size / 2**20:,.0f} MiB"
+        measured = {}
+        for command in ("compare", "status"):
+            seconds, peak, code = timed([sys.executable, "-m", "abrun", command, str(experiment_dir)])
+            page = experiment_dir / "report" / "report.html"
+            drawn = f"{page.stat().st_size / 2**20:.1f} MiB" if command == "compare" else ""
+            label = command if code == 0 else f"{command}: exit code {code}"
+            print(f"{shape} | {label} | {seconds:.1f} | {peak / 1e9:.2f} GB | {drawn} |", flush=True)
+            measured[command] = seconds, peak
+    seconds, peak = measured["compare"]
+    return seconds > MAX_SECONDS or peak > MAX_BYTES
 
 
-def write_large(experiment_dir: Path, options: argparse.Namespace) -> None:
-    seeds = list(range(options.runs // 2))
-    write_experiment(experiment_dir, steps=options.steps, seeds=seeds, controls={"aa_reruns": 0})
-    rng = np.random.default_rng(0)
-    for directory in sorted(experiment_dir.glob("*/seed-*")):
-        more = rng.normal(size=(options.steps, options.metrics - 7))  # beside those of the simulation
+def write_large(experiment_dir: Path, num_seeds: int, steps: int, metrics: int, *, nan: bool) -> None:
+    """Write a finished experiment of curves that rise alike in both arms, and of metrics of noise."""
+    planned = {"steps": 1, "seeds": list(range(num_seeds)), "controls": {"aa_reruns": 0}}
+    claims = {} if num_seeds > 1 else {"compare": {"primary": []}}  # a margin needs a spread over seeds
+    write_experiment(experiment_dir, **planned, **claims)
+    names = ["train/reward", "train/loss", "train/grad_norm", "train/token_mult_prob_error"]
+    names += [f"other/metric_{index:04}" for index in range(metrics - len(names))]
+    for place, directory in enumerate(sorted(experiment_dir.glob("*/seed-*"))):
+        set_steps(directory / "config.json", steps)
+        (directory / "metrics.jsonl").unlink()
+        writer = LineWriter(directory / "metrics.jsonl")
+        rng = np.random.default_rng(place)
+        for step in range(1, steps + 1):
+            # Both arms of a seed begin alike
+            draw = rng if step > 1 else np.random.default_rng([place % num_seeds])
+            values = draw.normal(1.0, 0.01, size=metrics)
+            values[0] = 0.5 * step / steps + 0.1 * values[0]
+            row = {"step": step, "attempt": 1, "time_s": float(step)}
+            row |= dict(zip(names, values.tolist(), strict=True))
+            if nan and step == 7:
+                row[names[-1]] = float("nan")
+            writer.write(row)
+        writer.close()
+    set_steps(experiment_dir / "experiment.json", steps)
 
-        def widen(row: dict, more: np.ndarray = more) -> None:
-            row.update((f"other/metric_{i:02}", float(x)) for i, x in enumerate(more[row["step"] - 1]))
-            if options.nan and row["step"] == 7:
-                row["other/metric_00"] = "NaN"
 
-        edit_rows(directory, widen)
+def set_steps(path: Path, steps: int) -> None:
+    """Replace the number of steps, which is 1 in what was planned."""
+    path.write_text(path.read_text().replace('"steps": 1,', f'"steps": {steps},'))
 
 
 def timed(command: list[str]) -> tuple[float, int, int]:
-    """Seconds, peak resident bytes and exit code of a process of its own."""
-    start = time.perf_counter()
+    """Return seconds, peak bytes of all processes, and exit code of a command."""
+    start, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    return time.perf_counter() - start, usage.ru_maxrss * 1024, os.waitstatus_to_exitcode(status)
+    while process.poll() is None:
+        peak = max(peak, memory_of(process.pid))
+        time.sleep(SAMPLED_EVERY_S)
+    return time.perf_counter() - start, peak, process.returncode
+
+
+def memory_of(pid: int) -> int:
+    """Return the proportional set size of a process and of those below it, in bytes."""
+    total, folder = 0, Path("/proc", str(pid))
+    with contextlib.suppress(OSError):
+        for line in (folder / "smaps_rollup").read_text().splitlines():
+            total += int(line.split()[1]) * 1024 if line.startswith("Pss:") else 0
+        for task in os.listdir(folder / "task"):
+            children = (folder / "task" / task / "children").read_text().split()
+            total += sum(memory_of(int(child)) for child in children)
+    return total
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import math
 import os
 import resource
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def test_a_torn_last_line_is_not_read_and_reopening_drops_it(tmp_path: Path) -> 
     writer = store.LineWriter(path)
     writer.write({"step": 3})
     writer.close()
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "crc32": "d3a4e216"}\n'
+    assert zlib.crc32(b'{"step": 3') == 0xD3A4E216
 
 
 def test_two_writers_at_once_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +98,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     writer.close()
     assert store.read_json(tmp_path / "kept.json") == {"old": True}
-    assert (tmp_path / "rows.jsonl").read_text() == '{"step": 1}\n'
+    assert store.read_lines(tmp_path / "rows.jsonl") == [{"step": 1}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "rows.jsonl"]
 
 

@@ -1,18 +1,19 @@
-"""Metrics and validations of a run as they are read: by step, the last attempt, quickly, and from a cache."""
+"""Metrics and validations of a run as they are read: by step, the last attempt, with checksums."""
 
+import hashlib
 import io
 import json
 import math
-import os
-import random
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 
-from abrun import layout, store
+from abrun import store
 from abrun.errors import StoreError
-from abrun.store import RunDir, experiment, metrics
+from abrun.logs import read_logs
+from abrun.store import RunDir, experiment, lines
 
 
 @pytest.mark.parametrize(
@@ -46,102 +47,128 @@ def as_lists(read: dict) -> dict:
     return {name: (one.steps.tolist(), [repr(value) for value in one.values]) for name, one in read.items()}
 
 
-@pytest.mark.parametrize(
-    "odd",  # what makes one row of a usual file an unusual one
+ROWS = [  # of files that hold rows of several kinds
+    [{"x": 1.0, "y": 2.0}, {"x": math.nan, "y": -math.inf}, {"x": None, "y": 1}, {"y": True}, {}, {"z": 3}],
+    [{"x": 1.0}, {"step": 1, "x": 2.0}, {"x": 3.0, "z": 1.0}, {"step": 1, "z": 4.0}],
     [
-        {},
-        {"x": math.nan},
-        {"x": math.inf, "y": -math.inf},
-        {"x": None},
-        {"x": None, "y": math.nan},
-        {"z": 3.0},
-        {"x": True},
-        {"step": 2},
-        {"step": 1, "attempt": 2},
+        {"x": 1.0},
+        {"x": 2.0, "y": 1.0},
+        {"step": 1, "attempt": 2, "x": 5.0},
+        {"step": 2, "attempt": 1, "y": 2.0},
     ],
-)
-def test_the_quick_way_of_reading_metrics_says_what_the_careful_one_says(tmp_path: Path, odd: dict) -> None:
+    [{"attempt": 2, "x": 1.0}, {"step": 1, "attempt": 1, "y": 1.0}, {"step": -3, "x": 0.0}, {"x": 1e30}],
+    [{"x": float(step % 3)} | ({"y": 1.0} if step % 7 == 0 else {}) for step in range(50)],
+]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_metrics_are_what_plain_loops_gather(tmp_path: Path, rows: list[dict]) -> None:
+    rows = [{"step": step, "attempt": 1, "time_s": 0.5, **row} for step, row in enumerate(rows, 1)]
     writer = store.LineWriter(tmp_path / "metrics.jsonl")
-    for step in range(1, 6):
-        row = {"step": step, "attempt": 1, "time_s": 0.5, "x": step / 3, "y": -1e300}
-        writer.write(row | (odd if step == 4 else {}))
+    for row in rows:
+        writer.write(row)
     writer.close()
-    content = (tmp_path / "metrics.jsonl").read_bytes()
-    careful = as_lists(metrics._rows_of_anything(tmp_path / "metrics.jsonl"))
-    assert as_lists(RunDir(tmp_path).metrics()) == careful
-    quick = metrics._rows_of_numbers(content)
-    assert quick is None or as_lists(quick) == careful
-    if not odd or ("None" not in repr(odd) and set(odd) <= {"x", "y"}):
-        assert quick is not None, "numbers alone are read quickly"
+    newest: dict[int, int] = {}
+    for row in rows:
+        newest[row["step"]] = max(row["attempt"], newest.get(row["step"], 0))
+    expected: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            is_metric = name not in ("step", "attempt", "time_s") and value is not None
+            if is_metric and row["attempt"] == newest[row["step"]]:
+                expected.setdefault(name, {})[row["step"]] = float(value)
+    assert as_lists(RunDir(tmp_path).metrics()) == {
+        name: (sorted(values), [repr(np.float64(values[step])) for step in sorted(values)])
+        for name, values in expected.items()
+    }
 
 
-def test_the_cache_follows_its_file(tmp_path: Path) -> None:
-    def write(*values: float) -> None:
-        writer = store.LineWriter(tmp_path / "metrics.jsonl")
-        for value in values:
-            writer.write(
-                {"step": round(value), "attempt": 1, "x": value, **({"y": 1.0} if value > 1 else {})}
-            )
-        writer.close()
-
-    write(1, 2)
-    RunDir(tmp_path).metrics()
-    assert not (tmp_path / layout.METRICS_CACHE).exists(), "the run goes on"
-    (tmp_path / "result.json").write_text("{}")
-    first = as_lists(RunDir(tmp_path).metrics())
-    assert (tmp_path / layout.METRICS_CACHE).exists() and as_lists(RunDir(tmp_path).metrics()) == first
-    write(3)
-    assert as_lists(RunDir(tmp_path).metrics())["x"][0] == [1, 2, 3]
-    (tmp_path / layout.METRICS_CACHE).write_bytes(b"torn")
-    assert as_lists(RunDir(tmp_path).metrics())["y"][0] == [2, 3]
+def test_a_file_of_numbers_in_a_run_folder_is_not_believed(tmp_path: Path) -> None:
+    """A run of a stranger, or of an older version, may hold a metrics.npz."""
+    run = recorded_run(tmp_path, 3)
+    expected = as_lists(run.metrics())
+    for forged in (b"", b"torn", forged_cache(run)):
+        (tmp_path / "metrics.npz").write_bytes(forged)
+        assert as_lists(run.metrics()) == expected
+        assert (tmp_path / "metrics.npz").read_bytes() == forged
 
 
-def finished_run(folder: Path) -> bytes:
-    """A run whose metrics are cached; returns what the cache is."""
+def forged_cache(run: RunDir) -> bytes:
+    """Return what version 2 of the cache would have been of these lines, with other numbers."""
+    stored = io.BytesIO()
+    names = np.frombuffer(json.dumps(["x"]).encode(), np.uint8)
+    grid = {"names": names, "grid_of": np.zeros(1, np.int64), "num_grids": np.array(1)}
+    np.savez(stored, **grid, values=np.full(3, 9.0), **{"steps-0": np.arange(1, 4)})
+    key = hashlib.sha256((run.path / "metrics.jsonl").read_bytes()).digest()
+    content = hashlib.sha256(stored.getvalue()).digest()
+    return stored.getvalue() + hashlib.sha256(b"abrun metrics 2 " + key + content).digest()
+
+
+# --- checksums ---
+
+
+def recorded_run(folder: Path, num_rows: int) -> RunDir:
     writer = store.LineWriter(folder / "metrics.jsonl")
-    for step in range(1, 30):
-        writer.write(
-            {"step": step, "attempt": 1, "x": step / 7, "x\0": 1.0} | ({"y": 2.0} if step % 2 else {})
-        )
+    for step in range(1, num_rows + 1):
+        writer.write({"step": step, "attempt": 1, "time_s": 0.25, "x": -step / 7, "Jy*": math.nan})
     writer.close()
     (folder / "result.json").write_text("{}")
-    assert as_lists(RunDir(folder).metrics()) == as_lists(RunDir(folder).metrics())
-    return (folder / layout.METRICS_CACHE).read_bytes()
+    return RunDir(folder)
 
 
-def test_a_cache_that_was_altered_is_not_trusted(tmp_path: Path) -> None:
-    content = finished_run(tmp_path)
-    cache, true = tmp_path / layout.METRICS_CACHE, as_lists(RunDir(tmp_path).metrics())
-    with np.load(io.BytesIO(content)) as stored:
-        arrays = {name: stored[name] for name in stored.files}
-    arrays["values"] = arrays["values"] + 1.0
-    np.savez(cache, allow_pickle=False, **arrays)
-    with cache.open("ab") as file:
-        file.write(content[-metrics.SEAL_BYTES :])
-    assert as_lists(RunDir(tmp_path).metrics()) == true
-    assert cache.read_bytes() == content, "it was written again"
-    draw = random.Random(0)
-    for damaged in [content[:end] for end in (0, 1, 31, 32, 33, len(content) // 2)] + [
-        flipped(content, draw) for _ in range(200)
-    ]:
-        cache.write_bytes(damaged)
-        assert as_lists(RunDir(tmp_path).metrics()) == true
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_every_flipped_bit_is_noticed(tmp_path: Path, num_rows: int) -> None:
+    run = recorded_run(tmp_path, num_rows)
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(StoreError, match=r"metrics\.jsonl, line \d: .*got .*: .* run again") as caught:
+            run.metrics()
+        assert len(str(caught.value).splitlines()) == 1
+        assert run.missing_steps(num_rows) is not None
 
 
-def test_lines_that_were_altered_are_read_again_whatever_their_size_and_time(tmp_path: Path) -> None:
-    finished_run(tmp_path)
-    lines = tmp_path / "metrics.jsonl"
-    state = lines.stat()
-    lines.write_text(lines.read_text().replace('"y": 2.0', '"y": 3.0'))
-    os.utime(lines, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert lines.stat().st_size == state.st_size
-    assert RunDir(tmp_path).metrics()["y"].at(1) == 3.0
+def test_skimming_notices_another_value(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace("-0.28", "-0.29"))
+    with pytest.raises(StoreError, match=r"byte \d+: .* the line does not match its checksum"):
+        run.rows().skim(2)
 
 
-def flipped(content: bytes, draw: random.Random) -> bytes:
-    changed = bytearray(content)
-    changed[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    return bytes(changed)
+def test_checksums_are_no_part_of_a_row(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    assert [list(json.loads(line))[-1] for line in path.open()] == ["crc32"] * 3
+    assert set(run.metrics()) == {"x", "Jy*"}
+    assert all("crc32" not in row for row in [*run.rows().read(), *run.rows().skim(2)])
+    assert set(read_logs(f"jsonl:{path}")[0].metrics) == {"attempt", "time_s", "x", "Jy*"}
+    frame = pandas.read_json(path, lines=True)
+    assert frame["x"].tolist() == pytest.approx([-1 / 7, -2 / 7, -3 / 7])
+    content = path.read_text()
+    path.write_text(content.replace("-0.14", "-0.15"))
+    with pytest.raises(StoreError, match=r"line 1: .* the line does not match its checksum"):
+        read_logs(f"jsonl:{path}")
+
+
+def test_a_line_without_a_checksum_is_read_until_there_is_one(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 2)
+    path = tmp_path / "metrics.jsonl"
+    earlier, later = '{"step": -1, "x": 1.0}\n', '{"step": 3, "x": 1.0}\n'
+    content = path.read_text()
+    path.write_text(earlier + content)  # a run of an older version that was resumed
+    assert run.metrics()["x"].steps.tolist() == [-1, 1, 2]
+    followed = run.rows()
+    assert len(followed.read()) == 3
+    with path.open("a") as file:
+        file.write(later)
+    for read in (run.metrics, followed.read):
+        with pytest.raises(StoreError, match=r"line 4: .* the line does not match its checksum"):
+            read()
+    assert [row["step"] for row in lines.sound_lines(path)] == [-1, 1, 2]
 
 
 def test_many_large_runs_are_read_by_several_processes(
@@ -185,6 +212,26 @@ def test_of_several_attempts_the_last_validation_counts(tmp_path: Path) -> None:
     assert list(found) == [0, 4, 8]
     assert found[4].rewards.tolist() == [1, -0.5] and found[4].lengths.tolist() == [3, 4]
     assert found[0].prompts_sha256 == "ab"
+
+
+def test_every_flipped_bit_of_a_validation_is_noticed(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 1)
+    writer = store.LineWriter(tmp_path / "validation.jsonl")
+    for step in (0, 4):
+        writer.write(json.loads(validation_line(step, 1, [0, 0.5])))
+    writer.close()
+    path = tmp_path / "validation.jsonl"
+    content = path.read_bytes()
+    assert list(run.validations()) == [0, 4]
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            found = run.validations()
+        except StoreError:
+            continue
+        assert [row.rewards.tolist() for row in found.values()] == [[0, 0.5], [0, 0.5]]
 
 
 @pytest.mark.parametrize(

@@ -286,18 +286,17 @@ def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> Non
 def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(tmp_path: Path) -> None:
     run, target = RunDir(make_run(tmp_path)), tmp_path / "target"
     target.write_text("precious")
-    writer = run.begin_attempt()
     for name, write in (
-        ("metrics.jsonl", run.begin_attempt),
-        ("heartbeat.json", lambda: writer.heartbeat(1)),
-        ("result.json", lambda: writer.finish(1)),
+        ("metrics.jsonl", lambda _: run.begin_attempt()),
+        ("heartbeat.json", lambda writer: writer.heartbeat(1)),
+        ("result.json", lambda writer: writer.finish(1)),
     ):
-        writer.attempt = run.last_attempt
+        writer = run.begin_attempt()
         content = (run.path / name).read_bytes() if (run.path / name).exists() else None
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(target)
         with pytest.raises(StoreError, match=rf"{name}: a symbolic link is where a file has to be") as caught:
-            write()
+            write(writer)
         assert len(str(caught.value).splitlines()) == 1
         (run.path / name).unlink()
         if content is not None:
@@ -427,7 +426,12 @@ def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "bad", [b'{"step": 2, "at', b"\xef\xbb\xbf{}", b'{"step": 2, "x": "y"}', b'{"step": 2, "x": [1]}', b"[]"]
+    "bad",
+    [
+        *(b'{"step": 2, "at', b"\xef\xbb\xbf{}", b'{"step": 2, "x": "y"}', b'{"step": 2, "x": [1]}', b"[]"),
+        b'{"step": 2, "attempt": 1, "x": 2.0}',  # without its checksum
+        b'{"step": 2, "attempt": 1, "x": 6.0, "crc32": "2ef28bf0"}',  # not with its own
+    ],
 )
 def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Path, bad: bytes) -> None:
     """Nobody has to edit a file by hand; those who follow it lose no place."""

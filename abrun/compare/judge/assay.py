@@ -4,7 +4,8 @@ A match of runs that learn nothing, repeat each other or stop early says nothing
 function answers with one clause of why, and what to do; None: nothing is amiss.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -169,10 +170,11 @@ def one_run_as_two_seeds(sides: Sides, metric: str | None = None) -> str | None:
 
     Noise or rounding makes no second run of a copy: see `copied`.
     """
+    precision = cache(_precision)  # of each curve once, not of each pair
     for one, other in _of_two_seeds(sides):
         if _same_numbers(one, other):
             return f"{other} holds the numbers of {one} at every step: {_ONE_RUN}"
-        if metric and _same_curve(one.series(metric), other.series(metric)):
+        if metric and _same_curve(one.series(metric), other.series(metric), precision):
             return f"{other} holds the {metric} of {one} at every step, but for rounding: {_ONE_RUN}"
     return _noisy_copy(sides, metric) if metric else None
 
@@ -212,18 +214,25 @@ def _copied_elsewhere(runs: Sequence[RecordedRun], metric: str) -> tuple[list[st
     return metrics, alike if metrics else np.zeros_like(alike)
 
 
-def _same_curve(one: Series, other: Series) -> bool:
+def _precision(series: Series) -> tuple[int, float]:
+    """Return how many distinct values a curve has, and its last digit."""
+    return len(np.unique(series.values)), last_digit(series.values)
+
+
+def _same_curve(one: Series, other: Series, precision: Callable[[Series], tuple[int, float]]) -> bool:
     """Ten steps and more that agree to the last digit of the coarser log, of a curve that moves."""
     if len(one) < 10 or not np.array_equal(one.steps, other.steps) or not np.isfinite(one.values).all():
         return False
     distance, size = np.abs(one.values - other.values).max(), np.ptp(one.values)
-    if not distance <= size / 18 or min(len(np.unique(of.values)) for of in (one, other)) < 10:
+    if not distance <= size / 18 or min(precision(series)[0] for series in (one, other)) < 10:
         return False  # a digit that ten values differ in is no more than a ninth of their range
     if distance <= 1e-6 * size:
         return True
-    digit, error = max(map(last_digit, (one.values, other.values))), one.values - other.values
+    digit, error = max(precision(series)[1] for series in (one, other)), one.values - other.values
+    if distance > 0.501 * digit:
+        return False
     jumps = np.var(np.diff(error)) > np.var(error)  # as rounding errors do, and two smooth curves do not
-    return bool(jumps and distance <= 0.501 * digit)
+    return bool(jumps)
 
 
 def _same_numbers(run: RecordedRun, other: RecordedRun) -> bool:

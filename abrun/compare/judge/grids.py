@@ -1,14 +1,13 @@
 """Where the runs of a comparison recorded a metric: which steps they share, and which one of them lacks."""
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import reduce
 
 import numpy as np
 
 from abrun.compare.read.experiment import Experiment, RecordedRun, stack, union
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.recipe import DEFAULT_WINDOW, Primary
-from abrun.series import Steps, window_bounds
+from abrun.series import Steps, shared_steps, window_bounds
 
 SHARED_SHARE = 0.75  # of the steps in a window that the sparsest run holds, how many all runs must share
 
@@ -20,7 +19,7 @@ def lacking(run: RecordedRun, metric: str, expected: Steps, *, strict: bool = Fa
     they usually are, and it ends no further from the last. `strict`: it is to log as often as all others.
     """
     grid = run.series(metric).steps
-    absent = np.setdiff1d(expected, grid)
+    absent = np.setdiff1d(expected, grid, assume_unique=True)
     if strict or not len(grid) or not len(absent):
         return absent
     usual = _distance(grid) if len(grid) > 1 else 0
@@ -87,7 +86,7 @@ def unlike_grids(
         return
     first, last = int(expected[0]), int(expected[-1])
     inside = [_inside(run.series(metric).steps, first, last) for run in recorded]
-    shared = reduce(np.intersect1d, inside)
+    shared = shared_steps(*inside)
     if len(shared) < SHARED_SHARE * min(map(len, inside)):
         yield (
             f"step grids differ: of {metric} the runs share {len(shared)} of the steps {first}-{last}, of "
@@ -132,7 +131,7 @@ def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> str | None:
     grids = [run.series(metric).steps for run in runs]
     if len({grid.tobytes() for grid in grids}) < 2:
         return None
-    shared = reduce(np.intersect1d, grids)
+    shared = shared_steps(*grids)
     if not len(shared):
         return None
     of_arm = {

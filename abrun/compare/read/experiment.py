@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from abrun.layout import RunName
 from abrun.logs.log import listed
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
-from abrun.series import NO_SERIES, Array, Series, Steps
+from abrun.series import NO_SERIES, Array, Series, Steps, shared_steps
 from abrun.store import Status
 from abrun.store.metrics import ValidationRow
 
@@ -32,6 +31,7 @@ class RecordedRun:
     # unknown: the source does not say whether it finished
     status: Status | Literal["missing", "unreadable", "unknown"]
     failure: str = ""  # how it ended, where it failed; why it cannot be read
+    forbidden: bool = False  # unreadable for want of permission: nothing need be damaged
     identity: Mapping[str, Any] | None = (
         None  # arm, seed, rerun as its own files state them; None: they do not
     )
@@ -302,14 +302,17 @@ def union(grids: Iterable[Steps]) -> Steps:
     distinct = {id(grid): grid for grid in grids if len(grid)}  # the metrics of a run often share their steps
     first, *others = distinct.values() or [np.empty(0, np.int64)]
     differing = [grid for grid in others if not np.array_equal(grid, first)]
-    return np.unique(np.concatenate([first, *differing])) if differing else first
+    if not differing:
+        return first
+    steps = np.sort(np.concatenate([first, *differing]), kind="stable")  # np.unique is slow on whole numbers
+    return steps[np.append(True, np.diff(steps) > 0)]
 
 
 def no_shared_step(runs: Sequence[RecordedRun]) -> str | None:
     """What to say of runs of which no step is in all; None where one is, or a run has none at all."""
     steps = [run.steps for run in runs]
     grids = {its.tobytes(): its for its in steps}.values()  # most often one
-    if not (grids and all(map(len, grids))) or len(reduce(np.intersect1d, grids)):
+    if not (grids and all(map(len, grids))) or len(shared_steps(*grids)):
         return None
     having: dict[str, list[RecordedRun]] = {}
     for run, its in zip(runs, steps, strict=True):
@@ -328,14 +331,8 @@ def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
     series = [run.series(metric) for run in runs]
     if not series:
         return NO_SERIES.steps, np.empty((0, 0))
-    shared = series[0].steps
-    for one in series[1:]:
-        if not np.array_equal(one.steps, shared):
-            shared = np.intersect1d(shared, one.steps, assume_unique=True)
-    rows = [
-        one.values if len(one) == len(shared) else one.values[np.searchsorted(one.steps, shared)]
-        for one in series
-    ]
+    shared = shared_steps(*(one.steps for one in series))
+    rows = [one.values_at(shared) for one in series]
     return shared, np.array(rows).reshape(len(runs), len(shared))
 
 

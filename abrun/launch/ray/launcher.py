@@ -16,6 +16,7 @@ from abrun.errors import LaunchError
 from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.plan import Plan
+from abrun.processes import MODULE
 from abrun.recipe import Ray
 from abrun.regular_files import read_tail
 from abrun.store import RunState
@@ -92,7 +93,7 @@ def _submit(experiment_dir: Path, said: Mapping[str, Any], before: Mapping[str, 
 
 
 def _entrypoint(experiment_dir: Path, said: Mapping[str, Any]) -> str:
-    argv = [said["python"], "-m", "abrun.launch.ray.driver", str(experiment_dir), said["job"]]
+    argv = [said["python"], *MODULE, "abrun.launch.ray.driver", str(experiment_dir), said["job"]]
     return f"exec {shlex.join(argv)}"
 
 
