@@ -83,6 +83,7 @@ MOST_TOLD = 2000  # characters of a message
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # to a variable of the launcher's environment
 _FILLED_IN_LATER = re.compile(r"\$?\{+[^{}]*\}+|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*|`[^`]*`")
 MIN_HIDDEN = 4  # characters of a value that is masked wherever it stands: shorter ones stand in any text
+MIN_WORD = 8  # letters of a word that is masked: shorter ones (`train`, `test`) stand in names of metrics
 MAX_FORM = 4096  # characters of one text that is looked for
 
 
@@ -90,7 +91,8 @@ class Mask:
     """The values of variables, which no text may repeat: each is replaced by a reference, `${NAME}`.
 
     Also as they are in URLs, in base64, in quoted text, and line by line. Values that many texts hold by
-    chance are left: of fewer than 4 characters, numbers of fewer than 6, truth values, and paths that exist.
+    chance are left: of fewer than 4 characters, numbers of fewer than 6, words in small letters of fewer than
+    8, truth values, and paths that exist.
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:
@@ -162,6 +164,8 @@ def _in_base64(value: str) -> Iterator[str]:
 def _is_common(value: str) -> bool:
     """Return whether texts hold a value for other reasons than that they give it away."""
     if len(value) < MIN_HIDDEN or (value.isdecimal() and len(value) < 6):
+        return True
+    if len(value) < MIN_WORD and value.isalpha() and value.islower():
         return True
     with contextlib.suppress(OSError, RuntimeError):
         if value in os.getcwd() or value in str(Path.home()):
