@@ -8,11 +8,12 @@ user can mend is an `abrun.errors.AbrunError`, one line.
 import base64
 import html
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 
@@ -178,6 +179,7 @@ def launch(
     """
     from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
     from abrun.memory.open_values import planned
+    from abrun.processes.output import UnfailingOutput
     from abrun.recipe import launcher_settings, load_recipe
     from abrun.start.shipped import find_recipe
     from abrun.terminal import terminal
@@ -188,7 +190,7 @@ def launch(
         find_recipe(Path(recipe)), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     )
     scheduler = make_scheduler(launcher_settings(loaded.launcher, launcher), jobs)
-    console = terminal()
+    console = terminal(cast(TextIO, UnfailingOutput(sys.stdout)))
     console.quiet = quiet
     options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs, "resume": resume}
     plan = planned(

@@ -6,20 +6,30 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
+
+
+class BytesMask(Protocol):
+    def hide_bytes(self, content: bytes, *, more: bool) -> tuple[bytes, bytes]:
+        """Return `content` masked and, with `more` to come, the end that may be the start of a secret."""
+        ...
 
 
 @contextlib.contextmanager
-def capped(log: Path, most_bytes: int) -> Iterator[None]:
-    """Where stdout goes into `log`, it and stderr go there through this process, which cuts out the middle.
+def capped(log: Path, most_bytes: int, mask: BytesMask) -> Iterator[None]:
+    """Where stdout goes into `log`, it and stderr go there through this process.
+
+    It masks secrets, and cuts out the middle.
 
     Elsewhere, as on a terminal, nothing changes. A disk that is full loses lines, but blocks nobody.
     """
-    if not _prints_into(log):
+    log_file = _opened_output(log)
+    if log_file is None:
         yield
         return
     reading, writing = os.pipe()
     printed = os.dup(1), os.dup(2)
-    pump = threading.Thread(target=_pump, args=(reading, log, most_bytes), daemon=True)
+    pump = threading.Thread(target=_pump, args=(reading, log_file, most_bytes, mask), daemon=True)
     pump.start()
     _redirect(writing, writing)
     os.close(writing)
@@ -32,11 +42,16 @@ def capped(log: Path, most_bytes: int) -> Iterator[None]:
             os.close(number)
 
 
-def _prints_into(log: Path) -> bool:
+def _opened_output(log: Path) -> int | None:
+    """Open the log to read and change it, where stdout goes into it."""
     try:
-        return os.path.samestat(os.fstat(1), log.stat())
+        file = os.open(log, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return False
+        return None
+    if os.path.samestat(os.fstat(1), os.fstat(file)):
+        return file
+    os.close(file)
+    return None
 
 
 def _redirect(stdout: int, stderr: int) -> None:
@@ -46,11 +61,13 @@ def _redirect(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
 
 
-def _pump(reading: int, log: Path, most_bytes: int) -> None:
-    head, num_cut = 0, 0
-    with os.fdopen(reading, "rb", buffering=0) as pipe:
-        while content := pipe.read(1 << 16):
-            with contextlib.suppress(OSError), log.open("r+b", buffering=0) as file:
+def _pump(reading: int, log_file: int, most_bytes: int, mask: BytesMask) -> None:
+    head, num_cut, rest, read = 0, 0, b"", b"_"
+    with os.fdopen(reading, "rb", buffering=0) as pipe, os.fdopen(log_file, "r+b", buffering=0) as file:
+        while read:
+            read = pipe.read(1 << 16) or b""
+            content, rest = mask.hide_bytes(rest + read, more=bool(read))
+            with contextlib.suppress(OSError):
                 size = file.seek(0, os.SEEK_END) + file.write(content)
                 if size > most_bytes:
                     head = head or os.pread(file.fileno(), most_bytes // 4, 0).rfind(b"\n") + 1

@@ -268,7 +268,7 @@ def bound_text(bound: float) -> str:
     """An upper bound in three digits, rounded up: 0.05004 is no 0.05, at which a claim would not pass."""
     if not 0 < bound < math.inf:
         return f"{bound:.3g}"
-    unit = 10.0 ** (math.floor(math.log10(bound)) - 2)
+    unit = max(10.0 ** (math.floor(math.log10(bound)) - 2), math.ulp(0.0))
     return f"{math.ceil(round(bound / unit, 6)) * unit:.3g}"
 
 

@@ -1,15 +1,22 @@
 """Secrets and control characters, which no text of ours may show: on a terminal, in a report or in a record.
 
-Known tokens are recognised by their shape wherever they stand; other values only beside a name that
-says what they are (`HF_TOKEN`, `--db-password`), and never where they are numbers, truth values or paths.
+Values that this process was told of (`hide_values`) are masked wherever they stand, and so are tokens of a
+known shape. Other values are recognised only by a name that says what they are (`HF_TOKEN`,
+`--db-password`), and never where they are truth values or paths.
 """
 
+import base64
+import bisect
+import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 # The prefixes by which their makers let scanners find them: Hugging Face, GitHub, GitLab, OpenAI, Anthropic,
@@ -36,6 +43,8 @@ _SHAPES = (
     r"\blocal-[0-9a-f]{40}\b",
     r"\beyJ[\w-]{8,500}\.[\w-]{8,}(?:\.[\w-]*)?",
     r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]{0,30}PRIVATE KEY-----|[\s\S]*)",
+    # A token as the user of a URL
+    r"(?<=://)(?=[^\s/@]{0,80}\d)(?=[\d.~%+-]{0,80}[A-Za-z])[\w.~%+-]{16,200}(?=@)",
     r"(?i:(?<=[?&]token=)|(?<=[?&]access_token=)|(?<=[?&]sig=)|(?<=-signature=))[\w%.~+/-]{16,}",
     # 40 hexadecimal digits are a key of wandb, or a commit: what stands before says which
     r"(?i:(?<=wandb login )|(?<=wandb login --relogin )|(?<=api_key[=:])|(?<=api-key[=:])|(?<=api_key[=:] ))"
@@ -45,13 +54,23 @@ _SHAPES = (
 _IN_A_URL = r"(?<=:/)(?P<user>/?[^\s/:@'\"]{0,200}):(?P<password>(?!\$?\{|<secret)[^\s/@'\"]{1,200})(?=@)"
 _TOKEN = re.compile("|".join((*_SHAPES, _IN_A_URL)))
 
-_SECRET = {"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
-_SECRET_AT_THE_END = {"token", "auth", "authorization", "cookie", "cookies", "dsn", "pat"}
-_KINDS_OF_KEY = {"api", "access", "secret", "private", "auth", "signing", "encryption"}
+# Within a word of a name: names are often written without separators (`PGPASSWORD`, `AWSSECRETKEY`)
+_SECRET = re.compile(r"passw(?:or)?d|passphrase|passcode|secret(?!ar|ion|ly)|credential|apikey")
+_SECRET_AT_THE_END = re.compile(r".*(?:pwd|token)|pw|psw|creds|auth|authorization|cookies?|dsn|pat")
+_PASSWORD_AT_THE_END = re.compile(r".*(?:passw(?:or)?d|passphrase|passcode|pwd)")
+_ABOUT_A_SECRET = ("file", "path", "dir", "name", "mode", "type", "policy", "length", "version", "enabled")
+_KINDS_OF_KEY = (
+    *("api", "access", "secret", "private", "auth", "signing", "encryption", "ssh", "deploy", "master"),
+    *("service", "storage", "account", "jwt", "hmac", "fernet", "openai", "anthropic", "wandb", "hf", "aws"),
+)
 # What a token of a language model is called after: `eos_token: END` is no secret, nor is `per_token: mean`
 _OF_A_MODEL = re.compile(
-    r"eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|new|special|image|video|audio|think"
-    r"|tool|user|assistant|system|prompt|response|added|extra|by|per"
+    r"(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|new|special|image|video|audio|think"
+    r"|tool|user|assistant|system|prompt|response|added|extra|by|per|sub|each|every|single|multi)(?:token)?"
+)
+_OF_A_PROGRAM = re.compile(  # passes over data or code: `forward_pass: eager`
+    r"by|com|encom|tres|sur|under|over|multi|single|forward|backward|first|second|last|final|one|two|per|each"
+    r"|num|max|min|grad|fusion|custom|compiler|graph|opt|pre|post|warmup|train|eval|test|all|low|high|band"
 )
 _DOUBTFUL = {"key", "keys", "auth", "token", "tokens", "cookie", "dsn", "private", "session"}
 _NO_SECRET = re.compile(
@@ -62,25 +81,137 @@ _NO_SECRET = re.compile(
 MOST_QUOTED = 10_000  # characters that are looked at, of which 60 are shown
 MOST_TOLD = 2000  # characters of a message
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # to a variable of the launcher's environment
-_ASSIGNMENT = re.compile(
-    r"(?P<name>(?<!\w)[A-Za-z_][\w.-]{0,99})(?P<between>[\"'\]]{0,2}\s{0,3}[:=]\s{0,3}(?P<quote>[\"']?))(?P<value>(?!\w{1,99}=[^=\s])[^\s\"',;()]{4,})"
-)
-_FILLED_IN_LATER = re.compile(r"\$?\{[^{}]*\}|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*")
+_FILLED_IN_LATER = re.compile(r"\$?\{+[^{}]*\}+|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*|`[^`]*`")
+MIN_HIDDEN = 4  # characters of a value that is masked wherever it stands: shorter ones stand in any text
+MIN_WORD = 8  # letters of a word that is masked: shorter ones (`train`, `test`) stand in names of metrics
+MAX_FORM = 4096  # characters of one text that is looked for
 
 
-def redacted(text: str, known: Iterable[str] = ()) -> str:
+class Mask:
+    """The values of variables, which no text may repeat: each is replaced by a reference, `${NAME}`.
+
+    Also as they are in URLs, in base64, in quoted text, and line by line. Values that many texts hold by
+    chance are left: of fewer than 4 characters, numbers of fewer than 6, words in small letters of fewer than
+    8, truth values, and paths that exist.
+    """
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._names: dict[str, str] = {}
+        for name, value in values.items():
+            for form in _forms(value):
+                self._names.setdefault(form, name)
+        forms = sorted(self._names, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, forms))) if forms else None
+        in_bytes = [form.encode("utf-8", "surrogateescape") for form in forms]
+        self._bytes_pattern = re.compile(b"|".join(map(re.escape, in_bytes))) if forms else None
+        self._sorted_forms = sorted(in_bytes)
+        self._longest = max(map(len, in_bytes), default=0)
+
+    def hide(self, text: str) -> str:
+        """Return `text` with each value replaced by its reference."""
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda match: f"${{{self._names[match[0]]}}}", text)
+
+    def hide_bytes(self, content: bytes, *, more: bool) -> tuple[bytes, bytes]:
+        """Return `content` masked and, with `more` to come, the end that may be the start of a value."""
+        if self._bytes_pattern is None:
+            return content, b""
+        end = self._start_of_partial(content, 0) if more else len(content)
+        for match in self._bytes_pattern.finditer(content):
+            if match.start() < end < match.end():
+                end = self._start_of_partial(content, match.end())
+        return self._bytes_pattern.sub(self._reference, content[:end]), content[end:]
+
+    def _reference(self, match: re.Match[bytes]) -> bytes:
+        return f"${{{self._names[match[0].decode('utf-8', 'surrogateescape')]}}}".encode()
+
+    def _start_of_partial(self, content: bytes, start: int) -> int:
+        """Return where the longest end of `content` that a value begins with starts."""
+        for begin in range(max(start, len(content) - self._longest + 1), len(content)):
+            end = content[begin:]
+            following = bisect.bisect_right(self._sorted_forms, end)  # longer forms that begin with it
+            if any(form.startswith(end) for form in self._sorted_forms[following : following + 1]):
+                return begin
+        return len(content)
+
+
+def _forms(value: str) -> Iterator[str]:
+    """Yield the texts that give a value away."""
+    value = value.strip()
+    if _is_common(value):
+        return
+    lines = [line.strip() for line in value.splitlines()]
+    whole = {value, repr(value)[1:-1], json.dumps(value)[1:-1]}
+    whole |= {urllib.parse.quote(value, safe=safe, errors="replace") for safe in ("", "/")}
+    whole |= {urllib.parse.quote_plus(value, errors="replace"), *_in_base64(value)}
+    whole |= {line for line in lines if len(line) >= 2 * MIN_HIDDEN} if len(lines) > 1 else set()
+    for text in whole:
+        pieces = (text[begin : begin + MAX_FORM] for begin in range(0, len(text), MAX_FORM))
+        yield from (piece for piece in pieces if len(piece) >= MIN_HIDDEN)
+
+
+def _in_base64(value: str) -> Iterator[str]:
+    """Yield what base64 of any text with the value in it has of it, as in `Authorization: Basic`."""
+    content = value.encode("utf-8", "surrogateescape")
+    for before in range(3):
+        encoded = base64.b64encode(bytes(before) + content)
+        whole = encoded[(0, 2, 3)[before] : 4 * ((before + len(content)) // 3)].decode()
+        if len(whole) >= 2 * MIN_HIDDEN:
+            yield from (whole, whole.replace("+", "-").replace("/", "_"))
+
+
+def _is_common(value: str) -> bool:
+    """Return whether texts hold a value for other reasons than that they give it away."""
+    if len(value) < MIN_HIDDEN or (value.isdecimal() and len(value) < 6):
+        return True
+    if len(value) < MIN_WORD and value.isalpha() and value.islower():
+        return True
+    with contextlib.suppress(OSError, RuntimeError):
+        if value in os.getcwd() or value in str(Path.home()):
+            return True
+    is_path = value.startswith(("/", "~")) and "\n" not in value and os.path.exists(os.path.expanduser(value))
+    return is_path or (not value.isdecimal() and len(value) < 7 and bool(_NO_SECRET.fullmatch(value)))
+
+
+_hidden_values: dict[str, str] = {}
+_mask = Mask({})
+
+
+def hide_values(values: Mapping[str, str]) -> None:
+    """Mask these values of variables in every text that this process stores or shows from now on."""
+    global _mask
+    new = {name: value for name, value in values.items() if _hidden_values.get(name) != value}
+    if new:
+        _hidden_values.update(new)
+        _mask = Mask(_hidden_values)
+        _without_secret.cache_clear()
+
+
+def hide_secrets_of(environment: Mapping[str, str]) -> None:
+    """Mask the values of those variables of an environment whose names or values are a secret's."""
+    hide_values({name: value for name, value in environment.items() if is_secret(name, value)})
+
+
+def show_values() -> None:
+    """Forget all that `hide_values` was given."""
+    global _mask
+    _hidden_values.clear()
+    _mask = Mask({})
+    _without_secret.cache_clear()
+
+
+def current_mask() -> Mask:
+    """Return the mask of all values that this process was told to hide."""
+    return _mask
+
+
+def redacted(text: str) -> str:
     """`text` with every token of a known shape, and every password in a URL, replaced by `<secret ...>`.
 
-    So is every text in `known`.
+    So is every value that this process hides, by its `${NAME}`.
     """
-    for secret in sorted(known, key=len, reverse=True):
-        text = text.replace(secret, hidden(secret))
-    return _TOKEN.sub(_hidden_match, text)
-
-
-def redacted_code(text: str) -> str:
-    """`redacted`, and without what code or settings assign to names that call it a secret."""
-    return _ASSIGNMENT.sub(_hidden_assignment, redacted(text))
+    return _TOKEN.sub(_hidden_match, _mask.hide(text))
 
 
 def printable(text: str) -> str:
@@ -123,15 +254,32 @@ def is_secret(name: str, value: str) -> bool:
     rest = _FILLED_IN_LATER.sub("", value).strip()
     words = re.findall(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]+", name)
     words = [word.lower() for word in words]
-    if not words or _NO_SECRET.fullmatch(rest):
+    if not words:
         return False
-    key = words[-1] in ("key", "keys") and bool(_KINDS_OF_KEY & set(words))
-    of_a_model = words[-1] == "token" and any(map(_OF_A_MODEL.fullmatch, words))
-    at_the_end = words[-1] in _SECRET_AT_THE_END and not of_a_model
-    names_it = bool(_SECRET & set(words)) and words[-1] not in ("file", "path", "dir")
-    if key or names_it or at_the_end:
+    last = words[-1]
+    if _NO_SECRET.fullmatch(rest):
+        return len(rest) >= 4 and rest.isdecimal() and bool(_PASSWORD_AT_THE_END.fullmatch(last))
+    if _names_a_secret(words) or (_names_a_pass(words) and name.lower().endswith("pass")):
         return True
-    return bool((_DOUBTFUL | _SECRET) & set(words)) and _is_dense(rest)
+    doubtful = bool(_DOUBTFUL & set(words)) or any(map(_SECRET.search, words))
+    return doubtful and is_dense(rest)
+
+
+def _names_a_secret(words: list[str]) -> bool:
+    last = words[-1]
+    if last in ("key", "keys") and set(_KINDS_OF_KEY) & set(words):
+        return True
+    if last.endswith("key") and last[:-3].endswith(_KINDS_OF_KEY):  # `SSHKEY`
+        return True
+    if _SECRET_AT_THE_END.fullmatch(last):
+        return not (last.endswith("token") and any(map(_OF_A_MODEL.fullmatch, words)))
+    return any(map(_SECRET.search, words)) and not last.endswith(_ABOUT_A_SECRET)
+
+
+def _names_a_pass(words: list[str]) -> bool:
+    """Return whether a name that ends with `pass` means a password: `SMTP_PASS`, `SSHPASS`, not `bypass`."""
+    before = [*words[:-1], words[-1].removesuffix("pass")]
+    return not any(map(_OF_A_PROGRAM.fullmatch, before))
 
 
 def without_secrets(tree: Any, name: str = "") -> Any:
@@ -168,16 +316,7 @@ def _hidden_match(match: re.Match[str]) -> str:
     return hidden(match[0])
 
 
-def _hidden_assignment(match: re.Match[str]) -> str:
-    name, value = match["name"], match["value"]
-    # Unquoted, in small letters, it is more often a piece of code: `token = next_token`
-    literal = bool(match["quote"]) or name.isupper() or _is_dense(value)
-    if not (literal and is_secret(name, value)) or value.startswith("<secret"):
-        return match[0]
-    return f"{name}{match['between']}{hidden(value)}"
-
-
-def _is_dense(value: str) -> bool:
+def is_dense(value: str) -> bool:
     """Whether it looks like something generated: long, one word, letters and digits mixed.
 
     `a-name-2024-06-01` is not: in what people write, letters go with letters.
@@ -192,7 +331,8 @@ def _is_dense(value: str) -> bool:
 
 def told(message: str, most: int = MOST_TOLD) -> str:
     """A message as one line of bounded length without secrets, to be kept."""
-    line = " ".join(redacted(message[:MOST_QUOTED]).split())
+    line = " ".join(_mask.hide(message).split())  # before anything is cut: half a value is not recognised
+    line = redacted(line[:MOST_QUOTED])
     return line if len(line) <= most else f"{line[:most]}..."
 
 
@@ -203,7 +343,8 @@ def in_yaml(value: Any) -> str:
 
 class _Bounded(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
-        return super().repr_str(redacted(x[:MOST_QUOTED]), level)  # first: half a token is not recognised
+        # First: half a token is not recognised
+        return super().repr_str(redacted(_mask.hide(x)[:MOST_QUOTED]), level)
 
     def repr_bool(self, x: bool, level: int) -> str:
         return in_yaml(x)

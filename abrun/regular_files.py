@@ -4,7 +4,11 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+
+MAX_FILE_BYTES = 1 << 26  # of one that is read whole
+MAX_LINE_BYTES = 1 << 26
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -20,7 +24,27 @@ def open_regular(path: Path) -> io.BufferedReader:
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     """What is in a file. Raises OSError like open_regular, and for one that is larger than it may be."""
     with open_regular(path) as file:
-        content = file.read() if most_bytes is None else file.read(most_bytes + 1)
-    if most_bytes is not None and len(content) > most_bytes:
+        if most_bytes is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size  # a file that claims to be huge is not begun
+        content = b"" if size > most_bytes else file.read(size + 1)
+        if size < len(content):  # it grows, or its system tells no size
+            content += file.read(max(0, most_bytes + 1 - len(content)))
+    if max(size, len(content)) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
     return content
+
+
+def read_tail(path: Path, num_bytes: int = 1 << 20) -> bytes:
+    """Return the end of a file. Raises OSError like open_regular."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        return file.read(num_bytes)
+
+
+def lines_of(file: io.BufferedReader) -> Iterator[bytes]:
+    """Yield the lines from here on, with their ends. Raises OSError for one of MAX_LINE_BYTES."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"a line is longer than {MAX_LINE_BYTES} bytes", file.name)
+        yield line

@@ -11,6 +11,7 @@ from abrun.errors import ComparisonError
 
 Steps = NDArray[np.int64]
 Array = NDArray[np.float64]
+LARGEST = float(np.finfo(np.float32).max)  # statistics take fourth powers, which stay finite up to here
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,11 +19,15 @@ class Series:
     """One metric of one run, at the steps where it was recorded.
 
     A NaN among the values was recorded as NaN; a step at which nothing was recorded is not among the steps.
+    A value beyond the range of float32 counts as infinite: the run has diverged, whatever its log can hold.
     """
 
     steps: Steps  # [S] strictly ascending
     values: Array  # [S]
     recounted: int = 0  # steps that were counted more than once, by a counter that begins anew
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", beyond_float32_as_infinite(self.values))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -36,6 +41,13 @@ class Series:
     def values_at(self, steps: Steps) -> Array:
         """Return the values at steps that are all recorded."""
         return self.values if len(steps) == len(self) else self.values[np.searchsorted(self.steps, steps)]
+
+
+def beyond_float32_as_infinite(values: Array) -> Array:
+    """Return the values themselves where float32 can hold them, else a copy with infinities."""
+    if len(values) and max(np.fmax.reduce(values), -np.fmin.reduce(values)) > LARGEST:
+        return np.where(np.abs(values) > LARGEST, np.copysign(np.inf, values), values)
+    return values
 
 
 NO_SERIES = Series(np.empty(0, np.int64), np.empty(0))

@@ -4,15 +4,26 @@ nobody asks a model hub."""
 
 import importlib.util
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from abrun import redaction
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # this process has read its environment
+
+
+@pytest.fixture(autouse=True)
+def no_hidden_values():
+    """A launch within a test hides values for as long as its process lives."""
+    yield
+    redaction.show_values()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,3 +41,17 @@ needs_interpreter = pytest.mark.skipif(
     not TRITON_ON_CPU,
     reason="needs the package triton and TRITON_INTERPRET=1, which a machine with a GPU does not set",
 )
+
+
+@pytest.fixture
+def heard_signals() -> Iterator[None]:
+    """SIGINT and SIGHUP as a terminal's program has them, in this process and in those that the test starts.
+
+    A shell script's `&`, nohup and some CI runners start the suite with these ignored.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -133,9 +133,9 @@ def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
     [
         (None, "runs: got null"),
         ({"a": 1}, "runs: got"),
-        ([1], "runs: got"),
-        ([{"arm": "baseline", "seed": "0", "rerun": 0}], "runs: got"),
-        ([{"arm": "../../elsewhere", "seed": 0, "rerun": 0}], "runs: got"),
+        ([1], "runs.0: got 1; a mapping is expected"),
+        ([{"arm": "baseline", "seed": "0", "rerun": 0}], "runs.0.seed: got '0'; a whole"),
+        ([{"arm": "../../elsewhere", "seed": 0, "rerun": 0}], "runs.0.arm: got"),
     ],
 )
 def test_a_list_of_runs_that_is_none_is_one_line(

@@ -317,6 +317,7 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
     assert code == 0 and calls == [] and "The verdict" not in output
 
 
+@pytest.mark.usefixtures("heard_signals")
 def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"

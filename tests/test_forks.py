@@ -99,7 +99,7 @@ def test_a_copy_and_what_it_starts_are_found_by_their_run(
     until(lambda: len(processes_of(tmp_path)) == 2)
     assert copy.pid in {process.pid for process in processes_of(tmp_path)}
     command = Path(f"/proc/{copy.pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-    assert command == [os.fsencode(sys.executable), b"-m", b"start_below"]
+    assert command == [os.fsencode(sys.executable), b"-P", b"-m", b"start_below"]
     assert not end_all(lambda: processes_of(tmp_path))
     assert ended(copy) == -signal.SIGKILL
     assert not server.gone  # it is no process of a run

@@ -161,3 +161,23 @@ def test_an_end_is_told_with_the_last_words_before_it(printed: str, ending: str,
     assert (
         is_wordless(f"rank 1 of 2 (on h): {ending}; rank 0 of 2 (on g): killed by SIGABRT; see x") is wordless
     )
+
+
+@linux
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_process_in_a_group_of_its_own_ignores_no_signal_to_stop(tmp_path: Path, alone: bool) -> None:
+    """In its parent's group it keeps ignoring Ctrl-C, which the terminal sends to the whole group."""
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    options = {"process_group": 0} if alone else {}
+    try:
+        with (tmp_path / "output").open("wb") as output:
+            process = start(
+                ["grep", "SigIgn", "/proc/self/status"], os.environ, dies_by=9, stdout=output, **options
+            )
+            assert process.wait() == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    mask = int((tmp_path / "output").read_text().split()[1], 16)
+    assert [bool(mask & 1 << number - 1) for number in numbers] == [not alone] * 2

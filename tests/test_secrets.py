@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def abrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (f"trainer.versions_of=[{TOKEN}]", "trainer.versions_of.0: looks like a secret"),
         (f"steps={TOKEN}", "steps: looks like a secret"),
         ("trainer.argv=[sh, -c, 'export HF_TOKEN=correct-horse; train']", "trainer.argv.2: looks like"),
-        ("trainer.argv=[docker, run, --env=HF_TOKEN=correct-horse]", "trainer.argv.2: looks like a secret"),
+        ("trainer.argv=[docker, run, --env=HF_TOKEN=correct-horse]", "trainer.argv: HF_TOKEN is given"),
         ("trainer.env.ARGS=--x HF_TOKEN=correct-horse", "trainer.env.ARGS: looks like a secret"),
     ],
 )
@@ -161,10 +162,91 @@ def test_what_a_command_prints_of_its_secrets_is_not_repeated(abrun, recipe, tmp
     )
     overrides = [f"trainer.parameters.script={script}", "trainer.env.DB_PASSWORD=${DB_PASSWORD}"]
     code, said = abrun("launch", str(recipe), *(word for each in overrides for word in ("--set", each)))
-    assert code == 1 and "refused <secret><secret sha256:" in said
-    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file() and path.name != "stdout.log"]
+    assert code == 1 and "refused ${DB_PASSWORD}${HF_TOKEN} longer" in said
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     for text in (said.encode(), *(path.read_bytes() for path in files if path.suffix != ".png")):
-        assert TOKEN.encode() not in text and b"correct-horse" not in text and len(text) < 200_000
+        assert TOKEN.encode() not in text and b"correct-horse" not in text
+
+
+CANARY = "Canary horse/staple+9"
+QUOTING = """
+import csv, json, os, sys, time, urllib.parse
+secret, log = os.environ["DB_PASS"], sys.argv[1]
+with open(log, "w") as file:
+    json.dump({"step": 1, f"reward/{secret}": 1.0, "reward": 1.0, f"text/{secret}": secret}, file)
+    file.write("\\n" + json.dumps({"step": 2, f"reward/{secret}": 2.0, "reward": 1.0}) + "\\n")
+for character in f"connecting as {secret}":
+    print(character, end="", flush=True)
+print(urllib.parse.quote(secret, safe=""), repr(secret), file=sys.stderr)
+if os.environ["ABRUN_ARM"] == "treatment":
+    time.sleep(2.5)
+    print("x" * 1990 + secret, file=sys.stderr)
+    sys.exit(f"cannot log in with {secret}")
+"""
+
+
+def test_a_value_given_by_reference_is_masked_wherever_it_is_stored_or_shown(
+    abrun, recipe, tmp_path, monkeypatch
+) -> None:
+    """Its name says nothing; the trainer quotes it in metrics, on both streams, and in its last line."""
+    (tmp_path / "quoting.py").write_text(QUOTING)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setenv("HF_TOKEN", "x")
+    monkeypatch.setenv("PLACE", CANARY)
+    path = f"{logs}/{{arm}}-{{seed}}-{{rerun}}.jsonl"
+    code, said = abrun(
+        *("launch", str(recipe), "--set", "trainer.env.DB_PASS=${PLACE}", "--set", "trainer.parameters={}"),
+        *("--set", f"trainer.argv=['{{python}}', '{tmp_path}/quoting.py', '{path}']"),
+        *("--set", f"trainer.metrics={{format: jsonl, path: '{path}'}}", "--set", "limits.retries=0"),
+    )
+    monkeypatch.delenv("PLACE")
+    assert code == 1 and "cannot log in with ${PLACE}" in said
+    for command in ("status", "compare"):
+        said += abrun(command, "runs/foreign")[1]
+    said += abrun("logs", "runs/foreign/treatment/seed-0")[1]
+    assert "reward/${PLACE}" in (tmp_path / "runs/foreign/baseline/seed-0/metrics.jsonl").read_text()
+    log = (tmp_path / "runs/foreign/treatment/seed-0/stdout.log").read_text()
+    assert "connecting as ${PLACE}" in log and "cannot log in with ${PLACE}" in log
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file() and path.suffix != ".png"]
+    assert any("report" in path.parts for path in files)
+    for text in (said, *(path.read_bytes().decode(errors="replace") for path in files)):
+        for form in (CANARY, urllib.parse.quote(CANARY, safe=""), urllib.parse.quote(CANARY), "staple"):
+            assert form not in text
+
+
+FIELDS = [
+    ("trainer.env.SMTP_PASS", "CANARYx"),
+    ("trainer.env.HUB", "https://CANARYtokaB3dE5gH7jK9@gitlab.com/x"),
+    ("trainer.env.HTTPS_PROXY", "u:CANARYx@proxy:3128"),
+    ("trainer.env.ARGS", "'--api-key CANARYx'"),
+    ("trainer.argv", "[bash, -c, 'python train.py --api-key CANARYx --x']"),
+    ("trainer.argv", "[curl, -u, 'me:CANARYx', host]"),
+    ("trainer.parameters.login", "'--db-password CANARYx'"),
+    ("trainer.metrics.path", "'{run_dir}/hf_CANARYxaB3dE5gH7jK9mN1'"),
+    ("arms.treatment", "{trainer.env.SSHPASS: CANARYx}"),
+    ("arms", "{baseline: {}, hf_CANARYxaB3dE5gH7jK9mN1: {}}"),
+    ("launcher", "{type: slurm, setup: ['export PGPASSWORD=CANARYx']}"),
+    ("launcher", "{type: slurm, setup: ['curl -u me:CANARYx host']}"),
+    ("launcher", "{type: ray, env: {MYSQL_PWD: CANARYx}}"),
+    ("launcher", "{type: slurm, sbatch: {api-key: CANARYx}}"),
+    ("description", "'see https://me:CANARYx@host'"),
+    ("name", "hf_CANARYxaB3dE5gH7jK9mN1"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), FIELDS)
+def test_a_secret_in_any_field_is_refused_in_one_line(abrun, recipe, monkeypatch, field, value) -> None:
+    monkeypatch.setenv("HF_TOKEN", "x")
+    code, said = abrun("launch", str(recipe), "--set", f"{field}={value}")
+    assert code == 2 and said.count("\n") == 1 and "secret" in said and "CANARY" not in said, said
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_parameter_that_an_option_is_given_is_looked_at(recipe) -> None:
+    overrides = ["trainer.argv=[train, --api-key, '{script}', '{run_dir}/log.csv']"]
+    with pytest.raises(RecipeError, match=r"trainer.argv: api-key is given a secret"):
+        load_recipe(recipe, [*overrides, "trainer.parameters.script=CANARYx"])
 
 
 def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, monkeypatch) -> None:
@@ -191,6 +273,10 @@ def test_resume_asks_for_the_variables_of_unfinished_runs_alone(recipe, tmp_path
 # --- the checkout ---
 
 
+# A case of a shell script that stands in for git: the settings that it was given
+CONFIGURATION = r"*--show-scope*) printf 'command\0core.hookspath\n/dev/null\0';;"
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "checkout"
@@ -205,25 +291,30 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_an_experiment_holds_the_diff_once_and_without_secrets(checkout, tmp_path, monkeypatch) -> None:
+def test_a_hash_and_names_of_the_changes_are_recorded_and_with_record_diff_the_changes(
+    checkout, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setitem(LAUNCHERS, *FAKE)
     (checkout / "code.py").write_text(f"lr = 2\nTOKEN = '{TOKEN}'\nDB_PASSWORD = 'correct-horse'\n")
     small = Path(__file__).parent / "launch" / "small.yaml"
     runs_dir = tmp_path / "runs"
-    for name, overrides in (("with", []), ("without", ["record_diff=false"])):
+    (checkout / "new.py").write_text("DB_PASSWORD = 'correct-horse'\n")
+    for name, overrides in (("with", ["record_diff=true"]), ("without", [])):
         plan = make_plan(load_recipe(small, overrides))
         supervisor.launch(plan, runs_dir, observer=Silent(), launcher="fake", name=name)
     recorded = store.RunDir(runs_dir / "with" / "baseline" / "seed-0").git()
     assert recorded and recorded["dirty"] and len(recorded["sha"]) == 40
     (diff,) = (runs_dir / "with").glob("git-*.diff")
     assert recorded["diff"] == diff.name and stat.S_IMODE(diff.stat().st_mode) == 0o600
-    assert "+lr = 2" in diff.read_text() and "+DB_PASSWORD = '<secret>'" in diff.read_text()
+    assert "+lr = 2" in diff.read_text() and diff.name == f"git-{recorded['changes']}.diff"
+    assert list(recorded["files"]) == ["code.py", "new.py"]
     assert "lr = 2" not in (runs_dir / "with" / "baseline" / "seed-0" / "launch.json").read_text()
     assert not list((runs_dir / "without").glob("git-*"))
     bare = store.RunDir(runs_dir / "without" / "baseline" / "seed-0").git()
     assert bare == {**recorded, "diff": None}
     for path in runs_dir.rglob("*"):
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes()
+        assert not path.is_file() or path == diff or b"correct-horse" not in path.read_bytes()
 
 
 def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> None:
@@ -231,7 +322,7 @@ def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> No
     endless = tmp_path / "bin" / "git"
     endless.parent.mkdir()
     endless.write_text(
-        '#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; status) echo " M code.py";; '
+        f'#!/bin/sh\ncase "$*" in {CONFIGURATION} *rev-parse*) echo 0123;; *status*) echo " M code.py";; '
         f'*) echo $$ > {tmp_path}/pid; exec yes "+a line {TOKEN}";; esac\n'
     )
     endless.chmod(0o755)
@@ -247,13 +338,19 @@ def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> No
 def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch) -> None:
     hanging = tmp_path / "bin" / "git"
     hanging.parent.mkdir()
-    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) echo x; sleep 3600;; esac\n')
+    hanging.write_text(
+        f'#!/bin/sh\ncase "$*" in {CONFIGURATION} *rev-parse*) echo 0123;; *) echo x; sleep 3600;; esac\n'
+    )
     hanging.chmod(0o755)
     monkeypatch.setenv("PATH", f"{hanging.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(git, "LIMIT_S", 1.0)  # in which a shell has printed its line
     state = git.record_checkout(tmp_path, diff=True)
     assert state and state["dirty"]
-    assert "git took over" in (tmp_path / state["diff"]).read_text()
-    hanging.write_text('#!/bin/sh\ncase "$2" in rev-parse) echo 0123;; *) sleep 3600;; esac\n')
+    assert state["changes"] is None, "of half a diff there is no hash"
+    hanging.write_text(
+        f'#!/bin/sh\ncase "$*" in {CONFIGURATION} *rev-parse*) echo 0123;; *) sleep 3600;; esac\n'
+    )
     state = git.record_checkout(tmp_path, diff=True)
-    assert state == {"sha": "0123", "dirty": None, "diff": None}, "nobody knows that nothing was changed"
+    assert state and state["dirty"] is None and state["changes"] is None, (
+        "nobody knows that nothing was changed"
+    )

@@ -1,16 +1,15 @@
 """What is bisected: commits of a git repository, or versions of a package. Nothing is written here."""
 
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.errors import RecipeError
+from abrun.launch.git import git_output
 from abrun.redaction import shortened, shown
 
 MOST = 10_000
-GIT = ("git", "-c", "core.hooksPath=/dev/null", "--no-pager")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +25,9 @@ class Candidate:
 def commits(repo: Path, good: str, bad: str) -> list[Candidate]:
     """The good commit, then the first-parent commits after it up to the bad one."""
     first, last = _commit(repo, good, "--good"), _commit(repo, bad, "--bad")
-    if _git(repo, "merge-base", "--is-ancestor", first, last) is None:
+    if git_output(repo, "merge-base", "--is-ancestor", first, last) is None:
         raise RecipeError(f"--bad: got {bad!r}, which does not come after {good!r} (--good); exchange them?")
-    after = _git(repo, "rev-list", "--first-parent", "--reverse", f"{first}..{last}") or ""
+    after = git_output(repo, "rev-list", "--first-parent", "--reverse", f"{first}..{last}") or ""
     if not after:
         raise RecipeError(f"--bad: got {bad!r}, the very commit of --good; nothing lies between them")
     return _listed(repo, [first, *after.split()], "--good")
@@ -60,7 +59,7 @@ def versions(package: str, numbers: Sequence[str]) -> list[Candidate]:
 def _listed(repo: Path, shas: Sequence[str], option: str) -> list[Candidate]:
     if len(shas) > MOST:
         raise RecipeError(f"{option}: got {len(shas)} commits; allowed: at most {MOST}: narrow it down")
-    said = _git(repo, "show", "--no-patch", "--format=%H %s", *shas) or ""
+    said = git_output(repo, "show", "--no-patch", "--format=%H %s", *shas) or ""
     titles = dict(line.split(" ", 1) for line in said.splitlines() if " " in line)
     found = [
         Candidate(arm=sha[:12], title=f"{sha[:9]} {shown(titles.get(sha, ''))[:60]}", commit=sha)
@@ -79,20 +78,13 @@ def _at_least_two(found: list[Candidate], option: str) -> list[Candidate]:
 
 
 def _commit(repo: Path, name: str, option: str) -> str:
-    found = None if name.startswith("-") else _git(repo, "rev-parse", "--verify", "-q", f"{name}^{{commit}}")
-    if not found and _git(repo, "rev-parse", "--git-dir") is None:
+    found = (
+        None
+        if name.startswith("-")
+        else git_output(repo, "rev-parse", "--verify", "-q", f"{name}^{{commit}}")
+    )
+    if not found and git_output(repo, "rev-parse", "--git-dir") is None:
         raise RecipeError(f"--repo: got {shortened(str(repo))}, no git repository; allowed: the trainer's")
     if not found:
         raise RecipeError(f"{option}: got {shortened(name)}, no commit of {repo} (--repo)")
     return found
-
-
-def _git(repo: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails, or is not here."""
-    try:
-        done = subprocess.run(
-            [*GIT, "-C", str(repo), *arguments], capture_output=True, text=True, errors="replace"
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

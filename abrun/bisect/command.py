@@ -5,8 +5,8 @@ The state is what is on disk: the same command judges again what has run, and go
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,13 @@ def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
             "--set launcher=null"
         )
     return recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """The fields of a bisection's file that are read again."""
+
+    declared: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Bisection:
@@ -338,7 +345,7 @@ class Bisection:
     def _check_declared(self) -> None:
         if not (self._dir / FILE).is_file():
             return
-        before = store.read_json(self._dir / FILE).get("declared") or {}
+        before = store.read_as(_Stored, self._dir / FILE).declared
         changed = [key for key, value in self._declared().items() if before.get(key) != value]
         if changed:
             raise LaunchError(

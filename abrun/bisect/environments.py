@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abrun.bisect.candidates import GIT, Candidate
+from abrun.bisect.candidates import Candidate
 from abrun.errors import LaunchError, RecipeError
+from abrun.launch.git import GIT, git_environment, git_output
 from abrun.recipe import CommandRecipe
 from abrun.redaction import shown
-from abrun.store import launcher_lock, make_folder, write_json
+from abrun.store import launcher_lock, make_folder, open_log, write_json
 
 FOLDER = ".environments"  # under the runs directory; no experiment can have that name
 MADE, LOG = "made.json", "setup.log"
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "PYTHONPYCACHEPREFIX")
-VENV = ("-m", "venv")
+VENV = ("-I", "-m", "venv")  # of an interpreter of any version; a module of the folder is not imported
 MOST_TAIL = 300
 
 
@@ -61,14 +62,14 @@ class Environments:
             log.unlink(missing_ok=True)
             if candidate.commit:
                 add = ["worktree", "add", "--force", "--detach", str(place / "checkout"), candidate.commit]
-                _run([*GIT, "-C", str(self.repo), *add], log, None, None)
+                self._run_git(add, log)
             if self._has_venv(candidate):
                 _run([self.python, *VENV, str(place / "venv")], log, None, None)
                 directory, env = self._inside(candidate)
                 if self.setup:
                     _run(["sh", "-c", self.setup], log, directory, env)
                 if candidate.requirement:
-                    _run(["python", "-m", "pip", "install", candidate.requirement], log, directory, env)
+                    _run(["python", "-I", "-m", "pip", "install", candidate.requirement], log, directory, env)
             write_json(place / MADE, self._made_of(candidate))
 
     def remove(self, candidate: Candidate) -> None:
@@ -84,11 +85,16 @@ class Environments:
 
     def _clear(self, candidate: Candidate) -> None:
         place = self._place(candidate)
-        if candidate.commit and (place / "checkout").exists():
-            remove = ["worktree", "remove", "--force", "--force", str(place / "checkout")]
-            subprocess.run([*GIT, "-C", str(self.repo), *remove], capture_output=True)
+        if self.repo and candidate.commit and (place / "checkout").exists():
+            git_output(self.repo, "worktree", "remove", "--force", "--force", str(place / "checkout"))
         for part in ("checkout", "venv", "caches"):
             shutil.rmtree(place / part, ignore_errors=True)
+
+    def _run_git(self, arguments: list[str], log: Path) -> None:
+        environment = git_environment(self.repo) if self.repo else None
+        if environment is None:
+            raise SetupError(f"--repo: got {self.repo}, whose configuration git (2.31 or newer) cannot read")
+        _run([*GIT, "-C", str(self.repo), *arguments], log, None, environment)
 
     def _inside(self, candidate: Candidate) -> tuple[Path, dict[str, str]]:
         """Where its setup runs, and with which variables: not with the packages of who calls."""
@@ -144,9 +150,11 @@ def _literal(path: Path) -> str:
 
 
 def _run(argv: list[str], log: Path, directory: Path | None, env: dict[str, str] | None) -> None:
-    with log.open("ab") as file:
+    with open_log(log) as file:
         try:
-            program = argv if env is None else [shutil.which(argv[0], path=env["PATH"]) or argv[0], *argv[1:]]
+            program = (
+                argv if env is None else [shutil.which(argv[0], path=env.get("PATH")) or argv[0], *argv[1:]]
+            )
             done = subprocess.run(
                 program, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file
             )

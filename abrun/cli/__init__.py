@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -10,6 +11,8 @@ from typer.exceptions import TyperException
 from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
 from abrun.cli.app import app, complain, finish_help
 from abrun.errors import AbrunError
+from abrun.processes.output import standard_streams
+from abrun.redaction import hide_secrets_of
 
 __all__ = [
     "bisecting",
@@ -26,14 +29,17 @@ finish_help()
 
 def main() -> None:
     """The entry point: every error that a user can mend is one line on stderr and exit code 2."""
-    sys.exit(_run())
+    with standard_streams():
+        code = _run()
+    sys.exit(code)
 
 
 def _run() -> int:
-    if sys.stdout is None:  # closed by the shell, as in `abrun status >&-`
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    hide_secrets_of(os.environ)
     try:
-        return app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
+        code = app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
+        sys.stdout.flush()
+        return code
     except TyperException as error:
         return complain(_usage(error))
     except AbrunError as error:
@@ -41,9 +47,13 @@ def _run() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as in `abrun status | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # such as a path that is too long, or a folder that may not be read
+        if isinstance(error, PermissionError) and isinstance(error.filename, str):
+            from abrun.store import is_allowed, unreadable
+
+            if not is_allowed(error.filename, os.R_OK):
+                return complain(str(unreadable(Path(error.filename))))
         where = error.filename or "what is written to, perhaps the standard output"
         return complain(f"{where}: {error.strerror or error}")
 

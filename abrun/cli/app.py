@@ -1,12 +1,15 @@
 """The application that commands register with, and how they print."""
 
+import functools
 import inspect
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from abrun.processes.output import outlive_output
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
 
 # Headings of `abrun --help`
 BEGIN, RUN, JUDGE, LOOK_CLOSER = "To begin", "Runs", "Verdicts", "To look closer"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 app = typer.Typer(
     help="Run paired A/B experiments in RL post-training, and say whether the arms converge the same way.",
@@ -53,13 +59,29 @@ def print_json(content: Any) -> None:
     """For machines, on the standard output: NaN and Inf as text, as all files of abrun have them."""
     from abrun.store import encode
 
-    print(json.dumps(encode(content), indent=1, ensure_ascii=False, allow_nan=False))
+    is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
+    print(json.dumps(encode(content), indent=1, ensure_ascii=not is_utf, allow_nan=False))
 
 
 def complain(message: str) -> int:
     """One line on stderr, and the exit code of bad input."""
     print(f"abrun: {shown(' '.join(message.split()))}", file=sys.stderr)
     return 2
+
+
+def outlives_output(command: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a command that does more than print: no failure to print ends it or changes its exit code.
+
+    A dry run, and JSON, are but what they print.
+    """
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **options: P.kwargs) -> R:
+        if not (options.get("dry_run") or options.get("as_json")):
+            outlive_output()
+        return command(*args, **options)
+
+    return wrapped
 
 
 def console() -> "Terminal":

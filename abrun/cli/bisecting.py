@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import LOOK_CLOSER, app, console
+from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
 from abrun.cli.arguments import DryRun, Name, Overrides, RecipeFile, RunsDir, with_seeds
 from abrun.errors import RecipeError
 
@@ -43,6 +43,7 @@ Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at once; default: wh
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)
+@outlives_output
 def bisect(
     recipe: RecipeFile,
     good: Annotated[str | None, typer.Option(help="A git ref that keeps the claims.")] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import LOOK_CLOSER, app, console
+from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
 from abrun.cli.arguments import DeviceMemory, Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
 from abrun.cli.experiments import launched_in_view
 from abrun.errors import RecipeError, StoreError
@@ -81,6 +81,7 @@ def samples(
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)
+@outlives_output
 def sensitivity(
     recipe: RecipeFile,
     overrides: Overrides = None,

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 
-from abrun.cli.app import RUN, app, complain, console, print_json
+from abrun.cli.app import RUN, app, complain, console, outlives_output, print_json
 from abrun.cli.arguments import (
     Detach,
     DeviceMemory,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -118,6 +118,7 @@ def launch(
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
 def export(
     recipe: RecipeFile,
     to: Annotated[str, typer.Option(help="The engine: jobset (Kubernetes), skypilot.")],
@@ -193,6 +194,7 @@ def status(
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
 def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     """Stop an experiment: its runs save a checkpoint and end, its waiting jobs leave the queue.
 
@@ -230,6 +232,7 @@ def logs(
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
 def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     """Send wandb what it lacks of an experiment's runs, such as those recorded offline.
 
@@ -247,6 +250,8 @@ def _warn_of_memory(screen: "Terminal", plan: "Plan", asked: str | None, *, here
 
     Of arms that were predicted to decide what the recipe leaves open, the decision tells.
     """
+    from rich.text import Text
+
     from abrun.memory.predict import device_memory, fit_of
 
     if asked is None and not here:
@@ -255,7 +260,7 @@ def _warn_of_memory(screen: "Terminal", plan: "Plan", asked: str | None, *, here
     if device_bytes is not None:
         told = {arm for one in plan.decided.values() for of in one["candidates"] for arm in of["peaks"]}
         for line in fit_of(plan.recipe, device_bytes, traced=asked is not None, besides=told):
-            screen.print(f"[bold]Memory:[/] {escape(shown(line))}", soft_wrap=True)
+            screen.print(Text.assemble(("Memory: ", "bold"), shown(line)), soft_wrap=True)
 
 
 def _failing(fail_on: str | None, *, no_compare: bool) -> dict[str | None, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import JUDGE, app, complain, console, print_json
+from abrun.cli.app import JUDGE, app, complain, console, outlives_output, print_json
 from abrun.cli.arguments import (
     MOST_SEEDS,
     Aliases,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 
 @app.command(rich_help_panel=JUDGE)
+@outlives_output
 def compare(
     sources: Sources,
     primary: Claims = None,
@@ -136,6 +137,7 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
 
 
 @app.command(rich_help_panel=JUDGE)
+@outlives_output
 def freeze(
     sources: Sources,
     output: Annotated[Path, typer.Option("--output", "-o", help="The reference file to write.")],
@@ -230,6 +232,7 @@ def _as_options(given: Mapping[str, Sequence[str | None]]) -> str:
 
 
 @app.command(rich_help_panel=JUDGE)
+@outlives_output
 def ledger(
     reference: Annotated[Path, typer.Argument(help="A reference that abrun freeze --budget wrote.")],
     add: Annotated[

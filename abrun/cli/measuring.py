@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from abrun.cli.app import LOOK_CLOSER, app, console
+from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
 from abrun.cli.arguments import (
     Overrides,
     RunsDir,
@@ -85,6 +85,7 @@ MasterDtype = Annotated[
 
 
 @app.command("memory-profile", rich_help_panel=LOOK_CLOSER)
+@outlives_output
 def memory_profile(
     recipe: Measured = None,
     overrides: Overrides = None,
@@ -211,6 +212,7 @@ def _show_prediction(prediction: "Prediction", folder: Path) -> None:
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)
+@outlives_output
 def mismatch(
     run: Annotated[
         str,

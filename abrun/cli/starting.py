@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from abrun.cli.app import BEGIN, app, complain, console, print_json
+from abrun.cli.app import BEGIN, app, complain, console, outlives_output, print_json
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
 from abrun.redaction import shown
@@ -18,6 +18,7 @@ Answer = TypeVar("Answer")
 
 
 @app.command(rich_help_panel=BEGIN)
+@outlives_output
 def init(
     kind: Annotated[
         str | None,

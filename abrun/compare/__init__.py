@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from abrun.compare.judge.ledger import new_ledger, next_entry
 from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
@@ -35,7 +37,7 @@ from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
-from abrun.store import RunDir, read_json, run_dir
+from abrun.store import RunDir, read_as, run_dir
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -123,6 +125,8 @@ def compare_sources(
     declared = None
     if directory and _changed(asked.compare, experiment.compare):
         declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
+    if output is None and default.is_symlink():  # a stranger's could lead anywhere
+        raise ComparisonError(f"{default}: got a symbolic link; remove it, or choose a folder with --output")
     comparison = compare(
         experiment,
         output=output or default,
@@ -140,15 +144,23 @@ def _sha256(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredVerdict:
+    """The field of verdict.json that a launch reads again."""
+
+    verdict: Verdict
+
+
 def verdict_in(experiment_dir: Path) -> str | None:
     """The verdict that the last report in an experiment's directory gives; None where there is none."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
         path = experiment_dir / folder / "verdict.json"
         if path.is_file():
-            return str(read_json(path)["verdict"])
+            return read_as(_StoredVerdict, path).verdict
     return None
 
 
+@np.errstate(all="ignore")  # what overflows is judged as infinite
 def compare(
     experiment: Experiment,
     *,
@@ -207,6 +219,7 @@ def _asked(
     return replace(experiment, compare=experiment.compare.model_copy(update=changed))
 
 
+@np.errstate(all="ignore")
 def freeze_arm(
     experiment: Experiment,
     arm: str,
@@ -228,6 +241,7 @@ def freeze_arm(
     return freeze(experiment, arm, path, claims, ledger)
 
 
+@np.errstate(all="ignore")
 def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int) -> Reference:
     """Add an experiment's treatment to a reference's ledger; returns the reference with it.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from abrun.errors import AbrunError
 from abrun.external.run import run
+from abrun.processes.output import outlive_output
 
 
 def main() -> int:
@@ -19,4 +20,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

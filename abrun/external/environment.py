@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 QUESTION = """
-import importlib.metadata, json, platform, sys
+import sys
+sys.path.sort(key=lambda folder: folder == "")  # a module of the working directory shadows none
+import importlib.metadata, json, platform
 def version(name):
     try:
         return importlib.metadata.version(name)

@@ -40,6 +40,7 @@ class Follower:
         self._written: dict[int, Row] = {}
         self._seen: object = None
         self._next_s = 0.0
+        self._longest = 0  # the last step that the log has had while it was followed
         self.problem: str | None = None  # why the log could not be read the last time
         self.notes: tuple[str, ...] = ()  # what reading it had to decide
         self.never_logged: list[str] = []  # what an alias given by hand names, and the log does not have
@@ -51,6 +52,11 @@ class Follower:
         for row in rows:
             values = {key: value for key, value in row.items() if key not in NOT_METRICS}
             self._written.setdefault(row["step"], {}).update(values)
+
+    @property
+    def rows(self) -> Mapping[int, Row]:
+        """The rows by step that the run directory was given, by this attempt and earlier ones."""
+        return self._written
 
     @property
     def found(self) -> bool:
@@ -97,10 +103,16 @@ class Follower:
         except AbrunError as error:  # half a file, perhaps, and whole the next time
             self.problem = str(error)
             return []
+        last = max(rows, default=0)
+        self._longest = max(last, self._longest)
         self.problem = None
+        if last < self._longest:
+            self.problem = (
+                f"{self._path}: lost its rows up to step {self._longest} while the command ran: train again "
+                "with --resume, without the trainer's checkpoints if it would go on from them"
+            )
         taken_s = time.monotonic() - now
         self._next_s = now + max(FIRST_PAUSE_S, taken_s / READING_SHARE)
-        last = max(rows, default=0)
         fresh = [
             (step, rows[step])
             for step in sorted(rows)

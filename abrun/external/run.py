@@ -32,8 +32,8 @@ from abrun.processes import (
     wait,
 )
 from abrun.progress import LAST_STEPS, patience
-from abrun.recipe import CommandRunConfig, invocation, secrets_of, stored_run
-from abrun.redaction import redacted
+from abrun.recipe import CommandRunConfig, invocation, stored_run, values_of
+from abrun.redaction import current_mask, hide_secrets_of, hide_values
 from abrun.store import FencedError, RunDir, RunRecord, RunWriter
 
 POLL_S = 1.0
@@ -54,6 +54,8 @@ def run(directory: Path) -> int:
         raise LaunchError(
             f"{directory}: trainer.type: got 'abrun'; run it with: python -m abrun.train {directory}"
         )
+    hide_secrets_of(os.environ)
+    hide_values(values_of(config, os.environ))
     writer = here.begin_attempt()
     try:
         return _Run(here, config, record, writer).run()
@@ -110,7 +112,7 @@ class _Run:
         self._log_start = self._here.log_size()  # what comes now is the command's
         with (
             stopping_signals() as requests,
-            capped(self._here.log, int(self._config.limits.log_mib * 2**20)),
+            capped(self._here.log, int(self._config.limits.log_mib * 2**20), current_mask()),
             self._command() as process,
         ):
             self._pid = process.pid
@@ -167,6 +169,8 @@ class _Run:
 
     def _copy_metrics(self, *, ended: bool = False) -> None:
         self._writer.check_fence()
+        if self._writer.has_lost_rows:
+            self._writer.metrics_anew(self._follower.rows)
         for step, row in self._follower.new_rows(ended=ended):
             self._writer.metrics(step, row)
         step = self._follower.last_step
@@ -186,7 +190,6 @@ class _Run:
         problem = self._problem(status)
         if problem:
             exit_code = shell_code(status) or FAILED
-            problem = redacted(problem, secrets_of(self._config, os.environ))
             self._writer.fail(problem, exit_code=exit_code, step=step)
             return exit_code
         notes = [f"no metric {name!r}, which aliases name" for name in self._follower.never_logged]

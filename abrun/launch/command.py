@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.implementations import BACKENDS
-from abrun.processes import RUN_DIR
+from abrun.processes import MODULE, RUN_DIR
 from abrun.recipe import CommandRunConfig, OwnRunConfig, RunConfig
 
 AGENT = "abrun.train.agent"
@@ -41,7 +41,7 @@ def ranks(
     limits = config.limits
     bounds = ["--stalled-s", str(config.stalled_s), "--log-mib", str(limits.log_mib)]
     bounds += ["--run-s", str(limits.run_s)] if limits.run_s else []
-    agent = [sys.executable, "-m", AGENT, "--ranks", str(num_ranks)]
+    agent = [sys.executable, *MODULE, AGENT, "--ranks", str(num_ranks)]
     if meeting:
         bounds += ["--nodes", str(config.cluster.nodes), "--node", str(meeting.node)]
         bounds += ["--meet", meeting.address, "--grace-s", str(meeting.grace_s)]
@@ -57,7 +57,7 @@ def imports(config: OwnRunConfig) -> tuple[str, ...]:
 
 def external(directory: Path) -> list[str]:
     """The command of one run of a foreign trainer."""
-    return [sys.executable, "-m", "abrun.external", str(directory)]
+    return [sys.executable, *MODULE, "abrun.external", str(directory)]
 
 
 def environment(directory: Path, devices: Sequence[str], config: RunConfig) -> dict[str, str]:

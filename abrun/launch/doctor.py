@@ -156,7 +156,7 @@ def _imported(package: str) -> Any:
         return f"without the package {package}; pip install 'abrun[{extra}]'"
     try:
         ended = subprocess.run(
-            [sys.executable, "-c", PROBES[package]], capture_output=True, text=True, timeout=SECONDS
+            [sys.executable, "-P", "-c", PROBES[package]], capture_output=True, text=True, timeout=SECONDS
         )
         if ended.returncode == 0:
             return json.loads(ended.stdout.splitlines()[-1])

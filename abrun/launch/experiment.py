@@ -72,6 +72,7 @@ def owned_experiment(
     made = [path for path in (experiment_dir, *experiment_dir.parents) if not os.path.lexists(path)]
     try:
         with store.launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
+            store.remove_leftovers(experiment_dir)
             if resume:
                 _refuse_queued(experiment_dir)  # again: a faster launcher may have handed it over meanwhile
                 _check_same(plan, experiment_dir)
@@ -151,7 +152,9 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
                 if not here.exists:
                     warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
                     write_run(directory, experiment_dir.name, run.name, run.config, warm_start)
-                elif not here.finished:
+                elif here.finished:
+                    here.mend_records()
+                else:
                     _update_record(here, run.config)
         except StoreError:
             if not resume:

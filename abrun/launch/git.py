@@ -1,51 +1,136 @@
-"""Which code a launch was started from: the commit of the working directory, and what was not committed."""
+"""Calls of git, and the code that a launch starts from: the commit of the working directory and its changes.
+
+A repository may come from anybody, and its configuration names programs that git starts. None of them is
+started here: `git_environment` turns them off for every call of git.
+"""
 
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from abrun import store
-from abrun.redaction import redacted_code
+from abrun.redaction import redacted
 
-MOST_DIFF = 1 << 18  # bytes
+MAX_CONFIGURATION = 1 << 20  # bytes
+MOST_DIFF = 1 << 18  # bytes that are kept
+MOST_HASHED = 1 << 26  # bytes
+MOST_FILES = 20  # names that are kept
+MOST_NAMES = 1 << 16  # bytes
 LIMIT_S = 20.0
-DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
+GIT = ("git", "--no-pager")
+STATUS = ("status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
+DIFF = (
+    *("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short"),
+    *("--ignore-submodules=dirty", "HEAD"),
+)
+PROGRAMS_OFF = {  # the monitor of files, hooks, checks of signatures, submodules with their configurations
+    "core.fsmonitor": "",
+    "core.hookspath": "/dev/null",
+    "log.showsignature": "false",
+    "submodule.recurse": "false",
+}
+# Git writes no index, and fetches no missing object, for which it would start the programs of a remote
+VARIABLES = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
+FILTERS_AND_CHECK = r"^(filter\..*\.(clean|smudge|process|required)|core\.hookspath)$"
+REPOSITORY_SCOPES = ("local", "worktree")  # as git config names them; the others are the user's
 
 
 def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | None:
     """Commit of the working directory and whether it was changed since; None where it is no git checkout.
 
     Whether it was changed is None, too, where git takes too long to find out.
-    With `diff` the changes go, without the secrets in them, into a file of the experiment, which is named
-    after its content: all runs and launches of the same checkout have one. Raises StoreError where it cannot
-    be written.
+    `changes` is the start of a hash of the uncommitted changes of tracked files, `files` the names of these
+    and of untracked files. With `diff` the changes themselves go into a file of the experiment, which is
+    named after that hash. Raises StoreError where it cannot be written.
     """
-    sha, _ = _first_bytes(100, "rev-parse", "HEAD")
-    status, cut = _first_bytes(1, "status", "--porcelain")
+    environment = git_environment(Path.cwd())
+    if environment is None:
+        return None
+    sha, _ = _first_bytes(100, environment, "rev-parse", "HEAD")
+    status, cut = _first_bytes(MOST_NAMES, environment, *STATUS)
     if not sha or status is None:
         return None
     dirty = None if cut and not status else bool(status)
-    content, cut = _first_bytes(MOST_DIFF, *DIFF) if diff and status else (b"", None)
-    text = redacted_code((content or b"").decode(errors="replace"))
-    if cut:  # by whole lines: the start of a token is not known for one
-        text = f"{text.rpartition(chr(10))[0]}\n[cut here: {cut}]\n"
-    file = store.write_diff(experiment_dir, text) if text else None
-    return {"sha": sha.decode().strip(), "dirty": dirty, "diff": file}
+    # Of `-z`: two letters, a blank and a name each; the last may be cut
+    names = [redacted(entry[3:]) for entry in status.decode(errors="replace").split("\0")[:-1]]
+    content, late = _first_bytes(MOST_HASHED, environment, *DIFF) if status else (None, None)
+    # What git had no time to print has no hash; of a larger diff all launches hash the same start
+    known = content if late is None or len(content or b"") == MOST_HASHED else None
+    changes = hashlib.sha256(known).hexdigest()[:8] if known else None
+    files = names[:MOST_FILES] + [f"and {len(names) - MOST_FILES} more"] * (len(names) > MOST_FILES)
+    file = _write_diff(experiment_dir, changes, content, late) if diff and changes and content else None
+    return {"sha": sha.decode().strip(), "dirty": dirty, "changes": changes, "files": files, "diff": file}
 
 
-def _first_bytes(most: int, *arguments: str) -> tuple[bytes | None, str | None]:
+def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut: str | None) -> str:
+    """Write the start of a diff in whole lines, without tokens of a known shape; return the file's name."""
+    text = redacted(content[:MOST_DIFF].decode(errors="replace"))
+    if len(content) > MOST_DIFF or cut:
+        text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MOST_DIFF} bytes of it]\n"
+    return store.write_diff(experiment_dir, changes, text)
+
+
+def git_environment(repo: Path) -> dict[str, str] | None:
+    """Return the environment for calls of git in `repo`; None where git does not read its configuration.
+
+    A filter that the repository's configuration defines is off, or as the user's own configuration has it.
+    """
+    environment = {**os.environ, **VARIABLES, **_configuration(PROGRAMS_OFF)}
+    question = ("config", "--null", "--show-scope", "--get-regexp", FILTERS_AND_CHECK)
+    answer, cut = _first_bytes(MAX_CONFIGURATION, environment, "-C", str(repo), *question)
+    fields = os.fsdecode(answer or b"").split("\0")
+    settings = [
+        (scope, *text.partition("\n")) for scope, text in zip(fields[::2], fields[1::2], strict=False)
+    ]
+    if cut or ("command", "core.hookspath", "\n", "/dev/null") not in settings:  # nor does git before 2.31
+        return None
+    users, changed = dict[str, str](), set[str]()
+    for scope, key, equals, value in settings:
+        if scope not in REPOSITORY_SCOPES:
+            users[key] = value if equals else "true"
+        elif key not in PROGRAMS_OFF:
+            changed.add(key)
+    filters = {key: users.get(key, "false" if key.endswith(".required") else "") for key in sorted(changed)}
+    return {**environment, **_configuration({**PROGRAMS_OFF, **filters})}
+
+
+def git_output(repo: Path, *arguments: str) -> str | None:
+    """Return what git prints; None where it fails, or is not here."""
+    environment = git_environment(repo)
+    if environment is None:
+        return None
+    command = [*GIT, "-C", str(repo), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _configuration(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which git takes settings, after those that the environment has already."""
+    count = os.environ.get("GIT_CONFIG_COUNT", "")
+    first = int(count) if count.isdecimal() else 0
+    variables = {"GIT_CONFIG_COUNT": str(first + len(settings))}
+    for index, (key, value) in enumerate(settings.items(), first):
+        variables |= {f"GIT_CONFIG_KEY_{index}": key, f"GIT_CONFIG_VALUE_{index}": value}
+    return variables
+
+
+def _first_bytes(
+    most: int, environment: Mapping[str, str], *arguments: str
+) -> tuple[bytes | None, str | None]:
     """The start of what git prints, and why it is not all; None where git fails, or is not here.
 
     Git is ended where it goes on after that, or takes long: a diff can have any size.
     """
-    command = ["git", "--no-pager", *arguments]
     try:
         process = subprocess.Popen(
-            command,
+            [*GIT, *arguments],
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -57,7 +142,7 @@ def _first_bytes(most: int, *arguments: str) -> tuple[bytes | None, str | None]:
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # filters of git among them
+            os.killpg(process.pid, signal.SIGKILL)  # filters that it has started among them
 
     def give_up() -> None:
         late.set()

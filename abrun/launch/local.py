@@ -13,7 +13,7 @@ from abrun.launch.command import AGENT, command_of, environment, imports
 from abrun.launch.engine import Place
 from abrun.launch.requirements import Machine, refusals, this_machine
 from abrun.plan import Plan
-from abrun.processes import RUN_DIR, Child, below, end_all, processes_of, start, wait
+from abrun.processes import MODULE, RUN_DIR, Child, below, end_all, processes_of, start, wait
 from abrun.processes.forks import ForkServer
 from abrun.recipe import OwnRunConfig, RunConfig
 from abrun.store import RunDir
@@ -110,7 +110,8 @@ class LocalEngine:
         process: Child | None = None
         with run.open_log() as output:
             if kind and server:
-                process = server.fork(command[2:], _changed(self._of_server(kind), env), output)
+                words = command[command.index(AGENT) :]
+                process = server.fork(words, _changed(self._of_server(kind), env), output)
             if not process:
                 server = None
                 process = start(
@@ -136,7 +137,7 @@ class LocalEngine:
         place = self._machine.gpus if on_gpus else ("cpu",) * config.devices_per_node
         if not isinstance(config, OwnRunConfig) or sys.platform != "linux":
             return None
-        if self.command(run, config, place)[:3] != [sys.executable, "-m", AGENT]:
+        if self.command(run, config, place)[:4] != [sys.executable, *MODULE, AGENT]:
             return None
         env = self.environment(run, config, place)
         return Kind(imports(config), on_gpus, frozenset((k, v) for k, v in env.items() if k not in LATE))

@@ -23,7 +23,7 @@ from abrun.extras import lacking
 from abrun.launch.command import environment, ranks
 from abrun.launch.hub import hub_refusal
 from abrun.launch.requirements import Machine, missing_of_hub, this_machine
-from abrun.processes import end_all, end_group, processes_of, start, wait
+from abrun.processes import MODULE, end_all, end_group, processes_of, start, wait
 from abrun.recipe import OwnRunConfig
 
 GRACE_S = 5.0
@@ -52,7 +52,7 @@ def probe(
     job: Mapping[str, Any],
     place: Place | None = None,
 ) -> list[dict[str, Any]]:
-    """Run `python -m MODULE DIRECTORY` as the ranks that `config` asks for; returns its rows.
+    """Run `python -P -m MODULE DIRECTORY` as the ranks that `config` asks for; returns its rows.
 
     Without a `place` on the first of this machine's GPUs, at once; with one the module calls `await_turn`.
 
@@ -74,7 +74,7 @@ def probe_alone(
     """
     if why := missing_of_hub(config, hub_refusal):
         raise ProbeRefused(why)
-    return _rows(module, [sys.executable, "-m", module, str(directory)], directory, (), config, job)
+    return _rows(module, [sys.executable, *MODULE, module, str(directory)], directory, (), config, job)
 
 
 def _rows(
@@ -127,7 +127,8 @@ def _row_files(directory: Path) -> list[Path]:
 def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | None = None) -> int:
     """The exit status; however this ends, no process is left."""
     log = directory / LOG
-    with store.explained(log), log.open("wb") as output:
+    with store.explained(log), store.open_log(log) as output:
+        output.truncate(0)
         process = start(
             argv,
             env,

@@ -1,11 +1,12 @@
 """The runs of a launch on their way from pending to done: in which order, and which are ready to start."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from abrun.errors import LaunchError
+from abrun.errors import LaunchError, StoreError
 from abrun.launch.engine import Started
 from abrun.launch.experiment import warm_start_dir, write_run
 from abrun.plan import Plan, RunName
@@ -125,8 +126,11 @@ def _ids(processes: set[Process]) -> str:
 
 
 def incomplete(job: Job) -> str | None:
-    """What of its metrics a finished run of our own trainer has lost; a foreign one may log what it likes."""
-    return job.run.missing_steps(job.config.steps) if isinstance(job.config, OwnRunConfig) else None
+    """What of its metrics a finished run has lost; of a command, which may log what it likes, the end."""
+    if isinstance(job.config, OwnRunConfig):
+        return job.run.missing_steps(job.config.steps)
+    with contextlib.suppress(StoreError):  # a damaged result.json, which the comparison names
+        return job.run.missing_last_step()
 
 
 class Queue:

@@ -65,7 +65,7 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
 def refuse_other_looks(recipe: Declared, experiment_dir: Path) -> None:
     """Raises LaunchError where an experiment was launched with other looks: they cannot be chosen later."""
     content = store.open_experiment(experiment_dir)
-    launched = content.get("recipe", {}).get("compare", {}).get("looks") or []
+    launched = (content.get("recipe", {}).get("compare") or {}).get("looks") or []
     first = content.get("compare_sha256")  # the recipe is that of the last --resume
     if launched != recipe.compare.looks and first != compare_hash(recipe.compare):
         had = f"with looks at {launched} pairs" if launched else "without looks"

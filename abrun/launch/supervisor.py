@@ -31,8 +31,8 @@ from abrun.processes import (
     oom_kills,
     stopping_signals,
 )
-from abrun.recipe import secrets_of
-from abrun.redaction import redacted
+from abrun.recipe import values_of
+from abrun.redaction import hide_secrets_of, hide_values, redacted
 from abrun.store import STOPPED, Lease, Status, run_state
 
 POLL_S = 0.2
@@ -133,7 +133,7 @@ def refuse_impossible(plan: Plan, refusals: list[str], shown_by: str = ": --dry-
 
 
 class _Quiet:
-    """An observer that nobody hears any more is not heard: no error of its output ends a run."""
+    """Wraps an observer: no I/O error of what it reads or prints ends a run."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -170,6 +170,9 @@ class Supervisor:
     def run(self) -> int | None:
         """Returns the signal that stopped it, or None when every job has ended by itself."""
         expected = [(job.run, job.config) for job in self._queue.jobs if not job.done]
+        hide_secrets_of(os.environ)
+        for job in self._queue.jobs:
+            hide_values(values_of(job.config, os.environ))
         with stopping_signals() as self._requests, self._engine.expecting(expected):
             try:
                 while self._requests.first is None and not self._queue.done:
@@ -312,7 +315,7 @@ def _ending(job: Job, status: int) -> tuple[Status, str | None]:
         words = ending_of(status, printed, job.oom_kills, job.started.pid if job.started else None)
     else:
         words = "ended without a result"
-    return "failed", f"{redacted(words, secrets_of(job.config, os.environ))}; see {job.run.log}"
+    return "failed", f"{redacted(words)}; see {job.run.log}"
 
 
 def _errors(printed: str) -> list[str]:

@@ -10,6 +10,7 @@ from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import printable, shown, shown_tree
 from abrun.series import Series
+from abrun.store import unreadable
 
 LogStatus = Literal["finished", "failed", "running", "unreadable", "unknown"]
 EMPTY = "nothing is recorded in it yet"
@@ -81,6 +82,8 @@ def readable(path: Path) -> Iterator[None]:
     """Turns an operating-system error about `path` into one StoreError line."""
     try:
         yield
+    except PermissionError:
+        raise unreadable(path) from None
     except OSError as error:
         raise StoreError(f"{printable(str(path))}: cannot be read: {error.strerror or error}") from None
 

@@ -141,7 +141,7 @@ def series_of(
     if column is None or column not in {*names, *texts} or (filled and lacking == len(filled)):
         if column and column in unread:
             raise NoStep(f"{unread[column]}; or name the column that has the step with --step-column")
-        what = f"no step in column '{printable(column)}'" if column else "no column has the step"
+        what = f"no step in column '{printable(column[:80])}'" if column else "no column has the step"
         raise NoStep(
             f"{place}: {what}; found are {listed(names, 12)}; name the column that has it with --step-column"
         )
@@ -205,7 +205,8 @@ def _by_split(cells: Sequence[Cells], step_column: str | None) -> tuple[Sequence
                 }
                 for row, word in zip(cells, words, strict=True)
             ]
-            said = f"metrics named after column {printable(column)}: {listed(sorted({*words}), MOST_SPLITS)}"
+            splits = listed(sorted({*words}), MOST_SPLITS)
+            said = f"metrics named after column {printable(column[:80])}: {splits}"
             return renamed, [said]
     return cells, []
 
@@ -257,8 +258,8 @@ def _refuse_unreadable_steps(
         others = (cell for name, cell in cells[index].items() if name != column and isinstance(cell, str))
         if not rows[index].keys() <= NOT_METRICS or any(re.search(r"\d", cell) for cell in others):
             raise StoreError(
-                f"{places[index]}, column {printable(column)}: got '{printable(text[:40])}' as the step; "
-                f"{MEND_STEP}"
+                f"{places[index]}, column {printable(column[:80])}: "
+                f"got '{printable(text[:40])}' as the step; {MEND_STEP}"
             )
 
 
@@ -270,7 +271,7 @@ def _on_texts(
         (index, first), s = of[0], "s" * (len(of) > 1)
         if name in NOT_METRICS or not (name in metrics or ALMOST_A_NUMBER.fullmatch(first.strip())):
             continue
-        said = f"{printable(name)}: {len(of)} value{s} left out as no number{s}"
+        said = f"{printable(name[:80])}: {len(of)} value{s} left out as no number{s}"
         yield f"{said}, the first '{printable(first[:40])}' in {places[index]}"
 
 
@@ -315,7 +316,7 @@ def unread_cell(place: str, at: str, column: str, text: str) -> str:
     """Say where a text stands in the place of a number, and what to write there."""
     comma = " (a decimal comma?)" if DECIMAL_COMMA.fullmatch(text.strip()) else ""
     return (
-        f"{place}, {at}, column {printable(column)}: got '{printable(text[:40])}'{comma}; "
+        f"{place}, {at}, column {printable(column[:80])}: got '{printable(text[:40])}'{comma}; "
         "write a number with a decimal point, nan where there is none"
     )
 
@@ -354,7 +355,7 @@ def check_step(step: float, place: str, column: str) -> int:
     """A step as a whole number that is exact as a float. Raises StoreError, one line, for any other."""
     if step % 1 or abs(step) >= LARGEST_STEP:
         raise StoreError(
-            f"{place}: {printable(column)}: got {step:g}; a step is a whole number below 2^53: "
+            f"{place}: {printable(column[:80])}: got {step:g}; a step is a whole number below 2^53: "
             "mend the row, or name another column with --step-column"
         )
     return int(step)

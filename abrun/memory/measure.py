@@ -32,7 +32,7 @@ from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.rl.batch import Sequences
 from abrun.train.__main__ import ran_out
 from abrun.train.batches import RandomBatches
-from abrun.train.lengths import check_length
+from abrun.train.data import check_length
 from abrun.train.loop import Algorithm, make_algorithm
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup

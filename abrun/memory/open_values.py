@@ -403,8 +403,7 @@ def _told_of_one(trial: _Trial) -> str:
 def _decided_before(experiment_dir: Path, keys: Sequence[str]) -> Values:
     """What an experiment was launched with."""
     recipe = store.open_experiment(experiment_dir).get("recipe", {})
-    policy = recipe.get("policy") if isinstance(recipe.get("policy"), dict) else {}
-    stored, values = dotted({"policy": policy}), Values()
+    stored, values = dotted({"policy": recipe.get("policy") or {}}), Values()
     for key in keys:
         value = stored.get(key)
         if value is None or value == "auto":

@@ -159,13 +159,13 @@ def _amount(num_bytes: int | None, unit: tuple[str, int]) -> str:
 
 def show(profile: MemoryProfile, output: Path) -> None:
     """Write memory.png and .svg, attribution.png and .svg, and memory.html."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot, rc_context
 
     from abrun.memory import pictures
 
-    drawn = {"memory": pictures.peaks(profile), "attribution": pictures.attribution(drawn_cells(profile))}
     svgs = []
-    with store.explained(output):
+    with rc_context({"text.parse_math": False}), store.explained(output):
+        drawn = {"memory": pictures.peaks(profile), "attribution": pictures.attribution(drawn_cells(profile))}
         for name, figure in drawn.items():
             if figure is None:
                 continue

@@ -5,6 +5,7 @@ older attempts have recorded, and says how many steps it sent.
 """
 
 import argparse
+import os
 import select
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from abrun.errors import AbrunError
 from abrun.mirror.wandb_run import Rows, WandbRun
 from abrun.recipe import OwnRunConfig, stored_run
-from abrun.store import RunDir
+from abrun.store import RunDir, make_private_folder
 
 POLL_S = 1.0
 
@@ -26,6 +27,7 @@ def main() -> int:
     try:
         config = stored_run(run.record().config)
         assert isinstance(config, OwnRunConfig) and config.wandb
+        os.umask(make_private_folder(run.path / "wandb"))
         rows = Rows(run)
         mirror = WandbRun(run, run.record(), config.wandb, _say, mode="online" if asked.all else None)
         sent, ended = 0, False

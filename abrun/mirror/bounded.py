@@ -6,14 +6,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from abrun.processes import below, end_all
+from abrun.processes import MODULE, below, end_all
 
 
 def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int | None, list[str]]:
     """Exit code (None: it took too long) and lines of output of `python -m MODULE...`, given `said`."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", *module],
+            [sys.executable, *MODULE, *module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from typing import Any
 from abrun.extras import lacking
 from abrun.mirror import bounded
 from abrun.mirror.wandb_run import INIT_S, line_of
-from abrun.store import open_experiment
+from abrun.store import is_experiment, make_private_folder, open_experiment
 
 UPLOAD_S = 300.0
 JOB_TYPE = "compare"
@@ -71,6 +71,8 @@ def main() -> int:
     try:
         import wandb
 
+        if is_experiment(Path(asked["dir"])):
+            os.umask(make_private_folder(Path(asked["dir"]) / "wandb"))
         run = wandb.init(
             project=asked["project"],
             entity=asked["entity"],

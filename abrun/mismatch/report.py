@@ -169,14 +169,16 @@ def _sequence_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
 
 
 def _worst_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
-    import math
+    import numpy as np
 
     for each in budget.facts.worst:
         engine, trainer = each["inference_logprob"], each["trainer_logprob"]
+        with np.errstate(over="ignore"):
+            factor = float(np.exp(abs(engine - trainer)))
         yield (
             str(each["sequence"]),
             str(each["position"]),
-            error_text(math.exp(abs(engine - trainer))),
+            error_text(factor),
             f"{engine:.4f}",
             f"{trainer:.4f}",
             repr(each["token"]),

@@ -27,6 +27,7 @@ STARVED = (
     ", when memory ran out (the machine's, not a GPU's): run fewer at once (--jobs), ask Slurm for more "
     "(launcher.sbatch.mem), or use smaller batches"
 )
+MODULE = ("-P", "-m")  # of our own processes: a module of the working directory must not shadow any
 STARTER = Path(__file__).with_name("starter.py")
 Popen = subprocess.Popen[bytes]
 # The last line of a traceback, but not of torchrun's own
@@ -54,6 +55,7 @@ class Child(Protocol):
 def start(argv: Sequence[str], env: Mapping[str, str], *, dies_by: int, **options: Any) -> Popen:
     """A process that gets the signal `dies_by` when this one dies, however soon (on Linux).
 
+    In a session or group of its own it ignores no signal to stop, whatever this process ignores.
     `options` are those of `subprocess.Popen`. Raises OSError where it cannot be started.
     """
     options |= {"env": dict(env), "stdin": subprocess.DEVNULL}
@@ -160,7 +162,10 @@ class StopRequests:
 
 @contextlib.contextmanager
 def stopping_signals() -> Iterator[StopRequests]:
-    """Signals to stop are noted instead of obeyed. One that is ignored already, as under nohup, stays so."""
+    """Signals to stop are noted instead of obeyed. One that is ignored already, as under nohup, stays so.
+
+    SIGINT is, in a process that a shell script has started with `&`.
+    """
     requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
         yield requests

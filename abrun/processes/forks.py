@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from abrun.processes import RUN_DIR, Popen, die_with_parent, shell_code, start
+from abrun.processes import MODULE, RUN_DIR, Popen, die_with_parent, shell_code, start
 
 POLL_S = 0.05
 ANSWER_S = 10.0  # a server that says nothing for so long hangs
@@ -32,7 +32,7 @@ COMMAND, ENVIRONMENT = 45, 47
 
 
 class ForkServer:
-    """A server, from its start: `python -m MODULE FD WORD...`, which calls `serve`.
+    """A server, from its start: `python -P -m MODULE FD WORD...`, which calls `serve`.
 
     Raises OSError where it cannot be started.
     """
@@ -43,7 +43,7 @@ class ForkServer:
         self._ended = dict[int, int]()
         with theirs:
             self._process: Popen = start(
-                [sys.executable, "-m", module, str(theirs.fileno()), *words, " " * COMMAND_ROOM],
+                [sys.executable, *MODULE, module, str(theirs.fileno()), *words, " " * COMMAND_ROOM],
                 {**env, RUN_DIR: " " * RUN_DIR_ROOM},
                 dies_by=signal.SIGTERM,
                 pass_fds=(theirs.fileno(),),
@@ -301,7 +301,7 @@ def show_run(run_dir: str) -> None:
 
 def show_command(words: Sequence[str]) -> None:
     """Let the system say what this copy runs, as far as there is room. Errors: as of `show_run`."""
-    command = b"\0".join(map(os.fsencode, (sys.executable, "-m", *words)))
+    command = b"\0".join(map(os.fsencode, (sys.executable, *MODULE, *words)))
     with _shown(COMMAND) as (memory, start, end):
         memory.write(command[: end - start - 1].ljust(end - start, b"\0"))
 

@@ -17,9 +17,12 @@ def main() -> None:
     command = sys.argv[4:]
     os.set_inheritable(failures, False)  # closes when the command begins: that says it has
     # A parent's handler is gone by now; an ignored or blocked signal would stay so for good.
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    heard = {number} - {signal.SIGKILL}
+    if os.getpgrp() == os.getpid():  # else SIGINT is meant for the parent's group, as by Ctrl-C
+        heard |= {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+    for each in heard:
+        signal.signal(each, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
         signal.signal(ignored, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

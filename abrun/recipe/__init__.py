@@ -6,6 +6,7 @@ declared before the runs. `load_recipe` resolves `defaults:` inheritance and `--
 is one `RecipeError` line.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ from abrun.recipe.command import (
     Invocation,
     MetricsLog,
     invocation,
-    secrets_of,
     unset_variables,
+    values_of,
 )
 from abrun.recipe.dtensor import PLAIN_DECODERS, dtensor_misfit, heads_misfit
 from abrun.recipe.exported import Exported, JobSet, SkyPilot
@@ -200,7 +201,6 @@ __all__ = [
     "not_built",
     "parse_primary",
     "primary_option",
-    "secrets_of",
     "stored_recipe",
     "stored_run",
     "stream_misfit",
@@ -208,6 +208,7 @@ __all__ = [
     "units",
     "unset_variables",
     "validated",
+    "values_of",
     "vllm_misfit",
     "vllm_refusal",
     "what_it_takes",
@@ -246,7 +247,7 @@ class Declared(Section):
     controls: Controls = Controls()
     compare: Compare = Compare()
     launcher: Annotated[LauncherSettings, Field(discriminator="type")] | None = None  # default: local
-    record_diff: bool = True  # keep the uncommitted changes of the checkout, without secrets, in git-*.diff
+    record_diff: bool = False  # keep the uncommitted changes of the checkout, passwords too, in git-*.diff
 
     @field_validator("name")
     @classmethod
@@ -449,9 +450,9 @@ def _beside(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         ]
         raw = raw | {"trainer": trainer | {"argv": argv}}
     reference = compare.get("reference") if isinstance(compare, dict) else None
-    if isinstance(reference, str) and not Path(reference).expanduser().is_file():
-        beside = folder / reference
-        raw = raw | {"compare": {**raw["compare"], "reference": str(beside)}} if beside.is_file() else raw
+    if isinstance(reference, str) and not os.path.isfile(os.path.expanduser(reference)):
+        beside = str(folder / reference)
+        raw = raw | {"compare": {**raw["compare"], "reference": beside}} if os.path.isfile(beside) else raw
     return raw
 
 

@@ -12,7 +12,7 @@ from abrun.errors import RecipeError
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE, default_transform
 from abrun.recipe.faults import NAMED, ONE_ULP, PlantedFault
 from abrun.recipe.refusals import nearest, shortened, validated
-from abrun.recipe.section import Count, Positive, Section
+from abrun.recipe.section import Count, PathText, Positive, Section
 
 DEFAULT_WINDOW = "last 20%"
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
@@ -172,7 +172,9 @@ class Compare(Section):
     looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
     # Levels of the looks: the same for each, or in proportion to its pairs, which costs less power
     looks_spending: Spending = "equal"
-    reference: str | None = None  # a frozen ensemble (abrun freeze), from here or from the recipe's folder
+    reference: PathText | None = (
+        None  # a frozen ensemble (abrun freeze), from here or from the recipe's folder
+    )
 
     @field_validator("step_one_tolerance", mode="before")
     @classmethod

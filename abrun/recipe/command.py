@@ -17,7 +17,7 @@ from abrun.recipe.environment import Env
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import RunConfig
 from abrun.recipe.section import Section
-from abrun.redaction import REFERENCE, is_secret
+from abrun.redaction import REFERENCE
 
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
 FRAMEWORKS = (  # the tables of names in abrun.logs.aliases
@@ -198,16 +198,11 @@ def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> li
     ]
 
 
-def secrets_of(run: RunConfig, environment: Mapping[str, str]) -> list[str]:
-    """What looks like a secret of what a run's `env` refers to: a command may print that, we do not."""
+def values_of(run: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a run's `env` refers to, with their values: a command may print those."""
     env = run.trainer.env if isinstance(run, CommandRunConfig) else {}
-    return [
-        value
-        for variable, template in env.items()
-        for name in REFERENCE.findall(template)
-        if len(value := environment.get(name, "")) >= 4
-        and any(is_secret(called, value) for called in (variable, name, "key"))
-    ]
+    names = [name for template in env.values() for name in REFERENCE.findall(template)]
+    return {name: environment[name] for name in names if name in environment}
 
 
 def invocation(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from abrun.recipe.presets import ARCHITECTURES
-from abrun.recipe.section import Count, Fraction, NonNegative, Positive, Section
+from abrun.recipe.section import Count, Fraction, NonNegative, PathText, Positive, Section
 from abrun.redaction import shortened
 
 # The presets with experts: how many a layer has.
@@ -41,7 +41,7 @@ class Model(Section):
         | None
     ) = None
     shape: Shape = Shape()  # with a preset
-    path: str | None = None
+    path: PathText | None = None
     system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ import yaml
 from abrun.errors import RecipeError
 from abrun.layout import EXPERIMENT
 from abrun.recipe.refusals import shortened
-from abrun.regular_files import open_regular
+from abrun.regular_files import MAX_FILE_BYTES, read_regular
 
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -126,8 +126,7 @@ def read_launched(experiment_dir: Path) -> dict[str, Any]:
     """The tree of the recipe that an experiment was launched with, `--set` and all, by the folder's name."""
     path = experiment_dir / EXPERIMENT
     try:
-        with open_regular(path) as file:
-            recipe = json.loads(file.read())["recipe"]
+        recipe = json.loads(read_regular(path, MAX_FILE_BYTES))["recipe"]
         return {**recipe, "name": Path(os.path.realpath(experiment_dir)).name}
     except FileNotFoundError:
         raise RecipeError(

@@ -25,7 +25,7 @@ from abrun.recipe.policy import (
     too_cold,
 )
 from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Count, Positive, Section
+from abrun.recipe.section import Count, PathText, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
 from abrun.redaction import REFERENCE
 
@@ -47,7 +47,7 @@ class Checkpoint(Section):
     keep: Count = 2
     final_weights: bool = False  # also keep the trained model, as a Hugging Face checkpoint
     # Another run's (.../checkpoints/step-000050), in any layout, to go on from: weights, optimizer and step
-    start_from: str | None = None
+    start_from: PathText | None = None
 
 
 class KeptSamples(Section):

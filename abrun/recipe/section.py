@@ -1,14 +1,16 @@
 """What every part of a recipe is made of: the strict base model, and kinds of numbers."""
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from abrun.redaction import shortened
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+MAX_NAME, MAX_PATH = 255, 4095  # bytes, of Linux and most of its file systems
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -16,6 +18,20 @@ class Section(BaseModel):
     """Base of every part of a recipe: frozen, unknown keys refused, no type coercion, no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def path_text(value: str) -> str:
+    """Return a path that a file system may hold. Raises ValueError, for validators."""
+    encoded = value.encode(errors="surrogatepass")
+    if b"\0" in encoded or len(encoded) > MAX_PATH or max(map(len, encoded.split(b"/"))) > MAX_NAME:
+        allowed = f"a path, of names of up to {MAX_NAME} bytes and {MAX_PATH} in all"
+        raise ValueError(f"got {shortened(value)}; allowed: {allowed}")
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        raise ValueError(f"got {shortened(value)}; allowed: ~/ before a path in your home, or a whole path")
+    return value
+
+
+PathText = Annotated[str, AfterValidator(path_text)]
 
 
 def word(value: str) -> str:

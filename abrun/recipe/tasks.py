@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Count, NonNegative, Section
+from abrun.recipe.section import Count, NonNegative, PathText, Section
 
 
 class Arithmetic(Section):
@@ -66,7 +66,7 @@ class Problems(Section):
     The trainer imports it, from the installed packages or the directory where abrun was started.
     """
 
-    path: str
+    path: PathText
     answer: Literal["final_number", "boxed", "math_verify"] | None = None
     verifier: Verifier | None = None
 
@@ -111,7 +111,7 @@ class Completions(Section):
     """JSON lines with a prompt and the completion to imitate; for supervised fine-tuning."""
 
     type: Literal["completions"]
-    path: str
+    path: PathText
     prompt_field: str = "prompt"
     completion_field: str = "completion"
 
@@ -120,7 +120,7 @@ class Preferences(Section):
     """JSON lines with a prompt, a chosen and a rejected completion; for DPO, or SFT on the chosen ones."""
 
     type: Literal["preferences"]
-    path: str
+    path: PathText
     prompt_field: str = "prompt"
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
@@ -139,5 +139,7 @@ class Validation(Section):
 
     every: Count
     num_prompts: Count = 64
-    path: str | None = None  # a file of the task's format; None: hold out of the task itself. The last lines
+    path: PathText | None = (
+        None  # a file of the task's format; None: hold out of the task itself. The last lines
+    )
     temperature: NonNegative = 0.0  # 0: the most likely token; otherwise sampled, with the rollouts' filters

@@ -3,7 +3,7 @@
     runs/<experiment>/experiment.json         resolved recipe, planned runs, hash of the compare block
     runs/<experiment>/reference.json          a copy of the frozen ensemble that the recipe names, if any
     runs/<experiment>/launcher.lock           who launches it now
-    runs/<experiment>/git-<hash>.diff         uncommitted changes of the code it was launched from
+    runs/<experiment>/git-<hash>.diff         uncommitted changes of its code (record_diff)
     runs/<experiment>/<arm>/seed-<k>[-aa<j>]/
         config.json       {experiment, arm, seed, rerun,             written by the launcher, once
                            initial_weights, config: resolved}
@@ -30,11 +30,13 @@ the disk before the checkpoint or result.json that builds on them, files before 
 key of a line, `crc32`, is a checksum of what stands before it.
 """
 
+from abrun.store.access import UnreadableError, is_allowed, read_error, share_new_folder, unreadable
 from abrun.store.experiment import (
     EXPERIMENT,
     REFERENCE,
     WARM_STARTS,
     can_fork,
+    closed_folders,
     experiments_in,
     find_experiment,
     is_experiment,
@@ -55,8 +57,14 @@ from abrun.store.files import (
     fingerprint,
     leftovers,
     make_folder,
+    make_private_folder,
+    open_log,
+    read_as,
     read_json,
+    read_json_or_empty,
     readable,
+    remove_leftovers,
+    share_written,
     sync_file,
     sync_folder,
     write_file,
@@ -78,6 +86,8 @@ from abrun.store.records import (
     NODE_EVERY_S,
     NODE_LOST_S,
     Attempt,
+    Environment,
+    Git,
     Launch,
     Node,
     RunRecord,
@@ -92,6 +102,7 @@ from abrun.store.rundir import SCHEMA_VERSION, RunDir
 from abrun.store.samples import Sample
 from abrun.store.saved import STATE as SAVED_STATE
 from abrun.store.saved import SavedState, saved_state
+from abrun.store.schemas import Count, Flag, Items, Seconds, Texts, checked
 from abrun.store.writer import STOPPED, FencedError, RunWriter
 
 __all__ = [
@@ -106,7 +117,12 @@ __all__ = [
     "STOPPED",
     "WARM_STARTS",
     "Attempt",
+    "Count",
+    "Environment",
     "FencedError",
+    "Flag",
+    "Git",
+    "Items",
     "Launch",
     "Lease",
     "LineReader",
@@ -119,11 +135,16 @@ __all__ = [
     "RunWriter",
     "Sample",
     "SavedState",
+    "Seconds",
     "SilentRank",
     "Status",
     "TakenOverError",
     "TextValues",
+    "Texts",
+    "UnreadableError",
     "can_fork",
+    "checked",
+    "closed_folders",
     "code_name",
     "damage",
     "decode",
@@ -134,24 +155,34 @@ __all__ = [
     "find_experiment",
     "fingerprint",
     "folder_lock",
+    "is_allowed",
     "is_experiment",
     "launcher_lock",
     "launcher_of",
     "leftovers",
     "make_folder",
+    "make_private_folder",
     "metrics_of",
     "open_experiment",
+    "open_log",
     "owner_of",
     "planned_runs",
+    "read_as",
+    "read_error",
     "read_json",
+    "read_json_or_empty",
     "read_lines",
     "readable",
+    "remove_leftovers",
     "run_dir",
     "run_state",
     "saved_state",
+    "share_new_folder",
+    "share_written",
     "started_after",
     "sync_file",
     "sync_folder",
+    "unreadable",
     "warm_start_states",
     "write_diff",
     "write_experiment",

@@ -1,22 +1,23 @@
 """An experiment's directory: what was planned and declared, and what its runs are doing."""
 
 import contextlib
-import hashlib
 import multiprocessing
 import os
-import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from abrun.errors import StoreError
 from abrun.layout import EXPERIMENT, NAME, RunName
-from abrun.redaction import shortened
+from abrun.store.access import UnreadableError, refuse_closed
 from abrun.store.files import read_json, readable, write_file, write_json
 from abrun.store.records import SCHEMA_VERSION, RunState, refuse_other_schema
 from abrun.store.rundir import RunDir
+from abrun.store.schemas import Count, Items, checked
 
 if TYPE_CHECKING:
     from abrun.series import Series
@@ -26,8 +27,68 @@ WARM_STARTS = "warm-starts"
 WORTH_A_PROCESS = 1 << 26  # bytes of JSON lines that are quicker read by several processes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredRun:
+    arm: Annotated[str, Field(pattern=f"^{NAME}$")]  # which is a folder
+    seed: Annotated[Count, Field(lt=2**31)]
+    rerun: Annotated[Count, Field(lt=2**31)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredClaims:
+    looks: Items[Count] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredMirror:
+    project: str | None = None
+    entity: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredRecipe:
+    """The fields of a recipe that are read even where another version wrote it."""
+
+    steps: Count | None = None
+    arms: Mapping[str, dict[str, Any] | None] = field(default_factory=dict)
+    compare: _StoredClaims = field(default_factory=_StoredClaims)
+    policy: dict[str, Any] | None = None
+    wandb: _StoredMirror | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredExperiment:
+    """The fields of `experiment.json`."""
+
+    experiment: str = ""
+    recipe: _StoredRecipe = field(default_factory=_StoredRecipe)
+    runs: Items[_StoredRun] = ()
+    treatment_diff: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
+    decided: Mapping[str, _Decision] = field(default_factory=dict)  # by dotted key
+    compare_sha256: str = ""
+    launched_pairs: Count = 0
+
+
 def is_experiment(directory: Path) -> bool:
-    return (directory / EXPERIMENT).is_file()
+    with readable(directory / EXPERIMENT):
+        return (directory / EXPERIMENT).is_file()
+
+
+def closed_folders(runs_dir: Path) -> list[UnreadableError]:
+    """Return a line for each folder of `runs_dir` that this user may not enter, of an experiment or not."""
+    errors: list[UnreadableError] = []
+    refuse_closed(runs_dir)
+    for folder in sorted(path for path in runs_dir.iterdir() if path.is_dir()):
+        try:
+            refuse_closed(folder)
+        except UnreadableError as error:
+            errors.append(error)
+    return errors
 
 
 def experiments_in(runs_dir: Path) -> list[Path]:
@@ -45,51 +106,8 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
         raise StoreError(f"{experiment_dir}: no experiment here; {known}")
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
-    for key, (fits, expected) in FORMS.items():
-        if key in experiment and not fits(experiment[key]):
-            raise StoreError(
-                f"{experiment_dir / EXPERIMENT}: {key}: got {shortened(experiment[key])}; {expected} is "
-                "expected: restore the file, or launch the recipe under another --name"
-            )
+    checked(_StoredExperiment, experiment, experiment_dir / EXPERIMENT)
     return experiment
-
-
-def _is_run(value: Any) -> bool:
-    if not isinstance(value, dict) or not {"arm", "seed"} <= value.keys() <= {"arm", "seed", "rerun"}:
-        return False
-    numbers = value["seed"], value.get("rerun", 0)
-    arm = isinstance(value["arm"], str) and re.fullmatch(NAME, value["arm"])
-    return bool(arm) and all(type(number) is int and 0 <= number < 2**31 for number in numbers)
-
-
-def _is_diff(value: Any) -> bool:
-    """arm -> dotted key -> [the baseline's value, the arm's]"""
-    return isinstance(value, dict) and all(
-        isinstance(changes, dict)
-        and all(isinstance(pair, list) and len(pair) == 2 for pair in changes.values())
-        for changes in value.values()
-    )
-
-
-def _is_decided(value: Any) -> bool:
-    """dotted key -> what was decided of it, with the reason"""
-    return isinstance(value, dict) and all(
-        isinstance(one, dict) and isinstance(one.get("why"), str) for one in value.values()
-    )
-
-
-FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "experiment": (lambda value: isinstance(value, str), "text"),
-    "recipe": (lambda value: isinstance(value, dict), "a mapping"),
-    "runs": (
-        lambda value: isinstance(value, list) and all(map(_is_run, value)),
-        "a list of arm, seed, rerun",
-    ),
-    "treatment_diff": (_is_diff, "pairs of values by arm and key"),
-    "decided": (_is_decided, "a mapping by key, each with why"),
-    "compare_sha256": (lambda value: isinstance(value, str), "text"),
-    "launched_pairs": (lambda value: type(value) is int and value >= 0, "a whole number"),
-}
 
 
 def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
@@ -97,12 +115,11 @@ def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
     write_json(experiment_dir / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **content})
 
 
-def write_diff(experiment_dir: Path, diff: str) -> str:
-    """Keep uncommitted changes of code in an experiment, once; returns the name of the file."""
-    content = diff.encode()
-    path = experiment_dir / f"git-{hashlib.sha256(content).hexdigest()[:8]}.diff"
+def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
+    """Keep uncommitted changes of code, once, under the start of their hash; return the file's name."""
+    path = experiment_dir / f"git-{changes}.diff"
     if not path.is_file():
-        write_file(path, content)
+        write_file(path, diff.encode())
     return path.name
 
 
@@ -118,7 +135,7 @@ def planned_runs(experiment_dir: Path) -> list[RunName]:
     runs = open_experiment(experiment_dir).get("runs")
     if runs is None:
         raise StoreError(f"{experiment_dir / EXPERIMENT}: runs: missing; restore the file, or launch again")
-    return [RunName(**run) for run in runs]
+    return [RunName(arm=run["arm"], seed=run["seed"], rerun=run.get("rerun", 0)) for run in runs]
 
 
 def run_dir(experiment_dir: Path, name: RunName) -> Path:
@@ -126,7 +143,9 @@ def run_dir(experiment_dir: Path, name: RunName) -> Path:
 
 
 def run_state(experiment_dir: Path, name: RunName) -> RunState:
-    """What one run is doing; one whose files cannot be read has failed, and its message says why.
+    """What one run is doing; one whose files are damaged has failed, and its message says why.
+
+    A run whose files this user may not read is `unreadable`: nothing is known of it.
 
     Of one whose directory was removed, the steps are the recipe's.
     """
@@ -135,14 +154,9 @@ def run_state(experiment_dir: Path, name: RunName) -> RunState:
 
 
 def _steps_in_recipe(experiment_dir: Path, arm: str) -> int:
-    recipe = open_experiment(experiment_dir).get("recipe")
-    arms = recipe.get("arms") if isinstance(recipe, dict) else None
-    change = arms.get(arm) if isinstance(arms, dict) else None
-    for tree in (change, recipe):
-        steps = tree.get("steps") if isinstance(tree, dict) else None
-        if type(steps) is int:
-            return steps
-    return 0
+    recipe = open_experiment(experiment_dir).get("recipe", {})
+    steps = (recipe.get("arms", {}).get(arm) or {}).get("steps", recipe.get("steps"))
+    return steps if type(steps) is int else 0
 
 
 def warm_start_states(experiment_dir: Path, names: Sequence[RunName]) -> list[RunState]:
@@ -167,7 +181,7 @@ def _state(run: RunDir, name: RunName) -> RunState:
         return RunState(
             name=name,
             directory=run.path,
-            status="failed",
+            status="unreadable" if isinstance(error, UnreadableError) else "failed",
             step=0,
             num_steps=0,
             started_s=None,

@@ -1,7 +1,8 @@
 """Files that are written whole or not at all, and what an operating system says about them in one line.
 
 Whole means that it outlives a loss of power: content first, then the name, then the folder that holds it. No
-link is followed to what is written: one that lies where a file of ours has to be is refused.
+link is followed to what is written: one that lies where a file of ours has to be is refused. Content that has
+a second name (a hard link) is copied before it is changed: the other name keeps what it has.
 """
 
 import contextlib
@@ -10,16 +11,37 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from abrun.errors import StoreError
-from abrun.regular_files import open_regular, read_regular
+from abrun.redaction import shortened
+from abrun.regular_files import MAX_FILE_BYTES, open_regular, read_regular
+from abrun.store.access import (
+    PRIVATE,
+    Access,
+    access_of,
+    grant,
+    read_error,
+    share_new_file,
+    share_new_folder,
+    unreadable,
+)
+from abrun.store.owner import Owner
+from abrun.store.schemas import T, checked
 
-PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
-FOLDER = 0o755  # whatever the umask: who may write into it may say what a resume starts
+FOLDER = 0o755  # at most, whatever the umask: who may write into it may say what a resume starts
 PARTIAL = ".partial"
+ABANDONED_S = 3600.0
+LEVELS = 3  # of folders in an experiment's: arm, run, attempts
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+MAX_DEPTH = 64  # of mappings and lists in each other: whoever walks through them may recurse
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, durable: bool = True) -> None:
@@ -27,32 +49,97 @@ def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, d
 
     One that is not `durable` is whole for every reader, but may be lost, or empty, after a loss of power.
     """
-    text = json.dumps(encode(content), indent=1, allow_nan=False) + "\n"
-    write_file(path, text.encode(), mode=mode, durable=durable)
+    write_file(path, json_text(content), mode=mode, durable=durable)
+
+
+def json_text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(encode(content), indent=1, allow_nan=False) + "\n").encode()
 
 
 def write_file(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
     """Write any file whole or not at all; see write_json."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    _replace(path, lambda file: write_all(file, content), mode, durable)
+
+
+def _replace(path: Path, write: Callable[[int], None], mode: int, durable: bool = True) -> None:
+    """Give a name to what `write` puts into an open file; its readers are those of the file before."""
     with explained(path):
         make_folder(path.parent)
         refuse_link(path)
-        partial.unlink(missing_ok=True)  # of a killed process that had this one's id
-        try:
-            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-            try:
-                write_all(file, content)
-                if durable:
-                    os.fsync(file)
-            finally:
-                os.close(file)
+        with _partial(path, write, mode, durable, access_of(path, mode)) as partial:
             os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
         if durable:
             sync_folder(path.parent)
+
+
+def create_file(path: Path, content: bytes) -> None:
+    """Write a new file whole or not at all. Raises FileExistsError where the name is taken.
+
+    On a file system without hard links it is empty for a moment, and stays so after a kill in that moment.
+    """
+    with _partial(path, lambda file: write_all(file, content), PRIVATE, durable=True) as partial:
+        try:
+            os.link(partial, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            os.close(os.open(path, NEW_FILE, PRIVATE))
+            os.replace(partial, path)
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _partial(
+    path: Path,
+    write: Callable[[int], None],
+    mode: int,
+    durable: bool,
+    access: Access | None = None,
+) -> Iterator[Path]:
+    """Write a file beside `path`, under a name that says by whom; removed after an error.
+
+    `access`: of the file that it will replace; without, its readers are those of the folder.
+    """
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
+    partial.unlink(missing_ok=True)  # of a killed process that had this one's id
+    try:
+        file = os.open(partial, NEW_FILE, mode)
+        try:
+            grant(file, access) if access else share_new_file(file, path)
+            write(file)
+            if durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        yield partial
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the partial files of killed writers from the folder of an experiment, or of a run.
+
+    Whether a writer on another host lives cannot be told: its file has to be an hour old.
+    """
+    for parent, folders, names in os.walk(folder):
+        if len(Path(parent).relative_to(folder).parts) >= LEVELS:  # what a trainer keeps there may be large
+            folders.clear()
+        for path in (Path(parent, name) for name in leftovers(names)):
+            with contextlib.suppress(OSError):
+                if _is_abandoned(path):
+                    path.unlink()
+
+
+def _is_abandoned(partial: Path) -> bool:
+    host, _, number = partial.name.removesuffix(PARTIAL).rpartition(".")
+    if not number.isdecimal():  # a trainer's file, perhaps
+        return False
+    if host.endswith(f".{socket.gethostname()}"):
+        return Owner(host=socket.gethostname(), pid=int(number)).is_gone
+    return time.time() - partial.stat().st_mtime > ABANDONED_S
 
 
 def write_all(file: int, content: bytes) -> None:
@@ -70,8 +157,30 @@ def make_folder(path: Path) -> None:
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(mode=FOLDER, exist_ok=True)
+        share_new_folder(each)
         sync_folder(each.parent)
     path.mkdir(exist_ok=True)  # says what is there, where it is no folder
+
+
+def make_private_folder(path: Path) -> int:
+    """Make a folder for what a library writes, closed to all but the readers of the experiment.
+
+    Returns the umask under which the library's files are private, too.
+    """
+    with explained(path):
+        make_folder(path.parent)
+        refuse_link(path)
+        path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
+        return 0o077 & ~share_new_folder(path, private=True)
+
+
+def share_written(path: Path) -> None:
+    """Let the readers of the experiment read a file that a library wrote."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        share_new_file(file, path)
+    finally:
+        os.close(file)
 
 
 def sync_file(path: Path) -> None:
@@ -98,6 +207,55 @@ def refuse_link(path: Path) -> None:
         raise StoreError(f"{path}: a symbolic link is where a file has to be: remove the link")
 
 
+def open_to_change(path: Path, flags: int) -> int:
+    """Open a file of ours to change it; see open_in_place.
+
+    Content that has a second name, as in a stranger's archive or in a backup by `cp -al`, is copied first.
+    """
+    file = open_in_place(path, flags)
+    if os.fstat(file).st_nlink < 2:
+        return file
+    os.close(file)
+    _copy_alone(path)
+    return open_in_place(path, flags)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a file to be appended to; see open_to_change."""
+    return open(open_to_change(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
+
+
+def open_in_place(path: Path, flags: int) -> int:
+    """Open a file of ours; O_CREAT makes it for its owner and the readers of its experiment.
+
+    No link is followed. Raises OSError for anything but a file.
+    """
+    is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
+    # Not waited for, should it be a pipe that nobody reads
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        os.set_blocking(file, True)
+        if is_new:
+            share_new_file(file, path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _copy_alone(path: Path) -> None:
+    """Replace a file by a copy of it that has no other name."""
+    with open(open_in_place(path, os.O_RDONLY), "rb") as source:
+
+        def copy(file: int) -> None:
+            with open(file, "wb", closefd=False) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+
+        _replace(path, copy, PRIVATE)
+
+
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file; OSError where it does not read."""
     with open_regular(path) as file:
@@ -120,24 +278,56 @@ def damage(path: Path, recorded: Any) -> str | None:
         return f"cannot be read: {error.strerror or error}"
 
 
-def read_json(path: Path, most_bytes: int | None = None) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """A JSON file of the store. Raises StoreError where it is missing, too large or not a JSON object."""
     try:
-        content = json.loads(read_regular(path, most_bytes).decode("utf-8"))
+        text = read_regular(path, max_bytes)
+        content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise StoreError(f"{path}: no such file; is this a run directory of abrun?") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except PermissionError:
+        raise unreadable(path) from None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise StoreError(f"{path}: got {type(content).__name__}; a JSON object is expected")
+    if is_too_deep(text, content):
+        raise StoreError(f"{path}: got {shortened(content)}, nested more than {MAX_DEPTH} deep: restore it")
     return content
 
 
-def read_json_or_empty(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
-    if path.exists() and not path.is_file():
-        raise StoreError(f"{path}: not a file: move it away")
-    return read_json(path) if path.is_file() else {}
+    with readable(path):
+        if path.is_file():
+            return read_json(path, max_bytes)
+        if path.exists():
+            raise StoreError(f"{path}: not a file: move it away")
+        return {}
+
+
+def read_as(kind: type[T], path: Path, max_bytes: int = MAX_FILE_BYTES) -> T:
+    """Return a dataclass of the fields of a file, which may be missing. Raises StoreError."""
+    return checked(kind, read_json_or_empty(path, max_bytes), path)
+
+
+def is_too_deep(text: bytes, content: Any) -> bool:
+    """Whether mappings and lists are nested more than MAX_DEPTH deep in what a text was read as."""
+    if text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
+        return False
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -146,7 +336,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise read_error(path, error) from None
 
 
 @contextlib.contextmanager

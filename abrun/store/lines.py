@@ -13,8 +13,9 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import open_regular
-from abrun.store.files import PRIVATE, decode, encode, explained, make_folder, sync_folder
+from abrun.regular_files import MAX_LINE_BYTES, lines_of, open_regular
+from abrun.store.access import read_error
+from abrun.store.files import decode, encode, explained, is_too_deep, make_folder, open_to_change, sync_folder
 from abrun.store.records import LARGEST_ATTEMPT
 
 NUM_LAST = 10  # rows at the end of a file that skimming it leaves none out of
@@ -36,10 +37,10 @@ class LineWriter:
         with explained(path):
             make_folder(path.parent)
             # Appending: the last row of an older attempt, on its way now, must not overwrite one of a newer
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-            self._file = os.open(path, flags, PRIVATE)
+            self._file = open_to_change(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 self._drop_torn_line()
+                self._end = os.fstat(self._file).st_size
                 sync_folder(path.parent)
             except BaseException:
                 os.close(self._file)
@@ -47,9 +48,7 @@ class LineWriter:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. A line that the disk cannot take whole is removed before StoreError is raised."""
-        text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
-        content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
-        line = content + _checksum(content) + b"\n"
+        line = json_line(row)
         with explained(self.path):
             self._drop_torn_line()
             self._torn = True
@@ -57,6 +56,16 @@ class LineWriter:
                 self._drop_torn_line()
                 raise OSError("no space for the whole line")
             self._torn = False
+            self._end = os.lseek(self._file, 0, os.SEEK_CUR)
+
+    @property
+    def in_place(self) -> bool:
+        """True while the path leads to this file, and nobody has cut it short."""
+        try:
+            there, here = self.path.lstat(), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, here) and here.st_size >= self._end
 
     def sync(self) -> None:
         """Bring what was written to the disk: from now on it outlives a loss of power."""
@@ -71,6 +80,13 @@ class LineWriter:
         if self._torn:
             os.ftruncate(self._file, _end_of_last_line(self._file))
             self._torn = False
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line that ends with its checksum."""
+    text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
+    content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
+    return content + _checksum(content) + b"\n"
 
 
 class LineParser:
@@ -88,7 +104,7 @@ class LineParser:
         if not self.is_intact(line):
             raise ValueError(MISMATCH)
         row = orjson.loads(line)
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) or is_too_deep(line, row):
             raise ValueError("a JSON object is expected")
         row.pop(CHECKSUM, None)
         if b'"NaN"' in line or b'Infinity"' in line:
@@ -126,7 +142,7 @@ def sound_lines(path: Path) -> Iterator[dict[str, Any]]:
 def whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file without their ends, but not a torn last line. Raises OSError."""
     with open_regular(path) as file:
-        for line in file:
+        for line in lines_of(file):
             if line.endswith(b"\n"):
                 yield line[:-1]
 
@@ -175,7 +191,7 @@ def _is_row(parser: LineParser, line: bytes) -> bool:
 def blank_lines(path: Path, places: Iterable[tuple[int, int]]) -> None:
     """Overwrite lines by spaces: no place in the file moves, for those who follow it or write it still."""
     with explained(path):
-        file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        file = open_to_change(path, os.O_WRONLY)
         try:
             for start, length in places:
                 os.pwrite(file, b" " * length, start)
@@ -208,15 +224,14 @@ class LineReader:
         try:
             with open_regular(self.path) as file:
                 file.seek(self._offset)
-                content = file.read()
+                lines = [line for line in lines_of(file) if line.endswith(b"\n")]
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from None
-        *lines, torn = content.split(b"\n")
+            raise read_error(self.path, error) from None
         numbered = enumerate(lines, self._num_lines + 1)
-        rows = [self._parse(line, f"line {number}") for number, line in numbered if line.strip()]
-        self._offset += len(content) - len(torn)
+        rows = [self._parse(line[:-1], f"line {number}") for number, line in numbered if line.strip()]
+        self._offset += sum(map(len, lines))
         self._num_lines += len(lines)
         return rows
 
@@ -232,24 +247,26 @@ class LineReader:
                 size = os.fstat(file.fileno()).st_size
                 for index in range(num_rows):
                     file.seek(size * index // num_rows)
+                    lines = lines_of(file)
                     if index:
-                        file.readline()
+                        next(lines, b"")
                     start = file.tell()
-                    found[start] = file.readline()
+                    found[start] = next(lines, b"")
                 file.seek(max(0, size - max(1 << 14, 4 * len(found[0]))))
-                file.readline()
+                lines = lines_of(file)
+                next(lines, b"")
                 start = file.tell()
-                for line in file.read(size - start).splitlines(keepends=True):
+                for line in file.read(min(MAX_LINE_BYTES, size - start)).splitlines(keepends=True):
                     last.append((start, line))
                     start += len(line)
                 found |= dict(last)
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from None
+            raise read_error(self.path, error) from None
         whole = {start: line for start, line in sorted(found.items()) if line.endswith(b"\n")}
         self._offset = max((start + len(line) for start, line in whole.items()), default=0)
-        return [self._parse(line, f"byte {start}") for start, line in whole.items() if line.strip()]
+        return [self._parse(line[:-1], f"byte {start}") for start, line in whole.items() if line.strip()]
 
     def _parse(self, line: bytes, place: str) -> dict[str, Any]:
         try:

@@ -7,12 +7,10 @@ are waited for, by this machine's clock alone, so that clocks need not agree.
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import shutil
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from abrun.errors import StoreError
 from abrun.regular_files import read_regular
-from abrun.store.files import PRIVATE, explained, make_folder
+from abrun.store.access import UnreadableError, unreadable
+from abrun.store.files import explained, make_folder, open_in_place
 from abrun.store.owner import Owner, this_process
 
 LOCK = "launcher.lock"
@@ -64,13 +63,12 @@ class Lease:
         """
         with explained(self._path):
             make_folder(self._path.parent)
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, PRIVATE)
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                os.close(file)
-                raise OSError(errno.EINVAL, "not a regular file")
+            file = open_in_place(self._path, os.O_RDWR | os.O_CREAT)
         try:
             before = self._displaced(file, _kernel_lock(file), take_over)
             with explained(self._path):
+                if os.fstat(file).st_nlink > 1:  # what its other name holds is not ours to change
+                    file = self._replaced(file)
                 self._write_owner(file)
             if before and not before.shares_kernel:
                 time.sleep(SETTLE_S)
@@ -127,6 +125,19 @@ class Lease:
         how = f"stop it with: kill {owner.pid}" if owner.is_seen_from_here else "stop it there"
         instead = "" if owner.shares_kernel else ", or claim its place with --take-over"
         raise Locked(f"{self._path}: {owner} launches this; wait for it, {how}{instead}", alive=bool(alive))
+
+    def _replaced(self, file: int) -> int:
+        """Put an empty file in the place of the lock that this process holds; returns it, locked."""
+        try:
+            self._path.unlink()
+            new = open_in_place(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            raise Locked(f"{self._path}: another launcher was faster", alive=True) from None
+        if _kernel_lock(new) is False:
+            os.close(new)
+            raise Locked(f"{self._path}: another launcher was faster", alive=True)
+        os.close(file)
+        return new
 
     def _touched(self, content: bytes, touched_ns: int) -> bool | None:
         """Whether an owner elsewhere lives, by what it did while this process looked; None: too early."""
@@ -235,7 +246,10 @@ def folder_lock(folder: Path, command: str) -> Iterator[None]:
 
 def launcher_of(directory: Path) -> str | None:
     """Who launches an experiment now, for people; None where nobody does, or its lease has run out."""
-    owner = owner_of(directory)
+    try:
+        owner = owner_of(directory)
+    except UnreadableError:
+        return f"unknown, {LOCK} cannot be read"
     return None if owner is None else str(owner)
 
 
@@ -244,6 +258,8 @@ def owner_of(directory: Path) -> Owner | None:
     path = directory / LOCK
     try:
         owner, untouched_s = _owner_in(read_regular(path, 4096)), time.time() - path.stat().st_mtime
+    except PermissionError:
+        raise unreadable(path) from None
     except OSError:
         return None
     if owner is None or owner.is_gone:

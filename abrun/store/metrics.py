@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import open_regular
+from abrun.regular_files import lines_of, open_regular
 from abrun.series import Array, Series, Steps
 from abrun.store.files import readable
 from abrun.store.lines import LineParser, damaged_line, problem_of, problem_of_step
@@ -75,7 +75,7 @@ def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[st
     """Yield the rows of a file, each with its line. Raises StoreError for a damaged line."""
     parser = LineParser()
     with readable(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(lines_of(file), 1):
             is_whole = line.endswith(b"\n")
             if line.isspace() or not (is_whole or finished):
                 continue

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from abrun.store.schemas import ProcessId
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
     """A process, so that no other one on any machine is taken for it. What a system does not say is None."""
 
-    pid: int | None = None
+    pid: ProcessId | None = None
     host: str | None = None
     boot_id: str | None = None  # of the running kernel: containers of one machine share it
     pid_namespace: str | None = None  # in which the id counts

@@ -1,24 +1,38 @@
 """What the small files of a run directory say, each as a dataclass. Keys of another version are let be."""
 
-import functools
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
-from abrun.store.files import read_json_or_empty
+from abrun.regular_files import MAX_FILE_BYTES
+from abrun.store.access import unreadable
+from abrun.store.files import read_as, read_json_or_empty, write_json
 from abrun.store.owner import Owner
+from abrun.store.schemas import (
+    MAX_COUNT,
+    Count,
+    ExitCode,
+    Flag,
+    Items,
+    PathText,
+    Seconds,
+    Texts,
+    checked,
+)
 
 SCHEMA_VERSION = 1
-Status = Literal["pending", "waiting", "running", "stalled", "finished", "failed", "interrupted"]
-T = TypeVar("T")
+Status = Literal[
+    "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
+]
+STALLED_AFTER_S = 600.0
+LOST_RECORD = "its record was damaged: how it ended is not known"
 NODE_EVERY_S, NODE_LOST_S = 15.0, 60.0  # how often a node's agent says that it is there, and when it is lost
 LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
 
@@ -40,12 +54,12 @@ class Attempt(Owner):
     One that died without a word is running in it.
     """
 
-    number: int = 0  # from 1; 0 is the attempt of a run that was never begun
+    number: Count = 0  # from 1; 0 is the attempt of a run that was never begun
     status: Status = "running"
     message: str | None = None
-    started_s: float | None = None
-    ended_s: float | None = None
-    exit_code: int | None = None
+    started_s: Seconds | None = None
+    ended_s: Seconds | None = None
+    exit_code: ExitCode | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,42 +67,92 @@ class TextValues:
     """The values of a metric that a command's log holds as text, and that no row therefore has."""
 
     at: str  # the first text, where it stands, and what to write there
-    steps: tuple[int, ...]
+    steps: Items[Count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What `result.json` says besides the weights: of a finished run."""
+    """What a finished run leaves: `result.json`."""
 
+    step: Count = 0  # the last one
+    final_weights_hash: str | None = None
+    final_weights: Mapping[PathText, dict[str, Any]] | None = None  # by file, each a fingerprint
     text_values: Mapping[str, TextValues] = field(default_factory=dict)  # by metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Git:
+    """Commit and uncommitted changes of the folder that a run is launched from."""
+
+    sha: str | None = None
+    dirty: Flag | None = None  # None: not known
+    changes: str | None = None  # the start of a hash of them
+    files: Texts = ()  # the names of changed and of untracked files
+    diff: PathText | None = None  # the file of the changes, in the experiment's folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch(Owner):
     """One start by a launcher, in the launcher's words: of `launch.json`."""
 
-    started_s: float = 0.0
-    ended_s: float | None = None
-    devices: tuple[str, ...] = ()
-    exit_code: int | None = None
+    launcher: Owner | None = None  # the process that writes this; `pid` and the rest are of what it started
+    started_s: Seconds = 0.0
+    ended_s: Seconds | None = None
+    devices: Texts = ()
+    exit_code: ExitCode | None = None
     signal: str | None = None
     status: Status = "running"
     message: str | None = None
-    attempts: int = 0  # the newest when this was written: of a later one it knows nothing
-    git: dict[str, Any] | None = None  # of this start's code, as `Launches.git` is of the last one's
+    attempts: Count = 0  # the newest when this was written: of a later one it knows nothing
+    git: Git | None = None  # of this start's code, as `Launches.git` is of the last one's
+
+
+@dataclass(frozen=True, slots=True)
+class LastWord:
+    """The newest start of a run: who speaks of it, and whose life tells whether it goes on."""
+
+    told: Launch | Attempt
+    process: Owner
+    launcher: Owner | None  # None where no launcher of abrun started it, as far as is known
+    started_s: float | None
+    attempt: int  # the newest
+
+    @property
+    def without_end(self) -> tuple[Status, str]:
+        """Status and message where the process is gone and nobody has noted how it ended."""
+        if self.launcher and self.launcher.is_gone:
+            words = "it and its launcher are gone and left no word, as after a kill; continue with --resume"
+            return "interrupted", words
+        return "failed", "its process is gone and left no word, as on a full disk"
+
+
+def last_word(launches: Sequence[Launch], attempt: Attempt) -> LastWord:
+    """Choose between the last launch and the newest attempt: the attempt where it is later."""
+    last = launches[-1] if launches else None
+    told = last if last and last.attempts >= attempt.number else attempt
+    if last is None or attempt.number > last.attempts + (last.ended_s is None):
+        return LastWord(told, attempt, None, attempt.started_s, attempt.number)
+    process: Owner = last  # the run's first process, which outlives the others
+    if last.pid is None:  # its launcher has not noted it yet, or was killed before that
+        process = attempt if attempt.number > last.attempts else last.launcher or last
+    return LastWord(told, process, last.launcher, last.started_s, attempt.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
     """What launchers say of a run: `launch.json`."""
 
-    git: dict[str, Any] | None = None
-    launches: tuple[Launch, ...] = ()
+    git: Git | None = None
+    launches: Items[Launch] = ()
 
 
 def code_name(git: Mapping[str, Any]) -> str:
-    """Return a commit and the file of its uncommitted changes: `939ca1c with git-527da590.diff`."""
-    changes = git.get("diff") or ("uncommitted changes" if git.get("dirty") else None)
+    """Return a commit and a hash of its uncommitted changes: `939ca1c with changes 527da590`.
+
+    Older launches name the file of their diff instead, whose own hash that name holds.
+    """
+    uncommitted = "uncommitted changes" if git.get("dirty") else None
+    changes = f"changes {git['changes']}" if git.get("changes") else git.get("diff") or uncommitted
     return f"{str(git.get('sha'))[:7]}{f' with {changes}' if changes else ''}"
 
 
@@ -96,32 +160,32 @@ def code_name(git: Mapping[str, Any]) -> str:
 class Heartbeat:
     """The last sign of life: `heartbeat.json`."""
 
-    time_s: float = 0.0
-    step: int = 0
-    patience_s: float | None = None  # of silence from then on, after which the run seems to hang
+    time_s: Seconds = 0.0
+    step: Count = 0
+    patience_s: Seconds | None = None  # of silence from then on, after which the run seems to hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentRank:
     """Where a rank is that has given no sign of life for long."""
 
-    rank: int
+    rank: Count
     place: str  # the innermost function of its main thread, with its file and line
     doing: str  # as it said last
-    waits: bool  # in the code of torch, as one that waits for the others does
+    waits: Flag  # in the code of torch, as one that waits for the others does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """What the agent of the ranks of one node says of them, every few seconds: a file in `nodes/`."""
 
-    attempt: int = 0
-    node: int = 0
+    attempt: Count = 0
+    node: Count = 0
     host: str = ""
-    time_s: float = 0.0
-    silent_s: float = 0.0  # since the last sign of any of its ranks, when this was written
-    silent_since_s: float | None = None  # the last sign of any of its ranks; None while they give some
-    ranks: tuple[SilentRank, ...] = ()
+    time_s: Seconds = 0.0
+    silent_s: Seconds = 0.0  # since the last sign of any of its ranks, when this was written
+    silent_since_s: Seconds | None = None  # the last sign of any of its ranks; None while they give some
+    ranks: Items[SilentRank] = ()
 
 
 def silence(nodes: Sequence[Node], now: float) -> str | None:
@@ -141,6 +205,17 @@ def silence(nodes: Sequence[Node], now: float) -> str | None:
     words = [f"rank {rank.rank} (on {host}) in {rank.place} during {rank.doing}" for rank, host in ranks[:4]]
     more = [f"and {len(ranks) - 4} more"] if len(ranks) > 4 else []
     return f"no sign of life for {now - max(since):.0f} s: {'; '.join([*words, *more])}"
+
+
+def why_stalled(nodes: Sequence[Node], heartbeat: Heartbeat, started_s: float, now: float) -> str | None:
+    """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
+    if nodes:
+        return silence(nodes, now)
+    silent_s = now - max(started_s, heartbeat.time_s)
+    if silent_s <= (heartbeat.patience_s or STALLED_AFTER_S):
+        return None
+    step = f"no step after step {heartbeat.step}" if heartbeat.step else "no sign of life"
+    return f"{step} for {silent_s:.0f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +239,8 @@ def attempt_file(folder: Path, number: int) -> Path:
 def attempt_numbers(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)  # not a look at single names, of which a file server's client may not know
+    except PermissionError:
+        raise unreadable(folder) from None
     except OSError:
         return []
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))
@@ -175,10 +252,28 @@ def last_attempt(folder: Path) -> int:
 
 
 def read_attempt(path: Path, number: int) -> Attempt:
-    """An attempt that begins just now, or whose process was killed as it did, has an empty file."""
+    """An attempt that begins just now has an empty file, on a file system without hard links."""
     known = path.stat() if path.is_file() else None
     begun = read_as(Attempt, path) if known and known.st_size else Attempt(started_s=known and known.st_mtime)
     return replace(begun, number=number)
+
+
+def mend_attempts(folder: Path, before: int) -> None:
+    """Write the records below a number anew that do not read, or are empty, as older versions left them."""
+    for number in attempt_numbers(folder):
+        path = attempt_file(folder, number)
+        with contextlib.suppress(StoreError, OSError):  # such as a folder, which resuming does without
+            if number < before and not _is_attempt(path):
+                began_s = path.stat().st_mtime
+                lost = Attempt(number=number, status="failed", message=LOST_RECORD, started_s=began_s)
+                write_json(path, asdict(lost))
+
+
+def _is_attempt(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0 and bool(read_as(Attempt, path))
+    except StoreError:
+        return False
 
 
 def ending_of(told: Launch | Attempt) -> str | None:
@@ -187,29 +282,10 @@ def ending_of(told: Launch | Attempt) -> str | None:
     return None if told.exit_code is None else f"exit code {told.exit_code}"
 
 
-def read_as(kind: type[T], path: Path) -> T:
-    """A dataclass from what a file, if there is one, says of its fields; others are another version's."""
-    try:
-        return _adapter(kind).validate_python(read_json_or_empty(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise StoreError(
-            f"{path}: {field}: got {shortened(first['input'])}; {first['msg']}: "
-            "restore the file, or remove it"
-        ) from None
-
-
-@functools.cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
-
-
 def started_after(environment: Mapping[str, Any] | None) -> int:
     """The step that a run began after, by its environment.json: 0, or that of a checkpoint of another run."""
     origin = (environment or {}).get("started_from")
-    step = origin.get("step") if isinstance(origin, Mapping) else 0
-    return step if type(step) is int else 0
+    return origin.get("step", 0) if origin else 0
 
 
 def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
@@ -222,22 +298,67 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def record_in(content: Mapping[str, Any], path: Path) -> RunRecord | None:
-    refuse_other_schema(content, path)
-    if not {"arm", "seed", "rerun", "config"} <= content.keys():
-        return None
-    arm, seed, rerun = content["arm"], content["seed"], content["rerun"]
-    weights = content.get("initial_weights")
-    known = isinstance(arm, str) and type(seed) is int and type(rerun) is int
-    if not (known and isinstance(content["config"], dict) and isinstance(weights, str | None)):
-        raise StoreError(
-            f"{path}: got arm {shortened(arm)}, seed {shortened(seed)}, rerun {shortened(rerun)}, "
-            f"initial_weights {shortened(weights)}; text, two whole numbers and text or null are expected: "
-            "launch the run again"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredConfig:
+    """The fields of `config.json`; a missing name has the arm "", a missing number is -1."""
+
+    experiment: str | None = None
+    arm: str = ""
+    seed: Count = -1
+    rerun: Count = -1
+    initial_weights: PathText | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that are planned; 0 where the configuration does not say."""
+        steps = self.config.get("steps")
+        return steps if type(steps) is int and 0 <= steps <= MAX_COUNT else 0
+
+    @property
+    def name(self) -> RunName:
+        return RunName(arm=self.arm, seed=self.seed, rerun=self.rerun)
+
+    def record(self) -> RunRecord | None:
+        """Return which run this is; None where it lacks what every run of abrun has."""
+        if not (self.arm and self.seed >= 0 and self.rerun >= 0 and self.config):
+            return None
+        return RunRecord(
+            experiment=str(self.experiment),
+            name=self.name,
+            initial_weights=self.initial_weights,
+            config=self.config,
         )
-    return RunRecord(
-        experiment=str(content.get("experiment")),
-        name=RunName(arm=arm, seed=seed, rerun=rerun),
-        initial_weights=weights,
-        config=content["config"],
-    )
+
+
+def stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
+    """Read `config.json`, which may be missing. Raises StoreError where it is of another form."""
+    content = read_json_or_empty(path, max_bytes)
+    refuse_other_schema(content, path)
+    return checked(StoredConfig, content, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The checkpoint of another run that a run began from."""
+
+    run: str | None = None
+    step: Count = 0
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What a run depends on besides its configuration: `environment.json`. Null: not known."""
+
+    attempt: Count | None = None
+    python: str | None = None
+    versions: Mapping[str, str | None] | None = None
+    devices: Texts | None = None
+    hosts: Texts | None = None
+    drivers: Texts | None = None
+    dtype: str | None = None
+    precision: Mapping[str, str | None] | None = None
+    prompts_sha256: str | None = None
+    initial_weights_hash: str | None = None
+    started_from: Origin | None = None

@@ -18,14 +18,18 @@ from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import told
-from abrun.regular_files import open_regular, read_regular
+from abrun.regular_files import open_regular
+from abrun.store.access import ignore_damage, refuse_closed
 from abrun.store.files import (
-    PRIVATE,
+    create_file,
     damage,
     explained,
+    json_text,
     make_folder,
+    open_to_change,
+    read_as,
     read_json,
-    read_json_or_empty,
+    remove_leftovers,
     sync_folder,
     write_json,
 )
@@ -38,11 +42,12 @@ from abrun.store.lines import (
     read_lines,
     sound_lines,
 )
-from abrun.store.owner import process, this_machine, this_process
+from abrun.store.owner import Owner, process, this_machine, this_process
 from abrun.store.records import (
     LARGEST_ATTEMPT,
     SCHEMA_VERSION,
     Attempt,
+    Environment,
     Heartbeat,
     Launch,
     Launches,
@@ -57,23 +62,22 @@ from abrun.store.records import (
     code_name,
     ending_of,
     last_attempt,
-    read_as,
+    last_word,
+    mend_attempts,
     read_attempt,
-    record_in,
-    refuse_other_schema,
-    silence,
     started_after,
+    stored_config,
+    why_stalled,
 )
 from abrun.store.samples import Sample, read_samples
+from abrun.store.schemas import checked
+from abrun.store.sketches import read_sketch
 from abrun.store.writer import RunWriter
 
 if TYPE_CHECKING:
     from abrun.series import Array, Series
     from abrun.store.metrics import ValidationRow
 
-STALLED_AFTER_S = 600.0
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-MOST_SKETCH = 1 << 28  # bytes
 MOST_RECORD = 1 << 21  # bytes of what a run was started with: all of it is shown
 
 
@@ -120,8 +124,8 @@ class RunDir:
     @property
     def initial_weights(self) -> Path | None:
         """The folder of the weights that the run starts from, where those are not its model's."""
-        weights = read_json_or_empty(self.path / layout.CONFIG).get("initial_weights")
-        return self.path / weights if weights and isinstance(weights, str) else None
+        weights = stored_config(self.path / layout.CONFIG).initial_weights
+        return self.path / weights if weights else None
 
     def is_own(self, path: Path) -> bool:
         """Whether a path leads to this folder, or to one of abrun's files in it, by whatever links."""
@@ -140,46 +144,49 @@ class RunDir:
     def begin_launch(self, devices: Sequence[str], git: Mapping[str, Any] | None) -> None:
         """Note, before there is a process, that one is about to be started."""
         launch = Launch(
+            launcher=Owner(**this_process()),
             started_s=time.time(),
             devices=tuple(devices),
             attempts=self.last_attempt,
-            git=dict(git) if git else None,
             **this_machine(),
         )
-        before: list[Launch] = []
-        with contextlib.suppress(StoreError):  # what launchers said is no reason not to start again
-            before = self.launches()
-        launches = [asdict(each) for each in (*before, launch)]
+        launches = [*map(asdict, self._earlier_launches().launches), {**asdict(launch), "git": git}]
         write_json(self.path / layout.LAUNCH, {"git": git, "launches": launches})
+
+    def _earlier_launches(self) -> Launches:
+        """Return what launchers have written, and nothing where it is damaged: that ends no launch."""
+        try:
+            return read_as(Launches, self.path / layout.LAUNCH)
+        except StoreError:
+            return Launches()
 
     @contextlib.contextmanager
     def open_log(self) -> Iterator[int]:
         """What the job is to print into, as a file descriptor. Raises StoreError."""
-        # Not waited for, where it is a pipe that nobody reads
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         with explained(self.log):
-            file = os.open(self.log, flags, PRIVATE)
+            file = open_to_change(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.set_blocking(file, True)
             yield file
         finally:
             os.close(file)
 
     def update_launch(self, **values: Any) -> None:
         """Replace fields of the last launch."""
-        content = read_json(self.path / layout.LAUNCH)
         if "pid" in values:
             values |= process(values["pid"])
-        content["launches"][-1].update(values)
-        write_json(self.path / layout.LAUNCH, content)
+        written = self._earlier_launches()
+        last = written.launches[-1] if written.launches else Launch(started_s=time.time(), **this_machine())
+        launches = [*map(asdict, written.launches[:-1]), {**asdict(last), **values}]
+        write_json(self.path / layout.LAUNCH, {**asdict(written), "launches": launches})
 
     def end_launch(self, status: Status, message: str | None, **seen: Any) -> None:
         """How the job ended as the launcher saw it: `seen` are exit_code and signal."""
         # Of the job's own attempt alone: a newer one, which has fenced it, may be at work.
-        attempts = min(self.last_attempt, self.launches()[-1].attempts + 1)
-        message = message and told(message)
-        ending = {"status": status, "message": message, "ended_s": time.time(), "attempts": attempts}
-        self.update_launch(**ending, **seen)
+        attempts = self.last_attempt
+        for launch in self._earlier_launches().launches[-1:]:
+            attempts = min(attempts, launch.attempts + 1)
+        ending = {"status": status, "message": message and told(message), "ended_s": time.time()}
+        self.update_launch(**ending, attempts=attempts, **seen)
 
     def reopen(self, reason: str) -> None:
         """Take back that the run is finished, for something of it is gone; no job may be at work here."""
@@ -213,11 +220,12 @@ class RunDir:
                 number += 1
                 if number > LARGEST_ATTEMPT:
                     raise OSError(f"there is an attempt {LARGEST_ATTEMPT}: remove its file")
+                attempt = Attempt(number=number, started_s=time.time(), **this_process())
                 with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
-                    os.close(os.open(attempt_file(folder, number), NEW_FILE, PRIVATE))
+                    create_file(attempt_file(folder, number), json_text(asdict(attempt)))
                     break
-        attempt = Attempt(number=number, started_s=time.time(), **this_process())
-        write_json(attempt_file(folder, number), asdict(attempt))
+        mend_attempts(folder, number)
+        remove_leftovers(self.path)
         writer = RunWriter(self.path, attempt)
         bad = bad_rows(self.path / layout.METRICS)
         if bad:
@@ -225,6 +233,14 @@ class RunDir:
             words = f"{len(bad)} that are no rows are blank now, the first is line {min(bad)}"
             writer.event("repair", message=f"lines of {layout.METRICS}: {words}")
         return writer
+
+    def mend_records(self) -> None:
+        """Write the records of launches and attempts anew that do not read; no attempt may be at work."""
+        mend_attempts(self.path / layout.ATTEMPTS, LARGEST_ATTEMPT)
+        with ignore_damage():
+            self.launches()
+            return
+        write_json(self.path / layout.LAUNCH, asdict(Launches()))
 
     def _attempts_that_wrote(self) -> Iterator[int]:
         for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
@@ -253,7 +269,9 @@ class RunDir:
     def record(self) -> RunRecord:
         """Raises StoreError where the directory holds no run, or a record of another form."""
         path = self.path / layout.CONFIG
-        record = record_in(read_json(path, MOST_RECORD), path)
+        if not path.is_file():
+            read_json(path)
+        record = stored_config(path, MOST_RECORD).record()
         if record is None:
             raise StoreError(f"{path}: does not say arm, seed, rerun and config; launch the run again")
         return record
@@ -261,25 +279,20 @@ class RunDir:
     def find_record(self) -> RunRecord | None:
         """None where the directory holds no run of abrun; StoreError where what it says is none."""
         path = self.path / layout.CONFIG
-        try:
-            content = read_json(path)
-        except StoreError:
-            return None
-        return record_in(content, path)
+        is_run = False
+        with ignore_damage():
+            is_run = read_json(path).keys() >= {"arm", "seed", "rerun", "config"}
+        return stored_config(path).record() if is_run else None
 
     def identity(self) -> str:
         """Which run this is, so that nothing of another is taken for its own: name and hash of its config.
 
         Limits are not counted in: they change how long it may take, not what it computes.
         """
-        content = read_json_or_empty(self.path / layout.CONFIG)
-        config = content.get("config")
-        does = {key: config[key] for key in config if key != "limits"} if isinstance(config, dict) else None
+        stored = stored_config(self.path / layout.CONFIG)
+        does = {key: value for key, value in stored.config.items() if key != "limits"}
         digest = hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
-        name = RunName(
-            arm=str(content.get("arm")), seed=content.get("seed", 0), rerun=content.get("rerun", 0)
-        )
-        return f"{name} {digest[:16]}"
+        return f"{stored.name} {digest[:16]}"
 
     def attempts(self) -> list[Attempt]:
         """Every start of the job, oldest first."""
@@ -302,7 +315,8 @@ class RunDir:
 
     def git(self) -> dict[str, Any] | None:
         """Commit and uncommitted changes of the folder that the run was launched from."""
-        return read_as(Launches, self.path / layout.LAUNCH).git
+        git = read_as(Launches, self.path / layout.LAUNCH).git
+        return git and asdict(git)
 
     def code(self) -> tuple[str, ...]:
         """Return the code of each attempt in order, without repetitions; empty where launches do not say.
@@ -316,35 +330,41 @@ class RunDir:
             before = [launch.git for launch in told.launches if launch.started_s <= begun_s]
             known += [git for git in before[-1:] if git]
         known = known or ([told.git] if told.git else [])
-        return tuple(dict.fromkeys(map(code_name, known)))
+        return tuple(dict.fromkeys(code_name(asdict(git)) for git in known))
 
     def heartbeat(self) -> Heartbeat:
         """The last sign of life; none where the file does not read, as after a loss of power."""
-        try:
+        with ignore_damage():
             return read_as(Heartbeat, self.path / layout.HEARTBEAT)
-        except StoreError:
-            return Heartbeat()
+        return Heartbeat()
 
     def nodes(self, attempt: int) -> list[Node]:
         """What the agents of an attempt's nodes said last."""
         found = []
+        refuse_closed(self.path / layout.NODES)
         for path in sorted((self.path / layout.NODES).glob("*.json")):
-            with contextlib.suppress(StoreError):  # as after a loss of power
+            with ignore_damage():  # as after a loss of power
                 found.append(read_as(Node, path))
         return [node for node in found if node.attempt == attempt]
 
     def environment(self) -> dict[str, Any] | None:
         """Versions, devices, prompts, initial weights of the last attempt; None before they are recorded."""
         path = self.path / layout.ENVIRONMENT
-        return read_json(path, MOST_RECORD) if path.is_file() else None
+        if not path.is_file():
+            return None
+        content = read_json(path, MOST_RECORD)
+        checked(Environment, content, path)
+        return content
 
     def events(self) -> list[dict[str, Any]]:
         return read_lines(self.path / layout.EVENTS)
 
     def wandb(self) -> dict[str, str]:
         """What `note_wandb` has kept; nothing where the file does not read."""
-        content = read_json_or_empty(self.path / layout.WANDB)
-        return {key: text for key, text in content.items() if isinstance(text, str)}
+        try:
+            return dict(read_as(Mapping[str, str], self.path / layout.WANDB))
+        except StoreError:
+            return {}
 
     def rows(self) -> LineReader:
         """The rows of metrics as they were written, to be followed."""
@@ -387,24 +407,23 @@ class RunDir:
 
         Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
         """
-        heartbeat, (told, process, attempt) = self.heartbeat(), self._heard()
-        while gone := told.status == "running" and process.is_gone:
-            before, (told, process, attempt) = told, self._heard()
-            if told == before:  # else it has ended with a word since its word was read
+        refuse_closed(self.path)
+        heartbeat, word = self.heartbeat(), last_word(self.launches(), self.attempt())
+        while gone := word.told.status == "running" and word.process.is_gone:
+            before, word = word, last_word(self.launches(), self.attempt())
+            if word == before:  # else it has ended with a word since its word was read
                 break
-        status, message, started_s = told.status, told.message, process.started_s
+        told, attempt, started_s = word.told, word.attempt, word.started_s
+        status, message = told.status, told.message
         if gone:
-            status, message = "failed", "its process is gone and left no word, as on a full disk"
-        record = read_json_or_empty(self.path / layout.CONFIG)
-        refuse_other_schema(record, self.path / layout.CONFIG)
-        config = record.get("config")
-        num_steps = config.get("steps") if isinstance(config, dict) else None
+            status, message = word.without_end
+        num_steps = stored_config(self.path / layout.CONFIG).num_steps
         if self.finished:
             status = "finished"
         elif status == "finished":
             status = "pending"  # its result was removed: it is to run again
         elif status == "running":
-            message = self._why_stalled(attempt, max(started_s or 0.0, heartbeat.time_s), heartbeat)
+            message = why_stalled(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
             status = "stalled" if message else "running"
         return RunState(
             name=name,
@@ -412,28 +431,10 @@ class RunDir:
             status=status,
             step=heartbeat.step,
             started_s=started_s,
-            num_steps=num_steps if type(num_steps) is int else 0,
+            num_steps=num_steps,
             message=message if status in ("failed", "interrupted", "stalled") else None,
             ending=ending_of(told),
         )
-
-    def _heard(self) -> tuple[Launch | Attempt, Launch | Attempt, int]:
-        """Which of launcher and job is believed, whose process tells if it lives, and the newest attempt."""
-        last, attempt = (self.launches() or [None])[-1], self.attempt()
-        told = last if last and last.attempts >= attempt.number else attempt
-        launched = last and attempt.number <= last.attempts + (last.ended_s is None)
-        # Of a launch under way the first process tells, which outlives the others
-        return told, last if last and launched else attempt, attempt.number
-
-    def _why_stalled(self, attempt: int, since_s: float, heartbeat: Heartbeat) -> str | None:
-        """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
-        now, nodes = time.time(), self.nodes(attempt)
-        if nodes:
-            return silence(nodes, now)
-        if now - since_s <= (heartbeat.patience_s or STALLED_AFTER_S):
-            return None
-        step = f"no step after step {heartbeat.step}" if heartbeat.step else "no sign of life"
-        return f"{step} for {now - since_s:.0f} s"
 
     def step_attempts(self) -> dict[int, int]:
         """By step, the newest attempt that recorded it; of a file that is damaged, what can be read."""
@@ -447,8 +448,7 @@ class RunDir:
     @property
     def final_weights_hash(self) -> str | None:
         """Of what was trained; None of a run that has not finished, or did not say."""
-        found = read_json_or_empty(self.path / layout.RESULT).get("final_weights_hash")
-        return found if isinstance(found, str) else None
+        return read_as(Result, self.path / layout.RESULT).final_weights_hash
 
     @property
     def text_values(self) -> Mapping[str, TextValues]:
@@ -457,20 +457,11 @@ class RunDir:
 
     def final_sketch(self) -> "dict[str, Array]":
         """Sketches of the final weights, float64, by tensor; none where there are none that read."""
-        return self._sketch(layout.FINAL_SKETCH)
+        return read_sketch(self.path / layout.FINAL_SKETCH)
 
     def initial_sketch(self) -> "dict[str, Array]":
         """Sketches of the initial weights."""
-        return self._sketch(layout.INITIAL_SKETCH)
-
-    def _sketch(self, file: str) -> "dict[str, Array]":
-        from safetensors import SafetensorError, numpy  # and numpy itself, which status does without
-
-        try:
-            sketch = numpy.load(read_regular(self.path / file, MOST_SKETCH))
-        except (OSError, ValueError, KeyError, SafetensorError):
-            return {}
-        return {name: values for name, values in sketch.items() if values.dtype == "float64"}
+        return read_sketch(self.path / layout.INITIAL_SKETCH)
 
     @property
     def first_step(self) -> int:
@@ -486,12 +477,17 @@ class RunDir:
             return f"{layout.METRICS}, line {min(bad)}: is no row" if bad else None
         return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
 
+    def missing_last_step(self) -> str | None:
+        """Why the metrics of a finished command cannot be whole: their last step, or all, is gone."""
+        last = read_as(Result, self.path / layout.RESULT).step
+        return f"{layout.METRICS} lacks step {last}, the last" if last not in self.step_attempts() else None
+
     def final_weights_damage(self) -> str | None:
         """What is wrong with the trained model of a finished run that was to keep it; None: nothing."""
         if not self.final_weights.is_dir():
             return f"{self.final_weights} is missing"
-        files = read_json_or_empty(self.path / layout.RESULT).get("final_weights")
-        for name, recorded in files.items() if isinstance(files, dict) else ():
+        files = read_as(Result, self.path / layout.RESULT).final_weights
+        for name, recorded in (files or {}).items():
             wrong = damage(self.final_weights / name, recorded)
             if wrong:
                 return f"{self.final_weights / name} {wrong}"

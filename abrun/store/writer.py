@@ -12,10 +12,11 @@ from abrun import layout
 from abrun.errors import StoreError
 from abrun.redaction import redacted, told
 from abrun.store.files import write_file, write_json
-from abrun.store.lines import LineWriter
+from abrun.store.lines import LineWriter, json_line
 from abrun.store.records import Attempt, Status, attempt_file, last_attempt
 from abrun.store.samples import MOST_BYTES, Sample, row_of
 
+LOST = "was removed, replaced or cut short while the run wrote it"
 STOPPED = "stopped by a signal; continue with --resume"
 
 
@@ -39,9 +40,33 @@ class RunWriter:
         self._samples: LineWriter | None = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one step."""
+        """Append one step. Raises StoreError where rows before it were lost."""
         self.check_fence()
-        self._metrics.write({"step": step, "attempt": self.attempt, "time_s": time.time(), **values})
+        self._refuse_lost_rows()
+        self._metrics.write(self._row(step, values))
+
+    @property
+    def has_lost_rows(self) -> bool:
+        """True where metrics.jsonl was removed, replaced or cut short while this attempt wrote it."""
+        return not self._metrics.in_place
+
+    def metrics_anew(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        """Replace metrics.jsonl, of which rows were lost, by all rows of the run, by step."""
+        self.check_fence()
+        lines = [json_line(self._row(step, rows[step])) for step in sorted(rows)]
+        write_file(self._metrics.path, b"".join(lines))
+        self._metrics.close()
+        self._metrics = LineWriter(self._metrics.path)
+        self.event("repair", message=f"{layout.METRICS} {LOST}: its {len(rows)} rows are written again")
+
+    def _row(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        return {"step": step, "attempt": self.attempt, "time_s": time.time(), **values}
+
+    def _refuse_lost_rows(self) -> None:
+        if self.has_lost_rows:
+            raise StoreError(
+                f"{self._metrics.path}: {LOST}: continue with --resume, which records the lost steps again"
+            )
 
     def validation(
         self, step: int, *, prompts_sha256: str, rewards: Sequence[float], lengths: Sequence[int]
@@ -102,6 +127,7 @@ class RunWriter:
         `content`: the `final_weights_hash` of what was trained, a `fingerprint` by file of `final_weights`;
         of a command's run the `text_values` of its log.
         """
+        self._refuse_lost_rows()
         self.event("finished", step=step, **details)
         self.sync()
         result = {"step": step, "attempt": self.attempt, **(content or {})}

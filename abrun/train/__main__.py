@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from abrun import progress
+from abrun.processes.output import outlive_output
 from abrun.train import early
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
@@ -108,4 +109,5 @@ def _held_by_others() -> str | None:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -29,6 +29,7 @@ from abrun import progress
 from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.processes import (
+    MODULE,
     PYTHON_ERROR,
     RUN_DIR,
     Awake,
@@ -50,6 +51,8 @@ from abrun.processes import (
     stopping_signals,
     wait,
 )
+from abrun.processes.output import outlive_output
+from abrun.redaction import current_mask, hide_secrets_of
 from abrun.store import NODE_EVERY_S, NODE_LOST_S, Node, RunDir, SilentRank
 
 GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
@@ -71,7 +74,7 @@ StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
     """A process of its own, in a session: whoever signals the agent's group asks the agent alone (_Watch)."""
-    command = [sys.executable, "-u", "-m", *words]
+    command = [sys.executable, "-u", *MODULE, *words]
     return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
@@ -82,7 +85,8 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
     os.environ[progress.AGENT] = str(os.getpid())
     adopt_orphans()
     run = RunDir(asked.directory)
-    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20)):
+    hide_secrets_of(os.environ)
+    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20), current_mask()):
         known = run.last_attempt
         try:
             with _scratch(_ranks_here(asked)) as (scratch, lines):
@@ -488,4 +492,5 @@ def is_waiting(place: str) -> bool:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

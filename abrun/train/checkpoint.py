@@ -59,6 +59,20 @@ def save(
             begun.mine = directory / f".step-{step:06d}-{writer.attempt if writer else 0}.partial"
             _empty_folder(begun.mine)
     partial = begun.of_all[0]
+    with _swept(partial, ranks):
+        _save_into(partial, directory, trained, ranks, step=step, keep=keep, writer=writer)
+
+
+def _save_into(
+    partial: Path,
+    directory: Path,
+    trained: Stateful,
+    ranks: Ranks,
+    *,
+    step: int,
+    keep: int,
+    writer: RunWriter | None,
+) -> None:
     with _together(ranks, partial) as shared:
         state = {name: tensor.contiguous() for name, tensor in (trained.local_state() | _rng_state()).items()}
         path = partial / f"rank-{ranks.rank}.safetensors"
@@ -137,7 +151,7 @@ def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer:
         if ranks.is_first:
             _empty_folder(partial)
     fingerprints = {}
-    with _together(ranks, partial):
+    with _swept(partial, ranks), _together(ranks, partial):
         write(partial)
         if writer:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
@@ -183,10 +197,23 @@ def _empty_folder(path: Path) -> None:
     store.make_folder(path.parent)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
+    store.share_new_folder(path)
+
+
+@contextlib.contextmanager
+def _swept(partial: Path, ranks: Ranks) -> Iterator[None]:
+    """Remove a folder that will never be whole: where a save fails, all ranks have ended their part of it."""
+    try:
+        yield
+    except Exception:
+        if ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _synced(path: Path) -> dict[str, Any]:
-    """The fingerprint of a file that is on the disk."""
+    """The fingerprint of a file that is on the disk, for the readers of its experiment."""
+    store.share_written(path)
     store.sync_file(path)
     return store.fingerprint(path)
 

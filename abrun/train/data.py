@@ -12,7 +12,6 @@ from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
 from abrun.seeds import derive
 from abrun.tasks import Example, Task, hold_out, make_task
-from abrun.train.lengths import check_length
 
 Texts = Sequence[tuple[str, str]]  # prompts with their completions
 
@@ -105,6 +104,15 @@ class Ahead:
 
     def _begun(self, step: int) -> Future[Sequences]:
         return self._thread.submit(lambda: self._data.collated(self._texts_of(self._data.share_of(step))))
+
+
+def check_length(text: Text, longest: int, got: str) -> None:
+    """Raises RecipeError where sequences of `longest` tokens, which `got` asks for, exceed the positions."""
+    if text.max_positions is not None and longest > text.max_positions:
+        raise RecipeError(
+            f"{got}, which makes sequences of {longest} tokens; this model takes {text.max_positions}: "
+            "make them shorter"
+        )
 
 
 def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data:

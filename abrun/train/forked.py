@@ -12,6 +12,7 @@ import socket
 import sys
 
 from abrun.processes import forks
+from abrun.processes.output import outlive_output
 from abrun.train import agent
 
 
@@ -25,6 +26,7 @@ def main() -> None:
     atexit.register(gc.unfreeze)
     words = forks.serve(socket.socket(fileno=int(asked)), _may_fork)
     # From here on this is a copy.
+    outlive_output()
     sys.argv = words
     spares: list[forks.Spare] = []
     for _ in range(agent.asked_for().ranks):

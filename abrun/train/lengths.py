@@ -1,7 +1,6 @@
 """How long sequences become, and for which the model has too few positions."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from abrun import progress
 from abrun.errors import RecipeError
@@ -11,18 +10,7 @@ from abrun.recipe import OwnRunConfig, PolicyGradientSettings
 from abrun.seeds import derive
 from abrun.tasks import Example
 from abrun.tasks.problems import ProblemFile
-
-if TYPE_CHECKING:
-    from abrun.train.data import Data
-
-
-def check_length(text: Text, longest: int, got: str) -> None:
-    """Raises RecipeError where sequences of `longest` tokens, which `got` asks for, exceed the positions."""
-    if text.max_positions is not None and longest > text.max_positions:
-        raise RecipeError(
-            f"{got}, which makes sequences of {longest} tokens; this model takes {text.max_positions}: "
-            "make them shorter"
-        )
+from abrun.train.data import Data, check_length
 
 
 def new_tokens(config: OwnRunConfig) -> int:
@@ -47,7 +35,7 @@ def longest_of(text: Text, examples: Sequence[Example], sampled: int) -> Iterato
             yield len(prompt) + completion
 
 
-def refuse_too_long(data: "Data", config: OwnRunConfig, first: int) -> None:
+def refuse_too_long(data: Data, config: OwnRunConfig, first: int) -> None:
     """Raises RecipeError, on every rank, for a line of a file that is too long for the model. Collective.
 
     Of the lines that validation and the steps from `first` on take; what a tokenizer or a template makes
@@ -78,7 +66,7 @@ def refuse_too_long(data: "Data", config: OwnRunConfig, first: int) -> None:
         raise RecipeError(failures[0])
 
 
-def _lines(data: "Data", config: OwnRunConfig, first: int) -> list[Example]:
+def _lines(data: Data, config: OwnRunConfig, first: int) -> list[Example]:
     """Each once."""
     task, algorithm = data.task, config.algorithm
     if not isinstance(task, ProblemFile):

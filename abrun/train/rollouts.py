@@ -19,7 +19,7 @@ from abrun.rl.advantages import overlong_penalties
 from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
-from abrun.train.lengths import check_length
+from abrun.train.data import check_length
 from abrun.train.setup import Setup
 
 

@@ -14,7 +14,7 @@ from abrun import progress
 from abrun.recipe import Completions, Preferences, Validation
 from abrun.rollout.draws import Draws
 from abrun.tasks import Example
-from abrun.train.lengths import check_length
+from abrun.train.data import check_length
 from abrun.train.recorder import Recorder
 from abrun.train.setup import Setup
 

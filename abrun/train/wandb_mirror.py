@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-from abrun.processes import below, end_all, ending_of, oom_kills
+from abrun.processes import MODULE, below, end_all, ending_of, oom_kills
 from abrun.store import RunDir
 
 FINISH_S = 60.0  # for wandb to take the rest of a run
@@ -24,7 +24,7 @@ class WandbMirror:
         self._oom_kills = oom_kills()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "abrun.mirror", str(run.path)],
+                [sys.executable, *MODULE, "abrun.mirror", str(run.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -136,7 +136,7 @@ def watch(
             if statuses <= set(OVER) or not (launched or statuses & {"running", "waiting", "stalled"}):
                 break
             time.sleep(REFRESH_S)
-    if not statuses <= {"finished"} and not launched:
+    if not statuses & {"unreadable"} and not statuses <= {"finished"} and not launched:
         console.print("nobody launches it now; continue it with: abrun launch ... --resume", highlight=False)
 
 
@@ -154,7 +154,7 @@ class _PlainLines:
             key, status = run.state.directory, run.state.status
             before = self._status.get(key, "pending")
             self._status[key] = status
-            if status != before and status == "failed":
+            if status != before and status in ("failed", "unreadable"):
                 failed.append((run.label, status_line(run)))
             elif status != before:
                 self._print(run, status_line(run))

@@ -8,10 +8,11 @@ from pathlib import Path
 from abrun.errors import StoreError
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
-from abrun.store import RunDir, RunState, is_experiment, launcher_of, planned_runs
+from abrun.store import RunDir, RunState, is_experiment, launcher_of, planned_runs, read_error
 from abrun.watch.reading import ExperimentReader, FindJobs
 
 POLL_S = 0.5
+READ_BYTES = 1 << 20  # at once; a longer line is printed as several
 MOST_NAMED = 8  # runs in a message
 AT_WORK = ("waiting", "running", "stalled")
 
@@ -49,8 +50,11 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
     while True:
         ended = not follow or not at_work()  # asked first: its last lines are there by now
         position, content = _read(run, position)
-        *lines, rest = (rest + content).split(b"\n")
-        yield from (_text(line) for line in lines)
+        while content:
+            *lines, rest = (rest + content).split(b"\n")
+            lines, rest = ([*lines, rest], b"") if len(rest) >= READ_BYTES else (lines, rest)
+            yield from map(_text, lines)
+            position, content = _read(run, position)
         if ended:
             yield from [_text(rest)] if rest else []
             if not position:
@@ -86,8 +90,10 @@ def _read(run: RunDir, position: int) -> tuple[int, bytes]:
     try:
         with open_regular(run.log) as file:
             file.seek(min(position, run.log_size()))  # shorter: its middle was cut out
-            content = file.read()
+            content = file.read(READ_BYTES)
             return file.tell(), content
+    except PermissionError as error:
+        raise read_error(run.log, error) from None
     except OSError:
         return position, b""
 

@@ -64,6 +64,7 @@ def overview(runs_dir: Path, find_jobs: FindJobs) -> tuple[list[Overview], list[
                 launched_by=store.launcher_of(experiment_dir),
             )
         )
+    troubles += map(str, store.closed_folders(runs_dir))
     if unasked:
         silent.add(
             f"{unasked} more with jobs of a scheduler, which was not asked, after {asked_s:.0f} s for those "

@@ -196,6 +196,8 @@ class ExperimentReader:
         state = self._jobs.state_of(state) if self._jobs else state
         try:
             return follower.read(state)
+        except store.UnreadableError as error:
+            return WatchedRun(state=replace(state, status="unreadable", message=str(error)))
         except StoreError as error:
             return WatchedRun(state=replace(state, message=str(error)))
 

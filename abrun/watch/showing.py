@@ -20,7 +20,7 @@ from abrun.watch.reading import WatchedRun, time_left_s
 WIDE = 104  # columns from which the table has full headings, two spaces between them, and elapsed times
 VERY_WIDE = 132  # and tokens per second
 COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "dim", "waiting": "dim"}
-COLOURS |= {"starting": "blue"}
+COLOURS |= {"starting": "blue", "unreadable": "red"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 TO_COME = "·"  # where a curve will be
 
@@ -51,7 +51,7 @@ def render(
     over = ("finished", "pending") if begun else ("finished",)
     listed = [run for run in runs if not (run.is_warm_start and run.state.status in over)]
     listed = _by_pair(listed)
-    troubles = _troubles(listed)
+    troubles = _troubles(listed, whole=height is None)
     # Lines that are not rows: title, two of headings, bar, and the notes on rows left out and skimmed.
     told = sum(-(-len(line) // width) for line in so_far)
     room = None if height is None else max(3, height - 6 - min(len(troubles), 5) - told)
@@ -75,15 +75,15 @@ def _by_pair(runs: Sequence[WatchedRun]) -> list[WatchedRun]:
     return sorted(runs, key=lambda run: (not run.is_warm_start, seeds.index(run.state.name.seed)))
 
 
-def _troubles(runs: Sequence[WatchedRun]) -> list[Text]:
-    """What failed, then what is waited for; a reason once."""
+def _troubles(runs: Sequence[WatchedRun], *, whole: bool) -> list[Text]:
+    """What failed, then what is waited for; a reason once, in a line each or `whole`."""
     reasons: dict[str, list[tuple[str, str]]] = {"red": [], "dim": []}
     for run in runs:
         if run.state.message and run.state.status != "interrupted":
             style = "dim" if run.state.status == "waiting" else "red"
             reasons[style].append((run.label, run.state.message))
     return [
-        Text(shown(line), style=style, overflow="ellipsis", no_wrap=True)
+        Text(shown(line), style=style, overflow="fold" if whole else "ellipsis", no_wrap=not whole)
         for style, of in reasons.items()
         for line in said_once(of)
     ]
@@ -98,6 +98,7 @@ def _most_telling(runs: Sequence[WatchedRun], room: int | None) -> list[WatchedR
         "stalled": 0,
         "failed": 1,
         "interrupted": 1,
+        "unreadable": 1,
         "finished": 2,
         "waiting": 3,
         "pending": 4,

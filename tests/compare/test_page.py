@@ -404,3 +404,59 @@ def test_the_scripts_of_the_page_declare_each_name_once() -> None:
         )
     ]
     assert len(names) > 50 and sorted(set(names)) == sorted(names)
+
+
+# --- experiments of many metrics ---
+
+
+def of_many_metrics(num_metrics: int, num_steps: int = 120) -> str:
+    random = np.random.default_rng(5)
+    metrics = [
+        "train/reward",
+        "train/entropy",
+        *(f"extra/metric-{index:05d}" for index in range(num_metrics)),
+    ]
+    values = {
+        (arm, seed): dict(zip(metrics, random.standard_normal((len(metrics), num_steps)), strict=True))
+        for arm in ("baseline", "treatment")
+        for seed in range(4)
+    }
+    return render_page(experiment(values), verdict([claim(metric="extra/metric-00003", steps=(97, 120))]))
+
+
+def test_a_page_of_many_metrics_stays_small_and_has_a_mean_of_each() -> None:
+    page = of_many_metrics(1200)
+    report, means = Page(page).data("report"), Page(page).data("means")
+    assert len(page.encode()) < 2_000_000
+    assert len(report["metrics"]) == 1202 and report["left_out"] == {"count": 0, "names": []}
+    full = report["metrics"][: means["first"]]
+    assert full[0] == "extra/metric-00003" and {"train/reward", "train/entropy"} == set(full[1:])
+    seeds = [len(arm["seeds"]) for arm in Page(page).data("chart-0")["arms"]]
+    assert seeds == [4, 4]
+    assert [chart[0] for chart in means["charts"]] == report["metrics"][means["first"] :]
+    assert len(means["axes"]) == 1 and len(means["axes"][0]["ends"]) == charts.MEAN_BUCKETS
+    _, _, _, notes, baseline, treatment = means["charts"][7]
+    assert notes == [] and baseline[:2] == [0, 4] and treatment[:2] == [1, 4]
+    random = np.random.default_rng(5)
+    drawn = [random.standard_normal((1202, 120)) for _ in range(4)]
+    metric = int(means["charts"][7][0][-5:]) + 2
+    curve = np.mean([run[metric] for run in drawn], axis=0)
+    first, last = means["axes"][0]["ends"][5]
+    assert baseline[2][5] == pytest.approx(curve[first - 1 : last].mean(), abs=2e-3)
+
+
+def test_what_a_page_leaves_out_is_named_on_it(monkeypatch) -> None:
+    monkeypatch.setattr("abrun.compare.show.page.MAX_BYTES", 100_000)
+    monkeypatch.setattr("abrun.compare.show.page.MAX_SHORTENED_BYTES", 200_000)
+    page = of_many_metrics(700)
+    report, means = Page(page).data("report"), Page(page).data("means")
+    assert means["first"] + len(means["charts"]) == len(report["metrics"]) < 702
+    assert report["left_out"]["count"] == 702 - len(report["metrics"])
+    assert len(report["left_out"]["names"]) == 20
+
+
+def test_a_page_of_usual_size_has_every_seed() -> None:
+    page = of_many_metrics(100)
+    data = Page(page).data
+    assert 'id="means"' not in page and len(data("report")["metrics"]) == 102
+    assert all(len(arm["seeds"]) == 4 for index in range(102) for arm in data(f"chart-{index}")["arms"])

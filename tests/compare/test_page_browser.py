@@ -7,11 +7,14 @@ ABRUN_CHROMIUM; playwright's own download is not used. Without them these tests 
 import os
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from abrun.compare import compare
 from abrun.compare.show.page import render_page
+from abrun.recipe import Primary
 from tests.compare.test_page import claim, experiment, hostile_page, learning, verdict
 
 pytestmark = pytest.mark.slow
@@ -190,7 +193,7 @@ def test_odd_values_are_drawn_without_a_fault(opened):
     values = learning()
     for index, (key, metrics) in enumerate(values.items()):
         metrics["nan"] = np.full(40, np.nan)
-        metrics["huge"] = np.full(40, (-1) ** index * 1e300)
+        metrics["huge"] = np.full(40, (-1) ** index * 1e38)
         metrics["tiny"] = np.linspace(1e-300, 2e-300, 40)
         metrics["negative"] = np.linspace(-2.0, -1.0, 40)
         metrics["constant"] = np.ones(40)
@@ -435,3 +438,130 @@ def test_a_certified_bound_is_given_in_the_unit_of_its_margin(opened, unit, text
     content = verdict([claim(margin_unit=unit, margin_number=0.1, certified_number=0.0457)])
     with opened(render_page(experiment(learning()), content)) as page:
         assert text in page.locator("#claims").inner_text()
+
+
+# --- hostile names in every page that abrun writes ---
+
+SCRIPTED = [
+    "</script><script>document.title='RAN'</script><img src=http://[::1]:9/x onerror=document.title='RAN'>",
+    "<svg onload=document.title='RAN'>]](javascript:document.title='RAN') $\\frac{1}{$ $x$",
+    "<!--<script> \u2028\u2029 ![x](http://127.0.0.1:9/x.png) [x](javascript:document.title='RAN')",
+]
+
+
+def rendered(markdown):
+    """Markdown as a page whose HTML is taken as it is, with tables, and no policy that forbids scripts."""
+    from markdown_it import MarkdownIt
+
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown)
+    return f"<!doctype html><meta charset=utf-8><title>ours</title>{html}"
+
+
+def hostile_experiment():
+    """Arms, metrics, the experiment and what its runs said; all that is drawn of it."""
+    arms = ("baseline", SCRIPTED[0])
+    of_arms = experiment(learning(metrics=SCRIPTED, arms=arms), arms=arms, name=SCRIPTED[1])
+    runs = {name: replace(run, failure=SCRIPTED[2]) for name, run in of_arms.runs.items()}
+    return replace(of_arms, runs=runs)
+
+
+def pages_of_reports(folder):
+    """report.html, report.md as a page, and every SVG of a report whose names are hostile."""
+    compared = compare(
+        hostile_experiment(),
+        output=folder,
+        primaries=[Primary(metric=metric, margin=0.05) for metric in SCRIPTED],
+    )
+    for path in compared.files:
+        if path.suffix in (".html", ".svg"):
+            yield path
+    page = folder / "markdown.html"
+    page.write_text(rendered((folder / "report.md").read_text()), encoding="utf-8")
+    yield page
+
+
+def page_of_memory(folder):
+    from abrun.memory.attribution import BEFORE, REST
+    from abrun.memory.cells import Cell, MemoryProfile, Point
+    from abrun.memory.show import show
+
+    top = [{"bytes": 9, "count": 1, "phase": SCRIPTED[0], "module": SCRIPTED[1], "line": SCRIPTED[2]}]
+    found = {"peak_bytes": 3, "peak_at": 1, "layers": {BEFORE: [1, 1], SCRIPTED[0]: [1, 2], REST: [0, 0]}}
+    found |= {"phases": [(SCRIPTED[0], 0)], "top": top}
+    cells = [
+        Cell(arm=SCRIPTED[2], point=Point(length=length), by_phase={SCRIPTED[1]: 2**30}, attribution=found)
+        for length in (16, 32)
+    ]
+    show(MemoryProfile(name=SCRIPTED[0], counter="peak_allocated_bytes", cells=cells), folder)
+    return [folder / "memory.html", folder / "memory.svg"]
+
+
+def page_of_mismatch(folder):
+    from abrun.mismatch.findings import Scored, budget_of
+    from abrun.mismatch.report import write_report
+    from abrun.mismatch.variations import path_of
+    from tests.mismatch.test_findings import CONFIG, facts
+
+    one = np.array([-1.0])
+    at = {"sequence": 0, "position": 0, "inference_logprob": -2000.0, "trainer_logprob": -1.0}
+    worst = [{**at, "token": text, "context": text} for text in SCRIPTED]
+    known = facts(
+        num_sequences_sampled=1, run=SCRIPTED[0], experiment=SCRIPTED[1], engine=SCRIPTED[2], worst=worst
+    )
+    budget = budget_of(
+        known,
+        inference=one,
+        own=Scored(logprobs=one - 0.25),
+        sequences=np.array([0]),
+        prompts=np.array([0]),
+        positions=np.array([0]),
+        changes=[],
+        path=[(step, None) for step in path_of(CONFIG)],
+    )
+    write_report(budget, folder)
+    page = folder / "mismatch.html"
+    (source,) = folder.glob("*.md")
+    page.write_text(rendered(source.read_text()), encoding="utf-8")
+    return [page, *folder.glob("*.svg")]
+
+
+@pytest.mark.parametrize("pages", [pages_of_reports, page_of_memory, page_of_mismatch])
+def test_no_page_runs_or_loads_what_a_name_brings_in(browser, tmp_path, pages):
+    drawn = list(pages(tmp_path))
+    assert len(drawn) >= 2
+    for path in drawn:
+        page = browser.new_page()
+        requested, dialogs = [], []
+        page.on("request", lambda request, to=requested: to.append(request.url))
+        page.on("dialog", lambda dialog, to=dialogs: (to.append(dialog.message), dialog.dismiss()))
+        page.goto(path.as_uri())
+        for position in range(0, 6000, 600):
+            page.evaluate(f"scrollTo(0, {position})")
+            page.wait_for_timeout(10)
+        beside = {(tmp_path / name).as_uri() for name in os.listdir(tmp_path)}
+        assert page.title() != "RAN" and dialogs == [] and set(requested) <= beside, path
+        active = "[onerror], [onload], [onclick], a[href^='javascript'], iframe, object, embed, base, form"
+        assert page.locator(active).count() == 0, path
+        assert page.locator("svg script, img[src^=http]").count() == 0, path
+        page.close()
+
+
+def test_many_metrics_are_drawn_as_means_and_say_so(opened):
+    random = np.random.default_rng(5)
+    metrics = ["train/reward", *(f"extra/metric-{index:04d}" for index in range(1000))]
+    values = {
+        (arm, seed): dict(zip(metrics, random.standard_normal((len(metrics), 120)), strict=True))
+        for arm in ("baseline", "treatment")
+        for seed in range(4)
+    }
+    with opened(render_page(experiment(values), verdict([claim(steps=(97, 120))]))) as page:
+        page.locator("input[type=search]").fill("metric-0777")
+        page.locator("summary", has_text="metric-0777").click()
+        page.wait_for_selector(".metric canvas")
+        assert (
+            "120 steps shown as the means of 32 buckets" in page.locator(".metric .resolution").inner_text()
+        )
+        page.locator(".metric .u-over").hover()
+        assert "baseline" in page.locator(".metric .tip").inner_text()
+        page.locator(".metric button", has_text="Smooth").click()
+        assert page.locator(".metric .actions button").all_inner_texts()[:2] == ["Smooth", "Log scale"]

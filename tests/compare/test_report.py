@@ -59,26 +59,6 @@ def test_what_an_experiment_says_itself_is_no_option(simulated, tmp_path, option
     assert "\n" not in str(caught.value) and not (tmp_path / "report").exists()
 
 
-def test_nothing_is_drawn_again_for_the_same_report(simulated, tmp_path):
-    experiment_dir = simulated()
-    drawn = ("report.html", "train-reward.png", "overview.svg")
-
-    def written(**options):
-        compare_sources([str(experiment_dir)], Reading(), output=tmp_path, **options)
-        return [(tmp_path / name).stat().st_mtime_ns for name in drawn]
-
-    first = written()
-    assert written() == first
-    other = written(primaries=[Primary(metric="train/reward", margin=0.03)])
-    assert all(new > old for new, old in zip(other, first, strict=True))
-    (tmp_path / "overview.svg").unlink()
-    assert written() > other
-    edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/entropy": 1.0}))
-    last = written()
-    edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/entropy": 1.1}))
-    assert all(new > old for new, old in zip(written(), last, strict=True))
-
-
 def test_another_process_gives_the_same_bytes(simulated, tmp_path):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
     compare_sources([str(experiment_dir)], Reading(), output=tmp_path / "here")

@@ -1,7 +1,10 @@
 """A report appears whole or not at all, heals where it was damaged, and leaves a read-only store as it is."""
 
 import errno
+import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,12 +68,53 @@ def test_a_damaged_report_heals(experiment_dir: Path) -> None:
             assert name == ".report.json" or path.read_bytes() == content
 
 
-def test_an_unchanged_report_is_left_as_it_is(experiment_dir: Path) -> None:
-    compare(experiment_dir)
-    before = (experiment_dir / "report" / "report.html").stat()
-    compare(experiment_dir)
-    after = (experiment_dir / "report" / "report.html").stat()
-    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+def forge(folder: Path, name: str, content: bytes) -> None:
+    """Replace a file of a report, and record its checksum wherever the stamp has one."""
+    (folder / name).write_bytes(content)
+    stamp = json.loads((folder / ".report.json").read_text())
+    if name in stamp.get("files", {}):
+        stamp["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / ".report.json").write_text(json.dumps(stamp))
+
+
+def test_a_report_that_came_along_is_never_believed(experiment_dir: Path, tmp_path: Path) -> None:
+    whole = compare(experiment_dir, "html", "png", "svg", "markdown", "json")
+    folder = experiment_dir / "report"
+    for name in whole:
+        forge(folder, name, b"<script>alert(1)</script> forged")
+    for stray in ("evil.js", "figures/x.svg", "claims.svg", "index.html"):
+        (folder / stray).parent.mkdir(exist_ok=True)
+        (folder / stray).write_text("<script>alert(1)</script>")
+    again = compare(experiment_dir, "html", "png", "svg", "markdown", "json")
+    assert again == whole
+    for name, content in again.items():
+        assert not any(
+            stray in content for stray in (b"evil.js", b"figures/", b"claims.svg", b"index.html")
+        ), name
+
+
+def test_nothing_is_written_through_a_hard_link_or_a_linked_folder(
+    experiment_dir: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.html"
+    mine.write_text("not ours")
+    (experiment_dir / "report").mkdir()
+    os.link(mine, experiment_dir / "report" / "report.html")
+    compare(experiment_dir, "html")
+    assert mine.read_text() == "not ours"
+    shutil.rmtree(experiment_dir / "report")
+    (experiment_dir / "report").symlink_to(tmp_path)
+    with pytest.raises(ComparisonError, match="report: got a symbolic link; remove it, or choose"):
+        compare(experiment_dir, "html")
+    assert not (tmp_path / "report.html").exists()
+    compare_sources([str(experiment_dir)], Reading(), formats=("html",), output=tmp_path / "mine")
+    assert (tmp_path / "mine" / "report.html").exists()
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line(experiment_dir: Path) -> None:
+    (experiment_dir / "report" / "report.html").mkdir(parents=True)
+    with pytest.raises(ComparisonError, match=r"^--output: .*Is a directory; choose another folder$"):
+        compare(experiment_dir, "html")
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
@@ -89,6 +133,18 @@ def test_a_full_disk_leaves_the_report_before(experiment_dir: Path, monkeypatch,
         for path, content in before.items():
             assert (experiment_dir / "report" / path).read_bytes() == content
     assert not [path for path in (experiment_dir / "report").iterdir() if path.name.endswith(".partial")]
+
+
+def test_the_report_of_a_shared_experiment_is_shared(experiment_dir: Path) -> None:
+    for path in (experiment_dir, *experiment_dir.rglob("*")):
+        path.chmod(0o750 if path.is_dir() else 0o640)
+    before = os.umask(0o077)
+    try:
+        compare(experiment_dir)
+    finally:
+        os.umask(before)
+    assert (experiment_dir / "report").stat().st_mode & 0o077 == 0o050
+    assert {path.stat().st_mode & 0o077 for path in (experiment_dir / "report").iterdir()} == {0o040}
 
 
 def test_no_link_is_followed(experiment_dir: Path, tmp_path: Path) -> None:

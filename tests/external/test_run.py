@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -429,6 +430,72 @@ def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
     assert process.wait(30) == 2
     assert "attempt 2 owns this run now; attempt 1 stops" in (directory / "stdout.log").read_text()
     assert {row["attempt"] for row in rows(directory)} == {1} and len(events(directory)) == 1
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, 10)
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_text('{"step": 1, "score": 9.0}\nno row\n')
+    other.replace(path)
+
+
+@pytest.mark.parametrize("spoil", [remove, cut_short, replace])
+def test_rows_that_are_lost_while_a_command_runs_are_written_again(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    directory = prepared(tmp_path, "steps=6", "trainer.parameters.step_s=0.3")
+    command = start(directory)
+    until(lambda: rows(directory))
+    spoil(directory / "metrics.jsonl")
+    assert command.wait(timeout=60) == 0
+    assert [row["step"] for row in rows(directory)] == list(range(1, 7))
+    assert all(row["train/reward"] < 2 for row in rows(directory))
+    repair = next(event for event in events(directory) if event["event"] == "repair")
+    assert "metrics.jsonl was removed, replaced or cut short" in repair["message"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "behaviour"), [(remove, "resumes"), (cut_short, "resumes"), (replace, "anew")]
+)
+def test_a_log_that_loses_rows_while_a_command_runs_leaves_a_way_on(
+    tmp_path: Path, spoil: Callable[[Path], None], behaviour: str
+) -> None:
+    chosen = ("steps=6", "trainer.parameters.step_s=0.3", f"trainer.parameters.behaviour={behaviour}")
+    directory = prepared(tmp_path, *chosen)
+    command = start(directory)
+    until(lambda: rows(directory))
+    spoil(directory / "logs" / "metrics.jsonl")
+    assert command.wait(timeout=60) == 1
+    message = str(store.run_state(tmp_path, RunName(arm=BASELINE, seed=0)).message)
+    assert len(message.splitlines()) == 1 and "logs/metrics.jsonl" in message
+    assert "with --resume" in message or "remove the line" in message
+    if behaviour == "resumes":
+        shutil.rmtree(directory / "logs")
+    assert start(directory).wait(timeout=60) == 0
+    assert store.RunDir(directory).metrics()["train/reward"].steps.tolist() == list(range(1, 7))
+
+
+@pytest.mark.parametrize("spoil", [remove, cut_short])
+def test_a_finished_command_whose_rows_are_lost_is_run_again(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    assert launch(tmp_path, "seeds=[0]", "steps=3", "compare.primary=[]").exit_code == 0
+    directory = tmp_path / "foreign" / "treatment" / "seed-0"
+    before = store.RunDir(directory).metrics()["train/reward"]
+    spoil(directory / "metrics.jsonl")
+    plan = plan_of("seeds=[0]", "steps=3", "compare.primary=[]")
+    assert supervisor.launch(plan, tmp_path, observer=Silent(), resume=True).exit_code == 0
+    after = store.RunDir(directory).metrics()["train/reward"]
+    assert after.steps.tolist() == [1, 2, 3] and after.values.tolist() == before.values.tolist()
+    attempts = [store.RunDir(tmp_path / "foreign" / str(run.name)).last_attempt for run in plan.runs]
+    assert sorted(attempts) == [1, 2], "the other stays as it is"
 
 
 def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:

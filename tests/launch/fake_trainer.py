@@ -1,18 +1,21 @@
 """Stands in for `python -m abrun.train RUN_DIR`: the same files and signals, without torch.
 
-FAKE_TRAINER in the environment is JSON: {"step_s": seconds, "runs": {"arm/seed-0": behaviour}}.
+FAKE_TRAINER in the environment is JSON: {"step_s": seconds, "engine": true, "runs": {"arm/seed-0": what}}.
+With an engine, a process that the trainer needs at every step runs below it.
 """
 
 import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from abrun import progress, store
 
+ENGINE = "import time; time.sleep(600)  # engine"
 asked_to_stop = False
 
 
@@ -54,8 +57,12 @@ def main(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "no-result":
         return
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE]) if asked.get("engine") else None
     for step in range(first, num_steps + 1):
         time.sleep(asked.get("step_s", 0.0))
+        if engine and engine.poll() is not None:
+            writer.fail("the engine is gone", exit_code=2)
+            sys.exit(2)
         writer.metrics(
             step,
             {
@@ -73,6 +80,9 @@ def main(directory: Path) -> None:
             writer.interrupt(exit_code=1, step=step)
             sys.exit(1)
     run.final_weights.mkdir(parents=True, exist_ok=True)
+    if engine:
+        engine.kill()
+        engine.wait()
     writer.finish(num_steps)
 
 

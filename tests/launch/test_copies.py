@@ -160,6 +160,7 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
     assert sorted(expected(odd, "seeds=[0, 1, 2]")) == [(base, ""), (compiled, "odd")]
 
 
+@pytest.mark.usefixtures("heard_signals")
 def test_being_asked_to_stop_is_heard_while_a_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

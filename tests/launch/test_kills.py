@@ -3,6 +3,7 @@
 ABRUN_FUZZ_ROUNDS and ABRUN_FUZZ_SEED choose how many moments, and which.
 """
 
+import json
 import os
 import random
 import re
@@ -15,14 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from abrun.external import run as external_run
 from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome, supervisor
+from abrun.launch.experiment import write_run
 from abrun.launch.local import FORKED
 from abrun.plan import Plan, make_plan
 from abrun.processes import Process, below, children, processes_of
 from abrun.recipe import load_recipe
-from abrun.store import RunDir
+from abrun.store import LOCK, RunDir, RunState, is_experiment, owner_of, planned_runs, run_state
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
+from tests.store.faulty import killed_at
 
 pytestmark = [
     pytest.mark.slow,
@@ -70,6 +74,7 @@ VICTIMS = {
     "agent": (OWN, "abrun.train.agent"),
     "rank 0": (OWN, "rank 0"),
     "rank 1": (OWN, "rank 1"),
+    "engine": (OWN, "# engine"),
     "launcher of a command": (FOREIGN, None),
     "external": (FOREIGN, "abrun.external"),
     "command": (FOREIGN, "foreign_trainer.py"),
@@ -158,38 +163,133 @@ def others() -> frozenset[Process]:
     return frozenset(below(os.getpid()))
 
 
+def states(experiment: Path) -> dict[str, RunState]:
+    return {str(name): run_state(experiment, name) for name in planned_runs(experiment)}
+
+
+def left_in(folder: Path) -> list[str]:
+    """The files that a killed writer left: partial ones, and those that hold no JSON."""
+    left = []
+    for path in folder.rglob("*"):
+        if path.suffix == ".json" and path.is_file():
+            try:
+                json.loads(path.read_text())
+            except ValueError:
+                left.append(str(path))
+        elif path.name.endswith(".partial"):
+            left.append(str(path))
+    return left
+
+
+def check_killed(runs_dir: Path, experiment: Path, by: str, others: frozenset[Process]) -> None:
+    """Wait until no process of a killed launch is left, and check what is said of its runs."""
+    deadline = time.monotonic() + 45
+    while any(processes_of(config.parent) for config in runs_dir.rglob("config.json")):
+        assert time.monotonic() < deadline, f"{by}: something lives on"
+        time.sleep(0.05)
+    assert others.issuperset(below(os.getpid()))
+    if is_experiment(experiment):
+        over = {"finished", "interrupted", "pending"}
+        over |= set() if by.startswith("launcher") else {"failed"}
+        found = states(experiment)
+        assert {state.status for state in found.values()} <= over, f"{by}: {found}"
+        assert owner_of(experiment) is None, by
+
+
+def check_whole(experiment: Path, by: str) -> None:
+    """Check that a resumed experiment is as one that nothing disturbed, and holds nothing else."""
+    assert {state.status for state in states(experiment).values()} == {"finished"}, by
+    assert left_in(experiment) == [] and owner_of(experiment) is None, by
+    assert (experiment / LOCK).read_bytes() == b"", by
+
+
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_nothing_lives_on_and_a_resume_ends_where_none_was_killed(
-    victim: str, tmp_path: Path, others: frozenset[Process]
+    victim: str, tmp_path: Path, others: frozenset[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, known_by = VICTIMS[victim]
-    os.environ["FAKE_TRAINER"] = '{"step_s": 0.03}'
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"step_s": 0.03, "engine": victim == "engine"}))
     undisturbed = tmp_path / "undisturbed"
     assert launch(recipe, undisturbed).exit_code == 0
     expected = metrics(recipe, undisturbed)
-    moments = random.Random(SEED)
-    for index in range(-(-ROUNDS // len(VICTIMS))):
-        delay_s = moments.uniform(0, 0.2 if index % 2 == 0 else 6.0)
-        runs_dir = tmp_path / str(index)
+    moments = random.Random(f"{SEED} {victim}")
+    left = -(-ROUNDS // len(VICTIMS))
+    while left > 0:
+        runs_dir = tmp_path / str(left)
         runs_dir.mkdir()
-        launcher = os.fork()
-        if launcher == 0:
-            os._exit(launch(recipe, runs_dir).exit_code)
-        kill_one(runs_dir, launcher, known_by, delay_s)
-        wait_for(launcher, timeout_s=120)
-        deadline = time.monotonic() + 45
-        while any(processes_of(config.parent) for config in runs_dir.rglob("config.json")):
-            assert time.monotonic() < deadline, f"{victim} killed after {delay_s} s: something lives on"
-            time.sleep(0.05)
-        assert others.issuperset(below(os.getpid()))
-        name = plan_of(recipe).recipe.name
-        resume = (runs_dir / name / "experiment.json").is_file()
-        assert launch(recipe, runs_dir, resume=resume).exit_code == 0, f"{victim}, {delay_s} s"
+        experiment = runs_dir / plan_of(recipe).recipe.name
+        delays_s = []
+        for _ in range(min(left, moments.choice([1, 1, 2, 3]))):  # the same launch may be killed again
+            left -= 1
+            delays_s.append(moments.uniform(0, moments.choice([0.2, 6.0])))
+            launcher = os.fork()
+            if launcher == 0:
+                os._exit(launch(recipe, runs_dir, resume=is_experiment(experiment)).exit_code)
+            kill_one(runs_dir, launcher, known_by, delays_s[-1])
+            wait_for(launcher, timeout_s=120)
+            check_killed(runs_dir, experiment, f"{victim}, {delays_s} s", others)
+        by = f"{victim}, {delays_s} s"
+        assert launch(recipe, runs_dir, resume=is_experiment(experiment)).exit_code == 0, by
         found = metrics(recipe, runs_dir)
         assert found.keys() == expected.keys()
         for key, values in found.items():
             if "time" not in key:
-                assert np.array_equal(values, expected[key]), f"{victim}, {delay_s} s: {key}"
+                assert np.array_equal(values, expected[key]), f"{by}: {key}"
+        check_whole(experiment, by)
+
+
+def test_a_launcher_killed_before_any_of_its_writes(
+    tmp_path: Path, others: frozenset[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the experiment's first file to its end, whose order a random moment would rarely meet."""
+    recipe = (OWN[0], ("compare.primary=[]", ONE_RUN, "steps=3"))
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"step_s": 0.01}))
+    every = max(1, 200 // ROUNDS)
+    last, seen = 1 + SEED % every, set[str]()
+    while True:
+        runs_dir = tmp_path / str(last)
+        runs_dir.mkdir()
+        experiment = runs_dir / "small"
+        killed = killed_at(last, runs_dir, lambda runs_dir=runs_dir: launch(recipe, runs_dir))
+        check_killed(runs_dir, experiment, f"launcher, call {last}", others)
+        if not killed:
+            break
+        if is_experiment(experiment):
+            seen |= {state.status for state in states(experiment).values()}
+        assert launch(recipe, runs_dir, resume=is_experiment(experiment)).exit_code == 0, f"call {last}"
+        check_whole(experiment, f"call {last}")
+        last += every
+    check_whole(experiment, "undisturbed")
+    assert seen >= {"pending", "interrupted"} and last > 40
+
+
+def test_a_follower_of_a_command_killed_before_any_of_its_writes(
+    tmp_path: Path, others: frozenset[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them those between the command's last row and the end of the run."""
+    monkeypatch.setattr(external_run, "below", lambda pid: below(pid) - others)
+    planned = plan_of((FOREIGN[0], ("steps=3", FOREIGN[1][-1]))).runs[0]
+    every = max(1, 150 // ROUNDS)
+    last, killed, before_end = 1 + SEED % every, True, 0
+    while killed:
+        experiment = tmp_path / str(last)
+        run = RunDir(experiment / str(planned.name))
+        write_run(run.path, "foreign", planned.name, planned.config)
+        killed = killed_at(last, run.path, lambda run=run: external_run.run(run.path))
+        deadline = time.monotonic() + 45
+        while processes_of(run.path):
+            assert time.monotonic() < deadline, f"call {last}: something lives on"
+            time.sleep(0.02)
+        before_end += len(run.rows().read()) == 3 and not run.finished
+        began = bool(run.attempts())
+        expected = "finished" if run.finished else "failed" if began else "pending"
+        assert run.state(planned.name).status == expected, f"call {last}"
+        if killed and not run.finished:
+            assert external_run.run(run.path) == 0, f"call {last}"
+            assert left_in(run.path) == [], f"call {last}"
+        assert run.metrics()["train/reward"].steps.tolist() == [1, 2, 3], f"call {last}"
+        last += every
+    assert before_end > 1
 
 
 def after_steps(run: Path, num_steps: int) -> None:

@@ -105,7 +105,7 @@ def test_every_run_is_done_in_order_and_recorded(tmp_path: Path) -> None:
     # One at a time, in launch order
     assert all(ended(a[0]) <= b[0].started_s for a, b in itertools.pairwise(attempts))
     git = store.RunDir(tmp_path / "small" / names[0]).git()
-    assert git is None or set(git) == {"sha", "dirty", "diff"}
+    assert git is None or set(git) == {"sha", "dirty", "changes", "files", "diff"}
     assert "CUDA_VISIBLE_DEVICES=''" in (tmp_path / "small" / names[0] / "stdout.log").read_text()
 
 
@@ -524,6 +524,7 @@ def test_an_observer_that_cannot_print_stops_nothing(tmp_path: Path, behave: Cal
 # --- stopping and resuming ---
 
 
+@pytest.mark.usefixtures("heard_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)])
 def test_a_signal_stops_everything_cleanly_and_resume_continues(
     tmp_path: Path, behave: Callable[..., None], number: signal.Signals
@@ -565,6 +566,7 @@ def test_what_does_not_listen_is_killed(tmp_path: Path, behave: Callable[..., No
     assert not at_work(tmp_path)
 
 
+@pytest.mark.usefixtures("heard_signals")
 def test_a_second_signal_does_not_wait(tmp_path: Path, behave: Callable[..., None]) -> None:
     behave(step_s=0.05, baseline_0="deaf")
     launcher = start(tmp_path, set=["steps=40000"], grace_s=300)

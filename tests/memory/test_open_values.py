@@ -748,13 +748,13 @@ def test_a_real_measurement_is_that_of_the_prediction(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("heard_signals")
 def test_somebody_who_interrupts_does_not_wait_for_predictions() -> None:
     command = [sys.executable, "-m", "abrun", "launch", str(SMALL), *sets(*ON_GPUS), "--dry-run"]
     launched = subprocess.Popen(
         [*command, "--device-memory", "80GiB"],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert launched.stdout and "predicting" in launched.stdout.readline()
     time.sleep(2)  # its processes import

@@ -86,6 +86,9 @@ def test_offline_attempts_are_one_run_with_every_step_once(
     assert offline(run) == [*((step, float(step)) for step in range(1, 6)), (6, 6.5), (7, 7.5)]
     ids = {path.name.rpartition("-")[2] for path in (run.path / "wandb").glob("offline-run-*")}
     assert ids == {run.wandb()["id"]} == {wandb_run.new_id(run.record(), run.path)}
+    for path in run.path.rglob("*"):  # wandb's files hold the configuration
+        is_ours = path.is_dir() and not path.is_relative_to(run.path / "wandb")
+        assert path.is_symlink() or is_ours or not path.stat().st_mode & 0o077, path
 
 
 @pytest.mark.slow

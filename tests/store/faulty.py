@@ -1,28 +1,32 @@
 """A disk that fails: system calls below a folder that raise, and what a loss of power leaves of the folder.
 
-Only what Python itself calls is seen: os.write, os.pwrite, os.fsync, os.rename and os.replace.
+Only what Python itself calls is seen: os.write, os.pwrite, os.fsync, os.rename, os.replace and os.link.
 """
 
 import os
 import random
+import signal
 import stat
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-CALLS = ("write", "pwrite", "fsync", "rename", "replace")
+CALLS = ("write", "pwrite", "fsync", "rename", "replace", "link")
 
 
 class Calls:
     """Counts the calls that concern a folder, and lets `before` have a word before each."""
 
+    names: tuple[str, ...] = CALLS
+
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = os.path.realpath(root)
         self.count = 0
         self.before: Callable[[str, Any], Any] = lambda name, argument: None
-        for name in CALLS:
+        for name in self.names:
             monkeypatch.setattr(os, name, self._watched(name, getattr(os, name)))
 
     def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +65,38 @@ class Faults(Calls):
             raise OSError(error, os.strerror(error))
 
         self.before = fail
+
+
+class Kill(Calls):
+    """Kills this process before its call number `last`, which may also make a file or remove a name."""
+
+    names = (*CALLS, "open", "unlink", "mkdir")
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *, last: int) -> None:
+        super().__init__(root, monkeypatch)
+
+        def kill(name: str, rest: Any) -> None:
+            if self.count >= last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.before = kill
+
+
+def killed_at(last: int, root: Path, write: Callable[[], object]) -> bool:
+    """Call a function in a copy of this process, killed before call `last`; False where it ended before."""
+    copy = os.fork()
+    if copy == 0:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                Kill(root, patch, last=last)
+                write()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(copy, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "failed otherwise, see above"
+    return os.WIFSIGNALED(status)
 
 
 class PowerLoss(BaseException):

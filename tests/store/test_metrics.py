@@ -56,7 +56,7 @@ ROWS = [  # of files that hold rows of several kinds
         {"step": 1, "attempt": 2, "x": 5.0},
         {"step": 2, "attempt": 1, "y": 2.0},
     ],
-    [{"attempt": 2, "x": 1.0}, {"step": 1, "attempt": 1, "y": 1.0}, {"step": -3, "x": 0.0}, {"x": 1e300}],
+    [{"attempt": 2, "x": 1.0}, {"step": 1, "attempt": 1, "y": 1.0}, {"step": -3, "x": 0.0}, {"x": 1e30}],
     [{"x": float(step % 3)} | ({"y": 1.0} if step % 7 == 0 else {}) for step in range(50)],
 ]
 
@@ -129,6 +129,14 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, num_rows: int) -> None:
             run.metrics()
         assert len(str(caught.value).splitlines()) == 1
         assert run.missing_steps(num_rows) is not None
+
+
+def test_skimming_notices_another_value(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace("-0.28", "-0.29"))
+    with pytest.raises(StoreError, match=r"byte \d+: .* the line does not match its checksum"):
+        run.rows().skim(2)
 
 
 def test_checksums_are_no_part_of_a_row(tmp_path: Path) -> None:

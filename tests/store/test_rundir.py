@@ -286,18 +286,17 @@ def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> Non
 def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(tmp_path: Path) -> None:
     run, target = RunDir(make_run(tmp_path)), tmp_path / "target"
     target.write_text("precious")
-    writer = run.begin_attempt()
     for name, write in (
-        ("metrics.jsonl", run.begin_attempt),
-        ("heartbeat.json", lambda: writer.heartbeat(1)),
-        ("result.json", lambda: writer.finish(1)),
+        ("metrics.jsonl", lambda _: run.begin_attempt()),
+        ("heartbeat.json", lambda writer: writer.heartbeat(1)),
+        ("result.json", lambda writer: writer.finish(1)),
     ):
-        writer.attempt = run.last_attempt
+        writer = run.begin_attempt()
         content = (run.path / name).read_bytes() if (run.path / name).exists() else None
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(target)
         with pytest.raises(StoreError, match=rf"{name}: a symbolic link is where a file has to be") as caught:
-            write()
+            write(writer)
         assert len(str(caught.value).splitlines()) == 1
         (run.path / name).unlink()
         if content is not None:
@@ -367,12 +366,16 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.find_record() is None
     with pytest.raises(StoreError, match=r"config\.json: does not say arm, seed, rerun and config"):
         run.record()
-    for wrong in ({"seed": "3"}, {"config": None}, {"initial_weights": 7}):
+    for wrong, expected in (
+        ({"seed": "3"}, "seed: got '3'; a whole number"),
+        ({"config": None}, "config: got null; a mapping"),
+        ({"initial_weights": 7}, "initial_weights: got 7; text"),
+    ):
         run.write_record(record)
         store.write_json(run.path / "config.json", store.read_json(run.path / "config.json") | wrong)
-        with pytest.raises(StoreError, match="text, two whole numbers and text or null are expected"):
-            run.record()
-        assert run.state(name).status == "pending" and run.initial_weights in (None, run.path / "../w")
+        for read in (run.record, run.find_record, lambda: run.state(name), lambda: run.initial_weights):
+            with pytest.raises(StoreError, match=rf"config\.json: {expected} is expected"):
+                read()
 
 
 def test_opening_what_is_no_experiment_lists_those_that_are(tmp_path: Path) -> None:

@@ -386,6 +386,7 @@ def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
     until(lambda: not processes_of(tmp_path), timeout_s=10)
 
 
+@pytest.mark.usefixtures("heard_signals")
 def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) -> None:
     agent = start(tmp_path)
     until(lambda: started(tmp_path))

@@ -1,10 +1,12 @@
 """Checkpoints: safetensors and JSON only, whole or not there, and refused where they do not fit."""
 
+import errno
 import json
 import os
 import random
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -221,9 +223,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a state": (lambda path: (path / "state.json").write_text("{"), "state.json not readable as JSON"),
     "an older form": (
         lambda path: store.write_json(path / "state.json", {"step": 7, "num_ranks": 1}),
-        "run: got",
+        "run: missing",
     ),
-    "another kind": (lambda path: edit_state(path, files=[1]), r"files: got '\[1\]'"),
+    "another kind": (lambda path: edit_state(path, files=[1]), r"files: got \[1\]; a mapping"),
     "no checksum": (lambda path: edit_state(path, files={"rank-0.safetensors": {}}), "None were written"),
     "other files": (lambda path: edit_state(path, files={"x": {}}), "files: got 1 for 1 ranks"),
     "num_ranks": (lambda path: edit_state(path, num_ranks=3), "files: got 1 for 3 ranks"),
@@ -373,6 +375,8 @@ def on_two_ranks(rank: int, world_size: int, directory: Path) -> list[Any]:
         checkpoint.save(run.checkpoints, trained, ranks, step=2, keep=2, writer=writer)
     except StoreError as error:
         found.append(str(error))
+    ranks.barrier()
+    found.append(sorted(os.listdir(run.checkpoints)))
     return found
 
 
@@ -380,8 +384,50 @@ def test_all_ranks_agree_on_what_is_sound_and_fail_together(tmp_path: Path) -> N
     first, second = run_ranks(on_two_ranks, 2, tmp_path / "run")
     assert first[:2] == [1, [10.0] * 3] and second[:2] == [1, [11.0] * 3]
     assert first[2] == second[2] and "cannot be written" in first[2], "and neither waits for the other"
+    assert first[3] == ["step-000001", "step-000002"], "and the other rank's shard goes at once"
     ((step, reason),) = told(RunDir(tmp_path / "run"), "checkpoint_damaged")
     assert step == 2 and reason.startswith("rank-1.safetensors does not have")
+
+
+@pytest.mark.parametrize("attempt_at", ["shard", "state", "final"])
+def test_what_a_failed_save_wrote_is_removed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, attempt_at: str
+) -> None:
+    """A full disk gets its space back at once, not at a resume that may never come."""
+    ranks, writer = make_ranks(torch.device("cpu"), {}), run.begin_attempt()
+
+    def fill_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        fill_disk()
+
+    save(run, OneTensor(1.0), 1, writer)
+    with pytest.raises(StoreError, match="No space left"):
+        if attempt_at == "final":
+            checkpoint.save_final(run.final_weights, ranks, write, writer)
+        elif attempt_at == "state":
+            monkeypatch.setattr(checkpoint.store, "write_json", fill_disk)
+            save(run, OneTensor(2.0), 2, writer)
+        else:
+            monkeypatch.setattr(checkpoint, "_synced", fill_disk)  # the shard is there
+            save(run, OneTensor(2.0), 2, writer)
+    assert os.listdir(run.checkpoints) == ["step-000001"]
+
+
+def test_checkpoints_of_a_shared_run_are_shared(run: RunDir) -> None:
+    writer = run.begin_attempt()
+    (run.path / "config.json").write_text("{}")
+    (run.path / "config.json").chmod(0o640)
+    before = os.umask(0o077)
+    try:
+        save(run, OneTensor(1.0), 1, writer)
+    finally:
+        os.umask(before)
+    folder = run.checkpoints / "step-000001"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o640}
 
 
 def flipped_runs(run: RunDir, rounds: int, seed: int) -> Iterator[tuple[str, int, int]]:

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ class Walk:
         self.place.copy_(state["place"])
 
 
-def train(run: RunDir) -> None:
+def train(run: RunDir, during: Callable[[int], object] = lambda step: None) -> None:
     """What abrun.train.loop does with the store, around a trainer that takes no time."""
     torch.manual_seed(0)
     walk, ranks, writer = Walk(), make_ranks(torch.device("cpu"), {}), run.begin_attempt()
@@ -57,6 +58,7 @@ def train(run: RunDir) -> None:
         for step in range(start + 1, NUM_STEPS + 1):
             writer.metrics(step, {"x": walk.step()})
             writer.heartbeat(step)
+            during(step)
             if step % 3 == 0:
                 writer.validation(step, prompts_sha256="p", rewards=[walk.step()], lengths=[step])
             if step % EVERY == 0:
@@ -173,3 +175,27 @@ def test_losses_of_power_at_every_call(
     for number in range(ROUNDS):
         seed = None if number < count else draw.getrandbits(32)
         check_power_loss(tmp_path / f"{number}", undisturbed, last=number % count + 1, seed=seed)
+
+
+@pytest.mark.parametrize("step", [1, 4, NUM_STEPS])
+@pytest.mark.parametrize("how", ["removed", "cut short", "replaced"])
+def test_rows_that_are_lost_while_a_run_writes_them_end_it_in_one_line(
+    tmp_path: Path, undisturbed: object, how: str, step: int
+) -> None:
+    run = RunDir(tmp_path / "run")
+    rows = run.path / "metrics.jsonl"
+
+    def spoil(at: int) -> None:
+        if at != step:
+            return
+        if how == "cut short":
+            os.truncate(rows, 7)
+        else:
+            rows.unlink()
+        if how == "replaced":
+            rows.write_text("no row\n")
+
+    with pytest.raises(StoreError, match=r"was removed, replaced or cut short .* continue with --resume"):
+        train(run, spoil)
+    assert run.state(RunName(arm="baseline", seed=0)).status == "failed"
+    ends_as(run, undisturbed, how)

@@ -37,6 +37,7 @@ COUNTERS = (
     r"|episodes_total|n_updates)"
 )
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # what a suggested margin is of the baseline
+SMALLEST = 1e-300  # level or climb that a margin is offered as a share of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +240,9 @@ def _plain(metric: str) -> Primary:
 def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, str]:
     """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
     climb = float(np.mean(climbs(sides.baselines, _plain(metric), last)))
-    if math.isfinite(climb) and climb > 0:
+    if math.isfinite(climb) and climb > SMALLEST:
         return _offered(SHARE_OF_CLIMB * climb, f"a tenth of the {climb:.3g} that the baseline learned")
-    if math.isfinite(level) and level:
+    if math.isfinite(level) and abs(level) > SMALLEST:
         return _offered(SHARE_OF_LEVEL * abs(level), "a twentieth of the baseline's level")
     return None, "the baseline is 0"
 

@@ -162,9 +162,9 @@ def _saving(arm: str, quantity: str, sides: Sides, measure: Callable[[RecordedRu
         num_runs=None if sides.paired else sides.sizes,
         baseline=float(np.exp(left.mean())),
         treatment=float(np.exp(right.mean())),
-        ratio=math.exp(mean),
+        ratio=float(np.exp(mean)),
         ratios=tuple(np.exp(ratios).tolist()),
-        ci95=None if reach is None else (math.exp(mean - reach), math.exp(mean + reach)),
+        ci95=None if reach is None else (float(np.exp(mean - reach)), float(np.exp(mean + reach))),
         log_error=error,
         freedom=freedom,
     )

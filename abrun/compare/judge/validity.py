@@ -165,7 +165,8 @@ def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedR
         yield f"{runs[0]}{more} failed ({failure}): {cost}; mend the cause and launch with --resume"
     for run in [*baselines, *treatments]:
         if run.status == "unreadable":
-            yield f"{run} cannot be read ({run.failure}): mend or remove what is damaged there"
+            advice = "" if run.forbidden else ": mend or remove what is damaged there"
+            yield f"{run} cannot be read ({run.failure}){advice}"
         elif not run.finished and run.status != "failed":
             state = "its directory is missing" if run.status == "missing" else run.status
             yield f"{run} is not finished ({state}): launch with --resume"

@@ -16,7 +16,7 @@ from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.errors import StoreError
 from abrun.store import read_json
 
-STAMP = ".report.json"  # in a report's folder: what it was drawn of, and the readings it was written for
+STAMP = ".report.json"  # in a report's folder: what was asked for, and the readings it was written for
 MAX_FOLDERS = 2000  # beside a report that are searched for stamps
 MAX_TESTS = 500
 MAX_BYTES = 4_000_000  # of a stamp

@@ -31,6 +31,7 @@ class RecordedRun:
     # unknown: the source does not say whether it finished
     status: Status | Literal["missing", "unreadable", "unknown"]
     failure: str = ""  # how it ended, where it failed; why it cannot be read
+    forbidden: bool = False  # unreadable for want of permission: nothing need be damaged
     identity: Mapping[str, Any] | None = (
         None  # arm, seed, rerun as its own files state them; None: they do not
     )

@@ -25,7 +25,7 @@ from abrun.plan import RunName, compare_hash
 from abrun.recipe import Compare
 from abrun.recipe.refusals import shortened
 from abrun.series import Series, Steps, window_bounds
-from abrun.store import decode, encode, file_lock, read_json, write_file
+from abrun.store import Environment, checked, decode, encode, file_lock, read_json, write_file
 
 ARM = "reference"
 _SCHEMA_VERSION = 1
@@ -256,12 +256,14 @@ def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> R
     if type(seed) is not int or type(rerun) is not int:
         raise ValueError(f"got seed {shortened(seed)}, rerun {shortened(rerun)}; both are whole numbers")
     metrics = {metric: _series(metric, one) for metric, one in row["metrics"].items()}
+    environment = {**content["environment"], **row["environment"]}
+    checked(Environment, environment, path)
     return RecordedRun(
         name=RunName(arm=ARM, seed=seed, rerun=rerun),
         place=str(path),
         status="finished",
         config={**content["config"], **row["config"]},
-        environment={**content["environment"], **row["environment"]},
+        environment=environment,
         metrics=metrics,
         thinned=True,
     )

@@ -20,6 +20,7 @@ from abrun.store import (
     RunDir,
     RunRecord,
     RunState,
+    UnreadableError,
     metrics_of,
     open_experiment,
     planned_runs,
@@ -76,8 +77,14 @@ def _load_run(run: RunDir, name: RunName, metrics: Mapping[str, Series] | StoreE
         with readable(run.path):
             return _read_run(run, name, metrics)
     except StoreError as error:
-        failure = shown(str(error))
-        return RecordedRun(name=name, place=str(run.path), status="unreadable", failure=failure, metrics={})
+        return RecordedRun(
+            name=name,
+            place=str(run.path),
+            status="unreadable",
+            failure=shown(str(error)),
+            forbidden=isinstance(error, UnreadableError),
+            metrics={},
+        )
 
 
 def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> RecordedRun:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +27,7 @@ MOST_NAMED = 3
 OF_COMPARE = "abrun compare takes the sd as measured"
 
 
+@np.errstate(all="ignore")
 def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = True) -> Spread | None:
     """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
@@ -168,7 +170,7 @@ def plan_report(
         if expected:
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
-            table.add_row(claim.metric, margin, *cells, _needed(expected, counted))
+            table.add_row(Text(claim.metric), margin, *cells, _needed(expected, counted))
     if powers:
         by_number = f"\nP(match) if the arms are truly equal, by number of {counted}"
         lines += [Text(by_number, style="bold"), table]

@@ -3,7 +3,6 @@
 Everything is a function of the content of the runs: the same runs give the same bytes, without dates.
 """
 
-import hashlib
 import io
 import multiprocessing
 import re
@@ -26,7 +25,7 @@ from abrun.extras import lacking
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.recipe import units
 from abrun.redaction import shown
-from abrun.store import can_fork, damage, fingerprint, read_json, write_file, write_json
+from abrun.store import can_fork, read_json, share_new_folder, write_file, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,9 +63,8 @@ def write_report(
 ) -> list[Path]:
     """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written.
 
-    The page and the figures take a second; where the last report there was of the same runs and claims, by
-    the same code, they are left as they are. The stamp keeps the `readings` of this report and of those that
-    were in its folder.
+    Every file is drawn from the runs: what already lies in the folder may be somebody else's. The stamp keeps
+    the `readings` of this report and of those that were in its folder.
     """
     if not formats:
         return []
@@ -74,24 +72,12 @@ def write_report(
     beside = context(experiment, content, command)
     files: list[Path] = []
     images = [form for form in FIGURES if form in formats]
-    drawn = {
-        "asked": experiment.asked_sha256,
-        "formats": sorted({"html", *images} & set(formats)),
-        "of": _fingerprint(experiment, content, beside),
-    }
-    stamp = output / STAMP
     try:
         output.mkdir(parents=True, exist_ok=True)
-        figures = _figures_of(stamp, drawn)
-        if figures is None:
-            kept = {*readings, *claim_tests_in(output)}
-            stamp.unlink(missing_ok=True)  # until everything is written
-            figures = _draw(experiment, content, beside, output, images, page="html" in formats)
-            made = [*figures, *([output / PAGE] if "html" in formats else [])]
-            prints = {path.name: fingerprint(path) for path in made}
-            written = {"figures": [path.name for path in figures], "files": prints}
-            history = sorted((one.as_json() for one in kept), key=str)
-            write_json(stamp, {**drawn, **written, "readings": history})
+        share_new_folder(output)
+        figures = _draw(experiment, content, beside, output, images, page="html" in formats)
+        history = sorted((test.as_json() for test in {*readings, *claim_tests_in(output)}), key=str)
+        write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
         if "json" in formats:
             files.append(output / "verdict.json")
             write_json(files[-1], content, mode=PUBLIC)
@@ -175,38 +161,6 @@ def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], l
         return result
 
     return wait
-
-
-def _fingerprint(experiment: Experiment, content: Content, beside: Context) -> str:
-    """Of all that the page and the figures show, and of the code that draws them."""
-    digest = hashlib.sha256(repr((content, beside)).encode("utf-8", "surrogatepass"))
-    for run in experiment.runs.values():
-        digest.update(f"{run} {run.status} {run.failure}".encode())
-        steps = None
-        for metric, series in run.metrics.items():
-            digest.update(metric.encode())
-            if series.steps is not steps:  # metrics of a run often share theirs
-                steps = series.steps
-                digest.update(steps.tobytes())
-            digest.update(series.values.tobytes())
-    for path in sorted(Path(__file__).parents[1].rglob("*")):
-        if path.suffix in (".py", ".js", ".css", ".html"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _figures_of(stamp: Path, drawn: Content) -> list[Path] | None:
-    """The figures of the last report, where it is of the same content and its files are as they were."""
-    try:
-        last = read_json(stamp)
-    except StoreError:
-        return None
-    prints, figures = last.pop("files", None), last.pop("figures", None)
-    last.pop("readings", None)
-    if last != drawn or not (isinstance(prints, dict) and isinstance(figures, list)):
-        return None
-    whole = all(damage(stamp.parent / name, recorded) is None for name, recorded in prints.items())
-    return [stamp.parent / name for name in figures] if whole and set(figures) <= set(prints) else None
 
 
 def _draw_claims(
@@ -453,12 +407,14 @@ def terminal_summary(
         columns = ["arm"] * several + claim_columns(content)
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in columns:
-            table.add_column(column, overflow="fold")
+            table.add_column(Text(shown(column)), overflow="fold")
         for one in content["primaries"]:
             table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + claim_cells(one)))
         parts += [table, Text("")]
     if content["descriptions"]:
-        table = Table(*_description_columns(content), box=None, header_style="bold", pad_edge=False)
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in _description_columns(content):
+            table.add_column(Text(shown(column)))
         for cells in _described_rows(content):
             table.add_row(*(Text(shown(cell)) for cell in cells))
         parts += [table, Text("")]

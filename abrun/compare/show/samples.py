@@ -25,7 +25,7 @@ def _parts(names: Sequence[str], pairs: Sequence[SideBySide]) -> Iterator["Rende
         yield Text(f"step {pair.step}: {_one_line(pair.prompt)}", style="bold")
         table = Table(box=None, pad_edge=False, expand=len(names) > 1)
         for name in names:
-            table.add_column(shown(name), overflow="fold", ratio=1)
+            table.add_column(Text(shown(name)), overflow="fold", ratio=1)
         both = (pair.left, pair.right)[: len(names)]
         table.add_row(*(Text("not kept" if one is None else _lines(one.text)) for one in both))
         table.add_row(*(Text("" if one is None else _facts(one), style="dim") for one in both))

@@ -5,6 +5,7 @@ fails is begun again with its pair, which goes on from the newest checkpoints; w
 node takes along does not count.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,8 +101,8 @@ def _job(export: Export, name: str, script: str, *, nodes: int, resources: dict[
     container: dict[str, Any] = {
         "name": "node",
         "image": settings.image,
-        "command": ["sh", "-ec", script.replace("$(", "$$(")],  # which is Kubernetes' own, in these fields
-        "env": [{"name": RECIPE, "value": export.recipe.replace("$(", "$$(")}],
+        "command": ["sh", "-ec", escaped(script)],
+        "env": [{"name": RECIPE, "value": escaped(export.recipe)}],
         "resources": resources,
         "volumeMounts": [
             {"name": "runs", "mountPath": settings.runs_dir},
@@ -133,6 +134,15 @@ def _job(export: Export, name: str, script: str, *, nodes: int, resources: dict[
             }
         },
     }
+
+
+def escaped(text: str) -> str:
+    """Return a text that Kubernetes expands to `text` in `command` and `env`, whatever variables there are.
+
+    Kubernetes reads `$(NAME)` and `$$`, and breaks a character that is not ASCII after `$`
+    (third_party/forked/golang/expansion/expand.go). `$` before anything else stays as it is.
+    """
+    return re.sub(r"\$\$+|\$(?=\(|[^\x00-\x7f])", lambda found: found[0] * 2, text)
 
 
 def _name(export: Export, file: str) -> str:

@@ -19,6 +19,7 @@ from abrun.launch.export.parts import RECIPE, recipe_in
 from abrun.launch.node import FAILED, agent_of
 from abrun.launch.slurm.jobs import WARM_START
 from abrun.plan import Plan, RunName, make_plan
+from abrun.processes.output import outlive_output
 from abrun.store import WARM_STARTS, Locked, RunDir
 
 WAIT_S = 300.0  # for another run that makes the directory, and for the file system to show it
@@ -99,4 +100,5 @@ def wait_for(run: RunDir) -> None:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -13,6 +13,7 @@ import yaml
 from abrun.errors import RecipeError
 from abrun.launch.slurm.jobs import WARM_START, pairs
 from abrun.plan import Plan
+from abrun.processes import MODULE
 from abrun.recipe import Declared, Exported, RunConfig, stored_recipe
 from abrun.redaction import shortened
 
@@ -59,12 +60,12 @@ class Export:
         settings: Exported = self.settings
         where = f'"{first}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
         grace_s = max(1.0, settings.save_s - AGENTS_FIRST_S)
-        module = [settings.python, "-m", "abrun.launch.export.member", self.directory, run]
+        module = [settings.python, *MODULE, "abrun.launch.export.member", self.directory, run]
         return self._script(f"{shlex.join(module)} {node} {where} {grace_s:g}")
 
     def compare(self) -> str:
         """The script that judges what there is by then."""
-        return self._script(shlex.join([self.settings.python, "-m", "abrun", "compare", self.directory]))
+        return self._script(shlex.join([self.settings.python, *MODULE, "abrun", "compare", self.directory]))
 
     def _script(self, command: str) -> str:
         return "\n".join([*self.settings.setup, f"exec {command}", ""])

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from abrun import store
-from abrun.errors import AbrunError, LaunchError
+from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
+from abrun.processes import MODULE
+from abrun.processes.output import outlive_output
 from abrun.recipe import Ray, stored_recipe, validated
-from abrun.store import Lease, Locked
+from abrun.store import Lease, Locked, open_log
 
 HANDOVER_S = 60.0  # that a job before this one may take to end
 
@@ -37,8 +39,8 @@ class Told(Printed):
 
     def say(self, line: str) -> None:
         super().say(line)
-        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=file)
+        with contextlib.suppress(OSError, StoreError), open_log(self._log) as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
 
 
 def main() -> int:
@@ -85,8 +87,9 @@ def _run(experiment_dir: Path, job: str, said: dict[str, Any]) -> int:
     finally:
         lease.close()
     if stopped_by is None and said.get("compare"):
-        with (experiment_dir / record.FOLDER / record.COMPARED).open("wb") as output:
-            argv = [sys.executable, "-m", "abrun", "compare", str(experiment_dir)]
+        with open_log(experiment_dir / record.FOLDER / record.COMPARED) as output:
+            output.truncate(0)
+            argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
     observer.say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
     return 0 if all(each.status == "finished" for each in queue.jobs) else 1
@@ -137,4 +140,5 @@ def _cluster() -> Any:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -30,6 +30,7 @@ from abrun.launch.engine import Place
 from abrun.launch.queue import Job
 from abrun.launch.ray.agent import NodeAgent
 from abrun.plan import Plan, pairs
+from abrun.processes import MODULE
 from abrun.recipe import Ray, RunConfig
 from abrun.store import RunDir, run_dir
 
@@ -313,7 +314,7 @@ class GangRun:
         grace_s = max(1.0, self.settings.save_s - AGENTS_FIRST_S)
         where = [str(self.run.path), f"{first[1]}:{first[2]}", str(grace_s), os.uname().nodename]
         for node in self.nodes:
-            argv = [python, "-m", "abrun.launch.node", *where, str(node.index)]
+            argv = [python, *MODULE, "abrun.launch.node", *where, str(node.index)]
             node.answer = node.actor.start.remote(argv, network, os.getcwd())
             node.started = True
 

@@ -16,7 +16,9 @@ from abrun.errors import LaunchError
 from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.plan import Plan
+from abrun.processes import MODULE
 from abrun.recipe import Ray
+from abrun.regular_files import read_tail
 from abrun.store import RunState
 
 ASK_EVERY_S = 2.0
@@ -91,7 +93,7 @@ def _submit(experiment_dir: Path, said: Mapping[str, Any], before: Mapping[str, 
 
 
 def _entrypoint(experiment_dir: Path, said: Mapping[str, Any]) -> str:
-    argv = [said["python"], "-m", "abrun.launch.ray.driver", str(experiment_dir), said["job"]]
+    argv = [said["python"], *MODULE, "abrun.launch.ray.driver", str(experiment_dir), said["job"]]
     return f"exec {shlex.join(argv)}"
 
 
@@ -176,7 +178,8 @@ class RayJobs:
         if not self._said.get("compare"):
             return None
         with contextlib.suppress(OSError):
-            return (self._experiment_dir / record.FOLDER / record.COMPARED).read_text(errors="replace")
+            log = self._experiment_dir / record.FOLDER / record.COMPARED
+            return read_tail(log).decode(errors="replace")
         return ""
 
     def _of_a_job(self, state: RunState, known: client.Known) -> RunState:

@@ -7,14 +7,56 @@ _ray/compare.log   what the comparison at the end has printed
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from abrun import store
-from abrun.errors import StoreError
 
 FOLDER = "_ray"  # of an experiment; no arm can be called so
 JOB, DRIVER, LOG, COMPARED = "job.json", "driver.json", "driver.log", "compare.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LastName:
+    """The fields of a job that was taken back, after which others are called."""
+
+    job: str = ""
+    name: str = ""
+    attempt: store.Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    restarts: store.Count
+    save_s: store.Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """The fields of a job that was submitted."""
+
+    job: str
+    name: str
+    attempt: store.Count
+    url: str
+    settings: _Settings
+    cwd: str
+    python: str
+    env: Mapping[str, str]
+    num_jobs: store.Count | None = None
+    compare: store.Flag = False
+    git: store.Git | None = None
+    cancelled: store.Flag = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Driver:
+    """The fields of the driver's word."""
+
+    job: str = ""
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    ended: str | None = None
 
 
 def write_job(experiment_dir: Path, content: Mapping[str, Any]) -> None:
@@ -24,10 +66,8 @@ def write_job(experiment_dir: Path, content: Mapping[str, Any]) -> None:
 def read_job(experiment_dir: Path) -> dict[str, Any]:
     """Empty where nothing was submitted. Raises StoreError where it does not read."""
     path = experiment_dir / FOLDER / JOB
-    content = store.read_json(path) if path.is_file() else {}
-    texts = all(isinstance(content.get(key, ""), str) for key in ("job", "url"))
-    if not (texts and isinstance(content.get("attempt", 0), int)):
-        raise StoreError(f"{path}: got another form than this abrun's; restore the file, or remove it")
+    content = store.read_json_or_empty(path)
+    store.checked(_Job if content.get("job") else _LastName, content, path)
     return content
 
 
@@ -39,5 +79,6 @@ def write_driver(experiment_dir: Path, job: str, waiting: Mapping[str, str], end
 def read_driver(experiment_dir: Path, job: str) -> dict[str, Any]:
     """What the driver of a job says; empty where it has said nothing yet."""
     path = experiment_dir / FOLDER / DRIVER
-    content = store.read_json(path) if path.is_file() else {}
-    return content if content.get("job") == job and isinstance(content.get("waiting"), dict) else {}
+    content = store.read_json_or_empty(path)
+    store.checked(_Driver, content, path)
+    return content if content.get("job") == job else {}

@@ -28,6 +28,8 @@ from abrun.launch.slurm.commands import release, slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
+from abrun.processes import MODULE
+from abrun.processes.output import outlive_output
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
 from abrun.store import Lease, RunDir
 
@@ -70,7 +72,7 @@ class StepEngine(LocalEngine):
         python = settings.python or ("python" if container else sys.executable)
         grace_s = max(1.0, grace_of(settings) - AGENTS_FIRST_S)
         where = [str(run.path), f"{_this_node()}:{free_port()}", str(grace_s), _this_node()]
-        return ["srun", *options, python, "-m", "abrun.launch.node", *where]
+        return ["srun", *options, python, *MODULE, "abrun.launch.node", *where]
 
     def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
         name = self._settings.interface
@@ -225,4 +227,5 @@ def _this_node() -> str:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -4,13 +4,15 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from abrun import store
-from abrun.errors import StoreError
 from abrun.plan import PlannedRun, pairs
+from abrun.processes import MODULE
 from abrun.recipe import RunConfig, Slurm
 
 FOLDER = "_slurm"  # of an experiment; no arm can be called so
@@ -87,7 +89,7 @@ def render(script: Script, experiment_dir: Path, settings: Slurm, *, at_once: in
         f"--output={_log(experiment_dir, script.name)}{'' if script.warm_start else '-%a'}.log",
     ]
     argv = [settings.python if settings.python and not settings.container else sys.executable]
-    argv += ["-m", "abrun.launch.slurm.allocation", str(experiment_dir)]
+    argv += [*MODULE, "abrun.launch.slurm.allocation", str(experiment_dir)]
     if script.warm_start:
         return _script(
             experiment_dir, script.name, options, settings, [f"exec {shlex.join([*argv, *script.tasks[0]])}"]
@@ -104,7 +106,7 @@ def render_compare(experiment_dir: Path, settings: Slurm) -> str:
     """The text of the job that compares the arms once all others have ended."""
     options = ["--nodes=1", "--ntasks=1", "--open-mode=append"]
     options.append(f"--output={_log(experiment_dir, 'compare')}.log")
-    argv = [sys.executable, "-m", "abrun", "compare", str(experiment_dir)]
+    argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
     return _script(experiment_dir, "compare", options, settings, [f"exec {shlex.join(argv)}"])
 
 
@@ -148,6 +150,23 @@ def script_path(experiment_dir: Path, name: str) -> str:
     return os.path.realpath(experiment_dir / FOLDER / f"{name}.sh")
 
 
+JobId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # which is no option of scancel
+Tasks = store.Items[store.Texts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Submitted:
+    """The fields of the record."""
+
+    jobs: Mapping[JobId, Tasks] = field(default_factory=dict)
+    submitting: Mapping[str, Tasks] = field(default_factory=dict)
+    compare: JobId | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    git: store.Git | None = None
+    user: str = ""
+    cancelled: store.Flag = False
+
+
 def write_record(experiment_dir: Path, content: Mapping[str, Any]) -> None:
     store.write_json(experiment_dir / FOLDER / RECORD, content)
 
@@ -159,9 +178,6 @@ def read_record(experiment_dir: Path) -> dict[str, Any]:
     Empty where nothing was submitted. Raises StoreError where it does not read.
     """
     path = experiment_dir / FOLDER / RECORD
-    content = store.read_json(path) if path.is_file() else {}
-    jobs = content.get("jobs", {})
-    listed = [*jobs.values()] if isinstance(jobs, dict) else [None]
-    if not all(isinstance(tasks, list) for tasks in listed):
-        raise StoreError(f"{path}: jobs: got another form than this abrun's; restore the file, or remove it")
+    content = store.read_json_or_empty(path)
+    store.checked(_Submitted, content, path)
     return content

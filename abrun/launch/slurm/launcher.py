@@ -18,6 +18,7 @@ from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan, pairs
 from abrun.processes import STARVED
 from abrun.recipe import Slurm, limit_s
+from abrun.regular_files import read_tail
 from abrun.store import RunDir, RunState
 
 ASK_EVERY_S = 5.0
@@ -268,7 +269,8 @@ class SlurmJobs:
         if not self._compare:
             return None
         with contextlib.suppress(OSError):
-            return (self._experiment_dir / jobs.FOLDER / "compare.log").read_text(errors="replace")
+            log = self._experiment_dir / jobs.FOLDER / "compare.log"
+            return read_tail(log).decode(errors="replace")
         return ""
 
     def _known(self) -> dict[tuple[str, int | None], commands.Task]:

@@ -25,13 +25,14 @@ from abrun.backends import Backend
 from abrun.errors import LaunchError
 from abrun.layout import engine_log
 from abrun.models import Text
-from abrun.processes import RUN_DIR, Awake, below, end_all, ending_of, oom_kills, start
+from abrun.processes import MODULE, RUN_DIR, Awake, below, end_all, ending_of, oom_kills, start
 from abrun.recipe import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.server import ALIVE, FAILED, Setup
 from abrun.rollout.vllm.starting import MOST_LINES, quoted
 from abrun.rollout.vllm.transfer import Transfer, chunks, described
+from abrun.store import open_log
 
 POLL_S = 1.0
 PATIENCE = 0.9  # of the time after which the run would count as hanging itself
@@ -196,10 +197,10 @@ class Process:
             "WORLD_SIZE": str(size),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         }
-        with theirs, self._log.open("ab") as log:
+        with theirs, open_log(self._log) as log:
             self._printed_before = log.tell()
             self._process = start(
-                [sys.executable, "-u", "-m", "abrun.rollout.vllm.server", str(theirs.fileno())],
+                [sys.executable, "-u", *MODULE, "abrun.rollout.vllm.server", str(theirs.fileno())],
                 {**os.environ, **variables},
                 dies_by=signal.SIGKILL,
                 pass_fds=(theirs.fileno(),),

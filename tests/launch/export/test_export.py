@@ -4,18 +4,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from abrun import cli, store
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.export import command as exporting
-from abrun.launch.export import export, member
+from abrun.launch.export import export, jobset, member
 from abrun.launch.export.parts import RECIPE, Export, dns_label, recipe_in
 from abrun.launch.export.schema import refuse_invalid
 from abrun.plan import make_plan
@@ -61,7 +63,7 @@ def test_a_pair_is_a_jobset_whose_arms_have_pods_that_know_their_first_one(tmp_p
         first = f"small-pair-seed-0-{arm}-0-0.small-pair-seed-0:29400"
         run = f"/runs/small {arm}/seed-0"
         assert container["command"][2] == (
-            f'exec python -m abrun.launch.export.member {run} "$JOB_COMPLETION_INDEX" "{first}" 110\n'
+            f'exec python -P -m abrun.launch.export.member {run} "$JOB_COMPLETION_INDEX" "{first}" 110\n'
         )
         volumes = {volume["name"]: volume for volume in job["template"]["spec"]["volumes"]}
         assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "rl"}
@@ -71,6 +73,68 @@ def test_a_pair_is_a_jobset_whose_arms_have_pods_that_know_their_first_one(tmp_p
     (warm,) = jobs_of(found["warm-start-0"]).values()
     assert " warm-start/" in container_of(warm)["command"][2]
     assert found["compare"]["spec"]["failurePolicy"]["maxRestarts"] == 0
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Expand as Kubernetes does, byte by byte: third_party/forked/golang/expansion/expand.go."""
+    content, result, at = text.encode(), bytearray(), 0
+    while at < len(content):
+        following = content[at + 1 : at + 2]
+        closer = content.find(b")", at + 2)
+        if content[at : at + 1] != b"$" or not following:
+            result += content[at : at + 1]
+            at += 1
+        elif following == b"$":
+            result += b"$"
+            at += 2
+        elif following == b"(" and closer >= 0:
+            name = content[at + 2 : closer].decode(errors="replace")
+            result += variables.get(name, f"$({name})").encode()
+            at = closer + 1
+        else:  # Go's string(byte) is the character of that number
+            result += b"$" + chr(following[0]).encode()
+            at += 2
+    return result.decode(errors="replace")
+
+
+@given(
+    st.text(st.sampled_from('$$$$(()){} aNAME\n"é\u2028😀')) | st.text(),
+    st.dictionaries(st.text("aNAME"), st.text(), max_size=3) | st.just({"": "x", "A": "$(a)"}),
+)
+def test_kubernetes_expands_an_escaped_text_to_itself(text: str, variables: dict[str, str]) -> None:
+    assert expanded(jobset.escaped(text), variables) == text
+
+
+def test_dollars_of_a_recipe_arrive_in_a_pod(tmp_path: Path) -> None:
+    setup = ["echo $$ $HOME $(hostname) $$$$(id) $é > /tmp/pid", "cost=5$"]
+    argv = ["sh", "-c", "kill -0 $$ && echo $(date) $$$$(id) {label} $"]
+    content = {
+        "name": "dollars",
+        "launcher": {"type": "jobset", "image": "x", "claim": "y", "setup": setup},
+        "trainer": {
+            "type": "command",
+            "argv": argv,
+            "env": {"MARK": "$$(NAME)$"},
+            "parameters": {"label": "a"},
+            "metrics": {"format": "jsonl", "path": "{run_dir}/out.jsonl"},
+        },
+        "steps": 3,
+        "arms": {"baseline": {}, "treatment": {"trainer.parameters.label": "$$b"}},
+        "seeds": [0],
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(content))
+    plan = make_plan(load_recipe(tmp_path / "r.yaml"))
+    export(plan, "jobset", tmp_path / "k", "dollars")
+    document = yaml.safe_load((tmp_path / "k" / "pair-seed-0.yaml").read_text())
+    variables = {"NAME": "wrong", "hostname": "wrong", "id": "wrong", "date": "wrong"}
+    for job in jobs_of(document).values():
+        container = container_of(job)
+        script = expanded(container["command"][2], variables)
+        assert script.splitlines()[:2] == setup and '"$JOB_COMPLETION_INDEX"' in script
+        assert recipe_in(expanded(container["env"][0]["value"], variables)) == plan.recipe
+    export(plan, "skypilot", tmp_path / "s", "dollars")  # which expands nothing
+    document = yaml.safe_load((tmp_path / "s" / "run-baseline-seed-0.yaml").read_text())
+    assert recipe_in(document["envs"][RECIPE]) == plan.recipe
 
 
 def test_what_is_written_is_said_to_be_checked_and_never_launched(

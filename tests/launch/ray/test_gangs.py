@@ -201,7 +201,8 @@ def test_nodes_meet_at_the_first_and_what_they_print_is_in_the_log(cluster: Any,
     first, second = cluster.actors
     for number, actor in enumerate((first, second)):
         (asked,) = [asked for asked in actor.asked if asked[0] == "start"]
-        assert asked[1][1:5] == ["-m", "abrun.launch.node", str(launch.jobs[0].run.path), "10.0.0.1:4000"]
+        run_dir = str(launch.jobs[0].run.path)
+        assert asked[1][1:6] == ["-P", "-m", "abrun.launch.node", run_dir, "10.0.0.1:4000"]
         assert asked[1][-1] == str(number)
     second.answers["poll"] = (2, b"error: rank 1 of 2 (on n2): killed by SIGKILL\n")
     first.answers["poll"] = (1, b"")

@@ -114,7 +114,7 @@ def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pyt
     experiment_dir = submit(planned("launcher={type: ray, save_s: 60, env: {HF_HOME: /models}}"), tmp_path)
     ((job, entrypoint, runtime_env),) = ray.submitted
     assert job.startswith("small-") and job.endswith("-a1") and jobs_of(experiment_dir).busy == [job]
-    assert entrypoint == f"exec {sys.executable} -m abrun.launch.ray.driver {experiment_dir} {job}"
+    assert entrypoint == f"exec {sys.executable} -P -m abrun.launch.ray.driver {experiment_dir} {job}"
     assert runtime_env == {
         "env_vars": {
             "PYTHONPATH": f"{Path.cwd()}/here",

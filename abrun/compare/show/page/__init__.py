@@ -8,7 +8,7 @@ import base64
 import hashlib
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from string import Template
@@ -21,11 +21,14 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.context import Context
 from abrun.compare.show.page import charts
 from abrun.compare.show.panels import memory_peaks
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # in one scope
 MOST_VALUES = 600_000  # of all charts: some 6 MB
+MAX_BYTES = 8_000_000  # of all charts with their seeds; where they take more, most are drawn as means alone
+MAX_SHORTENED_BYTES = 4_000_000  # of all charts then, a quarter of it with seeds
+MAX_NAMED = 20  # metrics whose curves are left out
 LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
@@ -48,11 +51,23 @@ def render_page(experiment: Experiment, content: Mapping[str, Any], beside: Cont
 
 
 def _data_blocks(experiment: Experiment, content: Mapping[str, Any], beside: Context | None) -> list[str]:
-    """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
+    """The verdict in one block, and a block a metric, which the page reads when it draws the chart.
+
+    Metrics whose charts would make the page too large share a block, as means alone.
+    """
     claims = content.get("primaries", [])
-    recorded = experiment.metrics()
-    claimed = [metric for metric in dict.fromkeys(one["metric"] for one in claims) if metric in recorded]
-    others = [metric for metric in recorded if metric not in claimed]
+    recorded = dict.fromkeys(experiment.metrics())
+    claimed = {claim["metric"]: None for claim in claims if claim["metric"] in recorded}
+    metrics = [*(claimed | recorded)]
+    blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
+    means: list[bytes] = []
+    axes = charts.Axes()
+    if len(blocks) < len(metrics):
+        known = {metric.key: None for metric in METRICS if metric.key in recorded}
+        metrics = [*(claimed | known | recorded)]
+        blocks = _chart_blocks(experiment, claims, [*(claimed | known)], MAX_SHORTENED_BYTES // 4)
+        means = _means(experiment, metrics[len(blocks) :], axes, MAX_SHORTENED_BYTES - sum(map(len, blocks)))
+    drawn = len(blocks) + len(means)
     peaks = memory_peaks(experiment)
     report = {
         "content": content,
@@ -67,23 +82,57 @@ def _data_blocks(experiment: Experiment, content: Mapping[str, Any], beside: Con
             }
             for run in experiment.runs.values()
         ],
-        "metrics": [*claimed, *others],
-        "num_claimed": len(claimed),
-        "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in recorded else None,
+        "metrics": metrics[:drawn],
+        "num_claimed": min(len(claimed), drawn),
+        "left_out": {"count": len(metrics) - drawn, "names": metrics[drawn:][:MAX_NAMED]},
+        "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in metrics[:drawn] else None,
         "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,
         "memory": peaks and asdict(peaks),
         "beside": beside and asdict(beside),
     }
-    blocks = [_block("report", report)]
-    most_values = min(charts.MOST_VALUES, MOST_VALUES // max(1, len(recorded)))
-    for index, metric in enumerate([*claimed, *others]):
-        of_metric = [one for one in claims if one["metric"] == metric]
-        blocks.append(_block(f"chart-{index}", charts.chart(experiment, metric, of_metric, most_values)))
+    shared = {"first": len(blocks), "axes": axes.axes}
+    lines = b",".join([*means])
+    return [
+        _script("report", _json(report)),
+        *blocks,
+        *([_script("means", _json(shared)[:-1] + b',"charts":[' + lines + b"]}")] if means else []),
+    ]
+
+
+def _chart_blocks(
+    experiment: Experiment, claims: Sequence[Mapping[str, Any]], metrics: Sequence[str], max_bytes: int
+) -> list[str]:
+    """Return the charts of the first metrics, as many as `max_bytes` hold."""
+    blocks: list[str] = []
+    most_values = min(charts.MOST_VALUES, MOST_VALUES // max(1, len(metrics)))
+    for index, metric in enumerate(metrics):
+        about = [claim for claim in claims if claim["metric"] == metric]
+        chart = _json(charts.chart(experiment, metric, about, most_values))
+        max_bytes -= len(chart)
+        if max_bytes < 0:
+            break
+        blocks.append(_script(f"chart-{index}", chart))
     return blocks
 
 
-def _block(name: str, data: Any) -> str:
-    text = orjson.dumps(_plain(data), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+def _means(experiment: Experiment, metrics: Sequence[str], axes: charts.Axes, max_bytes: int) -> list[bytes]:
+    """Return the means of the first metrics, as many as `max_bytes` hold."""
+    means: list[bytes] = []
+    for metric in metrics:
+        chart = _json(charts.means(experiment, metric, axes))
+        max_bytes -= len(chart)
+        if max_bytes < 0:
+            break
+        means.append(chart)
+    return means
+
+
+def _json(data: Any) -> bytes:
+    return orjson.dumps(_plain(data), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _script(name: str, data: bytes) -> str:
+    text = data.decode()
     for character, escape in _ESCAPED.items():
         text = text.replace(character, escape)
     return f'<script type="application/json" id="{name}">{text}</script>'

@@ -1111,7 +1111,13 @@ function others() {
       el("span", { class: "actions" }, button("Open all", open(true)), button("Close all", open(false))),
     ),
     ...items,
+    report.left_out.count ? el("p", { class: "muted" }, leftOut(report.left_out)) : null,
   );
+}
+
+function leftOut({ count: num, names }) {
+  const more = num > names.length ? `, and ${grouped(num - names.length)} more` : "";
+  return `Left out, to keep this page small: the curves of ${names.join(", ")}${more}. They are in the runs\u2019 own logs; a claim on a metric (--primary) draws it here.`;
 }
 
 // --- the bar at the top, theme, print ---

@@ -24,4 +24,4 @@ tasks=(
   'baseline/seed-1 treatment/seed-1'  # 1
 )
 read -ra runs <<< "${tasks[$SLURM_ARRAY_TASK_ID]}"
-exec /venv/bin/python -m abrun.launch.slurm.allocation /runs/small "${runs[@]}"
+exec /venv/bin/python -P -m abrun.launch.slurm.allocation /runs/small "${runs[@]}"

@@ -23,4 +23,4 @@ tasks=(
   baseline/seed-0-aa1  # 0
 )
 read -ra runs <<< "${tasks[$SLURM_ARRAY_TASK_ID]}"
-exec /venv/bin/python -m abrun.launch.slurm.allocation /runs/small "${runs[@]}"
+exec /venv/bin/python -P -m abrun.launch.slurm.allocation /runs/small "${runs[@]}"

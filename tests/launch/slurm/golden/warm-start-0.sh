@@ -17,4 +17,4 @@
 
 cd /home/me || exit
 module load cuda
-exec /venv/bin/python -m abrun.launch.slurm.allocation /runs/small warm-start/KEY
+exec /venv/bin/python -P -m abrun.launch.slurm.allocation /runs/small warm-start/KEY
