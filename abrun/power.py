@@ -25,6 +25,7 @@ from abrun.equivalence import (
     tost_power,
 )
 from abrun.recipe import Compare, Primary
+from abrun.regular_files import MAX_FILE_BYTES, read_regular
 from abrun.sigmas import Law, sigma_lower_bound, sigma_matches, sigma_pairs_needed, sigma_power
 
 ASSURANCE = 0.8  # how often the planned power is reached, where a pilot measured the sd
@@ -157,8 +158,8 @@ def _margin(claim: Primary, compare: Compare, spread: Spread | None) -> float | 
 def _share_of_sigma(reference: str | None) -> float | None:
     """What the lower bound of a reference's sigma is of it, by its seeds; None: there is no such file."""
     try:
-        runs = json.loads(Path(reference or "").expanduser().read_text())["runs"]
+        runs = json.loads(read_regular(Path(reference or "").expanduser(), MAX_FILE_BYTES))["runs"]
         num_seeds = len({run["seed"] for run in runs})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # a launch refuses it, and says why
     return sigma_lower_bound(1.0, num_seeds) if num_seeds > 1 else None

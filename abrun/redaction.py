@@ -6,6 +6,7 @@ known shape. Other values are recognised only by a name that says what they are 
 """
 
 import base64
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -82,6 +83,7 @@ MOST_TOLD = 2000  # characters of a message
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # to a variable of the launcher's environment
 _FILLED_IN_LATER = re.compile(r"\$?\{+[^{}]*\}+|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*|`[^`]*`")
 MIN_HIDDEN = 4  # characters of a value that is masked wherever it stands: shorter ones stand in any text
+MIN_WORD = 8  # letters of a word that is masked: shorter ones (`train`, `test`) stand in names of metrics
 MAX_FORM = 4096  # characters of one text that is looked for
 
 
@@ -89,7 +91,8 @@ class Mask:
     """The values of variables, which no text may repeat: each is replaced by a reference, `${NAME}`.
 
     Also as they are in URLs, in base64, in quoted text, and line by line. Values that many texts hold by
-    chance are left: of fewer than 4 characters, numbers of fewer than 6, truth values, and paths that exist.
+    chance are left: of fewer than 4 characters, numbers of fewer than 6, words in small letters of fewer than
+    8, truth values, and paths that exist.
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:
@@ -99,8 +102,10 @@ class Mask:
                 self._names.setdefault(form, name)
         forms = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, forms))) if forms else None
-        self._forms = [form.encode("utf-8", "surrogateescape") for form in forms]
-        self._bytes_pattern = re.compile(b"|".join(map(re.escape, self._forms))) if forms else None
+        in_bytes = [form.encode("utf-8", "surrogateescape") for form in forms]
+        self._bytes_pattern = re.compile(b"|".join(map(re.escape, in_bytes))) if forms else None
+        self._sorted_forms = sorted(in_bytes)
+        self._longest = max(map(len, in_bytes), default=0)
 
     def hide(self, text: str) -> str:
         """Return `text` with each value replaced by its reference."""
@@ -123,10 +128,10 @@ class Mask:
 
     def _start_of_partial(self, content: bytes, start: int) -> int:
         """Return where the longest end of `content` that a value begins with starts."""
-        longest = max(map(len, self._forms))
-        for begin in range(max(start, len(content) - longest + 1), len(content)):
+        for begin in range(max(start, len(content) - self._longest + 1), len(content)):
             end = content[begin:]
-            if any(len(form) > len(end) and form.startswith(end) for form in self._forms):
+            following = bisect.bisect_right(self._sorted_forms, end)  # longer forms that begin with it
+            if any(form.startswith(end) for form in self._sorted_forms[following : following + 1]):
                 return begin
         return len(content)
 
@@ -159,6 +164,8 @@ def _in_base64(value: str) -> Iterator[str]:
 def _is_common(value: str) -> bool:
     """Return whether texts hold a value for other reasons than that they give it away."""
     if len(value) < MIN_HIDDEN or (value.isdecimal() and len(value) < 6):
+        return True
+    if len(value) < MIN_WORD and value.isalpha() and value.islower():
         return True
     with contextlib.suppress(OSError, RuntimeError):
         if value in os.getcwd() or value in str(Path.home()):

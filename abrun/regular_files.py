@@ -27,7 +27,9 @@ def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
         if max_bytes is None:
             return file.read()
         size = os.fstat(file.fileno()).st_size  # a file that claims to be huge is not begun
-        content = b"" if size > max_bytes else file.read(max_bytes + 1)
+        content = b"" if size > max_bytes else file.read(size + 1)
+        if size < len(content):  # it grows, or its system tells no size
+            content += file.read(max(0, max_bytes + 1 - len(content)))
     if max(size, len(content)) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
     return content

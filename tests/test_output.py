@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -284,6 +286,28 @@ def test_a_descriptor_that_does_not_block_loses_nothing() -> None:
             output.write("x" * 300_000 + "\n")
         os.close(writing)
         assert reader.communicate()[0] == "300001\n"
+
+
+def test_a_fork_while_another_thread_prints_leaves_the_child_able_to(tmp_path: Path) -> None:
+    path = tmp_path / "printed"
+    with path.open("w") as file, ThreadPoolExecutor() as threads:
+        stream, held, forked = UnfailingOutput(file), threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with stream._lock:
+                held.set()
+                forked.wait()
+
+        threads.submit(hold)
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            stream.write("of the child\n")
+            os._exit(0)
+        forked.set()
+        assert os.waitpid(child, 0)[1] == 0
+    assert path.read_text() == "of the child\n"
 
 
 def test_text_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:

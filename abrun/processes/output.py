@@ -7,6 +7,7 @@ import select
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
@@ -31,6 +32,11 @@ class UnfailingOutput:
         self._unwritten = bytearray()
         self._paused = False
         self._terminal: int | None = None
+        self._renew_lock()
+        _streams.add(self)
+
+    def _renew_lock(self) -> None:
+        """Make the lock anew: a thread that held it at a fork is not there to release it in the child."""
         self._lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -105,6 +111,17 @@ class UnfailingOutput:
             if name:
                 reason = getattr(error, "strerror", None) or error
                 print(f"abrun: {name}: {reason}; going on without it", file=sys.stderr)
+
+
+_streams = weakref.WeakSet[UnfailingOutput]()
+
+
+def _renew_locks() -> None:
+    for stream in list(_streams):
+        stream._renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _is_file(stream: TextIO) -> bool:

@@ -93,10 +93,7 @@ def closed_folders(runs_dir: Path) -> list[UnreadableError]:
 
 def experiments_in(runs_dir: Path) -> list[Path]:
     """The directories of all experiments, by name."""
-    names: list[str] = []
-    with contextlib.suppress(OSError), os.scandir(runs_dir) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir())
-    return [runs_dir / name for name in names if os.path.lexists(f"{runs_dir}/{name}/{EXPERIMENT}")]
+    return sorted(path.parent for path in runs_dir.glob(f"*/{EXPERIMENT}"))
 
 
 def open_experiment(experiment_dir: Path) -> dict[str, Any]:

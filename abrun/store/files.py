@@ -299,9 +299,11 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
 def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
     with readable(path):
-        if path.exists() and not path.is_file():
+        if path.is_file():
+            return read_json(path, max_bytes)
+        if path.exists():
             raise StoreError(f"{path}: not a file: move it away")
-        return read_json(path, max_bytes) if path.is_file() else {}
+        return {}
 
 
 def read_as(kind: type[T], path: Path, max_bytes: int = MAX_FILE_BYTES) -> T:

@@ -266,7 +266,7 @@ class LineReader:
             raise read_error(self.path, error) from None
         whole = {start: line for start, line in sorted(found.items()) if line.endswith(b"\n")}
         self._offset = max((start + len(line) for start, line in whole.items()), default=0)
-        return [self._parse(line, f"byte {start}") for start, line in whole.items() if line.strip()]
+        return [self._parse(line[:-1], f"byte {start}") for start, line in whole.items() if line.strip()]
 
     def _parse(self, line: bytes, place: str) -> dict[str, Any]:
         try:

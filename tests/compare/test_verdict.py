@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from abrun import store
 from abrun.compare.judge.verdict import EXIT_CODES, worst
 from abrun.errors import ComparisonError
 from abrun.recipe import Primary
@@ -251,6 +252,21 @@ def test_invalid_comes_before_mismatch(simulated, judged):
     fail(experiment_dir / "baseline/seed-1", after_steps=5)
     fail(experiment_dir / "treatment/seed-2", after_steps=5)
     invalid(judged(experiment_dir))
+
+
+def test_a_value_that_changed_on_the_disk_is_damage(simulated, judged):
+    path = simulated() / "baseline/seed-0/metrics.jsonl"
+    rows = store.read_lines(path)
+    path.unlink()
+    writer = store.LineWriter(path)
+    for row in rows:
+        writer.write(row)
+    writer.close()
+    assert "cannot be read" not in str(judged(path.parents[2]).content.reasons)
+    content = bytearray(path.read_bytes())
+    content[content.index(b'"train/reward": 0.') + len(b'"train/reward": 0.')] ^= 1
+    path.write_bytes(content)
+    invalid(judged(path.parents[2]), "baseline/seed-0 cannot be read", "line 1: ", "match its checksum")
 
 
 def test_a_torn_last_line_of_a_finished_run_is_damage_and_a_missing_one_shortens_the_grid(simulated, judged):

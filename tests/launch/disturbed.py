@@ -79,8 +79,7 @@ def run(experiment_dir: Path, arm: str = "baseline") -> RunDir:
 
 def rows(experiment_dir: Path, arm: str) -> dict[int, dict[str, Any]]:
     """Of each step the last attempt's row, without what is measured rather than computed."""
-    lines = (run(experiment_dir, arm).path / "metrics.jsonl").read_text().splitlines()
-    found = {row["step"]: row for row in map(json.loads, filter(str.strip, lines))}
+    found = {row["step"]: row for row in run(experiment_dir, arm).rows().read()}
     return {
         step: {
             key: value

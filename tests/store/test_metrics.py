@@ -131,6 +131,14 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, num_rows: int) -> None:
         assert run.missing_steps(num_rows) is not None
 
 
+def test_skimming_notices_another_value(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace("-0.28", "-0.29"))
+    with pytest.raises(StoreError, match=r"byte \d+: .* the line does not match its checksum"):
+        run.rows().skim(2)
+
+
 def test_checksums_are_no_part_of_a_row(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, 3)
     path = tmp_path / "metrics.jsonl"

@@ -426,7 +426,12 @@ def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "bad", [b'{"step": 2, "at', b"\xef\xbb\xbf{}", b'{"step": 2, "x": "y"}', b'{"step": 2, "x": [1]}', b"[]"]
+    "bad",
+    [
+        *(b'{"step": 2, "at', b"\xef\xbb\xbf{}", b'{"step": 2, "x": "y"}', b'{"step": 2, "x": [1]}', b"[]"),
+        b'{"step": 2, "attempt": 1, "x": 2.0}',  # without its checksum
+        b'{"step": 2, "attempt": 1, "x": 6.0, "crc32": "2ef28bf0"}',  # not with its own
+    ],
 )
 def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Path, bad: bytes) -> None:
     """Nobody has to edit a file by hand; those who follow it lose no place."""
