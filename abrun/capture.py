@@ -17,11 +17,10 @@ class BytesMask(Protocol):
 
 @contextlib.contextmanager
 def capped(log: Path, most_bytes: int, mask: BytesMask) -> Iterator[None]:
-    """Where stdout goes into `log`, it and stderr go there through this process.
+    """Pass stdout and stderr through this process, which masks secrets, if stdout goes into `log`.
 
-    It masks secrets, and cuts out the middle.
-
-    Elsewhere, as on a terminal, nothing changes. A disk that is full loses lines, but blocks nobody.
+    The log keeps its head and its tail, `most_bytes` in all. If stdout goes elsewhere, as to a terminal,
+    nothing changes. A full disk loses lines, but blocks nobody.
     """
     log_file = _opened_output(log)
     if log_file is None:

@@ -21,17 +21,17 @@ def open_regular(path: Path) -> io.BufferedReader:
     return open(file, "rb")
 
 
-def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
-    """What is in a file. Raises OSError like open_regular, and for one that is larger than it may be."""
+def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
+    """Return what a file holds. Raises OSError like open_regular, and for more than `max_bytes`."""
     with open_regular(path) as file:
-        if most_bytes is None:
+        if max_bytes is None:
             return file.read()
         size = os.fstat(file.fileno()).st_size  # a file that claims to be huge is not begun
-        content = b"" if size > most_bytes else file.read(size + 1)
+        content = b"" if size > max_bytes else file.read(size + 1)
         if size < len(content):  # it grows, or its system tells no size
-            content += file.read(max(0, most_bytes + 1 - len(content)))
-    if max(size, len(content)) > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
+            content += file.read(max(0, max_bytes + 1 - len(content)))
+    if max(size, len(content)) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
     return content
 
 

@@ -54,7 +54,7 @@ def _run() -> int:
 
             if not is_allowed(error.filename, os.R_OK):
                 return complain(str(unreadable(Path(error.filename))))
-        where = error.filename or "what is written to, perhaps the standard output"
+        where = error.filename or "a file, perhaps standard output"
         return complain(f"{where}: {error.strerror or error}")
 
 

@@ -126,10 +126,10 @@ def _ids(processes: set[Process]) -> str:
 
 
 def incomplete(job: Job) -> str | None:
-    """What of its metrics a finished run has lost; of a command, which may log what it likes, the end."""
-    if isinstance(job.config, OwnRunConfig):
-        return job.run.missing_steps(job.config.steps)
-    with contextlib.suppress(StoreError):  # a damaged result.json, which the comparison names
+    """Return what a finished run lacks of its metrics; of a command, which may log any steps, the end."""
+    with contextlib.suppress(StoreError):  # a damaged file, which the comparison names
+        if isinstance(job.config, OwnRunConfig):
+            return job.run.missing_steps(job.config.steps)
         return job.run.missing_last_step()
 
 

@@ -30,7 +30,6 @@ from abrun.store.access import (
     read_error,
     share_new_file,
     share_new_folder,
-    unreadable,
 )
 from abrun.store.owner import Owner
 from abrun.store.schemas import T, checked
@@ -53,6 +52,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, d
 
 
 def json_text(content: Mapping[str, Any]) -> bytes:
+    """Return the text of a JSON file, NaN and Inf as text."""
     return (json.dumps(encode(content), indent=1, allow_nan=False) + "\n").encode()
 
 
@@ -143,7 +143,7 @@ def _is_abandoned(partial: Path) -> bool:
 
 
 def write_all(file: int, content: bytes) -> None:
-    """`os.write`, which may take less than it is given, until all is written."""
+    """Call `os.write`, which may take less than it is given, until all is written."""
     left = memoryview(content)
     while left:
         written = os.write(file, left)
@@ -279,16 +279,14 @@ def damage(path: Path, recorded: Any) -> str | None:
 
 
 def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """A JSON file of the store. Raises StoreError where it is missing, too large or not a JSON object."""
+    """Read a JSON file of the store. Raises StoreError if it is missing, too large or not a JSON object."""
     try:
         text = read_regular(path, max_bytes)
         content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise StoreError(f"{path}: no such file; is this a run directory of abrun?") from None
-    except PermissionError:
-        raise unreadable(path) from None
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise read_error(path, error) from None
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):

@@ -521,6 +521,8 @@ def test_a_margin_changed_in_the_file_is_post_hoc(simulated, judged):
 def test_a_mistyped_metric_is_refused_with_the_likely_one(simulated, judged):
     with pytest.raises(ComparisonError, match=r"got metric 'train/rewrad'.*did you mean 'train/reward'"):
         judged(simulated(), primaries=[Primary(metric="train/rewrad", margin=0.1)])
+    with pytest.raises(ComparisonError, match=r"got metric 'zzz', which no run recorded; recorded are: '"):
+        judged(simulated(), primaries=[Primary(metric="zzz", margin=0.1)])
 
 
 def test_a_window_without_steps_is_refused(simulated, judged):

@@ -21,6 +21,7 @@ from abrun.errors import LaunchError, StoreError
 from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome, earlier, queue, supervisor
 from abrun.launch.command import environment
+from abrun.launch.experiment import owned_experiment
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Process, processes_of
 from abrun.recipe import load_recipe, stored_run
@@ -35,6 +36,19 @@ SLOW = pytest.mark.slow
 
 def plan_of(*overrides: str) -> Plan:
     return make_plan(load_recipe(SMALL, overrides))
+
+
+@pytest.mark.parametrize("name", ["environment.json", "result.json"])
+def test_a_damaged_file_of_a_finished_run_ends_no_resume(tmp_path: Path, name: str) -> None:
+    plan = plan_of()
+    with owned_experiment(plan, tmp_path / "small", resume=False):
+        job = queue.Queue(plan, tmp_path / "small").jobs[0]
+    writer = job.run.begin_attempt()
+    for step in range(1, job.config.steps + 1):
+        writer.metrics(step, {"train/reward": 1.0})
+    writer.finish(job.config.steps)
+    (job.run.path / name).write_text("{")
+    assert queue.Queue(plan, tmp_path / "small").jobs[0].status == "finished"
 
 
 def launch(

@@ -83,7 +83,7 @@ def test_a_file_and_its_texts_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     run = RunDir(make_run(tmp_path / "run", run_config()))
     writer = run.begin_attempt()
     one = Sample(prompt="p", text="t", reward=1.0, logprob_error=0.0, num_tokens=1, truncated=False)
-    monkeypatch.setattr("abrun.store.writer.MOST_BYTES", 150)
+    monkeypatch.setattr("abrun.store.writer.MOST_BYTES", 200)
     for step in range(1, 9):
         writer.samples(step, [one])
     assert list(run.samples()) == [1, 2]

@@ -365,6 +365,7 @@ def claims_on_recorded(experiment: Experiment, primaries: Sequence[Primary]) -> 
                     f"--primary: got metric {primary.metric!r}, which no run recorded as numbers: {unread[0]}"
                 )
             close = difflib.get_close_matches(primary.metric, known, n=1)
-            hint = f"did you mean {close[0]!r}? " * bool(close) + f"recorded are: {listed(list(known), 12)}"
+            meant = "".join(f"did you mean {name!r}? " for name in close)
+            hint = f"{meant}recorded are: {listed(list(known), 12)}"
             raise ComparisonError(f"--primary: got metric {primary.metric!r}, which no run recorded; {hint}")
     return found

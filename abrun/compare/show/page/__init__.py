@@ -91,11 +91,10 @@ def _data_blocks(experiment: Experiment, content: Mapping[str, Any], beside: Con
         "beside": beside and asdict(beside),
     }
     shared = {"first": len(blocks), "axes": axes.axes}
-    lines = b",".join([*means])
     return [
         _script("report", _json(report)),
         *blocks,
-        *([_script("means", _json(shared)[:-1] + b',"charts":[' + lines + b"]}")] if means else []),
+        *([_script("means", b'%s,"charts":[%s]}' % (_json(shared)[:-1], b",".join(means)))] if means else []),
     ]
 
 
