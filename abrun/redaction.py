@@ -92,8 +92,8 @@ class Mask:
     """The values of variables, which no text may repeat: each is replaced by a reference, `${NAME}`.
 
     Also as they are in URLs, in base64, in quoted text, and line by line. Values that many texts hold by
-    chance are left: of fewer than 6 characters, words in small letters of fewer than 8, truth values, and paths
-    that exist.
+    chance are left: of fewer than 6 characters, words in small letters of fewer than 8, truth values, and
+    paths that exist.
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:
