@@ -75,8 +75,8 @@ def test_metrics_are_what_plain_loops_gather(tmp_path: Path, rows: list[dict[str
     expected: dict[str, dict[int, Any]] = {}
     for row in rows:
         for name, value in row.items():
-            is_metric = name not in ("step", "attempt", "time_s") and value is not None
-            if is_metric and row["attempt"] == newest[row["step"]]:
+            is_metric = name not in ("step", "attempt", "time_s")
+            if is_metric and value is not None and row["attempt"] == newest[row["step"]]:
                 expected.setdefault(name, {})[row["step"]] = float(value)
     assert as_lists(RunDir(tmp_path).metrics()) == {
         name: (sorted(values), [repr(np.float64(values[step])) for step in sorted(values)])
