@@ -82,7 +82,8 @@ MOST_QUOTED = 10_000  # characters that are looked at, of which 60 are shown
 MOST_TOLD = 2000  # characters of a message
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # to a variable of the launcher's environment
 _FILLED_IN_LATER = re.compile(r"\$?\{+[^{}]*\}+|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*|`[^`]*`")
-MIN_HIDDEN = 4  # characters of a value that is masked wherever it stands: shorter ones stand in any text
+MIN_HIDDEN = 6  # characters of a value that is masked wherever it stands: names of metrics hold shorter ones
+MIN_LINE = 8  # of one line of a value
 MIN_WORD = 8  # letters of a word that is masked: shorter ones (`train`, `test`) stand in names of metrics
 MAX_FORM = 4096  # characters of one text that is looked for
 
@@ -91,8 +92,8 @@ class Mask:
     """The values of variables, which no text may repeat: each is replaced by a reference, `${NAME}`.
 
     Also as they are in URLs, in base64, in quoted text, and line by line. Values that many texts hold by
-    chance are left: of fewer than 4 characters, numbers of fewer than 6, words in small letters of fewer than
-    8, truth values, and paths that exist.
+    chance are left: of fewer than 6 characters, words in small letters of fewer than 8, truth values, and paths
+    that exist.
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:
@@ -145,7 +146,7 @@ def _forms(value: str) -> Iterator[str]:
     whole = {value, repr(value)[1:-1], json.dumps(value)[1:-1]}
     whole |= {urllib.parse.quote(value, safe=safe, errors="replace") for safe in ("", "/")}
     whole |= {urllib.parse.quote_plus(value, errors="replace"), *_in_base64(value)}
-    whole |= {line for line in lines if len(line) >= 2 * MIN_HIDDEN} if len(lines) > 1 else set()
+    whole |= {line for line in lines if len(line) >= MIN_LINE} if len(lines) > 1 else set()
     for text in whole:
         pieces = (text[begin : begin + MAX_FORM] for begin in range(0, len(text), MAX_FORM))
         yield from (piece for piece in pieces if len(piece) >= MIN_HIDDEN)
@@ -157,13 +158,13 @@ def _in_base64(value: str) -> Iterator[str]:
     for before in range(3):
         encoded = base64.b64encode(bytes(before) + content)
         whole = encoded[(0, 2, 3)[before] : 4 * ((before + len(content)) // 3)].decode()
-        if len(whole) >= 2 * MIN_HIDDEN:
+        if len(whole) >= MIN_LINE:
             yield from (whole, whole.replace("+", "-").replace("/", "_"))
 
 
 def _is_common(value: str) -> bool:
     """Return whether texts hold a value for other reasons than that they give it away."""
-    if len(value) < MIN_HIDDEN or (value.isdecimal() and len(value) < 6):
+    if len(value) < MIN_HIDDEN:
         return True
     if len(value) < MIN_WORD and value.isalpha() and value.islower():
         return True

@@ -194,22 +194,22 @@ def test_hidden_values_are_masked_in_every_usual_form() -> None:
 
 
 def test_a_short_word_masks_no_names_of_metrics() -> None:
-    hide_values({"MODE": "train", "PGPASSWORD": "test", "DB_PASS": "hunter2", "DB": "correcthorse"})
-    assert redacted("train/reward test/accuracy training") == "train/reward test/accuracy training"
+    hide_values({"MODE": "train", "PGPASSWORD": "gsm8k", "DB_PASS": "hunter2", "DB": "correcthorse"})
+    assert redacted("train/reward gsm8k/accuracy training") == "train/reward gsm8k/accuracy training"
     assert redacted("as hunter2, correcthorse") == "as ${DB_PASS}, ${DB}"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
 def test_a_stream_is_masked_however_it_is_cut(size: int) -> None:
-    mask = Mask({"A": "abc4ef", "B": "abc4", "C": "c4efgh", "D": "two\nlines of it"})
-    content = b"xabc4efgh abc4 abc4e c4efg\ntwo\nlines of it. two\nlines two, abc4abc4ef ab"
+    mask = Mask({"A": "abc4efgh", "B": "abc4ef", "C": "c4efghij", "D": "two\nlines of it"})
+    content = b"xabc4efghij abc4ef abc4efg c4efghi\ntwo\nlines of it. two\nlines two, abc4efabc4efgh ab"
     out, rest = b"", b""
     for begin in range(0, len(content), size):
         done, rest = mask.hide_bytes(rest + content[begin : begin + size], more=True)
         out += done
     out += mask.hide_bytes(rest, more=False)[0]
     assert out == mask.hide_bytes(content, more=False)[0]
-    assert out == b"x${A}gh ${B} ${B}e c4efg\n${D}. two\nlines two, ${B}${A} ab"
+    assert out == b"x${A}ij ${B} ${B}g c4efghi\n${D}. two\nlines two, ${B}${A} ab"
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_run_directories_of_abrun(tmp_path: Path) -> None:
     (tmp_path / "b" / "seed-1" / "config.json").write_text(
         '{"arm": "b", "seed": "x", "rerun": 0, "config": {}}'
     )
-    with pytest.raises(StoreError, match="config.json: seed: got 'x'; a whole number is expected"):
+    with pytest.raises(StoreError, match=r"config\.json: seed: got 'x'; a whole number is expected"):
         load(tmp_path)
 
 
