@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,9 +79,10 @@ def measure(runs: int, steps: int, metrics: int, *, nan: bool) -> bool:
 
 def write_large(experiment_dir: Path, num_seeds: int, steps: int, metrics: int, *, nan: bool) -> None:
     """Write a finished experiment of curves that rise alike in both arms, and of metrics of noise."""
-    planned = {"steps": 1, "seeds": list(range(num_seeds)), "controls": {"aa_reruns": 0}}
-    claims = {} if num_seeds > 1 else {"compare": {"primary": []}}  # a margin needs a spread over seeds
-    write_experiment(experiment_dir, **planned, **claims)
+    planned: dict[str, Any] = {"steps": 1, "seeds": list(range(num_seeds)), "controls": {"aa_reruns": 0}}
+    if num_seeds == 1:  # a margin needs a spread over seeds
+        planned["compare"] = {"primary": []}
+    write_experiment(experiment_dir, **planned)
     names = ["train/reward", "train/loss", "train/grad_norm", "train/token_mult_prob_error"]
     names += [f"other/metric_{index:04}" for index in range(metrics - len(names))]
     for place, directory in enumerate(sorted(experiment_dir.glob("*/seed-*"))):

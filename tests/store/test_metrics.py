@@ -5,6 +5,7 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -47,7 +48,7 @@ def as_lists(read: dict) -> dict:
     return {name: (one.steps.tolist(), [repr(value) for value in one.values]) for name, one in read.items()}
 
 
-ROWS = [  # of files that hold rows of several kinds
+ROWS: list[list[dict[str, Any]]] = [  # of files that hold rows of several kinds
     [{"x": 1.0, "y": 2.0}, {"x": math.nan, "y": -math.inf}, {"x": None, "y": 1}, {"y": True}, {}, {"z": 3}],
     [{"x": 1.0}, {"step": 1, "x": 2.0}, {"x": 3.0, "z": 1.0}, {"step": 1, "z": 4.0}],
     [
@@ -62,7 +63,7 @@ ROWS = [  # of files that hold rows of several kinds
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_metrics_are_what_plain_loops_gather(tmp_path: Path, rows: list[dict]) -> None:
+def test_metrics_are_what_plain_loops_gather(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     rows = [{"step": step, "attempt": 1, "time_s": 0.5, **row} for step, row in enumerate(rows, 1)]
     writer = store.LineWriter(tmp_path / "metrics.jsonl")
     for row in rows:
@@ -71,11 +72,11 @@ def test_metrics_are_what_plain_loops_gather(tmp_path: Path, rows: list[dict]) -
     newest: dict[int, int] = {}
     for row in rows:
         newest[row["step"]] = max(row["attempt"], newest.get(row["step"], 0))
-    expected: dict[str, dict[int, float]] = {}
+    expected: dict[str, dict[int, Any]] = {}
     for row in rows:
         for name, value in row.items():
-            is_metric = name not in ("step", "attempt", "time_s") and value is not None
-            if is_metric and row["attempt"] == newest[row["step"]]:
+            is_metric = name not in ("step", "attempt", "time_s")
+            if is_metric and value is not None and row["attempt"] == newest[row["step"]]:
                 expected.setdefault(name, {})[row["step"]] = float(value)
     assert as_lists(RunDir(tmp_path).metrics()) == {
         name: (sorted(values), [repr(np.float64(values[step])) for step in sorted(values)])
@@ -97,8 +98,8 @@ def forged_cache(run: RunDir) -> bytes:
     """Return what version 2 of the cache would have been of these lines, with other numbers."""
     stored = io.BytesIO()
     names = np.frombuffer(json.dumps(["x"]).encode(), np.uint8)
-    grid = {"names": names, "grid_of": np.zeros(1, np.int64), "num_grids": np.array(1)}
-    np.savez(stored, **grid, values=np.full(3, 9.0), **{"steps-0": np.arange(1, 4)})
+    arrays: dict[str, Any] = {"names": names, "grid_of": np.zeros(1, np.int64), "num_grids": np.array(1)}
+    np.savez(stored, **arrays | {"values": np.full(3, 9.0), "steps-0": np.arange(1, 4)})
     key = hashlib.sha256((run.path / "metrics.jsonl").read_bytes()).digest()
     content = hashlib.sha256(stored.getvalue()).digest()
     return stored.getvalue() + hashlib.sha256(b"abrun metrics 2 " + key + content).digest()
