@@ -85,7 +85,9 @@ for step in range(1, args.steps + 1):
         print("Root Cause " * 1000, flush=True)
         time.sleep(0.001)
     if args.behaviour == "resumes":
-        (args.out.parent / "checkpoint.txt").write_text(str(step))
+        partial = args.out.parent / "checkpoint.partial"  # a signal may come while it is written
+        partial.write_text(str(step))
+        partial.replace(args.out.parent / "checkpoint.txt")
     if args.behaviour == "late" and step > 2:
         log.write(step - 2, loss=-1.0)  # known only two steps later
     time.sleep(args.step_s)
