@@ -30,7 +30,7 @@ def lacking(extra: str) -> str | None:
 
 
 def without(package: str, remedy: str) -> str:
-    """Return `without the package NAME; REMEDY`, or that no version fits this Python, and which Python to use."""
+    """Return `without the package NAME; REMEDY`; where this Python has no wheel of it, the Python to use."""
     newest = NEWEST_PYTHON.get(package)
     if newest is None or sys.version_info[:2] <= newest:
         return f"without the package {package}; {remedy}"

@@ -113,20 +113,10 @@ def test_a_package_that_a_python_lacks_is_left_out_and_named(monkeypatch: pytest
             minors = [n for n in range(11, 21) if requirement.marker.evaluate({"python_version": f"3.{n}"})]
             marked[requirement.name] = (3, minors[-1])
     assert marked == extras.NEWEST_PYTHON
-    for version, words in (
-        (
-            (3, 13, 0),
-            "without the package megatron-core; pip install 'abrun[megatron]', or use type: dtensor",
-        ),
-        (
-            (3, 14, 2),
-            "megatron-core, which has no wheel for Python 3.14; use Python 3.13, or use type: dtensor",
-        ),
-        (
-            (3, 15, 0),
-            "megatron-core, which has no wheel for Python 3.15; use Python 3.13, or use type: dtensor",
-        ),
-    ):
+    install = "without the package megatron-core; pip install 'abrun[megatron]', or use type: dtensor"
+    lacks = "megatron-core, which has no wheel for Python 3.{}; use Python 3.13, or use type: dtensor"
+    for minor, words in ((13, install), (14, lacks.format(14)), (15, lacks.format(15))):
+        version = (3, minor, 0)
         monkeypatch.setattr(sys, "version_info", version)
         monkeypatch.setattr(importlib.metadata, "version", missing_distribution)
         assert (megatron_refusal() or "").endswith(words)
