@@ -150,7 +150,7 @@ class Result:
             parts.append(f'<p>report: <a href="{where}">{where}</a></p>')
         return "\n".join(parts)
 
-    def _claims_for_people(self) -> "pandas.DataFrame":
+    def _claims_for_people(self) -> Any:
         def rounded(value: Any) -> str:
             if isinstance(value, Sequence) and not isinstance(value, str):
                 return f"[{', '.join(map(rounded, value))}]"

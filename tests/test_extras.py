@@ -109,7 +109,7 @@ def test_a_package_that_a_python_lacks_is_left_out_and_named(monkeypatch: pytest
     """The markers of pyproject.toml and the refusals name the same Pythons."""
     marked = {}
     for requirement in map(Requirement, chain(*PROJECT["optional-dependencies"].values())):
-        if "python_version" in str(requirement.marker):
+        if requirement.marker and "python_version" in str(requirement.marker):
             minors = [n for n in range(11, 21) if requirement.marker.evaluate({"python_version": f"3.{n}"})]
             marked[requirement.name] = (3, minors[-1])
     assert marked == extras.NEWEST_PYTHON
