@@ -142,6 +142,7 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
         vllm: Any = importlib.import_module("vllm")
         _set_up_log()
         _listen(tail)
+        _keep_process_groups()
         if num_ranks > 1:
             _without_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
@@ -190,11 +191,14 @@ def _without_shared_memory() -> None:
 
 
 def end(llm: Any) -> None:
-    """End an engine, and none of the process groups that were there before: its own `shutdown` ends all."""
-    core = llm.llm_engine.engine_core.engine_core
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    _end_groups()
+    """End an engine and its process groups."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _keep_process_groups() -> None:
+    """Keep the trainer's process groups when an engine is shut down, or collected: vLLM destroys all."""
+    core: Any = importlib.import_module("vllm.v1.engine.core")
+    core.cleanup_dist_env_and_memory = _end_groups
 
 
 def _end_groups() -> None:
