@@ -1,0 +1,36 @@
+"""Triton's interpreter as its backend for CPUs, so that vLLM's second model runner works without triton-cpu.
+
+That runner alone reports what filters kept. Processes have it by the variables of `environment`; they need the
+package triton (`pip install --no-deps triton`), and are slow: a tenth of a second for a token of a small model.
+"""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any, Self
+
+
+class Counter(int):
+    """The counter of a kernel's loop, which some kernels convert like a tensor."""
+
+    def to(self, dtype: Any) -> Self:
+        return self
+
+
+def patch() -> None:
+    """Make loops count in Counters; vLLM calls this as a plugin."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    interpreter.range = lambda *bounds: map(Counter, range(*bounds))
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return variables of a process whose Triton is interpreted; what they name is written to `folder`."""
+    installed = folder / "triton_interpreted-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: triton-interpreted\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(
+        f"[triton.backends]\ncpu = {__name__}\n\n[vllm.general_plugins]\ninterpreted = {__name__}:patch\n"
+    )
+    root = str(Path(__file__).parents[2])
+    paths = [root, str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
