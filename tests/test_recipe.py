@@ -359,7 +359,12 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         (
             "rollout={engine: vllm, temperature: 0.005}",
-            ["rollout.temperature", "0.005", "0.01 or above", "engine: torch"],
+            ["rollout.temperature", "0.005", "0.01 to 2.0", "engine: torch"],
+        ),
+        ("rollout={engine: vllm, temperature: 2.5}", ["rollout.temperature", "2.5", "0.01 to 2.0"]),
+        (
+            "arms.treatment={rollout: {engine: vllm}, validation: {temperature: 2.5}}",
+            ["validation.temperature", "2.5", "0.01 to 2.0", "or 0"],
         ),
         ("rollout.batch_invariant=true", ["rollout.batch_invariant", "'torch'", "batch_invariant: false"]),
         (

@@ -105,7 +105,6 @@ from abrun.recipe.tasks import (
 from abrun.recipe.vllm import (
     BESIDE_THE_TRAINER,
     MOST_OF_A_CACHE,
-    VLLM_VERSIONS,
     vllm_misfit,
     vllm_refusal,
 )
@@ -131,7 +130,6 @@ __all__ = [
     "ONE_ULP",
     "OPEN",
     "PLAIN_DECODERS",
-    "VLLM_VERSIONS",
     "Arithmetic",
     "Checkpoint",
     "Cluster",

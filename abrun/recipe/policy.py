@@ -384,13 +384,16 @@ class Filters:
 
 
 NO_FILTERS = Filters()
-LEAST_TEMPERATURE = 0.01  # of vLLM, which puts it in the place of what is colder
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # of vLLM, which raises colder ones, and refuses hotter ones
 
 
-def too_cold(temperature: float) -> str:
+def temperature_misfit(temperature: float) -> str | None:
+    """Return why vLLM cannot sample at a temperature; None if it can."""
+    if MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        return None
     return (
-        f"got {temperature} with engine 'vllm', which samples at {LEAST_TEMPERATURE} or above; use at least "
-        "that, or engine: torch"
+        f"got {temperature} with engine 'vllm', which samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE}; use "
+        "one of these, or engine: torch"
     )
 
 
@@ -467,6 +470,6 @@ class Rollout(Section):
                 "rollout.batch_invariant: got true with engine 'torch', which has no such kernels; use "
                 "engine: vllm, or batch_invariant: false"
             )
-        if self.engine == "vllm" and self.temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"rollout.temperature: {too_cold(self.temperature)}")
+        if self.engine == "vllm" and (misfit := temperature_misfit(self.temperature)):
+            raise ValueError(f"rollout.temperature: {misfit}")
         return self

@@ -15,14 +15,13 @@ from abrun.recipe.environment import Env
 from abrun.recipe.fault_needs import lacking
 from abrun.recipe.faults import LIBRARY, NAMED_OR_NONE, PlantedFault
 from abrun.recipe.policy import (
-    LEAST_TEMPERATURE,
     NO_FILTERS,
     PRESET_EXPERTS,
     Filters,
     Model,
     Policy,
     Rollout,
-    too_cold,
+    temperature_misfit,
 )
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, PathText, Positive, Section
@@ -295,8 +294,10 @@ class OwnRunConfig(RunConfig):
                 f"validation.path: got {shortened(validation.path)} with task.type {self.task.type!r}, whose "
                 "prompts are generated; use path: null"
             )
-        if validation and self.rollout.engine == "vllm" and 0 < validation.temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"validation.temperature: {too_cold(validation.temperature)}, or 0")
+        if validation and validation.temperature and self.rollout.engine == "vllm":
+            misfit = temperature_misfit(validation.temperature)
+            if misfit:
+                raise ValueError(f"validation.temperature: {misfit}, or 0")
         return self
 
     @model_validator(mode="after")

