@@ -417,8 +417,8 @@ class Rollout(Section):
     top_k: Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     # With filters: the trainer scores the set of tokens that the sampler kept, and not the one that it would
-    # keep itself; a bit of memory for each token of the vocabulary and of a batch. null: if the engine reports
-    # the set, as torch does, and vLLM from 0.28 (on a CPU with Triton)
+    # keep itself; a bit of memory for each token of the vocabulary and of a batch. null: if the engine
+    # reports the set, as torch does, and vLLM from 0.28 (on CPU cores with Triton)
     exact_support: bool | None = None
     max_new_tokens: Count = 512
     batch_size: Count | None = None  # sequences generated at once on a rank; None: all
@@ -429,7 +429,10 @@ class Rollout(Section):
 
     @property
     def records_support(self) -> bool:
-        """Whether the sets that filters kept go with the completions; of `null` the installed vLLM decides."""
+        """Return whether the sets that filters kept go with the completions.
+
+        With `exact_support: null` the installed vLLM decides.
+        """
         if not self.filters.drop_tokens or self.exact_support is False:
             return False
         return self.engine == "torch" or self.exact_support is True or missing_sampling_masks() is None

@@ -1,4 +1,4 @@
-"""Support of the installed vLLM for reporting the tokens that its filters kept; found without importing it."""
+"""Check that the installed vLLM can report the tokens that its filters kept, without importing it."""
 
 import importlib.metadata
 
@@ -20,8 +20,8 @@ def missing_sampling_masks() -> str | None:
         )
     if (name == CPU_BUILD or "cpu" in version) and not _has_triton_for_cpus():
         return (
-            f"with {name} {version} and no Triton for CPUs, without which vLLM does not report the tokens that "
-            "it kept (install triton-cpu)"
+            f"with {name} {version} and no Triton for CPUs, without which vLLM does not report the tokens "
+            "that it kept (install triton-cpu)"
         )
     return None
 

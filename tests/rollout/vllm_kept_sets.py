@@ -56,7 +56,9 @@ def kept(logits: list[float], rollout: Any) -> set[int] | None:
 def sets_of(config: OwnRunConfig, sampling: Sampling, completions: list[Completion]) -> dict[str, Any]:
     """Count the sets that equal those of the loops, that differ, and of which rounding may decide."""
     network = load_network(config.model, weights=None, seed=0).double().eval()
-    network.load_state_dict({name: tensor.double() for name, tensor in sampling.backend.weights()}, strict=False)
+    network.load_state_dict(
+        {name: tensor.double() for name, tensor in sampling.backend.weights()}, strict=False
+    )
     network.tie_weights()
     counts = {"equal": 0, "different": 0, "undecided": 0, "sizes": list[int]()}
     for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -80,7 +82,9 @@ def errors_of(sampling: Sampling, completions: list[Completion]) -> dict[str, fl
     sets = [completion.support for completion in completions if completion.support is not None]
     exact = replace(without, support=support_on_completions(sets, without.token_mask))
     return {
-        name: float((sampling.backend.logprobs(batch) - batch.inference_logprobs).abs().exp()[batch.token_mask].mean())
+        name: float(
+            (sampling.backend.logprobs(batch) - batch.inference_logprobs).abs().exp()[batch.token_mask].mean()
+        )
         for name, batch in (("with", exact), ("without", without))
     }
 
@@ -89,7 +93,9 @@ def main() -> None:
     with single_rank():
         sampling = None
         for name, filters in CASES.items():
-            config = config_of(f"rollout={{engine: vllm, max_new_tokens: {vllm_sampling.MAX_NEW_TOKENS}, {filters}}}")
+            config = config_of(
+                f"rollout={{engine: vllm, max_new_tokens: {vllm_sampling.MAX_NEW_TOKENS}, {filters}}}"
+            )
             sampling = sampling or Sampling(config)
             sampling.sync(config)
             completions = sampling.generate()

