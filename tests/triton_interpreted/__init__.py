@@ -1,7 +1,7 @@
 """Triton's interpreter as its backend for CPUs, so that vLLM's second model runner works without triton-cpu.
 
-That runner alone reports what filters kept. Processes have it by the variables of `environment`; they need the
-package triton (`pip install --no-deps triton`), and are slow: a tenth of a second for a token of a small model.
+That runner alone reports what filters kept. Processes have it by the variables of `environment`, with the
+package triton (`pip install --no-deps triton`). It is slow: a tenth of a second for a token of a small model.
 """
 
 import importlib
