@@ -55,7 +55,7 @@ def kept(logits: list[float], rollout: Any) -> set[int] | None:
 
 def sets_of(config: OwnRunConfig, sampling: Sampling, completions: list[Completion]) -> dict[str, Any]:
     """Count the sets that equal those of the loops, that differ, and of which rounding may decide."""
-    network = load_network(config.model, weights=None, seed=0).double().eval()
+    network: Any = load_network(config.model, weights=None, seed=0).double().eval()
     network.load_state_dict(
         {name: tensor.double() for name, tensor in sampling.backend.weights()}, strict=False
     )
