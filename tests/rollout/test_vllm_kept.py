@@ -68,12 +68,13 @@ class Reporting:
         state = self.request_states[name]
         row = int(state.external_req_id)
         if self.sampler.return_sampling_mask and state.drawn < len(self.sets[row]):
-            nested = [self.sets[row][state.drawn]]
-            state.sampling_mask_chunks.append(SimpleNamespace(to_nested_list=lambda: nested))
+            ids = np.array(self.sets[row][state.drawn], dtype=np.int32)
+            offsets = np.array([0, len(ids)]) if row else None  # with 0.28 and 0.29; with later ones None
+            state.sampling_mask_chunks.append(SimpleNamespace(token_ids=ids, offsets=offsets))
         state.drawn += 1
         if state.drawn < len(TOKENS[row]):
             return None
-        chunks = [ids for chunk in state.sampling_mask_chunks for ids in chunk.to_nested_list()]
+        chunks = [chunk.token_ids.tolist() for chunk in state.sampling_mask_chunks]
         del self.request_states[name]
         count = len(TOKENS[row])
         completion = SimpleNamespace(

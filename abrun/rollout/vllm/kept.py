@@ -5,6 +5,7 @@ left. They are packed after every step of the engine: a set of a whole vocabular
 and 5 MB as vLLM's list of numbers. Letters: T tokens of a completion, V of the vocabulary, W = ceil(V / 8).
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +43,7 @@ class KeptSets:
             return
         for state in self._llm.llm_engine.output_processor.request_states.values():
             for chunk in state.sampling_mask_chunks:
-                self._add(state.external_req_id, chunk.to_nested_list())
+                self._add(state.external_req_id, _sets_of(chunk))
             state.sampling_mask_chunks.clear()
 
     def take(self, name: str, completion: Any) -> Tensor | None:  # [T, W] uint8
@@ -62,8 +63,15 @@ class KeptSets:
                 raise RuntimeError(f"token {token}, drawn at {place}, is not in the set of kept tokens")
         return torch.from_numpy(np.stack(rows))
 
-    def _add(self, name: str, sets: Sequence[Sequence[int]]) -> None:
+    def _add(self, name: str, sets: Sequence[Sequence[int] | np.ndarray]) -> None:
         self._rows[name].extend(packed_ids(ids, self.vocab_size) for ids in sets)
+
+
+def _sets_of(chunk: Any) -> list[np.ndarray]:
+    """Return the ids of each token that a step drew; `offsets` may be None for a single token."""
+    if chunk.offsets is None:
+        return [chunk.token_ids]
+    return [chunk.token_ids[start:end] for start, end in itertools.pairwise(chunk.offsets)]
 
 
 def packed_ids(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:  # [n] -> [W] uint8
