@@ -20,7 +20,7 @@ from abrun.rl.sampling import filtered_logprobs
 from abrun.rollout import Completion
 from abrun.rollout.vllm.kept import KeptSets
 
-VOCABULARY, SEQUENCES, TOKENS, SCORED = 151_936, 16, 64, 256
+VOCABULARY, SEQUENCES, TOKENS, SCORED = 151_936, 16, 64, 32
 REPEATS = 3
 
 
