@@ -106,6 +106,16 @@ class Attention(torch.nn.Module):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
 
 
+class Composite:
+    """What attends in vLLM from 0.30 on with two implementations, by what is asked of it."""
+
+    def __init__(self, *variants: SimpleNamespace) -> None:
+        self.variants = variants
+
+    def get_impl_variants(self) -> tuple[SimpleNamespace, ...]:
+        return self.variants
+
+
 class MLAAttention(Attention):
     """What vLLM calls attention whose weights it multiplies with each other."""
 
@@ -258,15 +268,26 @@ def test_on_a_gpu_weights_go_to_their_places_where_vllm_computes_with_them_as_th
     monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
     engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
     engine.load(iter([]))
-    experts, mla, sinks = Layers(vllm, "UnquantizedFusedMoEMethod"), Layers(vllm), Layers(vllm)
+    experts, (mla, sinks, composite) = (
+        Layers(vllm, "UnquantizedFusedMoEMethod"),
+        (Layers(vllm) for _ in "123"),
+    )
     mla.attn, sinks.attn = MLAAttention(), Attention(sinks=torch.zeros(2))
-    for vllm.model in (experts, mla, sinks):
+    vars(composite.attn)["impl"] = Composite(Attention().impl, sinks.attn.impl)
+    for vllm.model in (experts, mla, sinks, composite):
         engine.load(iter([]))
     plain, processed = ([how, "reset_prefix_cache"] for how in ("load_weights", "reload_weights"))
-    assert vllm.events == plain + processed * 3
+    assert vllm.events == plain + processed * 4
     vllm.model = Layers(vllm, lost="norm.weight")
     with pytest.raises(LaunchError, match=r"failed to take .*weights were not loaded: norm\.weight"):
         engine.load(iter([]))
+
+
+def test_constants_of_both_implementations_of_an_attention_are_put_back(vllm: Noting) -> None:
+    variants = Attention().impl, Attention().impl
+    vars(vllm.model.attn)["impl"] = Composite(*variants)
+    found = [constant for constant, _ in instance._constants(vllm.model)]
+    assert all(any(variant.alibi_slopes is constant for constant in found) for variant in variants)
 
 
 def test_a_mixture_that_lacks_an_experts_matrix_is_an_error(vllm: Noting, group: None) -> None:

@@ -235,20 +235,26 @@ def _is_as_in_checkpoints(model: Any) -> bool:
     """Whether vLLM computes, on GPUs, with the very numbers of a checkpoint, some of them joined: those of
     experts are rearranged, MLA's are multiplied, sinks are copied in float32, a quantisation's are others."""
     layers = list(model.modules())
-    if any(getattr(getattr(layer, "impl", None), "sinks", None) is not None for layer in layers):
+    if any(getattr(impl, "sinks", None) is not None for layer in layers for impl in _attentions(layer)):
         return False
     processing = [layer for layer in layers if hasattr(layer, "process_weights_after_loading")]
     methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
     return {type(one).__name__ for one in (*processing, *methods)} <= PLAIN
 
 
+def _attentions(layer: Any) -> list[Any]:
+    """Return the implementations of a layer's attention: none, or one that may hold others."""
+    impl = getattr(layer, "impl", None)
+    if impl is None:
+        return []
+    return [impl, *(impl.get_impl_variants() if hasattr(impl, "get_impl_variants") else ())]
+
+
 def _constants(model: Any) -> list[tuple[Tensor, Tensor]]:
     """Small tensors that are neither parameters nor buffers, such as ALiBi's slopes and the scales of Gemma
     3n, each with a copy: vLLM brings buffers alone back from its sleep."""
-    holders = [one for layer in model.modules() for one in (layer, getattr(layer, "impl", None))]
-    values = (
-        value for one in holders for name, value in getattr(one, "__dict__", {}).items() if name != "kv_cache"
-    )
+    holders = [one for layer in model.modules() for one in (layer, *_attentions(layer))]
+    values = (value for one in holders for name, value in vars(one).items() if name != "kv_cache")
     return [
         (value, value.to("cpu", copy=True))
         for value in values
