@@ -9,13 +9,14 @@ import base64
 import html
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
+from abrun.extras import lacking
 
 if TYPE_CHECKING:
     import pandas
@@ -81,7 +82,8 @@ class Experiment:
         return compare(self, **options)
 
     def _repr_html_(self) -> str:
-        return f"<p><b>{html.escape(self.name)}</b></p>{self.runs.drop(columns='place').to_html(index=False)}"
+        table = _as_html(lambda: self.runs.drop(columns="place"))
+        return f"<p><b>{html.escape(self.name)}</b></p>{table}"
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,8 @@ class Result:
         name = html.escape(self.content["experiment"])
         parts = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
         parts.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
-        if len(self.claims):
-            parts.append(self._claims_for_people().to_html(index=False))
+        if self.content["primaries"]:
+            parts.append(_as_html(self._claims_for_people))
         parts += [_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
         if self.report:
             where = html.escape(str(self.report))
@@ -290,11 +292,19 @@ def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = No
 
 
 def _pandas() -> Any:
-    try:
-        import pandas
-    except ImportError:
-        raise ComparisonError("tables need pandas, which is not installed: pip install pandas") from None
+    if missing := lacking("frames"):
+        raise ComparisonError(f"data frames: {missing}")
+    import pandas
+
     return pandas
+
+
+def _as_html(make_frame: Callable[[], "pandas.DataFrame"]) -> str:
+    """Return a table for a notebook, or the line that says what data frames need."""
+    try:
+        return make_frame().to_html(index=False)
+    except ComparisonError as error:
+        return f"<p>{html.escape(str(error))}</p>"
 
 
 def _picture(path: Path) -> str:

@@ -1,7 +1,8 @@
-"""What only an extra of the package brings, and the line that says it is missing; nothing is imported."""
+"""The packages of each extra, and the line that says which is missing; nothing is imported."""
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,10 @@ EXTRAS = {  # as pyproject.toml names them, and a package of each that is looked
     "train": ("torch", "transformers", "math_verify"),
     "figures": ("matplotlib",),
     "wandb": ("wandb",),
+    "frames": ("pandas",),
 }
+# The newest Python for which a package has a wheel, as pyproject.toml's markers have it.
+NEWEST_PYTHON = {"megatron-core": (3, 13)}
 # Packages that abrun's own trainer imports only where its configuration says so.
 IMPORTED_WITH = {
     "liger-kernel": ("policy.liger", True),
@@ -23,6 +27,15 @@ def lacking(extra: str) -> str | None:
     """`needs torch: pip install 'abrun[train]'`; None where the extra's packages are there."""
     missing = [package for package in EXTRAS[extra] if importlib.util.find_spec(package) is None]
     return f"needs {missing[0].replace('_', '-')}: pip install 'abrun[{extra}]'" if missing else None
+
+
+def without(package: str, remedy: str) -> str:
+    """Return `without the package NAME; REMEDY`; where this Python has no wheel of it, the Python to use."""
+    newest = NEWEST_PYTHON.get(package)
+    if newest is None or sys.version_info[:2] <= newest:
+        return f"without the package {package}; {remedy}"
+    current, supported = (".".join(map(str, version[:2])) for version in (sys.version_info, newest))
+    return f"without the package {package}, which has no wheel for Python {current}; use Python {supported}"
 
 
 def installed_version(package: str) -> str | None:

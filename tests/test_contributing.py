@@ -1,20 +1,26 @@
 """CONTRIBUTING's picture of the layers and its house rules, held against the code."""
 
 import ast
+import json
+import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from abrun.layout import RUN_FILES
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "abrun").rglob("*.py")}
-CONTRACTS: list[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
-    "importlinter"
-]["contracts"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+CONTRACTS: list[dict[str, Any]] = PYPROJECT["tool"]["importlinter"]["contracts"]
 
 
 def picture(contract: dict[str, Any], starred: Sequence[str] = ()) -> str:
@@ -104,4 +110,32 @@ def test_the_hooks_and_the_workflow_run_what_the_gate_runs() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     at = [hooks.index(f"entry: {check}\n") for check in checks]
     assert len(checks) == 4 and all(a < b for a, b in pairwise(at))
-    assert "run: .ci/run\n" in workflow and '["3.11", "3.12"]' in workflow
+    supported = [name.rpartition(" ")[2] for name in PROJECT["classifiers"]]
+    weekly = (ROOT / ".github" / "workflows" / "weekly.yml").read_text()
+    for text in (workflow, weekly):
+        assert "run: .ci/run\n" in text and f"python: {json.dumps(supported)}\n" in text
+    assert f"Python {supported[0]} to {supported[-1]}" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_lock_names_releases_that_pyproject_allows_and_that_any_index_has() -> None:
+    lines = (ROOT / ".ci" / "lock-3.11.txt").read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    versions = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    pending, extras = list(PROJECT["dependencies"]), ["test"]
+    for extra in extras:  # which grows by those that it includes
+        for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
+            included = requirement.name == "abrun"
+            extras.extend(requirement.extras) if included else pending.append(str(requirement))
+    for requirement in map(Requirement, pending):
+        if requirement.name != "triton":  # of which torch on PyPI requires one version
+            assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_the_gate_says_which_python_has_no_lock(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.write_text("#!/bin/sh\necho 3.99\n")
+    other.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(other), "LOCKED": "1"}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    expected = ".ci/run: LOCKED: no .ci/lock-3.99.txt; use another PYTHON, or WRITE_LOCK=1 without LOCKED"
+    assert (done.returncode, done.stderr) == (1, expected + "\n")

@@ -1,5 +1,7 @@
 """What is missing is said in one line with the extra that brings it, and the core does without."""
 
+import html
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -7,11 +9,17 @@ import subprocess
 import sys
 import time
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+import abrun
 from abrun import cli, extras
+from abrun.errors import AbrunError
+from abrun.recipe import megatron_refusal
+from tests.compare.simulate import write_experiment
 from tests.launch.test_local import SMALL
 from tests.logs.layouts import LAYOUTS
 
@@ -82,6 +90,40 @@ def test_figures_are_left_out_or_refused(without, monkeypatch, capsys, tmp_path:
     assert sorted(path.suffix for path in (tmp_path / "report").glob("[!.]*")) == [".html", ".json", ".md"]
     code, said = run(monkeypatch, capsys, "compare", *sources, *report, "--format", "terminal,png")
     assert code == 2 and "--format: png and svg: needs matplotlib: pip install 'abrun[figures]'" in said
+
+
+def test_data_frames_without_pandas_are_one_line(without, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "apart", shift=0.2)
+    result = abrun.compare("apart", runs_dir=tmp_path, formats=[])
+    without("pandas")
+    line = "data frames: needs pandas: pip install 'abrun[frames]'"
+    for table in (lambda: result.claims, lambda: result.metrics, lambda: result.experiment.runs):
+        with pytest.raises(AbrunError, match=re.escape(line)):
+            table()
+    for shown in (result._repr_html_(), result.experiment._repr_html_()):  # a notebook shows the rest
+        assert html.escape(line) in shown
+    assert "MISMATCH: apart" in result._repr_html_() and result.content["primaries"]
+
+
+def test_a_package_that_a_python_lacks_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The markers of pyproject.toml and the refusals name the same Pythons."""
+    marked = {}
+    for requirement in map(Requirement, chain(*PROJECT["optional-dependencies"].values())):
+        if requirement.marker and "python_version" in str(requirement.marker):
+            minors = [n for n in range(11, 21) if requirement.marker.evaluate({"python_version": f"3.{n}"})]
+            marked[requirement.name] = (3, minors[-1])
+    assert marked == extras.NEWEST_PYTHON
+    install = "without the package megatron-core; pip install 'abrun[megatron]', or use type: dtensor"
+    lacks = "megatron-core, which has no wheel for Python 3.{}; use Python 3.13, or use type: dtensor"
+    for minor, words in ((13, install), (14, lacks.format(14)), (15, lacks.format(15))):
+        version = (3, minor, 0)
+        monkeypatch.setattr(sys, "version_info", version)
+        monkeypatch.setattr(importlib.metadata, "version", missing_distribution)
+        assert (megatron_refusal() or "").endswith(words)
+
+
+def missing_distribution(package: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(package)
 
 
 @pytest.mark.slow

@@ -218,6 +218,7 @@ def digits(prompt: str, completion: str, answer: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.megatron
 def test_both_are_launched_by_the_quickstart(tmp_path: Path) -> None:
     """In processes of their own, where a `sitecustomize` has the two lines.
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from abrun.extras import without
 from abrun.recipe.dtensor import PLAIN_DECODERS
 from abrun.recipe.families import attention_obstacle
 from abrun.recipe.policy import Megatron
@@ -32,7 +33,7 @@ def megatron_refusal() -> str | None:
     try:
         found = importlib.metadata.version("megatron-core") or "of no version"  # where its metadata are torn
     except importlib.metadata.PackageNotFoundError:
-        return f"{got} without the package megatron-core; {install}, or use type: dtensor"
+        return f"{got} {without('megatron-core', install)}, or use type: dtensor"
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
     if not OLDEST <= numbers < BELOW:
         return f"{got} with megatron-core {found}, not one of {MEGATRON_VERSIONS}; {install}"

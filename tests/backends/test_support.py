@@ -82,6 +82,7 @@ def on_a_rank(rank: int, world_size: int) -> dict[str, tuple[Tensor, float]]:
     return {case: judged(*ON_TWO[case]) for case in ON_TWO}
 
 
+@pytest.mark.megatron
 def test_on_two_ranks(group: None) -> None:
     expected = {backend: judged(backend, {}) for backend in ("dtensor", "megatron")}
     for found in run_ranks(on_a_rank, 2):

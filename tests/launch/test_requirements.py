@@ -315,6 +315,7 @@ def test_the_module_of_a_verifier_has_to_be_here(tmp_path: Path, monkeypatch: py
         assert line is None if not expected else expected in (line or "")
 
 
+@pytest.mark.megatron
 def test_a_backend_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(load_recipe(SMALL, ["arms.treatment.policy.backend={type: megatron}"]))
     assert refused(plan, Machine(gpus=(), cores=1)) is None

@@ -129,6 +129,7 @@ def test_from_layout_to_layout_and_back(tmp_path: Path, trunk: Path, warm_weight
     _is_next(back, context, 3)
 
 
+@pytest.mark.megatron
 def test_from_backend_to_backend_and_back(
     tmp_path: Path, trunk: Path, warm_weights: Path, group: None
 ) -> None:
