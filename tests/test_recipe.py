@@ -268,10 +268,6 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
         ("rollout.top_k=20", ["rollout.top_k", "20", "chunked", "top_k: null", "impl: logits"]),
-        (
-            "rollout={engine: vllm, top_p: 0.9, exact_support: true}",
-            ["rollout.exact_support", "'vllm'", "engine: torch", "exact_support: false"],
-        ),
         ("rollout.min_p=0.1", ["rollout.min_p", "0.1", "chunked", "min_p: 0.0", "impl: logits"]),
         (
             "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",

@@ -183,6 +183,7 @@ def _missing(config: RunConfig, ask: Callable[[str], str | None] = hub_refusal) 
         if config.samples and config.rollout.engine == "vllm":
             wrong = vllm_refusal(on_gpu=config.cluster.gpus_per_node > 0)
             wrong = wrong or vllm_misfit(shape_of(config.model), config.rollout.tensor_parallel)
+            wrong = wrong or config.rollout.support_refusal
             if wrong:
                 yield wrong
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from abrun.recipe.presets import ARCHITECTURES
+from abrun.recipe.sampling_masks import missing_sampling_masks
 from abrun.recipe.section import Count, Fraction, NonNegative, PathText, Positive, Section
 from abrun.redaction import shortened
 
@@ -416,8 +417,8 @@ class Rollout(Section):
     top_k: Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     # With filters: the trainer scores the set of tokens that the sampler kept, and not the one that it would
-    # keep itself; a bit of memory for each token of the vocabulary and of a batch. null: where the engine can
-    # tell, which is torch
+    # keep itself; a bit of memory for each token of the vocabulary and of a batch. null: if the engine
+    # reports the set, as torch does, and vLLM from 0.28 (on CPU cores with Triton)
     exact_support: bool | None = None
     max_new_tokens: Count = 512
     batch_size: Count | None = None  # sequences generated at once on a rank; None: all
@@ -428,17 +429,22 @@ class Rollout(Section):
 
     @property
     def records_support(self) -> bool:
-        """Whether the sets that filters kept go with the completions."""
-        return self.filters.drop_tokens and self.engine == "torch" and self.exact_support is not False
+        """Return whether the sets that filters kept go with the completions.
 
-    @model_validator(mode="after")
-    def _support_is_known(self) -> Self:
-        if self.exact_support and self.engine != "torch":
-            raise ValueError(
-                f"rollout.exact_support: got true with engine {self.engine!r}, which does not tell what it "
-                "kept; use engine: torch, or exact_support: false"
-            )
-        return self
+        With `exact_support: null` the installed vLLM decides.
+        """
+        if not self.filters.drop_tokens or self.exact_support is False:
+            return False
+        return self.engine == "torch" or self.exact_support is True or missing_sampling_masks() is None
+
+    @property
+    def support_refusal(self) -> str | None:
+        """Return why the installed vLLM cannot record the sets that the recipe demands; None if it can."""
+        demanded = self.engine == "vllm" and self.exact_support and self.filters.drop_tokens
+        missing = missing_sampling_masks() if demanded else None
+        if missing is None:
+            return None
+        return f"rollout.exact_support: got true {missing}; use engine: torch, or exact_support: false"
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:

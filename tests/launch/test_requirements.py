@@ -129,6 +129,20 @@ def test_vllm_has_to_be_able_to_cut_the_model(
     )
 
 
+def test_exact_support_has_to_be_possible_with_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["rollout={engine: vllm, top_p: 0.9, exact_support: true}", "cluster.gpus_per_node=1"]
+    plan = make_plan(load_recipe(SMALL, [*asked, "arms.treatment={rollout.temperature: 0.9}"]))
+    on_one_gpu = Machine(gpus=("0",), cores=1)
+    for version in ("0.28.0", "0.33.0"):
+        pretend(monkeypatch, {"vllm": version})
+        assert refused(plan, on_one_gpu) is None
+    pretend(monkeypatch, {"vllm": "0.27.1"})
+    assert refused(plan, on_one_gpu) == (
+        "arms baseline, treatment: rollout.exact_support: got true with vllm 0.27.1, which does not report "
+        "the tokens that it kept (vLLM does from 0.28); use engine: torch, or exact_support: false"
+    )
+
+
 def test_jobs_cap_the_runs_and_may_share_cores() -> None:
     slots = Slots(Machine(gpus=(), cores=1), 2)
     assert taken(slots, run_on()) and taken(slots, run_on()) and taken(slots, run_on()) is None

@@ -81,7 +81,7 @@ class Sampling:
 
     def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
         self.backend = backend_of(config, seed)
-        self.engine._rollout = self.engine._vllm._rollout = config.rollout
+        self.engine._vllm._rollout = config.rollout
         self.engine.sync(self.backend.weights())
 
     def generate(self, **options: Any) -> list[Completion]:

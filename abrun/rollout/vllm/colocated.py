@@ -21,13 +21,12 @@ class Colocated:
     """See abrun.rollout.RolloutEngine. Every rank of a replica has its part of the replica's rows sampled."""
 
     def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
-        self._rollout, self._ranks = config.rollout, backend.ranks
+        self._ranks = backend.ranks
         self._vllm = Instance(config, backend.ranks.device, backend.ranks.size, text.end_ids)
 
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        temperature = self._rollout.temperature if temperature is None else temperature
         own = self._ranks.replica_share(len(prompts))
         requests = list(zip(prompts[own], draws.seeds()[own], strict=True))
         return self._ranks.gather_replica(self._sample(requests, temperature))
@@ -44,7 +43,7 @@ class Colocated:
     def close(self) -> None:
         self._vllm.close()
 
-    def _sample(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
+    def _sample(self, requests: list[tuple[list[int], int]], temperature: float | None) -> list[Completion]:
         """Those of the ranks that share an engine go to each of them, all in one order."""
         group = self._vllm.group
         if group is None:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImpor
 from abrun import progress
 from abrun.recipe import OwnRunConfig
 from abrun.rollout import Completion
+from abrun.rollout.vllm.kept import KeptSets
 from abrun.rollout.vllm.starting import Tail, apart, end, failing, sharing, start
 
 SPARE_BYTES = 2 << 30  # of a device, that a waking engine leaves to others
@@ -43,18 +44,27 @@ class Instance:
         self._end_ids = sorted(end_ids)
         self._tail = Tail()
         self._llm = start(config, device, num_ranks, self._tail)
+        self._kept_sets = KeptSets(self._llm) if self._rollout.records_support else None
         self.group: ProcessGroup | None = sharing() if config.rollout.tensor_parallel > 1 else None
         self._is_asleep = False
         self._constants: list[tuple[Tensor, Tensor]] = []
 
-    def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
-        """A completion for each prompt and its seed; at temperature 0 of the most likely tokens."""
+    def generate(
+        self, requests: list[tuple[list[int], int]], temperature: float | None = None
+    ) -> list[Completion]:
+        """Return a completion for each prompt and its seed.
+
+        With a `temperature` in the recipe's place it has no support; at 0 every token is the most likely one.
+        """
         with self._called("generate"):
+            if self._kept_sets:
+                self._kept_sets.switch(on=temperature is None)
+            temperature = self._rollout.temperature if temperature is None else temperature
             for row, (prompt, seed) in enumerate(requests):
                 parameters = self._parameters(seed, temperature)
                 self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
             outputs = self._outputs(len(requests))
-            return [self._completion(output.outputs[0], temperature) for output in outputs]
+            return [self._completion(output, temperature) for output in outputs]
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of tokens that are given, 0 of each sequence's first: at temperature 1, unfiltered.
@@ -150,6 +160,8 @@ class Instance:
             for output in engine.step():
                 if output.finished:
                     finished[int(output.request_id)] = output
+            if self._kept_sets:
+                self._kept_sets.collect()
         return [finished[row] for row in range(count)]
 
     @contextlib.contextmanager
@@ -163,7 +175,8 @@ class Instance:
             seed=seed,
             temperature=temperature,
             min_p=self._rollout.min_p,
-            top_k=self._rollout.top_k or 0,  # 0: all
+            # 0: all, which vLLM does not take with sets
+            top_k=self._rollout.top_k or (self._kept_sets.vocab_size if self._kept_sets else 0),
             top_p=self._rollout.top_p,
             max_tokens=self._rollout.max_new_tokens,
             stop_token_ids=self._end_ids,
@@ -174,7 +187,8 @@ class Instance:
             output_kind=library.RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion(self, output: Any, temperature: float) -> Completion:
+    def _completion(self, request: Any, temperature: float) -> Completion:
+        (output,) = request.outputs
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a completion ended by {output.finish_reason!r}")
         token_ids, longest = list(output.token_ids), self._rollout.max_new_tokens
@@ -191,6 +205,7 @@ class Instance:
         return Completion(
             token_ids=token_ids,
             logprobs=[0.0] * len(token_ids) if temperature == 0 else logprobs,  # no other choice
+            support=self._kept_sets.take(request.request_id, output) if self._kept_sets else None,
             truncated=token_ids[-1] not in self._end_ids,
         )
 

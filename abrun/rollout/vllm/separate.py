@@ -6,6 +6,7 @@ it; one that ends, or says nothing for nine tenths of `limits.stalled_s`, ends t
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -44,13 +45,12 @@ class Separate:
     """See abrun.rollout.RolloutEngine."""
 
     def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
-        self._rollout, self._ranks = config.rollout, backend.ranks
+        self._ranks = backend.ranks
         self._engines = Engines(config, backend.ranks.device, text) if self._ranks.is_first else None
 
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        temperature = self._rollout.temperature if temperature is None else temperature
         of_replicas = self._ranks.gather([list(zip(prompts, draws.seeds(), strict=True))])
         requests = [request for of_replica in of_replicas for request in of_replica]
         sampled = self._engines.generate(requests, temperature) if self._engines else None
@@ -117,13 +117,14 @@ class Engines:
         self._transfer = Transfer(folder, 0, 1 + len(places), device, self._silence_s)
         self._answers("connect to the trainer")
 
-    def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
+    def generate(self, requests: list[tuple[list[int], int]], temperature: float | None) -> list[Completion]:
         """A completion for each prompt and its seed, neighbours by one engine."""
         count = -(-len(requests) // (len(self._processes) // self._size))
         for process in self._processes:
             first = process.number // self._size * count
             process.tell(("generate", requests[first : first + count], temperature))
-        return [completion for of_process in self._answers("generate") for completion in of_process]
+        answers = [pickle.loads(completions) for completions in self._answers("generate")]
+        return [completion for completions in answers for completion in completions]
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send the policy's weights, to all engines at once."""

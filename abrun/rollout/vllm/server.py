@@ -6,6 +6,7 @@ Requests: see `Server`. Answers: (ALIVE, None) now and then, (ANSWER, value), or
 
 import contextlib
 import os
+import pickle
 import signal
 import sys
 import time
@@ -23,7 +24,6 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from abrun.backends.ranks import COLLECTIVE_TIMEOUT
 from abrun.errors import AbrunError
 from abrun.recipe import OwnRunConfig
-from abrun.rollout import Completion
 from abrun.rollout.vllm.instance import Instance
 from abrun.rollout.vllm.transfer import Transfer
 
@@ -77,10 +77,13 @@ class Server:
             setup.folder, 1 + setup.number, 1 + setup.num_processes, self._device, setup.patience_s
         )
 
-    def generate(self, requests: list[tuple[list[int], int]], temperature: float) -> list[Completion]:
-        """A completion for each prompt and its seed; of the processes of an engine, the first has them."""
+    def generate(self, requests: list[tuple[list[int], int]], temperature: float | None) -> bytes:
+        """Return a completion for each prompt and its seed, pickled: the engine's first process has them.
+
+        The socket's own pickling would hand over tensors as shared memory.
+        """
         completions = self._vllm.generate(requests, temperature)
-        return completions if self._setup.rank == 0 else []
+        return pickle.dumps(completions if self._setup.rank == 0 else [])
 
     def load(self) -> None:
         """Take the policy's weights: it answers when ready for a chunk, is told which, and receives it."""

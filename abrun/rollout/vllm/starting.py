@@ -23,6 +23,7 @@ from abrun.models.families import positions_of
 from abrun.recipe import BESIDE_THE_TRAINER, MOST_OF_A_CACHE, OwnRunConfig, vllm_refusal
 from abrun.recipe.vllm_versions import installed_release
 from abrun.redaction import told
+from abrun.rollout.vllm import kept
 
 # Read as vLLM is imported, or as its engine starts.
 ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine and its worker are this process
@@ -86,6 +87,8 @@ def failing(doing: str, tail: Tail) -> Iterator[None]:
         reason = _words(error)
         if error.__cause__ and (cause := _words(error.__cause__)) not in reason:
             reason += f" (from {cause})"
+        if re.search(r"sampling distribution replay|model.runner.*v2|v2 model runner", reason, re.IGNORECASE):
+            reason += "; rollout.exact_support: false needs neither"
         if re.search(r"memory|maximum model length", reason, re.IGNORECASE):
             reason += "; rollout.gpu_memory_utilization is the share of the memory that vLLM takes"
         raise LaunchError(
@@ -130,13 +133,15 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
     Raises LaunchError where it does not start.
     """
     progress.beat("starting vllm")
-    wrong = vllm_refusal(on_gpu=device.type == "cuda")
+    wrong = vllm_refusal(on_gpu=device.type == "cuda") or config.rollout.support_refusal
     if wrong:
         raise LaunchError(wrong)
     with apart(device), failing("start", tail):
         os.environ.update(ALWAYS)
         if config.rollout.batch_invariant:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        if config.rollout.records_support:
+            os.environ.update(kept.ENVIRONMENT)
         for name, value in UNLESS_SET.items():
             os.environ.setdefault(name, value)
         vllm: Any = importlib.import_module("vllm")
@@ -231,6 +236,8 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, netwo
     }
     if config.engine_head_dtype != config.policy.dtype:
         arguments["hf_overrides"] = {"head_dtype": config.engine_head_dtype}
+    if rollout.records_support:
+        arguments |= kept.ARGUMENTS
     if rollout.batch_size:
         arguments["max_num_seqs"] = rollout.batch_size
     if num_ranks > 1:  # in the process group that is there
