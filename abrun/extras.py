@@ -4,7 +4,11 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 EXTRAS = {  # as pyproject.toml names them, and a package of each that is looked for
     "train": ("torch", "transformers", "math_verify"),
@@ -43,6 +47,51 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@cache
+def tested_versions(package: str) -> "SpecifierSet | None":
+    """Return the versions that pyproject.toml allows, the tested ones; None if it names no such package.
+
+    They are read from the installed metadata of abrun, with all of its extras.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    try:
+        metadata = importlib.metadata.metadata("abrun")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    extras = ["", *metadata.get_all("Provides-Extra", [])]
+    ranges: SpecifierSet | None = None
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        marker = requirement.marker
+        applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
+        if applies and canonicalize_name(requirement.name) == canonicalize_name(package):
+            ranges = requirement.specifier if ranges is None else ranges & requirement.specifier
+    return ranges
+
+
+def install_command(package: str, *options: str) -> str:
+    """Return the pip command that installs a tested version of a package."""
+    words = ["pip", "install", *options, f"'{package}{tested_versions(package) or ''}'"]
+    return " ".join(words)
+
+
+def untested_version(package: str, version: str | None) -> str | None:
+    """Return a line about a version outside the tested range; None if it is inside, or not known."""
+    from packaging.version import InvalidVersion, Version
+
+    tested = tested_versions(package)
+    if not (tested and version):
+        return None
+    try:
+        if tested.contains(Version(version), prereleases=True):
+            return None
+    except InvalidVersion:
+        return None
+    return f"{package} {version}: not tested with abrun; if runs fail: {install_command(package)}"
 
 
 def is_imported(package: str, config: Mapping[str, Any]) -> bool:

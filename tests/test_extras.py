@@ -1,5 +1,6 @@
 """What is missing is said in one line with the extra that brings it, and the core does without."""
 
+import email.message
 import html
 import importlib.metadata
 import importlib.util
@@ -164,3 +165,71 @@ def test_the_wheel_alone_compares_and_with_train_it_launches(tmp_path: Path) -> 
     called(bin / "pip", "install", f"{wheel}[train]")
     shown = called(bin / "abrun", "launch", ROOT / "recipes/quickstart.yaml")
     assert "MATCH" in shown
+
+
+@pytest.fixture
+def installed_metadata(monkeypatch: pytest.MonkeyPatch):
+    """abrun's metadata as pip writes them from these lines of pyproject.toml."""
+
+    def declare(*requirements: str) -> None:
+        message = email.message.Message()
+        message["Provides-Extra"] = "train"
+        message["Provides-Extra"] = "megatron"
+        for requirement in requirements:
+            message["Requires-Dist"] = requirement
+        monkeypatch.setattr(importlib.metadata, "metadata", lambda _: message)
+        extras.tested_versions.cache_clear()
+
+    yield declare
+    extras.tested_versions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [
+        ("2.11.0", True),
+        ("2.15.1+cu130", True),
+        ("2.15.1rc1", True),
+        ("2.16.0", False),
+        ("2.16.0.dev20261101", False),
+        ("2.10.0+cpu", False),
+        ("3.0", False),
+        (None, True),
+        ("of no version", True),  # torn metadata say nothing
+    ],
+)
+def test_the_tested_versions_are_those_of_the_metadata(
+    version: str | None, is_tested: bool, installed_metadata
+) -> None:
+    installed_metadata("numpy>=2", "torch<2.16,>=2.11; extra == 'train'")
+    line = extras.untested_version("torch", version)
+    assert line == (
+        None
+        if is_tested
+        else f"torch {version}: not tested with abrun; if runs fail: pip install 'torch<2.16,>=2.11'"
+    )
+
+
+def test_ranges_of_several_extras_hold_together_and_only_where_they_apply(installed_metadata) -> None:
+    installed_metadata(
+        "Some.Kernels>=3.6; extra == 'train'",
+        "some-kernels<3.10; extra == 'megatron'",
+        "some_kernels<3.7; extra == 'train' and python_version < '3'",
+        "other",
+    )
+    assert extras.untested_version("some-kernels", "3.9.1") is None
+    assert extras.untested_version("some-kernels", "3.10.0")
+    assert extras.untested_version("some-kernels", "3.5")
+    assert extras.untested_version("other", "99") is None, "any version"
+    assert extras.untested_version("nothing", "1") is None
+    assert extras.install_command("other", "--upgrade") == "pip install --upgrade 'other'"
+
+
+def test_without_metadata_every_version_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "metadata", missing)
+    extras.tested_versions.cache_clear()
+    assert extras.untested_version("torch", "99") is None
+    extras.tested_versions.cache_clear()

@@ -20,10 +20,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from abrun.extras import EXTRAS
+from abrun.extras import EXTRAS, install_command, untested_version
 from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
 from abrun.launch.ray.client import refusal as ray_refusal
-from abrun.launch.requirements import this_machine, triton_refusal
+from abrun.launch.requirements import TRAINER_PACKAGES, this_machine, triton_refusal
 from abrun.processes import first_cause
 from abrun.recipe import megatron_refusal, vllm_refusal
 
@@ -65,6 +65,7 @@ class Diagnosis:
     gpus: tuple[Gpu, ...]  # that nvidia-smi lists
     versions: Mapping[str, str | None]  # None: not installed
     parts: tuple[Part, ...]
+    warnings: tuple[str, ...]  # a line for each package in a version that was not tested
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -88,7 +89,7 @@ class Diagnosis:
         for part in self.parts:
             state = Text("no", "red") if part.refusal else Text("usable", "green")
             parts.add_row(part.kind, part.name, state, Text(part.refusal or ""))
-        return Group(machine, "", parts)
+        return Group(machine, "", *(Text(line, "yellow") for line in self.warnings), parts)
 
 
 def diagnose() -> Diagnosis:
@@ -104,6 +105,7 @@ def diagnose() -> Diagnosis:
         gpus=gpus.result(),
         versions=versions,
         parts=tuple(_parts(found, versions, bool(gpus.result()))),
+        warnings=tuple(filter(None, (untested_version(name, _version(name)) for name in TRAINER_PACKAGES))),
     )
 
 
@@ -145,7 +147,7 @@ def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> str | Non
     if not has_gpus:
         return "nvidia-smi lists no GPU; use cluster.gpus_per_node: 0"
     if cuda is None:
-        return f"torch {version} is built without CUDA; pip install --force-reinstall 'torch>=2.11,<2.14'"
+        return f"torch {version} is built without CUDA; {install_command('torch', '--force-reinstall')}"
     return f"torch {version}, built for CUDA {cuda}, finds no GPU: the driver may be older; nvidia-smi tells"
 
 

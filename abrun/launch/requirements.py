@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.extras import lacking
+from abrun.extras import installed_version, is_imported, lacking, untested_version
 from abrun.launch.hub import hub_refusal
 from abrun.launch.model_folder import config_of, folder_damage
 from abrun.plan import Plan, PlannedRun
@@ -28,6 +28,7 @@ from abrun.recipe import (
     ReasoningGym,
     RunConfig,
     Validation,
+    dotted,
     dtensor_misfit,
     family_refusal,
     invocation,
@@ -44,6 +45,7 @@ from abrun.tasks import hold_out
 if TYPE_CHECKING:
     from abrun.tasks.problems import FileConfig
 
+TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 # Variables by which a run looks for a hub and what was fetched from it elsewhere
 ASKS_OTHERWISE = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|XDG)_|HOME$|.*_proxy$", re.IGNORECASE)
 
@@ -129,6 +131,14 @@ def anywhere_refusals(plan: Plan) -> list[str]:
         for reason in reasons(config)
     ]
     return lines + reference_refusals(plan)
+
+
+def untested_packages(plan: Plan) -> list[str]:
+    """Return a line for each package that abrun's trainer imports in a version that was not tested."""
+    configs = [run.config for run in plan.runs if isinstance(run.config, OwnRunConfig)]
+    values = [dotted(config.model_dump(mode="json")) for config in configs]
+    imported = [name for name in TRAINER_PACKAGES if any(is_imported(name, config) for config in values)]
+    return list(filter(None, (untested_version(name, installed_version(name)) for name in imported)))
 
 
 def is_refused_for_its_model(plan: Plan) -> bool:

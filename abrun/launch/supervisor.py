@@ -20,6 +20,7 @@ from abrun.launch.engine import Engine, Place, make_engine
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
 from abrun.launch.queue import Job, Queue
+from abrun.launch.requirements import untested_packages
 from abrun.plan import Plan, RunName
 from abrun.processes import (
     STARVED,
@@ -111,7 +112,8 @@ def launch(
     with owned as lease:
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
-        if resume and (line := other_code(plan, experiment_dir, git, here=True)):
+        other = other_code(plan, experiment_dir, git, here=True) if resume else None
+        for line in filter(None, (other, *untested_packages(plan))):
             _Quiet(observer).say(line)
         wanted = [run for run in plan.runs if only is None or run.name in only]
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)

@@ -90,9 +90,9 @@ def changes_of_trace(
 def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
     """The innermost frame outside of torch: `package/file.py:12 function`; empty where there is none."""
     for frame in frames:
-        name = str(frame["filename"])
+        name = PACKAGE.sub("", str(frame["filename"]))  # a checkout may lie in a folder named torch
         if not LIBRARIES.search(name) and name.endswith(".py"):
-            return f"{PACKAGE.sub('', name)}:{frame['line']} {frame['name']}"
+            return f"{name}:{frame['line']} {frame['name']}"
     return ""
 
 

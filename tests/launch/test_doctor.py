@@ -103,6 +103,18 @@ def test_what_is_broken_is_a_reason(
         assert "".join(reason.split()) in "".join(table(diagnosis).split()), "with its brackets"
 
 
+def test_versions_that_were_not_tested_are_warnings(machine: Any) -> None:
+    assert machine({}).warnings == ()
+    versions = {"torch": "99.0.0+cu140", "triton": "3.5.0", "vllm": "99.0"}
+    diagnosis = machine({}, **versions)
+    torch_line, triton_line = diagnosis.warnings
+    assert re.fullmatch(r"torch 99\.0\.0\+cu140: not tested .*: pip install 'torch.*>=2\.11'", torch_line)
+    assert triton_line.startswith("triton 3.5.0: not tested")
+    assert torch_line in table(diagnosis)
+    assert json.loads(diagnosis.as_json())["warnings"] == [*diagnosis.warnings]
+    assert not any(refusals(diagnosis)[name] for name in ("dtensor", "triton")), "a warning refuses nothing"
+
+
 def table(diagnosis: Diagnosis) -> str:
     console = Console(width=400)
     with console.capture() as shown:

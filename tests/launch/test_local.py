@@ -19,7 +19,7 @@ import pytest
 from abrun import store
 from abrun.errors import LaunchError, StoreError
 from abrun.implementations import LAUNCHERS
-from abrun.launch import Outcome, earlier, queue, supervisor
+from abrun.launch import Outcome, earlier, queue, requirements, supervisor
 from abrun.launch.command import environment
 from abrun.launch.experiment import owned_experiment
 from abrun.plan import Plan, RunName, make_plan
@@ -689,6 +689,18 @@ def test_resume_says_of_which_other_code_the_earlier_runs_are(
     assert said_by(1, sha="b" * 40, diff="git-1.diff") == [f"small: {commit}{end}"]
     behave()
     assert said_by(0, diff=None) and said_by(0, sha="c" * 40) == [], "nothing is left to be run"
+
+
+def test_a_launch_names_packages_in_untested_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"torch": "99.0", "transformers": "5.5.3", "triton": "3.5", "liger-kernel": "0.1"}
+    monkeypatch.setattr(requirements, "installed_version", installed.get)
+    observer = Silent()
+    assert launch(tmp_path, "seeds=[0, 1]", observer=observer).exit_code == 0
+    assert [line.partition(":")[0] for line in observer.said] == ["torch 99.0", "triton 3.5"], (
+        "not of a package that no run imports"
+    )
 
 
 def test_a_finished_run_that_lost_rows_is_repaired(tmp_path: Path) -> None:

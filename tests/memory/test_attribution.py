@@ -107,6 +107,13 @@ def test_a_long_step_is_drawn_with_few_points_and_its_peak_among_them() -> None:
     assert min(found.layers[REST]) >= 0
 
 
+def test_a_checkout_in_a_folder_named_torch_is_no_library() -> None:
+    frames = [MODEL[0], {"filename": "/home/me/torch/abrun/kernels/logits.py", "line": 7, "name": "forward"}]
+    assert line_of(frames) == "abrun/kernels/logits.py:7 forward"
+    profiler = {"filename": "/home/me/torch/abrun/memory/measure.py", "line": 7, "name": "run"}
+    assert line_of([profiler, MODEL[2]]) == "abrun/train/sft.py:31 update"
+
+
 @pytest.mark.parametrize(
     ("frames", "expected"),
     [

@@ -143,13 +143,25 @@ def gathered_once(module: nn.Module, microbatches: Iterable[T]) -> Iterator[T]:
     following = iter(microbatches)
     microbatch = next(following)
     set_last(False)
-    for after in following:
+    with module.register_forward_hook(_add_uses_as_computed):
+        for after in following:
+            yield microbatch
+            microbatch = after
+        set_last(True)
         yield microbatch
-        microbatch = after
-    set_last(True)
-    yield microbatch
     for part in sharded:
         part.set_reshard_after_forward(part is not module, recurse=False)
+
+
+def _add_uses_as_computed(module: nn.Module, *_: Any) -> None:
+    """Let the backward pass add the gradients of a weight with two uses in the dtype of its products.
+
+    torch 2.15 adds them in float32 in the first microbatch of several, and in no other: a tied embedding then
+    gets another gradient than where each microbatch reduces its own.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.grad_dtype = None
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:
