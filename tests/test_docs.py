@@ -157,7 +157,7 @@ def test_versions_md_has_the_range_of_every_package() -> None:
     extras = project["optional-dependencies"]
     lines = [line for extra in extras if not extra.startswith("test") for line in extras[extra]]
     found = re.findall(
-        r"^([\w-]+)(?:\[\w+\])?([<>=!~][^;]*)", "\n".join([*project["dependencies"], *lines]), re.M
+        r"^([\w-]+)(?:\[\w+\])?([<>=!~][^;\n]*)", "\n".join([*project["dependencies"], *lines]), re.M
     )
     allowed = {("Python", project["requires-python"]), *found}
     text = (ROOT / "docs" / "versions.md").read_text()
