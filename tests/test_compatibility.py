@@ -150,7 +150,7 @@ def runs_as_json() -> str:
 
 def check_core(environment: Environment) -> None:
     compare_csv(environment)
-    compare_csv(environment, "--output", "report", "--format", "terminal,html,json,md")
+    compare_csv(environment, "--output", "report", "--format", "terminal,html,json,markdown")
     environment.run("abrun", "recipes")
     environment.run("abrun", "plan", "--margin", "0.05", "--sigma", "0.02", "--correlation", "0.5")
 
