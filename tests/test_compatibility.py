@@ -152,7 +152,7 @@ def check_core(environment: Environment) -> None:
     compare_csv(environment)
     compare_csv(environment, "--output", "report", "--format", "terminal,html,json,markdown")
     environment.run("abrun", "recipes")
-    environment.run("abrun", "plan", "--margin", "0.05", "--sigma", "0.02", "--correlation", "0.5")
+    environment.run("abrun", "plan", "quickstart", "--json")
 
 
 def check_figures(environment: Environment) -> None:
