@@ -84,7 +84,8 @@ class Environment:
         if done.returncode != expected:
             output = f"{done.stdout}\n{done.stderr}".strip()
             print(output)
-            raise Failed(f"{' '.join(words)}: exit code {done.returncode}: {output.splitlines()[-1]}")
+            lines = [line for line in output.splitlines() if not line.startswith("WARNING")]
+            raise Failed(f"{' '.join(words)}: exit code {done.returncode}: {lines[-1] if lines else ''}")
         return done.stdout
 
     def versions(self) -> dict[str, str]:
