@@ -27,8 +27,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DESCRIPTIVE = 4  # exit code of a comparison without a claim
-QUICK = ("--seeds", "0", "--no-compare", "--set", "steps=2", "--set", "controls.aa_reruns=0")
-QUICKSTART = ("abrun", "launch", "quickstart", *QUICK, "--set", "warm_start.steps=2")
+QUICK = ("--seeds", "0", "--no-compare", "--set", "compare.primary=[]")
+SHORT = ("--set", "steps=2", "--set", "controls.aa_reruns=0")
+QUICKSTART = ("abrun", "launch", "quickstart", *QUICK, *SHORT, "--set", "warm_start.steps=2")
 BOTH_ARMS = "arms={baseline: {}, treatment: {policy.logprobs.impl: chunked}}"
 WRITE_WANDB = """
 import json, sys, wandb
@@ -198,7 +199,7 @@ def check_ray(environment: Environment) -> None:
             if head.poll() is not None or time.monotonic() > until:
                 raise Failed("ray start --head: no dashboard within 120 s")
             time.sleep(1)
-        launch = ("abrun", "launch", recipe, "--launcher", "ray", "--seeds", "0", "--no-compare")
+        launch = ("abrun", "launch", recipe, "--launcher", "ray", *QUICK)
         environment.run(*launch, "--set", script, RAY_ADDRESS=address)
     finally:
         if head.poll() is None:
@@ -237,7 +238,7 @@ def check_reasoning(environment: Environment) -> None:
 
 
 def check_external(environment: Environment) -> None:
-    environment.run("abrun", "launch", "trl", *QUICK)
+    environment.run("abrun", "launch", "trl", *QUICK, *SHORT)
 
 
 def check_vllm(environment: Environment) -> None:
