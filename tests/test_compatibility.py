@@ -155,6 +155,7 @@ def check_core(environment: Environment) -> None:
     compare_csv(environment, "--output", "report", "--format", "terminal,html,json,markdown")
     environment.run("abrun", "recipes")
     environment.run("abrun", "plan", "quickstart", "--json")
+    environment.run("abrun", "schema")
 
 
 def check_figures(environment: Environment) -> None:
