@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +150,18 @@ def test_every_page_is_in_the_contents_of_the_site() -> None:
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     pages |= {"index.md", "contributing.md"}
     assert sorted(listed) == sorted(pages)
+
+
+def test_versions_md_has_the_range_of_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [line for extra in extras if not extra.startswith("test") for line in extras[extra]]
+    found = re.findall(
+        r"^([\w-]+)(?:\[\w+\])?([<>=!~][^;\n]*)", "\n".join([*project["dependencies"], *lines]), re.M
+    )
+    allowed = {("Python", project["requires-python"]), *found}
+    text = (ROOT / "docs" / "versions.md").read_text()
+    assert set(re.findall(r"^\| ([\w-]+) \| `([^`]+)` \| .+ \|.*\|$", text, re.M)) == allowed
 
 
 @pytest.mark.slow

@@ -106,8 +106,9 @@ def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[st
 def _from_checkpoint(source: str) -> nn.Module:
     config = read_config(source)
     with loading(source):
+        # Without `config`, older transformers drop `dtype` for the text part of a multimodal checkpoint.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            source, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
         network, found = loaded
         if found["missing_keys"]:  # transformers fills them with random numbers, and warns
