@@ -134,11 +134,14 @@ def make_config(device: str, folder: Path, **rollout: Any) -> Any:
             "logprobs": {"impl": "chunked"},
             "optimizer": {"learning_rate": 1e-5, "warmup_steps": 0},
         },
-        "task": {"type": "jsonl", "path": str(tasks), "verifier": "tests.bench.bench_vllm_versions:count_characters"},
+        "task": {
+            "type": "jsonl",
+            "path": str(tasks),
+            "verifier": "tests.bench.bench_vllm_versions:count_characters",
+        },
         "cluster": {"gpus_per_node": int(device == "cuda")},
     }
     return OwnRunConfig.model_validate(merge(config, changes))
-
 
 
 class Bench:
@@ -260,9 +263,7 @@ def measure_engine(device: str, folder: Path) -> dict[str, Any]:
     given = [SimpleNamespace(token_ids=sequence[1:], support=None) for sequence in sequences]
     rows = [first[at : at + shapes.length - 1] for at in range(0, len(first), shapes.length - 1)]
     trainer, _ = bench.trainer_logprobs([sequence[:1] for sequence in sequences], given, rows)
-    syncs = [
-        bench.seconds(lambda: bench.engine.sync(bench.backend.weights())) for _ in range(1 + NUM_CALLS)
-    ]
+    syncs = [bench.seconds(lambda: bench.engine.sync(bench.backend.weights())) for _ in range(1 + NUM_CALLS)]
     return {
         "start_s": bench.start_s,
         "logprobs": first,
@@ -399,9 +400,7 @@ def largest_difference(left: list[float], right: list[float]) -> float:
 def error_of(left: list[float], right: list[float]) -> float:
     import math
 
-    return statistics.mean(
-        math.exp(abs(one - other)) for one, other in zip(left, right, strict=True)
-    )
+    return statistics.mean(math.exp(abs(one - other)) for one, other in zip(left, right, strict=True))
 
 
 def prefix_share(left: list[list[int]], right: list[list[int]]) -> float:
