@@ -30,6 +30,7 @@ SCALE = 3.0  # of random matrices, against flat distributions
 NUM_CALLS = 3  # after a first one
 WARM_UP_STEPS = 2
 TIMEOUT_S = 400
+ROW = "ROW "  # begins the line of a part's answer: vLLM logs to the same output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +376,8 @@ def measure(path: Path, device: str, parts: list[str]) -> int:
             ended = subprocess.run(
                 command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S
             )
-            answer = ended.stdout.strip().splitlines()[-1] if ended.returncode == 0 else None
+            rows = [line for line in ended.stdout.splitlines() if line.startswith(ROW)]
+            answer = rows[0].removeprefix(ROW) if rows else None
             problem = ended.stderr[-3000:]
         except subprocess.TimeoutExpired:
             answer, problem = None, f"no answer in {TIMEOUT_S} s"
@@ -466,7 +468,7 @@ def main() -> int:
     parser.add_argument("--part", choices=list(PARTS), help="one part, in this process")
     arguments = parser.parse_args()
     if arguments.part:
-        print(json.dumps(measure_part(arguments.part, arguments.device)))
+        print(ROW + json.dumps(measure_part(arguments.part, arguments.device)), flush=True)
         return 0
     if len(arguments.paths) != 1 + arguments.compare:
         parser.error("give one file to write, or two to compare")
