@@ -253,9 +253,14 @@ def process_group(device: str) -> Iterator[None]:
 
 
 def measure_engine(device: str, folder: Path) -> dict[str, Any]:
+    bench = Bench(device, folder)
+    with contextlib.closing(bench.engine):
+        return measure_bench(bench)
+
+
+def measure_bench(bench: Bench) -> dict[str, Any]:
     from types import SimpleNamespace
 
-    bench = Bench(device, folder)
     shapes = bench.shapes
     sequences = bench.random_tokens(shapes.num_sequences, shapes.length, seed=1)
     first = bench.score(sequences)
@@ -336,9 +341,10 @@ def measure_step(device: str, folder: Path) -> dict[str, float]:
 def measure_filtered(device: str, folder: Path) -> dict[str, float]:
     """Return what sampling does with top_p whose sets of kept tokens the trainer takes."""
     bench = Bench(device, folder, top_p=0.8, exact_support=True)
-    completions = bench.sample()
-    assert all(completion.support is not None for completion in completions)
-    return {f"filtered_{name}": value for name, value in bench.sampling().items()}
+    with contextlib.closing(bench.engine):
+        completions = bench.sample()
+        assert all(completion.support is not None for completion in completions)
+        return {f"filtered_{name}": value for name, value in bench.sampling().items()}
 
 
 PARTS = {"engine": measure_engine, "step": measure_step, "filtered": measure_filtered}
