@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -208,7 +209,7 @@ def check_ray(environment: Environment) -> None:
             head.wait(60)
 
 
-def check_train(environment: Environment, *settings: str, **variables: str) -> None:
+def check_train(environment: Environment, *settings: str, **variables: Any) -> None:
     """Train two steps of two arms. A warning in a run's log is a failure."""
     options = [word for setting in settings for word in ("--set", setting)]
     environment.run(*QUICKSTART, *options, **variables)

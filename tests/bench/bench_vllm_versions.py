@@ -1,13 +1,13 @@
 """Compare two versions of vLLM as abrun's rollout engine: log-probs, sampling, weight sync, sleep, step time.
 
     python tests/bench/bench_vllm_versions.py old.json            # under each version's environment; one GPU
-    python tests/bench/bench_vllm_versions.py new.json --filtered # also exact_support (vLLM from 0.28)
+    python tests/bench/bench_vllm_versions.py new.json --parts engine step filtered
     python tests/bench/bench_vllm_versions.py --compare old.json new.json
     python tests/bench/bench_vllm_versions.py x.json --device cpu # the script's own logic, on a tiny model
 
 A random Qwen3 of 166M parameters in bfloat16 (a tiny one in float32 on a CPU), the same in every call. Each
 part has a process of its own: `engine` scores fixed sequences and samples, `step` trains GRPO for some steps,
-`filtered` samples with top_p and the sets of kept tokens.
+`filtered` samples with top_p and the sets of kept tokens (vLLM from 0.28).
 """
 
 import argparse
@@ -427,7 +427,7 @@ def compare(old_path: Path, new_path: Path) -> None:
     for name in ("torch", "transformers"):
         print(f"{name:44s}{old[name]:>12s}{new[name]:>12s}")
     print(f"device: {old['device']}; {new['device']}")
-    engines = [report["engine"] for report in (old, new)]
+    engines = [report.get("engine") for report in (old, new)]
     if all(engines):
         left, right = engines
         between = [abs(a - b) for a, b in zip(left["logprobs"], right["logprobs"], strict=True)]
@@ -469,7 +469,7 @@ def main() -> int:
     )
     parser.add_argument("paths", nargs="*", type=Path, metavar="FILE.json")
     parser.add_argument("--device", choices=list(SHAPES), default="cuda")
-    parser.add_argument("--filtered", action="store_true", help="also sample with top_p and exact_support")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=["engine", "step"])
     parser.add_argument("--compare", action="store_true", help="print a table of two reports")
     parser.add_argument("--part", choices=list(PARTS), help="one part, in this process")
     arguments = parser.parse_args()
@@ -481,8 +481,7 @@ def main() -> int:
     if arguments.compare:
         compare(*arguments.paths)
         return 0
-    parts = ["engine", "step", *(["filtered"] if arguments.filtered else [])]
-    return measure(arguments.paths[0], arguments.device, parts)
+    return measure(arguments.paths[0], arguments.device, arguments.parts)
 
 
 if __name__ == "__main__":
