@@ -96,7 +96,13 @@ def test_names_are_printed_as_they_are(tmp_path: Path, monkeypatch, capsys, name
     monkeypatch.setenv("COLUMNS", "400")
     part = doctor.Part(kind="engine", name=name, refusal=f"lacks {name}")
     diagnosis = doctor.Diagnosis(
-        python="3", processor=name, cores=1, gpus=(), versions={"torch": name}, parts=(part,), warnings=(name,)
+        python="3",
+        processor=name,
+        cores=1,
+        gpus=(),
+        versions={"torch": name},
+        parts=(part,),
+        warnings=(name,),
     )
     monkeypatch.setattr(doctor, "diagnose", lambda: diagnosis)
     write_inputs(name)

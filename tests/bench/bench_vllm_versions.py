@@ -132,7 +132,7 @@ def make_config(device: str, folder: Path, **rollout: Any) -> Any:
         "rollout": {"engine": "vllm", "max_new_tokens": shapes.max_new_tokens} | rollout,
         "policy": {
             "dtype": shapes.dtype,
-            "logprobs": {"impl": "chunked"},
+            "logprobs": {"impl": "logits" if "top_p" in rollout else "chunked"},
             "optimizer": {"learning_rate": 1e-5, "warmup_steps": 0},
         },
         "task": {
