@@ -5,7 +5,6 @@ Slow: extras with torch download gigabytes. pip's own variables choose versions,
     PIP_CONSTRAINT=versions.txt pytest -m slow -s tests/test_compatibility.py -k "newest and wandb"
 """
 
-import itertools
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -269,16 +268,6 @@ CHECKS: dict[str, Callable[[Environment], None]] = {
     "external": check_external,
 }
 OF_THE_TESTS = {"test", "test-slow"}  # every run of the suite checks them
-SHARED = (
-    "train",
-    "vllm",
-    "megatron",
-    "external",
-    "reasoning",
-    "wandb",
-    "ray",
-    "liger",
-)  # large, or pinning others
 
 
 def check(environment: Environment, function: Callable[[Environment], None]) -> None:
@@ -322,27 +311,13 @@ def test_the_core_at_the_lowest_versions_it_allows(wheel: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_extras_share_an_environment(wheel: Path, tmp_path: Path) -> None:
-    """Resolve all extras at once, without installing; if that fails, find the pairs that conflict."""
-    extras = [extra for extra in SHARED if extra in EXTRAS]
-    if resolve(wheel, extras, tmp_path) is None:
-        return
-    reasons = {pair: resolve(wheel, pair, tmp_path) for pair in itertools.combinations(extras, 2)}
-    conflicts = [f"{' + '.join(pair)}: {reason}" for pair, reason in reasons.items() if reason]
-    pytest.fail("\n".join(conflicts) or f"{', '.join(extras)} conflict only together", pytrace=False)
-
-
-def resolve(wheel: Path, extras: Sequence[str], folder: Path) -> str | None:
-    """Return pip's reason why extras cannot be installed together; else print the versions it would take."""
-    report = folder / "report.json"
-    dry_run = ("install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report))
-    wanted = f"{wheel}[{','.join(extras)}]"
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *dry_run, wanted], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        return re.sub(r"\s+", " ", done.stderr[done.stderr.find("ERROR") :])[:600]
-    named = {package_of(line) for extra in extras for line in requirements(extra)}
-    packages = [one["metadata"] for one in json.loads(report.read_text())["install"]]
-    print(*extras, {one["name"]: one["version"] for one in packages if canonical(one["name"]) in named})
-    return None
+def test_extras_share_an_environment(tmp_path: Path) -> None:
+    """Resolve all extras at once, without installing them. uv names the packages that conflict."""
+    environment = Environment(tmp_path, "")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    environment.run("python", "-m", "pip", "install", "--quiet", "uv")
+    compile_all = ("uv", "pip", "compile", "--quiet", "--all-extras", "--python", environment.python)
+    try:
+        environment.run(*compile_all, ROOT / "pyproject.toml")
+    except Failed as failure:
+        pytest.fail(str(failure), pytrace=False)
