@@ -8,6 +8,7 @@ Slow: extras with torch download gigabytes. pip's own variables choose versions,
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     subprocess.run(build, check=True)
     return next(folder.iterdir())
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[Environment]:
+    """Create a virtual environment for the core, and remove it after the test: packages take gigabytes."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    yield Environment(tmp_path, "")
+    shutil.rmtree(tmp_path / "venv")
 
 
 def compare(environment: Environment, *sources: str | Path, options: tuple[str, ...] = ()) -> None:
@@ -289,9 +298,8 @@ def test_every_extra_has_a_check() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [extra for extra in EXTRAS if extra in CHECKS])
-def test_the_newest_that_an_extra_allows(extra: str, wheel: Path, tmp_path: Path) -> None:
-    environment = Environment(tmp_path, extra)
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+def test_the_newest_that_an_extra_allows(extra: str, wheel: Path, environment: Environment) -> None:
+    environment = replace(environment, extra=extra)
     try:
         environment.run("python", "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]")
     except Failed as failure:
@@ -300,10 +308,8 @@ def test_the_newest_that_an_extra_allows(extra: str, wheel: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_core_at_the_lowest_versions_it_allows(wheel: Path, tmp_path: Path) -> None:
+def test_the_core_at_the_lowest_versions_it_allows(wheel: Path, environment: Environment) -> None:
     """Lowest with a wheel for this Python: a floor may be older than the Python."""
-    environment = Environment(tmp_path, "")
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     environment.run("python", "-m", "pip", "install", "--quiet", "uv")
     lowest = ("--resolution", "lowest-direct", "--only-binary", ":all:")
     environment.run("uv", "pip", "install", "--quiet", "--python", environment.python, *lowest, wheel)
@@ -311,10 +317,8 @@ def test_the_core_at_the_lowest_versions_it_allows(wheel: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_extras_share_an_environment(tmp_path: Path) -> None:
+def test_extras_share_an_environment(environment: Environment) -> None:
     """Resolve all extras at once, without installing them. uv names the packages that conflict."""
-    environment = Environment(tmp_path, "")
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     environment.run("python", "-m", "pip", "install", "--quiet", "uv")
     compile_all = ("uv", "pip", "compile", "--quiet", "--all-extras", "--python", environment.python)
     try:
