@@ -312,7 +312,12 @@ def test_the_core_at_the_lowest_versions_it_allows(wheel: Path, environment: Env
     """Lowest with a wheel for this Python: a floor may be older than the Python."""
     environment.run("python", "-m", "pip", "install", "--quiet", "uv")
     lowest = ("--resolution", "lowest-direct", "--only-binary", ":all:")
-    environment.run("uv", "pip", "install", "--quiet", "--python", environment.python, *lowest, wheel)
+    install = ("uv", "pip", "install", "--quiet", "--python", environment.python)
+    environment.run(*install, *lowest, "--requirements", ROOT / "pyproject.toml")  # a wheel's are not direct
+    environment.run(*install, "--no-deps", wheel)
+    versions = environment.versions()
+    for name in ("jsonschema", "rich", "typer"):  # without compiled code: each Python has the lowest
+        assert f"{name}>={versions[name].removesuffix('.0')}" in PROJECT["dependencies"]
     check(environment, check_core)
 
 
