@@ -54,10 +54,8 @@ class SamplingMaskLists(NamedTuple):
     def slice_request(self, row: int, has_offsets: bool) -> "SamplingMaskLists":
         assert self.offsets is not None
         first, last = self.offsets[row : row + 2]
-        offsets = (
-            np.array([0, last - first]) if has_offsets else None
-        )  # with 0.28 and 0.29; with later ones None
-        return SamplingMaskLists(self.token_ids[first:last], offsets)
+        offsets = np.array([0, last - first])  # with 0.28 and 0.29; with later ones None
+        return SamplingMaskLists(self.token_ids[first:last], offsets if has_offsets else None)
 
 
 class Reporting:
@@ -200,8 +198,8 @@ def test_sets_that_cannot_be_right_are_an_error(
     ("vocab_size", "token", "expected"),
     [
         (136, 134, "with a token beyond a vocabulary of 131"),
-        (192, 7, "a set of kept tokens of 24 bytes, where a vocabulary of 131 has 17"),
-        (120, 7, "a set of kept tokens of 15 bytes, where a vocabulary of 131 has 17"),
+        (192, 7, "a set of kept tokens of 24 bytes, and a vocabulary of 131 takes 17"),
+        (120, 7, "a set of kept tokens of 15 bytes, and a vocabulary of 131 takes 17"),
     ],
 )
 def test_sets_of_another_vocabulary_are_an_error(
@@ -271,6 +269,6 @@ def test_the_sets_are_those_of_plain_loops_in_float64(tmp_path: Path) -> None:
     print(rows)
     assert greedy == {"case": "greedy"}
     for row in rows:
-        assert row["different"] == 0 and row["undecided"] < 0.1 * row["equal"] and row["equal"] > 50
+        assert row["different"] == 0 and row["undecided"] < 0.1 * row["equal"] and row["equal"] > 30
         assert abs(row["errors"]["with"] - 1) <= 1e-5
     assert max(row["errors"]["without"] for row in rows) > 1.00001
