@@ -26,10 +26,11 @@ from tests.triton_interpreted import environment, needs_interpreter
 
 VOCABULARY = 131
 END = min(TEXT.end_ids)
-TOKENS = [[7, 130, END], [0, 64, 64, 8, END]]
+TOKENS = [[7, 130, END], [0, 64, 64, 8, END], [12]]
 SETS = [
     [[7], [1, 7, 8, 130], [*range(VOCABULARY)]],
     [[0, 9], [63, 64, 65], [64], [8, 128], [END - 1, END]],
+    [[12, 13]],
 ]
 CPU = torch.device("cpu")
 
@@ -142,7 +143,7 @@ def engine_of(*overrides: str) -> instance.Instance:
     return instance.Instance(config_of(*overrides), CPU, 1, TEXT.end_ids)
 
 
-REQUESTS = [([5, 6], 1), ([7], 2)]
+REQUESTS = [([5, 6], 1), ([7], 2), ([8], 3)]
 
 
 def test_each_token_has_the_set_that_vllm_reports(vllm: Reporting) -> None:
@@ -205,7 +206,7 @@ def test_sets_that_cannot_be_right_are_an_error(
 def test_sets_of_another_vocabulary_are_an_error(
     vocab_size: int, token: int, expected: str, vllm: Reporting
 ) -> None:
-    vllm.vocab_size, vllm.sets = vocab_size, [[[7, token], [7], [7]], [[0]] * 5]
+    vllm.vocab_size, vllm.sets = vocab_size, [[[7, token], [7], [7]], [[0]] * 5, [[12]]]
     with pytest.raises(LaunchError, match=f"failed to generate: .*{expected}"):
         engine_of("rollout.top_p=0.9").generate(REQUESTS)
 
