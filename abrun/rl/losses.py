@@ -21,6 +21,16 @@ MAX_LOG_RATIO = 80  # exp(89) is infinite in float32, and infinity times the 0 o
 MAX_KL_LOG_RATIO, MAX_KL = 20, 10
 
 
+def clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Limit values to [low, high], with gradient 1 at the bounds themselves and 0 beyond them.
+
+    torch.clamp's gradient at a bound is 1 before torch 2.14 and 0 from there on; a ratio of 1 is at one
+    where the clip range is 0.
+    """
+    within = (values >= low) & (values <= high)
+    return torch.where(within, values, values.detach().clamp(low, high))
+
+
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> []
     """Sum over the counted tokens."""
     return torch.where(mask, values, 0.0).sum()
@@ -143,7 +153,7 @@ def _clipped(
 ) -> PolicyLoss:
     """The clipped surrogate of any ratio; masked tokens come with log-ratio and advantage 0."""
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped_ratio = clamp(ratio, 1 - clip_low, 1 + clip_high)
     free, bounded = -advantages * ratio, -advantages * clipped_ratio
     loss, clipped = torch.maximum(free, bounded), bounded > free
     if dual_clip is not None:

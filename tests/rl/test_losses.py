@@ -13,6 +13,7 @@ from torch import Tensor
 
 from abrun.rl.losses import (
     PolicyLoss,
+    clamp,
     clipped_policy_loss,
     kl_penalty,
     loss_weights,
@@ -70,6 +71,13 @@ def test_gradient_at_ratio_one_is_the_policy_gradient(clip: float) -> None:
     (gradient,) = torch.autograd.grad(loss.loss.sum(), trainer)
     assert torch.equal(gradient, -advantages)  # of REINFORCE's -A * log-prob
     assert not loss.clipped.any() and not loss.ratio.requires_grad
+
+
+def test_the_gradient_of_a_clamp_is_one_up_to_its_bounds() -> None:
+    values = torch.tensor([0.4, 0.5, 1.0, 1.5, 1.6], requires_grad=True)
+    limited = clamp(values, 0.5, 1.5)
+    (gradient,) = torch.autograd.grad(limited.sum(), values)
+    assert limited.tolist() == [0.5, 0.5, 1.0, 1.5, 1.5] and gradient.tolist() == [0, 1, 1, 1, 0]
 
 
 def test_clipped_tokens_have_no_gradient() -> None:
