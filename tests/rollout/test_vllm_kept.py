@@ -269,13 +269,9 @@ def test_the_sets_are_those_of_plain_loops_in_float64(tmp_path: Path) -> None:
         check=False,
     )
     assert process.returncode == 0, process.stderr[-2000:]
-    *rows, crowded, greedy = [
-        json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")
-    ]
+    *rows, greedy = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     print(rows)
     assert greedy == {"case": "greedy"}
-    assert max(crowded["preempted"]) > 1 and crowded["equal"] > 15
-    assert crowded["different"] == 0 and crowded["undecided"] < 0.1 * crowded["equal"]
     for row in rows:
         assert row["different"] == 0 and row["undecided"] < 0.1 * row["equal"] and row["equal"] > 30
         assert abs(row["errors"]["with"] - 1) <= 1e-5

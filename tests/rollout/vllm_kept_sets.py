@@ -15,16 +15,12 @@ from abrun.recipe import OwnRunConfig
 from abrun.rl.batch import support_on_completions
 from abrun.rl.sampling import unpacked
 from abrun.rollout import Completion
-from abrun.rollout.vllm import starting
 from tests.rollout import vllm_sampling
 from tests.rollout.vllm_sampling import PROMPTS, Sampling, backend_of, batch_of, config_of, draws
 from tests.train.runs import single_rank
 
 MAX_NEW_TOKENS = 8
 ROUNDING = 1e-4  # of log-probs and probabilities: nearer to a border, rounding decides
-CACHE_BYTES = 6 * 196_608  # blocks of 128 tokens of the tiny model, the first of which is never used
-PROMPT_LENGTH = 126  # tokens: in a block of its own, of which the third new token needs another
-CROWD = [[1 + (7 * row + place) % 80 for place in range(PROMPT_LENGTH)] for row in range(4)]
 CASES = {
     "top_p": "top_p: 0.8",
     "all": "temperature: 1.6, min_p: 0.05, top_k: 7, top_p: 0.8",
@@ -58,9 +54,7 @@ def kept(logits: list[float], rollout: Any) -> set[int] | None:
     return chosen
 
 
-def sets_of(
-    config: OwnRunConfig, sampling: Sampling, completions: list[Completion], prompts: list[list[int]]
-) -> dict[str, Any]:
+def sets_of(config: OwnRunConfig, sampling: Sampling, completions: list[Completion]) -> dict[str, Any]:
     """Count the sets that equal those of the loops, that differ, and of which rounding may decide."""
     network: Any = load_network(config.model, weights=None, seed=0).double().eval()
     network.load_state_dict(
@@ -68,7 +62,7 @@ def sets_of(
     )
     network.tie_weights()
     counts = {"equal": 0, "different": 0, "undecided": 0, "sizes": list[int]()}
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
         with torch.no_grad():
             logits = network(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
         assert completion.support is not None and completion.support.dtype == torch.uint8
@@ -96,23 +90,7 @@ def errors_of(sampling: Sampling, completions: list[Completion]) -> dict[str, fl
     }
 
 
-def crowded(config: OwnRunConfig, sampling: Sampling) -> dict[str, Any]:
-    """Sample more than the cache has room for, so that vLLM preempts and recomputes sequences."""
-    scheduler = sampling.engine._vllm._llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def counting(request: Any, *arguments: Any, **options: Any) -> None:
-        preempted.append(request.num_output_tokens)
-        preempt(request, *arguments, **options)
-
-    scheduler._preempt_request = counting
-    completions = sampling.engine.generate(CROWD, draws(rows=range(len(CROWD))))
-    scheduler._preempt_request = preempt
-    return {"preempted": preempted} | sets_of(config, sampling, completions, CROWD)
-
-
 def main() -> None:
-    starting.CPU_CACHE_BYTES = CACHE_BYTES
     with single_rank():
         sampling = None
         for name, filters in CASES.items():
@@ -121,9 +99,8 @@ def main() -> None:
             sampling.sync(config)
             completions = sampling.generate()
             row = {"case": name, "errors": errors_of(sampling, completions)}
-            print(json.dumps(row | sets_of(config, sampling, completions, PROMPTS)), flush=True)
+            print(json.dumps(row | sets_of(config, sampling, completions)), flush=True)
         assert sampling is not None
-        print(json.dumps({"case": "crowded"} | crowded(config, sampling)), flush=True)
         from abrun.rollout.torch_engine import TorchEngine
 
         config = config_of("rollout.top_p=0.8", f"rollout.max_new_tokens={MAX_NEW_TOKENS}")
