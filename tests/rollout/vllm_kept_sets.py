@@ -19,6 +19,7 @@ from tests.rollout import vllm_sampling
 from tests.rollout.vllm_sampling import PROMPTS, Sampling, backend_of, batch_of, config_of, draws
 from tests.train.runs import single_rank
 
+MAX_NEW_TOKENS = 8
 ROUNDING = 1e-4  # of log-probs and probabilities: nearer to a border, rounding decides
 CASES = {
     "top_p": "top_p: 0.8",
@@ -93,9 +94,7 @@ def main() -> None:
     with single_rank():
         sampling = None
         for name, filters in CASES.items():
-            config = config_of(
-                f"rollout={{engine: vllm, max_new_tokens: {vllm_sampling.MAX_NEW_TOKENS}, {filters}}}"
-            )
+            config = config_of(f"rollout={{engine: vllm, max_new_tokens: {MAX_NEW_TOKENS}, {filters}}}")
             sampling = sampling or Sampling(config)
             sampling.sync(config)
             completions = sampling.generate()
@@ -104,7 +103,7 @@ def main() -> None:
         assert sampling is not None
         from abrun.rollout.torch_engine import TorchEngine
 
-        config = config_of("rollout.top_p=0.8")
+        config = config_of("rollout.top_p=0.8", f"rollout.max_new_tokens={MAX_NEW_TOKENS}")
         sampling.sync(config)
         embedded = TorchEngine(config.rollout, backend_of(config), vllm_sampling.TEXT)
         greedy = sampling.generate(temperature=0.0)

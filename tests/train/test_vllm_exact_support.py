@@ -61,7 +61,7 @@ def test_killed_and_resumed_it_scores_the_same_sets(tmp_path: Path) -> None:
     directory = tmp_path / "killed"
     make_run(directory, run_config(*settings(tmp_path, "steps=3", "checkpoint.every=1")))
     trainer = started(directory)
-    trainer.wait_for_step(1, 400)
+    trainer.wait_for_step(2, 400)  # then the checkpoint of step 1 is complete
     trainer.send(signal.SIGKILL)
     trainer.wait()
     trainer = started(directory)

@@ -148,6 +148,8 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
         _set_up_log()
         _listen(tail)
         _keep_process_groups()
+        if config.rollout.records_support:
+            kept.report_bits()
         if num_ranks > 1:
             _without_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
