@@ -1,5 +1,6 @@
 """What `abrun doctor` says of a machine: this one, ones with GPUs, and broken ones."""
 
+import importlib.metadata
 import json
 import re
 import shutil
@@ -49,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
     code, output, _ = run("doctor", "--json")
     found = json.loads(output)
-    assert code == 0 and found["versions"]["torch"] == torch.__version__
+    assert code == 0 and found["versions"]["torch"] == importlib.metadata.version("torch")
     parts = {(part["kind"], part["name"]): part["refusal"] for part in found["parts"]}
     kinds = {"policy.backend": BACKENDS, "rollout.engine": ENGINES, "policy.logprobs.impl": KERNELS}
     expected = {
