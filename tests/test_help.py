@@ -6,7 +6,7 @@ import pytest
 
 from tests.commands import GROUP, commands_in, problem_of
 
-EXAMPLES = re.compile(r"^ +Examples:\n((?: +abrun .*\n?)+)\s*\Z", re.M)
+EXAMPLES = re.compile(r"^ *Examples:\n((?: *abrun .*\n?)+)\s*\Z", re.M)  # indented before Python 3.13
 
 
 def test_bad_usage_is_noticed() -> None:

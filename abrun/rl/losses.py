@@ -21,6 +21,16 @@ MAX_LOG_RATIO = 80  # exp(89) is infinite in float32, and infinity times the 0 o
 MAX_KL_LOG_RATIO, MAX_KL = 20, 10
 
 
+def clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Limit values to [low, high], with gradient 1 at the bounds themselves and 0 beyond them.
+
+    torch.clamp's gradient at a bound is 1 before torch 2.14 and 0 from there on; a ratio of 1 is at one
+    where the clip range is 0.
+    """
+    within = (values >= low) & (values <= high)
+    return torch.where(within, values, values.detach().clamp(low, high))
+
+
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> []
     """Sum over the counted tokens."""
     return torch.where(mask, values, 0.0).sum()
@@ -33,14 +43,6 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Te
     however the batch is cut. A mean over the microbatch itself would weight short microbatches' tokens more.
     """
     return masked_sum(values, mask) / denominator
-
-
-def clamp_closed(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """Clamp values; the gradient is 1 from `low` to `high`, both included, and 0 elsewhere.
-
-    torch.clamp's gradient at a bound depends on the version of torch: 1 up to 2.14, 0 or 1/2 from 2.15.
-    """
-    return torch.where((values >= low) & (values <= high), values, values.detach().clamp(low, high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +152,8 @@ def _clipped(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> PolicyLoss:
     """The clipped surrogate of any ratio; masked tokens come with log-ratio and advantage 0."""
-    ratio = clamp_closed(log_ratio, -math.inf, MAX_LOG_RATIO).exp()
-    clipped_ratio = clamp_closed(ratio, 1 - clip_low, 1 + clip_high)
+    ratio = clamp(log_ratio, -math.inf, MAX_LOG_RATIO).exp()
+    clipped_ratio = clamp(ratio, 1 - clip_low, 1 + clip_high)
     free, bounded = -advantages * ratio, -advantages * clipped_ratio
     loss, clipped = torch.maximum(free, bounded), bounded > free
     if dual_clip is not None:
@@ -183,14 +185,14 @@ def kl_penalty(
     of k3 that of KL(reference || policy), and of k1 zero.
     """
     log_ratio = torch.where(token_mask, reference_logprobs - trainer_logprobs, 0.0)
-    log_ratio = clamp_closed(log_ratio, -MAX_KL_LOG_RATIO, MAX_KL_LOG_RATIO)
+    log_ratio = clamp(log_ratio, -MAX_KL_LOG_RATIO, MAX_KL_LOG_RATIO)
     if estimator == "k1":
         penalty = -log_ratio
     elif estimator == "k3":
         penalty = k3(log_ratio)
     else:
         penalty = log_ratio.square() / 2
-    penalty = clamp_closed(penalty, -MAX_KL, MAX_KL)
+    penalty = clamp(penalty, -MAX_KL, MAX_KL)
     if estimator == "k3+":
         penalty = k3(log_ratio).detach().clamp(-MAX_KL, MAX_KL) + (penalty - penalty.detach())
     return penalty

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from abrun.rl.advantages import STD_EPSILON
-from abrun.rl.losses import clamp_closed, masked_mean, weighted
+from abrun.rl.losses import clamp, masked_mean, weighted
 from abrun.rl.metrics import MetricParts
 
 Total = Callable[..., list[float]]  # sums each of its floats over all ranks, as `Setup.total` does
@@ -201,7 +201,7 @@ def value_loss(
     error = (values - returns).square()
     if clip_range is None:
         return ValueLoss(loss=0.5 * error, clipped=torch.zeros_like(token_mask))
-    bounded = clamp_closed(values, old_values - clip_range, old_values + clip_range)
+    bounded = clamp(values, old_values - clip_range, old_values + clip_range)
     bounded_error = (bounded - returns).square()
     return ValueLoss(loss=0.5 * torch.maximum(error, bounded_error), clipped=bounded_error > error)
 
