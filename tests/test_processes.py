@@ -39,7 +39,9 @@ def test_a_process_has_the_given_environment_and_no_signal_that_python_ignores(t
     masks = dict(line.split(":\t") for line in status.splitlines())
     by_this_one = {number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN}
     by_python = {signal.SIGPIPE, signal.SIGXFSZ}
-    assert int(masks["SigIgn"], 16) == sum(1 << number - 1 for number in by_this_one - by_python)
+    # The C library's signals 32 and 33 may come ignored from whoever started the tests.
+    ignored = {number for number in signal.valid_signals() if int(masks["SigIgn"], 16) >> number - 1 & 1}
+    assert ignored == by_this_one - by_python
     assert int(masks["SigBlk"], 16) == 0
 
 
