@@ -5,18 +5,18 @@ Slow: extras with torch download gigabytes. pip's own variables choose versions,
     PIP_CONSTRAINT=versions.txt pytest -m slow -s tests/test_compatibility.py -k "newest and wandb"
 """
 
-import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     subprocess.run(build, check=True)
     return next(folder.iterdir())
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[Environment]:
+    """Create a virtual environment for the core, and remove it after the test: packages take gigabytes."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    yield Environment(tmp_path, "")
+    shutil.rmtree(tmp_path / "venv")
 
 
 def compare(environment: Environment, *sources: str | Path, options: tuple[str, ...] = ()) -> None:
@@ -269,16 +277,6 @@ CHECKS: dict[str, Callable[[Environment], None]] = {
     "external": check_external,
 }
 OF_THE_TESTS = {"test", "test-slow"}  # every run of the suite checks them
-SHARED = (
-    "train",
-    "vllm",
-    "megatron",
-    "external",
-    "reasoning",
-    "wandb",
-    "ray",
-    "liger",
-)  # large, or pinning others
 
 
 def check(environment: Environment, function: Callable[[Environment], None]) -> None:
@@ -300,9 +298,8 @@ def test_every_extra_has_a_check() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [extra for extra in EXTRAS if extra in CHECKS])
-def test_the_newest_that_an_extra_allows(extra: str, wheel: Path, tmp_path: Path) -> None:
-    environment = Environment(tmp_path, extra)
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+def test_the_newest_that_an_extra_allows(extra: str, wheel: Path, environment: Environment) -> None:
+    environment = replace(environment, extra=extra)
     try:
         environment.run("python", "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]")
     except Failed as failure:
@@ -311,38 +308,25 @@ def test_the_newest_that_an_extra_allows(extra: str, wheel: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_core_at_the_lowest_versions_it_allows(wheel: Path, tmp_path: Path) -> None:
+def test_the_core_at_the_lowest_versions_it_allows(wheel: Path, environment: Environment) -> None:
     """Lowest with a wheel for this Python: a floor may be older than the Python."""
-    environment = Environment(tmp_path, "")
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     environment.run("python", "-m", "pip", "install", "--quiet", "uv")
     lowest = ("--resolution", "lowest-direct", "--only-binary", ":all:")
-    environment.run("uv", "pip", "install", "--quiet", "--python", environment.python, *lowest, wheel)
+    install = ("uv", "pip", "install", "--quiet", "--python", environment.python)
+    environment.run(*install, *lowest, "--requirements", ROOT / "pyproject.toml")  # a wheel's are not direct
+    environment.run(*install, "--no-deps", wheel)
+    versions = environment.versions()
+    for name in ("jsonschema", "rich", "typer"):  # without compiled code: each Python has the lowest
+        assert f"{name}>={versions[name].removesuffix('.0')}" in PROJECT["dependencies"]
     check(environment, check_core)
 
 
 @pytest.mark.slow
-def test_extras_share_an_environment(wheel: Path, tmp_path: Path) -> None:
-    """Resolve all extras at once, without installing; if that fails, find the pairs that conflict."""
-    extras = [extra for extra in SHARED if extra in EXTRAS]
-    if resolve(wheel, extras, tmp_path) is None:
-        return
-    reasons = {pair: resolve(wheel, pair, tmp_path) for pair in itertools.combinations(extras, 2)}
-    conflicts = [f"{' + '.join(pair)}: {reason}" for pair, reason in reasons.items() if reason]
-    pytest.fail("\n".join(conflicts) or f"{', '.join(extras)} conflict only together", pytrace=False)
-
-
-def resolve(wheel: Path, extras: Sequence[str], folder: Path) -> str | None:
-    """Return pip's reason why extras cannot be installed together; else print the versions it would take."""
-    report = folder / "report.json"
-    dry_run = ("install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report))
-    wanted = f"{wheel}[{','.join(extras)}]"
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *dry_run, wanted], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        return re.sub(r"\s+", " ", done.stderr[done.stderr.find("ERROR") :])[:600]
-    named = {package_of(line) for extra in extras for line in requirements(extra)}
-    packages = [one["metadata"] for one in json.loads(report.read_text())["install"]]
-    print(*extras, {one["name"]: one["version"] for one in packages if canonical(one["name"]) in named})
-    return None
+def test_extras_share_an_environment(environment: Environment) -> None:
+    """Resolve all extras at once, without installing them. uv names the packages that conflict."""
+    environment.run("python", "-m", "pip", "install", "--quiet", "uv")
+    compile_all = ("uv", "pip", "compile", "--quiet", "--all-extras", "--python", environment.python)
+    try:
+        environment.run(*compile_all, ROOT / "pyproject.toml")
+    except Failed as failure:
+        pytest.fail(str(failure), pytrace=False)

@@ -165,7 +165,7 @@ def _imported(package: str) -> Any:
         said = first_cause(ended.stderr).splitlines()
         reason = " ".join(said[-1].split())[:200] if said else f"exit code {ended.returncode}"
     except subprocess.TimeoutExpired:
-        reason = f"no answer in {SECONDS} s"
+        return f"importing {package} took more than {SECONDS} s; run abrun doctor again on an idle machine"
     except (OSError, ValueError, IndexError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     for other in NOT_NEEDED:

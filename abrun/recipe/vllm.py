@@ -21,9 +21,6 @@ def vllm_refusal(*, on_gpu: bool) -> str | None:
     installed = installed_packages()
     if not installed:
         return f"{got} without the package {package}; {install}, {instead}"
-    for name, version in installed.items():
-        if release_of(version) is None:
-            return f"{got} with {name} {version}, not one of {VLLM_VERSIONS}; {install}, {instead}"
     for_processors = any(name == CPU_BUILD or "cpu" in version for name, version in installed.items())
     if for_processors == on_gpu:
         name, version = next(iter(installed.items()))
@@ -31,6 +28,9 @@ def vllm_refusal(*, on_gpu: bool) -> str | None:
         if not for_processors:
             needed = "which needs a GPU, with cluster.gpus_per_node: 0"
         return f"{got} with {name} {version}, {needed}; pip uninstall {name}, then {install}, {instead}"
+    for name, version in installed.items():
+        if release_of(version) is None:
+            return f"{got} with {name} {version}, not one of {VLLM_VERSIONS}; {install}, {instead}"
     return None
 
 

