@@ -134,8 +134,20 @@ def signs(lines: Mapping[int, int]) -> dict[int, Sign]:
     return found
 
 
-def places(folder: Path, ranks: Mapping[int, Sign], patience_s: float = 0.5) -> dict[int, str]:
-    """Where the main threads of ranks are: `function (file:line)`, the innermost."""
+class Place(NamedTuple):
+    """The innermost function of a rank's main thread; without a file, why that is unknown."""
+
+    function: str
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        name = "/".join(Path(self.file).parts[-3:])
+        return f"{self.function} ({name}:{self.line})" if self.file else self.function
+
+
+def places(folder: Path, ranks: Mapping[int, Sign], patience_s: float = 0.5) -> dict[int, Place]:
+    """Return where the main thread of each rank is."""
     for sign in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(sign.pid, SHOW_STACK)
@@ -143,16 +155,16 @@ def places(folder: Path, ranks: Mapping[int, Sign], patience_s: float = 0.5) -> 
     return {rank: _stuck(sign.pid) or _place(_stack(folder, rank)) for rank, sign in ranks.items()}
 
 
-def _stuck(pid: int) -> str | None:
+def _stuck(pid: int) -> Place | None:
     """Why a process cannot say where it is, by the kernel's word."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
-    return STUCK.get(state)
+    return Place(STUCK[state]) if state in STUCK else None
 
 
-def _place(stack: Path) -> str:
+def _place(stack: Path) -> Place:
     try:
         shown = stack.read_text(errors="replace")
     except OSError:  # removed by whoever tidies the folder of temporary files
@@ -160,9 +172,9 @@ def _place(stack: Path) -> str:
     last = shown.rpartition("most recent call first")[2]
     frame = re.search(r'^  File "(.*)", line (\d+) in (.*)$', last, re.MULTILINE)
     if frame is None:
-        return "an unknown place"
+        return Place("an unknown place")
     file, line, function = frame.groups()
-    return f"{function} ({'/'.join(Path(file).parts[-3:])}:{line})"
+    return Place(function, file, int(line))
 
 
 def _stack(folder: str | Path, rank: int | str) -> Path:

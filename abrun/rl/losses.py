@@ -152,7 +152,7 @@ def _clipped(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> PolicyLoss:
     """The clipped surrogate of any ratio; masked tokens come with log-ratio and advantage 0."""
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    ratio = clamp(log_ratio, -math.inf, MAX_LOG_RATIO).exp()
     clipped_ratio = clamp(ratio, 1 - clip_low, 1 + clip_high)
     free, bounded = -advantages * ratio, -advantages * clipped_ratio
     loss, clipped = torch.maximum(free, bounded), bounded > free
@@ -185,14 +185,14 @@ def kl_penalty(
     of k3 that of KL(reference || policy), and of k1 zero.
     """
     log_ratio = torch.where(token_mask, reference_logprobs - trainer_logprobs, 0.0)
-    log_ratio = log_ratio.clamp(-MAX_KL_LOG_RATIO, MAX_KL_LOG_RATIO)
+    log_ratio = clamp(log_ratio, -MAX_KL_LOG_RATIO, MAX_KL_LOG_RATIO)
     if estimator == "k1":
         penalty = -log_ratio
     elif estimator == "k3":
         penalty = k3(log_ratio)
     else:
         penalty = log_ratio.square() / 2
-    penalty = penalty.clamp(-MAX_KL, MAX_KL)
+    penalty = clamp(penalty, -MAX_KL, MAX_KL)
     if estimator == "k3+":
         penalty = k3(log_ratio).detach().clamp(-MAX_KL, MAX_KL) + (penalty - penalty.detach())
     return penalty

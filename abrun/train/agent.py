@@ -8,6 +8,7 @@ would take seconds before a rank starts.
 import argparse
 import contextlib
 import fcntl
+import importlib.util
 import json
 import math
 import os
@@ -479,16 +480,19 @@ class _Watch(threading.Thread):
     def _where(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:
         """Where ranks are, those first that wait for no other."""
         places = progress.places(self._scratch, signs)
-        order = sorted(signs, key=lambda rank: (is_waiting(places[rank]), signs[rank].time_s))
+        waits = {rank: is_waiting(place) for rank, place in places.items()}
         return [
-            SilentRank(rank=rank, place=places[rank], doing=signs[rank].doing, waits=is_waiting(places[rank]))
-            for rank in order
+            SilentRank(rank=rank, place=str(places[rank]), doing=signs[rank].doing, waits=waits[rank])
+            for rank in sorted(signs, key=lambda rank: (waits[rank], signs[rank].time_s))
         ]
 
 
-def is_waiting(place: str) -> bool:
-    """Whether a rank is in torch's own code, as one that waits for the others is."""
-    return "torch/" in place or place.startswith("_meet ")  # of abrun.backends.ranks
+def is_waiting(place: progress.Place) -> bool:
+    """Return True if a rank is in the installed torch, as one that waits for the others is."""
+    torch = importlib.util.find_spec("torch")
+    folders = torch.submodule_search_locations or [] if torch else []
+    is_in_torch = any(Path(place.file).is_relative_to(folder) for folder in folders)
+    return is_in_torch or place.function == "_meet"  # of abrun.backends.ranks
 
 
 if __name__ == "__main__":

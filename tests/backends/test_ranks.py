@@ -4,11 +4,13 @@ import os
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import placement_types
 
 from abrun import progress
 from abrun.backends.ranks import _meet, lost_ranks, make_ranks
@@ -147,4 +149,23 @@ def test_the_first_rank_serves_the_store_unless_torchrun_does(
 
 
 def test_a_rank_that_meets_the_others_waits_for_them() -> None:
-    assert is_waiting(f"{_meet.__name__} (abrun/backends/ranks.py:1)")
+    assert is_waiting(progress.Place(_meet.__name__, "/home/me/abrun/backends/ranks.py", 1))
+
+
+@pytest.mark.parametrize(
+    ("file", "waits"),
+    [
+        (dist.distributed_c10d.__file__, True),
+        (placement_types.__file__, True),
+        ("/home/me/torch/abrun/progress.py", False),
+        ("/home/torch/rewards/grade.py", False),
+        ("/home/me/mytorch/grade.py", False),
+    ],
+)
+def test_a_rank_waits_in_the_installed_torch_alone(tmp_path: Path, file: str, waits: bool) -> None:
+    """Any folder may be named torch, and torch's own files lie up to five folders deep."""
+    stack = tmp_path / "rank-0.stack"
+    stack.write_text(f'Current thread 0x1 (most recent call first):\n  File "{file}", line 7 in wait\n')
+    place = progress._place(stack)
+    assert str(place) == f"wait ({'/'.join(file.split('/')[-3:])}:7)"
+    assert is_waiting(place) == waits

@@ -63,11 +63,14 @@ def test_one_advantage_a_sequence() -> None:
     assert torch.equal(narrow.loss, wide.loss) and torch.equal(narrow.clipped, wide.clipped)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_gradient_at_ratio_one_is_the_policy_gradient(clip: float) -> None:
+@pytest.mark.parametrize("clip_low", [0.0, 0.2])
+@pytest.mark.parametrize("clip_high", [0.0, 0.2])
+def test_gradient_at_ratio_one_is_the_policy_gradient(clip_low: float, clip_high: float) -> None:
     trainer = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
     advantages = torch.tensor([[2.0, -3.0, 0.0]])
-    loss = clipped_policy_loss(trainer, trainer.detach(), advantages, ALL, clip_low=clip, clip_high=clip)
+    loss = clipped_policy_loss(
+        trainer, trainer.detach(), advantages, ALL, clip_low=clip_low, clip_high=clip_high
+    )
     (gradient,) = torch.autograd.grad(loss.loss.sum(), trainer)
     assert torch.equal(gradient, -advantages)  # of REINFORCE's -A * log-prob
     assert not loss.clipped.any() and not loss.ratio.requires_grad
@@ -78,6 +81,13 @@ def test_the_gradient_of_a_clamp_is_one_up_to_its_bounds() -> None:
     limited = clamp(values, 0.5, 1.5)
     (gradient,) = torch.autograd.grad(limited.sum(), values)
     assert limited.tolist() == [0.5, 0.5, 1.0, 1.5, 1.5] and gradient.tolist() == [0, 1, 1, 1, 0]
+
+
+def test_a_kl_penalty_at_its_bound_has_a_gradient() -> None:
+    trainer = torch.tensor([[-10.0, -11.0, -9.0]], requires_grad=True)
+    penalty = kl_penalty(trainer, torch.zeros(1, 3), ALL, estimator="k1")
+    (gradient,) = torch.autograd.grad(penalty.sum(), trainer)
+    assert gradient.tolist() == [[1.0, 0.0, 1.0]]
 
 
 def test_clipped_tokens_have_no_gradient() -> None:

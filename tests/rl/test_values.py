@@ -415,6 +415,9 @@ def test_value_loss_by_hand() -> None:
     close(plain.loss, 2.0, 2.0, 0.0)
     close(torch.autograd.grad(plain.loss.sum(), values)[0], 2.0, -2.0, 0.0)
     assert not plain.clipped.any() and plain.clipped.dtype == torch.bool
+    at_bounds = row(1.5, 0.5, 1).requires_grad_()
+    found_there = value_loss(at_bounds, old, row(3, 3, 3), mask_of(1, 1, 1), clip_range=0.5)
+    close(torch.autograd.grad(found_there.loss.sum(), at_bounds)[0], -1.5, -2.5, -2.0)
     # A batch of six tokens over two updates: the loss by its reduction's weights, the fraction by tokens.
     weights = row(0.5, 0.25, 0.25)
     parts = value_loss_metrics(found, mask_of(1, 1, 1), weights, num_tokens=6.0, num_updates=2)
