@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -115,7 +116,8 @@ def metrics_by_step(directory: Path) -> dict[int, dict[str, float]]:
 class Trainer:
     """`python -m abrun.train DIRECTORY` as one or several ranks; stdout and stderr go to files there.
 
-    `env` is laid over the environment (an empty value removes a variable), `path` before `sys.path`.
+    `env` is laid over the environment (an empty value removes a variable), `path` before `sys.path`. `fresh`:
+    in a new interpreter, for variables that modules read at their import, which the fork server has done.
     """
 
     def __init__(
@@ -125,14 +127,16 @@ class Trainer:
         ranks: int = 1,
         env: Mapping[str, str] | None = None,
         path: Path | None = None,
+        fresh: bool = False,
     ) -> None:
         self.directory = directory
+        context = multiprocessing.get_context("spawn") if fresh else processes
         # This process serves the store, on a port that it holds from the start, as tests.spawn does.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
         self.processes = []
         for rank in range(ranks):
             rank_env = dict(env or {}) | (_rank_env(rank, ranks, self._store.port) if self._store else {})
-            process = processes.Process(target=_run_main, args=(directory, rank_env, path), daemon=True)
+            process = context.Process(target=_run_main, args=(directory, rank_env, path), daemon=True)
             process.start()
             self.processes.append(process)
 

@@ -20,7 +20,7 @@ SMALL = "algorithm={type: grpo, prompts_per_step: 2, group_size: 4}"
 
 def started(directory: Path, ranks: int = 1) -> Trainer:
     folder = directory.parent / "triton"
-    return Trainer(directory, ranks=ranks, env=environment(folder), path=folder)
+    return Trainer(directory, ranks=ranks, env=environment(folder), path=folder, fresh=True)
 
 
 def settings(folder: Path, *overrides: str) -> tuple[str, ...]:
